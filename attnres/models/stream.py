@@ -1,0 +1,122 @@
+"""The hidden state of a decoder as a stream: calling a pre-norm on it reads, `stream + output` writes.
+
+A pre-norm layer's own code already says the two verbs, so no layer is copied or wrapped: the first layer's input
+becomes a `Stream`, each pre-norm reads when it is given one, and the residual additions write.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from ..ops.norms import Norm
+from ..residuals import Residual
+
+_ADDITIONS = frozenset(
+    {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch._C.TensorBase.__add__}
+)
+
+
+class Stream:
+    """One forward pass of a network's depth, before sublayer `index`; never changed in place.
+
+    `stream + output` is the stream after that sublayer. What a read hands to its write is kept on the object between
+    the two, and dropped by the write.
+    """
+
+    def __init__(self, residual: Residual, state: Any, index: int, like: Tensor) -> None:
+        self.residual, self.state, self.index = residual, state, index
+        self.like = like
+        self._after_read: Any = None
+
+    @classmethod
+    def start(cls, residual: Residual, embedding: Tensor) -> "Stream":
+        return cls(residual, residual.start(embedding), 0, embedding)
+
+    def read(self, norm: nn.Module) -> Tensor:
+        """The normed input of the coming sublayer, or of the head after the last one."""
+        spec = describe_norm(norm, self.like)
+        if self.index == self.residual.num_sublayers:
+            return self.residual.finish(self.state, spec)
+        x, self._after_read = self.residual.read(self.state, self.index, spec)
+        return x
+
+    def __add__(self, output: Tensor) -> "Stream":
+        state, self._after_read = self._after_read, None
+        if state is None:
+            raise TypeError(f"sublayer {self.index} wrote before it read: is each of its pre-norms named in its family?")
+        if self.residual.observer is not None:
+            self.residual.observer.on_write(self.index, output)
+        return Stream(self.residual, self.residual.write(state, self.index, output), self.index + 1, self.like)
+
+    __radd__ = __add__
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> "Stream":
+        # A tensor on the left (`output + stream`) and torch.compile come here.
+        if func not in _ADDITIONS or kwargs:
+            name = getattr(func, "__name__", func)
+            raise TypeError(f"a depth stream was given to torch's '{name}': layers may only norm it and add to it")
+        left, right = args
+        return left.__add__(right) if isinstance(left, Stream) else right.__add__(left)
+
+    # What decoders ask of a hidden state besides.
+    @property
+    def shape(self) -> torch.Size:
+        return self.like.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.like.device
+
+    def size(self, *dim: int) -> Any:
+        return self.like.size(*dim)
+
+
+def _flatten(stream: Stream) -> tuple[list[Any], tuple[Residual, int]]:
+    return [stream.state, stream.like], (stream.residual, stream.index)
+
+
+def _unflatten(values: Any, context: tuple[Residual, int]) -> Stream:
+    state, like = values
+    return Stream(context[0], state, context[1], like)
+
+
+_pytree.register_pytree_node(Stream, _flatten, _unflatten)
+
+
+def describe_norm(module: nn.Module, like: Tensor) -> Norm | nn.Module:
+    """A pre-norm as a value, where its arithmetic is known; else the module itself.
+
+    Under autocast the normed vector comes out in the autocast dtype, since only matrix products consume it.
+    """
+    device = like.device.type
+    out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if isinstance(module, nn.LayerNorm):
+        return Norm(module.weight, module.bias, module.eps, center=True, out_dtype=out_dtype)
+    eps = getattr(module, "variance_epsilon", None)  # the RMSNorm that most families copy from each other
+    if eps is not None:
+        return Norm(module.weight, None, eps, out_dtype=out_dtype)
+    return module
+
+
+class _ReadingNorm(nn.Module):
+    """Mixed into a norm's own class: reads when given a stream, norms when given a tensor."""
+
+    def forward(self, hidden_states: Any) -> Tensor:
+        if isinstance(hidden_states, Stream):
+            return hidden_states.read(self)
+        return super().forward(hidden_states)
+
+
+def make_reading(norm: nn.Module) -> None:
+    """Let this norm read streams. Its parameters, name and behaviour on tensors stay as they are."""
+    cls = type(norm)
+    if not issubclass(cls, _ReadingNorm):
+        norm.__class__ = type(f"Reading{cls.__name__}", (_ReadingNorm, cls), {"__module__": __name__})

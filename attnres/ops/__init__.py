@@ -1,0 +1,17 @@
+"""A depth read as a function: the oracle, and the two-phase block schedule with its own backward."""
+
+from .norms import Norm, inverse_rms
+from .reference import compute_dtype, depth_read_reference
+from .two_phase import Merged, SealedReads, depth_read, merge, read_sealed
+
+__all__ = [
+    "Merged",
+    "Norm",
+    "SealedReads",
+    "compute_dtype",
+    "depth_read",
+    "depth_read_reference",
+    "inverse_rms",
+    "merge",
+    "read_sealed",
+]

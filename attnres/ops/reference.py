@@ -1,0 +1,37 @@
+"""The read written out plainly: the oracle every faster path is tested against."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits, softmax and norm statistics: at least fp32, fp64 for fp64 sources."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def depth_read_reference(
+    sources: Sequence[Tensor], query: Tensor, gain: Tensor | None = None, *, eps: float = 1e-6
+) -> tuple[Tensor, Tensor]:
+    """One depth read: a softmax over sources, computed token by token.
+
+        h = sum_i a_i v_i,    a = softmax_i( w . (g * v_i / rms(v_i)) ),    rms(v) = sqrt(mean(v^2) + eps)
+
+    Args:
+        sources: n tensors `v_i` of shape (..., d).
+        query: the pseudo-query `w`, shape (d,).
+        gain: the key norm's gain `g`, shape (d,); None means ones.
+        eps: of the key norm.
+
+    Returns:
+        `h` (..., d) and the weights `a` (n, ...). Keys are normed, values are raw, and there is no 1/sqrt(d).
+
+    Source: "Attention Residuals", arXiv 2603.15031, equations of Full AttnRes.
+    """
+    values = torch.stack(list(sources))
+    values = values.to(compute_dtype(values.dtype))
+    keys = values * (values.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    scaled = query if gain is None else query * gain
+    weights = (keys * scaled.to(keys.dtype)).sum(-1).softmax(0)
+    return (weights.unsqueeze(-1) * values).sum(0), weights

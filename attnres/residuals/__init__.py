@@ -1,0 +1,60 @@
+"""Residual mechanisms by name: `standard`, its control, Attention Residuals, and rivals, behind one interface."""
+
+import inspect
+from typing import Any
+
+from ..errors import UserError, unknown
+from .base import NormLike, Observer, Residual
+from .block import Block
+from .deepnorm import DeepNorm
+from .denseformer import DenseFormer
+from .full import Full
+from .hyper_connections import HyperConnections
+from .rescaled import Rescaled
+from .standard import Standard
+
+RESIDUALS: dict[str, type[Residual]] = {
+    cls.name: cls for cls in (Standard, Rescaled, Full, Block, DeepNorm, HyperConnections, DenseFormer)
+}
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """The settings a residual takes, with their defaults."""
+    if name not in RESIDUALS:
+        raise unknown("residual", name, RESIDUALS)
+    parameters = inspect.signature(RESIDUALS[name].__init__).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def make_residual(name: str, num_sublayers: int, width: int, **settings: Any) -> Residual:
+    """The residual called `name` for L sublayers of width d.
+
+    Raises:
+        UserError: an unknown name or setting (with the nearest valid one), or settings that are impossible.
+    """
+    valid = settings_of(name)
+    for key in settings:
+        if key not in valid:
+            if not valid:
+                raise UserError(f"residual '{name}' takes no settings: '{key}' was given; remove it")
+            raise unknown(f"setting of residual '{name}'", key, valid)
+    if num_sublayers < 1 or width < 1:
+        raise UserError(f"{num_sublayers} sublayers of width {width}: expected at least 1 of each")
+    return RESIDUALS[name](num_sublayers, width, **settings)
+
+
+__all__ = [
+    "RESIDUALS",
+    "Block",
+    "DeepNorm",
+    "DenseFormer",
+    "Full",
+    "HyperConnections",
+    "NormLike",
+    "Observer",
+    "Rescaled",
+    "Residual",
+    "Standard",
+    "make_residual",
+    "settings_of",
+]

@@ -1,0 +1,77 @@
+"""What a residual is: a network's depth as a stream with two verbs, read and write."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.norms import Norm, apply_norm
+
+NormLike = Norm | Callable[[Tensor], Tensor]
+"""The norm a read ends with: as a value where its arithmetic is known (then it can be fused), else as a function."""
+
+State = Any
+"""A residual's state: an immutable (nested) tuple of tensors, their number a function of depth alone."""
+
+
+class Observer(Protocol):
+    """Sees what a forward pass really does, without changing it."""
+
+    def on_read(self, index: int, h: Tensor, weights: Tensor | None, sources: Sequence[str]) -> None:
+        """Read `index` made `h` (..., d) before its norm, from `sources` with `weights` (tokens, sources)."""
+
+    def on_write(self, index: int, output: Tensor) -> None:
+        """Sublayer `index` wrote `output` (..., d)."""
+
+
+class Residual(nn.Module):
+    """How the sublayers of one network are connected: their reads and writes, and the parameters these have.
+
+    A *sublayer* is one attention or one MLP; `num_sublayers` is their number L. Reads are numbered 0 .. L-1, the
+    output's is L. All parameters of a residual live in this one module: it is small, always fp32, and takes no weight
+    decay. `read`, `write` and `finish` never change a state in place.
+
+    A mechanism is a subclass with a `name`, whose keyword arguments after `width` are its settings.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, num_sublayers: int, width: int) -> None:
+        super().__init__()
+        self.num_sublayers, self.width = num_sublayers, width
+        self.observer: Observer | None = None
+
+    def init_parameters(self) -> None:
+        """Set every parameter of this module to its start value (through `torch.nn.init` only)."""
+
+    def branch_scale(self) -> float:
+        """Factor on the start values of value, output and MLP weights (DeepNorm asks for one)."""
+        return 1.0
+
+    def start(self, embedding: Tensor) -> State:
+        """The state that holds the token embedding (..., d) and nothing else."""
+        raise NotImplementedError
+
+    def read(self, state: State, index: int, norm: NormLike) -> tuple[Tensor, State]:
+        """The normed input of sublayer `index`, and the state that its write continues from."""
+        raise NotImplementedError
+
+    def write(self, state: State, index: int, output: Tensor) -> State:
+        """The state after sublayer `index` gave `output`."""
+        raise NotImplementedError
+
+    def finish(self, state: State, norm: NormLike) -> Tensor:
+        """The normed input of the head."""
+        raise NotImplementedError
+
+    def normed(self, h: Tensor, index: int, norm: NormLike) -> Tensor:
+        """norm(h) as read `index`, shown to the observer: for mechanisms whose read is not fused with its norm."""
+        if self.observer is not None:
+            self.observer.on_read(index, h, None, ())
+        return apply_norm(h, norm) if isinstance(norm, Norm) else norm(h)
+
+
+def full_precision(reference: Tensor) -> torch.autocast:
+    """Autocast off: depth mixing is a softmax or a sum of many terms, and bf16 loses it."""
+    return torch.autocast(reference.device.type, enabled=False)

@@ -1,0 +1,68 @@
+"""Block Attention Residuals: sublayers read the sums of earlier blocks and the running sum of their own."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from .depth_attention import DepthAttention, DepthState
+
+DEFAULT_BLOCKS = 8
+"""About eight blocks recover most of Full's gain (arXiv 2603.15031, figure on block size)."""
+
+
+def resolve_block_size(num_sublayers: int, block_size: int | None, num_blocks: int | None) -> int:
+    """Sublayers per block from either setting; both count sublayers (attention and MLP), not transformer layers."""
+    if block_size is not None and num_blocks is not None:
+        raise UserError(f"both block_size={block_size} and num_blocks={num_blocks} are given: give one of them")
+    if block_size is not None:
+        if not 1 <= block_size <= num_sublayers:
+            raise UserError(
+                f"block_size is {block_size}: expected 1 to {num_sublayers} sublayers (a layer has two: attention, MLP)"
+            )
+        return block_size
+    if num_blocks is None:
+        return math.ceil(num_sublayers / DEFAULT_BLOCKS)
+    if not 1 <= num_blocks <= num_sublayers:
+        raise UserError(f"num_blocks is {num_blocks}: expected 1 to {num_sublayers}, the number of sublayers")
+    size = math.ceil(num_sublayers / num_blocks)
+    made = math.ceil(num_sublayers / size)
+    if made != num_blocks:
+        raise UserError(
+            f"{num_sublayers} sublayers cannot be cut into num_blocks={num_blocks} blocks of one size (only the last may "
+            f"be shorter): blocks of {size} make {made}; choose another num_blocks or give block_size"
+        )
+    return size
+
+
+class Block(DepthAttention):
+    """Sources are the embedding b_0, the sum of each finished block, and the running sum of the current one.
+
+    The first sublayer of a block reads the finished blocks alone. `block_size=1` is Full; `block_size=L` is a standard
+    residual with the embedding kept apart.
+    """
+
+    name = "block"
+
+    def __init__(
+        self,
+        num_sublayers: int,
+        width: int,
+        *,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        key_norm_eps: float = 1e-6,
+        read_scale="mean",
+    ) -> None:
+        size = resolve_block_size(num_sublayers, block_size, num_blocks)
+        super().__init__(num_sublayers, width, group=size, key_norm_eps=key_norm_eps, read_scale=read_scale)
+        self.block_size = size
+
+    def add_open(self, opens: tuple[Tensor, ...], output: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return (opens[0].to(dtype) + output,) if opens else (output,)
+
+    def source_names(self, state: DepthState, index: int) -> Sequence[str]:
+        blocks = [f"block {i}" for i in range(1, len(state.sealed))]
+        return ["embedding", *blocks, *(["partial"] if state.open else [])]

@@ -1,0 +1,58 @@
+"""DenseFormer: after each layer a learned, static weighted sum of all layer outputs so far."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .base import NormLike, Residual, full_precision
+
+
+class Layers(NamedTuple):
+    """The running stream, and what each layer gave so far (the embedding first); all (..., d)."""
+
+    stream: Tensor
+    past: tuple[Tensor, ...]
+
+
+class DenseFormer(Residual):
+    """After layer i (two sublayers): y_i = sum_{j <= i} a_ij x_j, x_0 the embedding, x_j the output of layer j on y_{j-1}.
+
+    `mix` is (M, M+1) for M layers; row i uses its first i+2 entries. It starts at [0 .. 0, 1]: a standard residual.
+
+    Source: Pagliardini et al., "DenseFormer", arXiv 2402.02622 (dilation 1, period 1).
+    """
+
+    name = "denseformer"
+
+    def __init__(self, num_sublayers: int, width: int) -> None:
+        super().__init__(num_sublayers, width)
+        self.mix = nn.Parameter(torch.empty(num_sublayers // 2, num_sublayers // 2 + 1))
+        self.init_parameters()
+
+    def init_parameters(self) -> None:
+        nn.init.zeros_(self.mix)
+        if not getattr(self.mix, "_is_hf_initialized", False) and not self.mix.is_meta:
+            with torch.no_grad():
+                self.mix[:, 1:].fill_diagonal_(1.0)
+
+    def start(self, embedding: Tensor) -> Layers:
+        return Layers(embedding, (embedding,))
+
+    def read(self, state: Layers, index: int, norm: NormLike) -> tuple[Tensor, Layers]:
+        return self.normed(state.stream, index, norm), state
+
+    def write(self, state: Layers, index: int, output: Tensor) -> Layers:
+        stream = state.stream + output
+        if index % 2 == 0:
+            return Layers(stream, state.past)
+        past = (*state.past, stream)
+        with full_precision(stream):
+            row = self.mix[index // 2].to(stream.dtype)
+            mixed = past[0] * row[0]
+            for j in range(1, len(past)):
+                mixed = torch.addcmul(mixed, past[j], row[j])
+        return Layers(mixed, past)
+
+    def finish(self, state: Layers, norm: NormLike) -> Tensor:
+        return self.normed(state.stream, self.num_sublayers, norm)

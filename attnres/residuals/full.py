@@ -1,0 +1,31 @@
+"""Full Attention Residuals: every sublayer reads every earlier output."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .depth_attention import DepthAttention, DepthState
+
+
+class Full(DepthAttention):
+    """Sources are the embedding and each sublayer's output. Memory grows linearly with depth, reads with its square.
+
+    Scheduled in groups of about sqrt(L) sublayers, which share one pass over the sources sealed before the group; the
+    group's own outputs stay separate sources. The grouping changes speed, never the result.
+    """
+
+    name = "full"
+
+    def __init__(
+        self, num_sublayers: int, width: int, *, group: int | None = None, key_norm_eps: float = 1e-6, read_scale="mean"
+    ) -> None:
+        group = group or max(1, round(math.sqrt(num_sublayers)))
+        super().__init__(num_sublayers, width, group=group, key_norm_eps=key_norm_eps, read_scale=read_scale)
+
+    def add_open(self, opens: tuple[Tensor, ...], output: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        return (*opens, output)
+
+    def source_names(self, state: DepthState, index: int) -> Sequence[str]:
+        return ["embedding", *(f"{'mlp' if i % 2 else 'attention'} {i // 2}" for i in range(index))]

@@ -1,0 +1,94 @@
+"""Hyper-Connections: n parallel streams with learned, input-dependent mixing in and out of each sublayer."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import UserError
+from .base import NormLike, Residual, full_precision
+
+
+class Streams(NamedTuple):
+    """The n streams (..., n, d), and after a read how much of the coming output each receives, (..., n)."""
+
+    streams: Tensor
+    beta: Tensor | None = None
+
+
+class HyperConnections(Residual):
+    """x = norm(alpha_0^T H),  H' = A^T H + beta (outer) f(x), over n streams H (n, d).
+
+        [alpha_0, A] = static_alpha + s_a tanh(N(H) W_a)      (n, n+1)
+        beta         = static_beta  + s_b tanh(N(H) w_b)      (n,)
+
+    Static part: alpha_0 = onehot(l mod n), A = I, beta = 1. Dynamic part: W = 0, s = 0.01. The embedding is repeated to
+    all streams at the start; the head reads their sum. N is an RMSNorm with a learned gain.
+
+    Source: Zhu et al., "Hyper-Connections", arXiv 2409.19606.
+    """
+
+    name = "hyper_connections"
+
+    def __init__(
+        self, num_sublayers: int, width: int, *, num_streams: int = 4, dynamic: bool = True, eps: float = 1e-6
+    ) -> None:
+        super().__init__(num_sublayers, width)
+        if num_streams < 1:
+            raise UserError(f"num_streams is {num_streams}: expected at least 1")
+        self.num_streams, self.dynamic, self.eps = num_streams, dynamic, eps
+        layers, n = num_sublayers, num_streams
+        self.static_alpha = nn.Parameter(torch.empty(layers, n, n + 1))
+        self.static_beta = nn.Parameter(torch.empty(layers, n))
+        if dynamic:
+            self.gain = nn.Parameter(torch.empty(layers, width))
+            self.alpha_weight = nn.Parameter(torch.empty(layers, width, n + 1))
+            self.beta_weight = nn.Parameter(torch.empty(layers, width, 1))
+            self.alpha_scale = nn.Parameter(torch.empty(layers))
+            self.beta_scale = nn.Parameter(torch.empty(layers))
+        self.init_parameters()
+
+    def init_parameters(self) -> None:
+        n = self.num_streams
+        start = torch.zeros(self.num_sublayers, n, n + 1)
+        for index in range(self.num_sublayers):
+            start[index, index % n, 0] = 1.0
+            start[index, :, 1:] = torch.eye(n)
+        # Through nn.init, so that a parameter already loaded from a checkpoint is left alone.
+        nn.init.zeros_(self.static_alpha)
+        if not getattr(self.static_alpha, "_is_hf_initialized", False) and not self.static_alpha.is_meta:
+            with torch.no_grad():
+                self.static_alpha.copy_(start)
+        nn.init.ones_(self.static_beta)
+        if self.dynamic:
+            nn.init.ones_(self.gain)
+            nn.init.zeros_(self.alpha_weight)
+            nn.init.zeros_(self.beta_weight)
+            nn.init.constant_(self.alpha_scale, 0.01)
+            nn.init.constant_(self.beta_scale, 0.01)
+
+    def start(self, embedding: Tensor) -> Streams:
+        return Streams(embedding.unsqueeze(-2).expand(*embedding.shape[:-1], self.num_streams, self.width))
+
+    def read(self, state: Streams, index: int, norm: NormLike) -> tuple[Tensor, Streams]:
+        streams = state.streams
+        with full_precision(streams):
+            alpha = self.static_alpha[index].to(streams.dtype)
+            beta = self.static_beta[index].to(streams.dtype)
+            if self.dynamic:
+                keys = F.rms_norm(streams.float(), (self.width,), self.gain[index].float(), self.eps)
+                alpha = alpha + (self.alpha_scale[index] * torch.tanh(keys @ self.alpha_weight[index])).to(alpha.dtype)
+                beta = beta + (self.beta_scale[index] * torch.tanh(keys @ self.beta_weight[index])).squeeze(-1).to(
+                    beta.dtype
+                )
+            mixed = alpha.transpose(-1, -2) @ streams
+        x = self.normed(mixed[..., 0, :], index, norm)
+        return x, Streams(mixed[..., 1:, :], beta)
+
+    def write(self, state: Streams, index: int, output: Tensor) -> Streams:
+        assert state.beta is not None, "a write follows its read"
+        return Streams(state.streams + state.beta.unsqueeze(-1) * output.unsqueeze(-2))
+
+    def finish(self, state: Streams, norm: NormLike) -> Tensor:
+        return self.normed(state.streams.sum(-2), self.num_sublayers, norm)

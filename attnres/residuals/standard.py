@@ -1,0 +1,26 @@
+"""The plain running sum that every pre-norm transformer has."""
+
+from torch import Tensor
+
+from .base import NormLike, Residual
+
+
+class Standard(Residual):
+    """PreNorm: h_{l+1} = h_l + f_l(norm_l(h_l)). In terms of sources, h_l is the unweighted sum of v_0 .. v_{l-1}.
+
+    State: the running sum, (..., d).
+    """
+
+    name = "standard"
+
+    def start(self, embedding: Tensor) -> Tensor:
+        return embedding
+
+    def read(self, state: Tensor, index: int, norm: NormLike) -> tuple[Tensor, Tensor]:
+        return self.normed(state, index, norm), state
+
+    def write(self, state: Tensor, index: int, output: Tensor) -> Tensor:
+        return state + output
+
+    def finish(self, state: Tensor, norm: NormLike) -> Tensor:
+        return self.normed(state, self.num_sublayers, norm)
