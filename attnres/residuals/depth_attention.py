@@ -100,7 +100,7 @@ class DepthAttention(Residual):
             state.outputs[0], state.lse[0], state.open, state.open_inv_rms, scaled, fused, dtype=embedding.dtype
         )
         if self.observer is not None:
-            logits = torch.cat([state.logits[:, :, index % self.group], merged.open_logits], 1)
+            logits = torch.cat([state.logits[:, :, -len(state.outputs)], merged.open_logits], 1)
             weights = (logits - merged.lse.unsqueeze(1)).exp()
             self.observer.on_read(index, merged.h, weights, self.source_names(state, index))
         x = merged.x.view(embedding.shape)
