@@ -2,12 +2,13 @@
 
 from .norms import Norm, inverse_rms
 from .reference import compute_dtype, depth_read_reference
-from .two_phase import Merged, SealedReads, depth_read, merge, read_sealed
+from .two_phase import Merged, SealedReads, apply_norm, depth_read, merge, read_sealed
 
 __all__ = [
     "Merged",
     "Norm",
     "SealedReads",
+    "apply_norm",
     "compute_dtype",
     "depth_read",
     "depth_read_reference",

@@ -20,12 +20,15 @@ least fp32), whatever the sources' dtypes are, also under autocast.
 """
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .norms import Norm, inverse_rms, normalise, normalise_backward
+from . import cpu, eager
+from .eager import MergeSaved
+from .norms import Norm, inverse_rms
 from .reference import compute_dtype
 
 
@@ -59,57 +62,33 @@ class Merged(NamedTuple):
     open_logits: Tensor
 
 
-def _token_major(sources: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """(T, n, d) in the compute dtype: transient, so that one matrix product serves all sources of a token."""
-    first = sources[0]
-    if all(source.dtype == dtype for source in sources):
-        return torch.stack(tuple(sources), 1)
-    values = first.new_empty((first.shape[0], len(sources), first.shape[1]), dtype=dtype)
-    for i, source in enumerate(sources):
-        values[:, i].copy_(source)
-    return values
-
-
-def _source_gradient(weighted: Tensor, along_query: Tensor, along_value: Tensor, query: Tensor, value: Tensor) -> Tensor:
-    """p dh (given as `weighted`, overwritten) + (ds r) q - (ds s r^2 / d) v, for one source of shape (T, d)."""
-    weighted.addr_(along_query, query)
-    return weighted.addcmul_(along_value.unsqueeze(-1), value, value=-1.0)
+def _backend(tensors: Sequence[Tensor], compute: torch.dtype) -> ModuleType:
+    """Which implementation of the four functions of eager.py takes these (T, d) tensors."""
+    if not torch.compiler.is_compiling() and cpu.supports(tensors, compute):
+        return cpu
+    return eager
 
 
 class _ReadSealed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, queries: Tensor, n: int, *rest: Tensor) -> tuple[Tensor, ...]:
         sources, inv_rms = rest[:n], rest[n:]
-        dtype = inv_rms[0].dtype
-        queries = queries.to(dtype)
-        values = _token_major(sources, dtype)
-        r = torch.stack(inv_rms, 1)
-        logits = (values @ queries.t()).mul_(r.unsqueeze(-1))
-        lse = logits.logsumexp(1)
-        outputs = torch.bmm((logits - lse.unsqueeze(1)).exp_().transpose(1, 2), values)
-        ctx.save_for_backward(queries, logits, lse, *sources, *inv_rms)
-        ctx.n = n
+        queries = queries.to(inv_rms[0].dtype)
+        backend = _backend(sources, queries.dtype)
+        outputs, lse, logits = backend.read_sealed(queries, sources, inv_rms)
+        ctx.save_for_backward(queries, logits, lse, *rest)
+        ctx.n, ctx.backend = n, backend
         ctx.mark_non_differentiable(logits)
-        return (*outputs.unbind(1), *lse.unbind(1), logits)
+        return (*outputs.unbind(0), *lse.unbind(0), logits)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        n = ctx.n
         queries, logits, lse, *rest = ctx.saved_tensors
-        sources, inv_rms = rest[:n], rest[n:]
-        reads, d = queries.shape
-        values = _token_major(sources, logits.dtype)
-        r = torch.stack(inv_rms, 1)
-        p = (logits - lse.unsqueeze(1)).exp_()
-        dh = torch.stack(grads[:reads], 1)
-        ds = torch.bmm(values, dh.transpose(1, 2)).add_(torch.stack(grads[reads : 2 * reads], 1).unsqueeze(1)).mul_(p)
-        along_query = ds * r.unsqueeze(-1)
-        dvalues = torch.bmm(p, dh)
-        dvalues.flatten(0, 1).addmm_(along_query.flatten(0, 1), queries)
-        along_value = (ds * logits).sum(-1, keepdim=True).mul_(r.square().unsqueeze(-1)).div_(d)
-        dvalues.addcmul_(along_value, values, value=-1.0)
-        dqueries = along_query.flatten(0, 1).t() @ values.flatten(0, 1)
-        dsources = [grad.to(source.dtype) for grad, source in zip(dvalues.unbind(1), sources, strict=True)]
+        sources, inv_rms = rest[: ctx.n], rest[ctx.n :]
+        reads = queries.shape[0]
+        dqueries, dsources = ctx.backend.read_sealed_backward(
+            queries, sources, inv_rms, logits, lse, grads[:reads], grads[reads : 2 * reads]
+        )
         return (dqueries, None, *dsources, *(None for _ in inv_rms))
 
 
@@ -118,71 +97,40 @@ class _Merge(torch.autograd.Function):
     def forward(
         ctx: Any,
         k: int,
-        stream_dtype: torch.dtype,
+        dtype: torch.dtype,
         norm: Norm | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        query: Tensor,
+        query: Tensor | None,
         output: Tensor,
-        lse: Tensor,
+        lse: Tensor | None,
         *rest: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         opens, inv_rms = rest[:k], rest[k:]
-        dtype = lse.dtype
-        query = query.to(dtype)
-        if k:
-            values = [source.to(dtype) for source in opens]
-            scores = torch.stack([(v @ query).mul_(r) for v, r in zip(values, inv_rms, strict=True)], 1)
-            joint = torch.logaddexp(lse, scores.logsumexp(1))
-            p = (scores - joint.unsqueeze(1)).exp_()
-            if k == 1:
-                h = torch.lerp(output, values[0], p)
-            else:
-                h = output * (lse - joint).exp_().unsqueeze(1)
-                for j, value in enumerate(values):
-                    h.addcmul_(p[:, j : j + 1], value)
-        else:
-            h, joint, scores = output.clone(), lse.clone(), lse.new_empty((lse.shape[0], 0))
-        h = h.to(stream_dtype)
-        if norm is None:
-            ctx.save_for_backward(h, None, None, None, query, joint, lse, scores, *rest)
-            x, seen = h, joint.new_empty(0)
-        else:
-            x, rstd = normalise(h.to(dtype), norm._replace(weight=weight, bias=bias))
-            seen = h
-            ctx.save_for_backward(h, rstd, weight, bias, query, joint, lse, scores, *rest)
-        ctx.k, ctx.norm = k, norm
-        ctx.mark_non_differentiable(seen, joint, scores)
-        return x, seen, joint, scores
+        if norm is not None:
+            norm = norm._replace(weight=weight, bias=bias)
+        if query is not None and lse is not None:
+            query = query.to(lse.dtype)
+        compute = compute_dtype(output.dtype)
+        backend = _backend((output, *opens), compute if compute_dtype(dtype) == compute else torch.float64)
+        x, saved = backend.merge(opens, inv_rms, query, output, lse, norm, dtype)
+        ctx.save_for_backward(weight, bias, query, lse, *saved, *rest)
+        ctx.k, ctx.norm, ctx.backend = k, norm and norm._replace(weight=None, bias=None), backend
+        # What is only looked at: copies of nothing when it is an input, or x itself.
+        none = output.new_empty(0)
+        h = saved.h if k and norm is not None else none
+        joint, scores = (saved.joint, saved.scores) if k else (none.clone(), none.clone())
+        ctx.mark_non_differentiable(h, joint, scores)
+        return x.clone() if x is output else x, h, joint, scores
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        k, norm = ctx.k, ctx.norm
-        h, rstd, weight, bias, query, joint, lse, scores, *rest = ctx.saved_tensors
-        opens, inv_rms = rest[:k], rest[k:]
-        h = h.to(lse.dtype)
-        d = h.shape[-1]
-        if norm is None:
-            dh, dweight, dbias = grads[0].to(h.dtype), None, None
-            delta = (dh * h).sum(-1)
-        else:
-            dh, dweight, dbias, delta = normalise_backward(grads[0], h, rstd, norm._replace(weight=weight, bias=bias))
-        if not k:
-            return (None, None, None, dweight, dbias, None, dh, -delta)
-        sealed = (lse - joint).exp_()
-        p = (scores - joint.unsqueeze(1)).exp_()
-        dopens, dquery = [], torch.zeros_like(query)
-        for j, (source, r) in enumerate(zip(opens, inv_rms, strict=True)):
-            value = source.to(h.dtype)
-            ds = (dh * value).sum(-1).sub_(delta).mul_(p[:, j])
-            along_query = ds * r
-            grad = _source_gradient(
-                dh * p[:, j : j + 1], along_query, (along_query * r).mul_(scores[:, j]).div_(d), query, value
-            )
-            dopens.append(grad.to(source.dtype))
-            dquery += along_query @ value
-        doutput = dh * sealed.unsqueeze(1)
-        return (None, None, None, dweight, dbias, dquery, doutput, -sealed * delta, *dopens, *(None for _ in inv_rms))
+        k = ctx.k
+        weight, bias, query, lse, *rest = ctx.saved_tensors
+        saved, opens, inv_rms = MergeSaved(*rest[:4]), rest[4 : 4 + k], rest[4 + k :]
+        norm = ctx.norm and ctx.norm._replace(weight=weight, bias=bias)
+        d = ctx.backend.merge_backward(grads[0], opens, inv_rms, query, lse, norm, saved)
+        return (None, None, None, d.weight, d.bias, d.query, d.output, d.lse, *d.opens, *(None for _ in inv_rms))
 
 
 def _flat(sources: Sequence[Tensor]) -> list[Tensor]:
@@ -233,7 +181,21 @@ def merge(
         x, h, joint, scores = _Merge.apply(
             len(opens), dtype or lse.dtype, plain, weight, bias, query, output, lse, *_flat(opens), *_flat_scalars(inv_rms)
         )
+    if not opens:
+        return Merged(x, output.detach(), lse.detach(), lse.new_empty(lse.shape[0], 0))
     return Merged(x, x.detach() if norm is None else h, joint, scores)
+
+
+def apply_norm(h: Tensor, norm: Norm) -> Tensor:
+    """norm(h) for h (..., d), with a backward of its own that saves h and one scalar a token.
+
+    Several times cheaper on a CPU than the same expression through autograd; every residual of this package uses it,
+    the standard one included, so that comparisons compare residuals.
+    """
+    plain = norm._replace(weight=None, bias=None, out_dtype=norm.out_dtype or h.dtype)
+    with torch.autocast(h.device.type, enabled=False):
+        flat = h.reshape(-1, h.shape[-1])
+        return _Merge.apply(0, h.dtype, plain, norm.weight, norm.bias, None, flat, None)[0].view(h.shape)
 
 
 def depth_read(

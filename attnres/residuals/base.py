@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..ops.norms import Norm, apply_norm
+from ..ops import Norm, apply_norm
 
 NormLike = Norm | Callable[[Tensor], Tensor]
 """The norm a read ends with: as a value where its arithmetic is known (then it can be fused), else as a function."""

@@ -1,0 +1,119 @@
+"""Tokens -> batches: which window a step reads is arithmetic on (seed, step), and nothing is shuffled in memory."""
+
+from typing import cast
+
+import numpy as np
+import torch
+
+from attnres.data.shards import Tokens
+from attnres.errors import UserError
+
+_ROUNDS = 6
+
+
+class Batches:
+    """Training batches: windows of `seq_len` + 1 tokens, every one once an epoch, in a seeded order.
+
+    Epoch e starts at an offset o_e < seq_len and takes the windows [o_e + i T, o_e + (i + 1) T], i < `windows`, in
+    an order that is a permutation of them; steps run on from one epoch into the next. Nothing depends on what was
+    read before, so every variant sees the same batches and a resumed run goes on where it stopped.
+
+    Args:
+        tokens: a split.
+        seq_len: T, the tokens a window predicts.
+        batch_size: sequences a step, over all ranks.
+        seed: of the offsets and orders.
+
+    Raises:
+        UserError: fewer tokens than one window, or sizes below 1.
+    """
+
+    def __init__(self, tokens: Tokens, *, seq_len: int, batch_size: int, seed: int = 0) -> None:
+        if batch_size < 1:
+            raise UserError(f"batch_size is {batch_size}, expected at least 1")
+        if seed < 0:
+            raise UserError(f"seed is {seed}, expected 0 or more")
+        _check_length(tokens, seq_len)
+        self.tokens, self.seq_len, self.batch_size, self.seed = tokens, seq_len, batch_size, seed
+        self.windows = max(1, len(tokens) // seq_len - 1)  # one less than fit, so that the offset is free
+        self._offsets = min(seq_len - 1, len(tokens) - 1 - self.windows * seq_len) + 1
+
+    def at(self, step: int, *, rank: int = 0, world_size: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of a step, both int64 (batch_size / world_size, seq_len); targets are one further.
+
+        The ranks' parts joined in order are the batch of `world_size` 1.
+
+        Raises:
+            UserError: `batch_size` does not divide among the ranks, or an id is outside the vocabulary.
+        """
+        if self.batch_size % world_size:
+            raise UserError(f"batch_size {self.batch_size} does not divide among {world_size} processes")
+        assert 0 <= rank < world_size and step >= 0
+        share = self.batch_size // world_size
+        starts = self.starts(step)[rank * share : (rank + 1) * share]
+        rows = torch.from_numpy(np.stack([self.tokens[start : start + self.seq_len + 1] for start in starts.tolist()]))
+        return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+    def starts(self, step: int) -> np.ndarray:
+        """(batch_size,) int64: where the windows of a step begin."""
+        position = np.arange(step * self.batch_size, (step + 1) * self.batch_size, dtype=np.uint64)
+        epoch, index = position // np.uint64(self.windows), position % np.uint64(self.windows)
+        key = _mix(_mix(np.full_like(epoch, self.seed)) + epoch)
+        offset = _mix(key + np.uint64(_ROUNDS)) % np.uint64(self._offsets)
+        return (offset + permuted(index, self.windows, key) * np.uint64(self.seq_len)).astype(np.int64)
+
+
+def held_out_windows(tokens: Tokens, seq_len: int, count: int) -> torch.Tensor:
+    """Windows that do not overlap, evenly spread: int64 (n, seq_len + 1), n = min(count, those that fit).
+
+    Inputs are `[:, :-1]`, targets `[:, 1:]`. The same for every variant, seed and step.
+
+    Raises:
+        UserError: fewer tokens than one window, or sizes below 1.
+    """
+    if count < 1:
+        raise UserError(f"{count} held-out windows asked for, expected at least 1")
+    _check_length(tokens, seq_len)
+    fit = (len(tokens) - 1) // seq_len
+    count = min(count, fit)
+    starts = [i * fit // count * seq_len for i in range(count)]
+    return torch.from_numpy(np.stack([tokens[start : start + seq_len + 1] for start in starts]))
+
+
+def permuted(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
+    """Where each index in [0, size) goes under the permutation named by its key; uint64, in O(1) memory an index.
+
+    A Feistel network on the even number of bits that holds `size`, walked along its cycle until it falls inside
+    (Black and Rogaway 2002, Ciphers with Arbitrary Finite Domains).
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    out = index.copy()
+    outside = np.ones(out.shape, dtype=bool)
+    while outside.any():
+        left, right, keys = out[outside] >> half, out[outside] & mask, key[outside]
+        for turn in range(_ROUNDS):
+            left, right = right, left ^ (_mix(keys + np.uint64(turn) + (right << np.uint64(8))) & mask)
+        out[outside] = (left << half) | right
+        outside = out >= np.uint64(size)
+    return out
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """SplitMix64's output function on uint64 (Steele et al. 2014)."""
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return cast(np.ndarray, x ^ (x >> np.uint64(31)))
+
+
+def _check_length(tokens: Tokens, seq_len: int) -> None:
+    if seq_len < 1:
+        raise UserError(f"seq_len is {seq_len}, expected at least 1")
+    if len(tokens) < seq_len + 1:
+        raise UserError(
+            f"the {tokens.split} split of {tokens.folder} has {len(tokens)} tokens, and one window of "
+            f"seq_len {seq_len} needs {seq_len + 1}: give more text"
+            + (", hold out more of it" if tokens.split == "val" else "")
+            + ", or a smaller seq_len"
+        )

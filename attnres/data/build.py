@@ -1,0 +1,283 @@
+"""Text -> token shards: tokenizer, held-out documents, packing. One folder, whole or not there at all."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock
+from tokenizers import Tokenizer
+
+from attnres.data.cache import cache_dir
+from attnres.data.shards import VERSION, SplitWriter, Tokens, open_tokens, read_header, write_header
+from attnres.data.sources import Source, open_source
+from attnres.data.tokenizer import (
+    bpe_size,
+    file_sha256,
+    fingerprint,
+    load_with_end,
+    train_tokenizer,
+    vocabulary_size,
+)
+from attnres.errors import UserError
+
+_BATCH_BYTES = 1 << 20  # text encoded at a time: what bounds the memory
+_HASHES = 1 << 64
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared folder: its `path` and its `header`."""
+
+    path: Path
+    header: dict[str, Any]
+
+    @property
+    def vocab_size(self) -> int:
+        """Every id is below it; for a small text less than the vocabulary asked for."""
+        return self.header["vocab_size"]
+
+    @property
+    def eos_id(self) -> int:
+        """The id that closes each document."""
+        return self.header["eos_id"]
+
+    def tokens(self, split: str = "train", *, verify: bool | None = None) -> Tokens:
+        """`open_tokens` of this folder."""
+        return open_tokens(self.path, split, verify=verify)
+
+
+def prepare(
+    source: str = "stdlib",
+    tokenizer: str = "bpe:4096",
+    *,
+    out: str | Path | None = None,
+    held_out: float = 0.05,
+    limit: int | None = None,
+    column: str = "text",
+    progress: bool = True,
+) -> Prepared:
+    """Tokenises a source once; the same call again returns what is there.
+
+    A document is held out when the hash of its text falls below `held_out`, so a document is on the same side in
+    every corpus and copies of it never stand on both; in a corpus so small that none falls below, the one with the
+    lowest hash is. Several processes may call this at once: one works, the others wait.
+
+    Args:
+        source: as for `open_source`; or a folder that was prepared before, which is returned as it is.
+        tokenizer: `bpe:VOCABULARY`, trained on the training documents; or as for `load_tokenizer`.
+        out: the folder to make. None: one under `cache_dir()`, named by a hash of the settings and the source.
+        held_out: the share of documents for the `val` split, in [0, 1).
+        limit: at most this many characters of text.
+        column: the JSON field, Parquet or hub column with the text.
+        progress: show a bar on stderr.
+
+    Raises:
+        UserError: wrong settings, unreadable text, `out` holding something else, or no room on the disk. What was
+            there before is left as it was.
+    """
+    if not 0 <= held_out < 1:
+        raise UserError(f"held_out is {held_out}, expected a share of the documents from 0 up to, not including, 1")
+    folder = Path(source).expanduser()
+    if all((folder / name).is_file() for name in ("header.json", "tokenizer.json")):
+        return Prepared(folder, read_header(folder))
+    size = bpe_size(tokenizer)
+    text = open_source(source, column=column, limit=limit)
+    settings = {"source": source, "tokenizer": tokenizer, "held_out": held_out, "limit": limit, "column": column}
+    known = {**settings, "version": VERSION, "text": text.fingerprint, "tokenizer_files": fingerprint(tokenizer)}
+    key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
+    target = (cache_dir() / "data" / key[:16] if out is None else Path(out).expanduser()).absolute()
+    if (found := _existing(target, key)) is not None:
+        return found
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(target.parent / f".{target.name}.lock"):
+            if (found := _existing(target, key)) is not None:  # made by another process in the meantime
+                return found
+            loaded = load_with_end(tokenizer) if size is None else None
+            with _beside(target) as folder:
+                header = _build(folder, text, loaded, size or 0, held_out, progress)
+                write_header(folder, {"key": key, "settings": settings, "source": source, **header})
+    except OSError as error:
+        raise UserError(
+            f"tokens could not be written to {target} ({error.strerror or error}): make room or choose another folder; "
+            "nothing was left there"
+        ) from error
+    return Prepared(target, read_header(target))
+
+
+def _existing(target: Path, key: str) -> Prepared | None:
+    """What stands at `target`, None where nothing does.
+
+    Raises:
+        UserError: something else does.
+    """
+    if target.is_dir() and not any(target.iterdir()):
+        return None
+    if not target.exists():
+        return None
+    if not (target / "header.json").is_file():
+        raise UserError(f"{target} exists and is no prepared data: choose another folder or remove it")
+    header = read_header(target)
+    if header.get("key") != key:
+        raise UserError(
+            f"{target} holds data prepared from another source or with other settings "
+            f"({json.dumps(header.get('settings'))}): choose another folder or remove it"
+        )
+    return Prepared(target, header)
+
+
+@contextmanager
+def _beside(target: Path) -> Generator[Path]:
+    """A new folder that becomes `target` when the block ends, and disappears when it fails."""
+    for left in target.parent.glob(f".{target.name}.*.tmp"):  # of a killed process: the caller holds the lock
+        shutil.rmtree(left, ignore_errors=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    try:
+        yield folder
+        folder.chmod(0o755)
+        os.rename(folder, target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _build(
+    folder: Path, source: Source, loaded: tuple[Tokenizer, int] | None, size: int, held_out: float, progress: bool
+) -> dict[str, Any]:
+    """Writes every file but the header, and returns it."""
+    threshold = _threshold(source, held_out)
+    with _Bar(source, progress) as bar:
+        if loaded is None:
+            bar.say("training the tokenizer")
+            loaded = train_tokenizer(size, (text for text in source.read() if _hash(text.encode()) >= threshold))
+        tokenizer, eos = loaded
+        bar.say("tokenising")
+        vocab_size = vocabulary_size(tokenizer)
+        _save_tokenizer(folder, tokenizer, eos)
+        dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        writers = {split: SplitWriter(folder, split, dtype) for split in ("train", "val")}
+        try:
+            tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text, and ends no document
+            for batch in _batches(source.read()):
+                data = [text.encode() for text in batch]
+                for raw, ids in zip(data, _encode(tokenizer, batch, eos), strict=True):
+                    writers["val" if _hash(raw) < threshold else "train"].add(ids)
+                bar.advance(sum(map(len, data)))
+            splits = {split: writer.close() for split, writer in writers.items()}
+        finally:
+            for writer in writers.values():
+                writer.abandon()
+    return {
+        "dtype": dtype,
+        "vocab_size": vocab_size,
+        "eos_id": eos,
+        "tokenizer_sha256": file_sha256(folder / "tokenizer.json"),
+        "splits": splits,
+    }
+
+
+def _threshold(source: Source, held_out: float) -> int:
+    """Hashes below it are held out; raised for a corpus so small that there would be none.
+
+    Raises:
+        UserError: no text, or none left on one of the two sides.
+    """
+    threshold = int(held_out * _HASHES)
+    held: set[int] = set()
+    kept: set[int] = set()
+    for text in source.read():
+        hashed = _hash(text.encode())
+        (held if hashed < threshold else kept).add(hashed)
+        if kept and (held or not threshold):
+            return threshold
+    if not held and not kept:
+        raise UserError(f"source '{source.name}' holds no text: every document in it is empty")
+    if held and not kept:  # a handful of documents, all below: keep the highest to train on
+        kept = {max(held)}
+        held -= kept
+        return max(kept) if held else _one_document(source)
+    if len(kept) < 2:
+        return _one_document(source)
+    return min(kept) + 1
+
+
+def _one_document(source: Source) -> int:
+    raise UserError(
+        f"source '{source.name}' is one document, so none can be held out: give more text, or held_out=0 for no "
+        "validation"
+    )
+
+
+def _hash(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in documents:
+        batch.append(text)
+        size += len(text)
+        if size >= _BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encode(tokenizer: Tokenizer, batch: list[str], eos: int) -> Iterator[np.ndarray]:
+    for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+        yield np.array([*encoding.ids, eos], dtype=np.uint32)
+
+
+def _save_tokenizer(folder: Path, tokenizer: Tokenizer, eos: int) -> None:
+    """tokenizer.json, and the config that lets `AutoTokenizer.from_pretrained` open the folder."""
+    end = tokenizer.id_to_token(eos)
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end, "unk_token": end}
+    (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+class _Bar:
+    """A progress bar with speed and ETA on stderr, or nothing."""
+
+    def __init__(self, source: Source, show: bool) -> None:
+        self.say: Callable[[str], None] = lambda text: None
+        self.advance: Callable[[int], None] = lambda size: None
+        self._progress = None
+        if not show:
+            return
+        from rich import progress
+        from rich.console import Console
+
+        self._progress = progress.Progress(
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.DownloadColumn(),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(),
+            console=Console(stderr=True),
+        )
+        task = self._progress.add_task("reading", total=source.size)
+        bar = self._progress
+        self.say = lambda text: bar.update(task, description=text)
+        self.advance = lambda size: bar.advance(task, size)
+        self._finish = lambda: bar.update(task, total=bar.tasks[0].completed)
+
+    def __enter__(self) -> "_Bar":
+        if self._progress is not None:
+            self._progress.start()
+        return self
+
+    def __exit__(self, failed: object, *_: object) -> None:
+        if self._progress is not None:
+            if failed is None:
+                self._finish()  # sizes before reading are estimates
+            self._progress.stop()

@@ -1,0 +1,13 @@
+"""Where prepared data is kept between runs."""
+
+import os
+from pathlib import Path
+
+
+def cache_dir() -> Path:
+    """`$ATTNRES_CACHE`, or `attnres` under `$XDG_CACHE_HOME` or `~/.cache`. Not created here."""
+    chosen = os.environ.get("ATTNRES_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "attnres"

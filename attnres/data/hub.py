@@ -1,0 +1,80 @@
+"""Data sets of the Hugging Face hub, streamed: nothing but what is read is downloaded."""
+
+import importlib
+import re
+from collections.abc import Iterable, Iterator
+
+from attnres.data.readers import wrong_column
+from attnres.errors import UserError
+
+# short name -> repository and configuration
+HUB = {
+    "fineweb-edu": ("HuggingFaceFW/fineweb-edu", "sample-10BT"),
+    "openwebtext": ("Skylion007/openwebtext", None),
+    "wikitext": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
+}
+_TITLE = re.compile(r"^ = [^=].*[^=] = \n?$")
+
+
+def resolve(spec: str) -> tuple[str, str | None, str]:
+    """`hub:NAME[:CONFIG[:SPLIT]]` -> (repository, configuration or None, split). NAME may be a key of `HUB`.
+
+    >>> resolve("hub:fineweb-edu")
+    ('HuggingFaceFW/fineweb-edu', 'sample-10BT', 'train')
+    >>> resolve("hub:me/corpus::validation")
+    ('me/corpus', None, 'validation')
+    """
+    name, _, rest = spec.removeprefix("hub:").partition(":")
+    config, _, split = rest.partition(":")
+    if not name or ":" in split:
+        raise UserError(f"source '{spec}' is not hub:NAME[:CONFIG[:SPLIT]], for example hub:fineweb-edu")
+    repository, default = HUB.get(name, (name, None))
+    return repository, config or default, split or "train"
+
+
+def read_hub(spec: str, column: str) -> Iterator[str]:
+    """The rows of a hub data set in its own order; WikiText's rows are lines, and are joined to articles.
+
+    Raises:
+        UserError: `datasets` is not installed, the data set or its configuration cannot be opened, or it
+            has no such column.
+    """
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise UserError(
+            f"source '{spec}' needs the library datasets: install it with pip install 'attnres[data]'"
+        ) from error
+    repository, config, split = resolve(spec)
+    try:
+        rows = datasets.load_dataset(repository, config, split=split, streaming=True)
+        texts = _column(spec, rows, column)
+        yield from articles(texts) if "wikitext" in repository.lower() else texts
+    except UserError:
+        raise
+    except Exception as error:  # the library, its readers and its connections raise many kinds
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise UserError(
+            f"source '{spec}' cannot be read from the hub: {reason}; check the name, the configuration, the split "
+            "and the connection"
+        ) from error
+
+
+def articles(lines: Iterable[str]) -> Iterator[str]:
+    """WikiText's lines joined to articles, each starting at a title of the first level, ` = Title = `."""
+    article: list[str] = []
+    for line in lines:
+        if _TITLE.match(line) and article:
+            yield "".join(article)
+            article = []
+        article.append(line)
+    yield "".join(article)
+
+
+def _column(spec: str, rows: Iterable[dict[str, object]], column: str) -> Iterator[str]:
+    for row in rows:
+        text = row.get(column)
+        if column not in row or not isinstance(text, str | None):
+            raise wrong_column(f"source '{spec}'", column, [k for k, v in row.items() if isinstance(v, str)])
+        if text is not None:
+            yield text

@@ -1,0 +1,259 @@
+"""Token shards: flat little-endian files of ids, and a JSON header that says what must be in them.
+
+    FOLDER/header.json            what `write_header` was given; written last
+    FOLDER/train-00000.bin ...    ids, uint16 where the vocabulary allows it, otherwise uint32
+    FOLDER/train-documents.bin    uint64 offset of each document's first token in its split
+    FOLDER/val-*.bin              the held-out documents, the same way
+    FOLDER/tokenizer.json         the tokenizer that made the ids
+
+Documents follow each other, each closed by the end-of-text id.
+"""
+
+import json
+import os
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attnres.errors import UserError
+
+VERSION = 1
+SPLITS = ("train", "val")
+FILE_TOKENS = 1 << 27
+VERIFY_BYTES = 256 * 1024 * 1024  # splits up to this size are checksummed whenever they are opened
+
+
+class SplitWriter:
+    """Writes one split: `add` documents, then `close`, which returns the split's part of the header."""
+
+    def __init__(self, folder: Path, split: str, dtype: str, *, file_tokens: int = FILE_TOKENS) -> None:
+        self._folder, self._split, self._file_tokens = folder, split, file_tokens
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._files: list[dict[str, Any]] = []
+        self._room = 0
+        self.tokens = self.documents = 0
+        self._bin = None
+        self._starts = open(folder / f"{split}-documents.bin", "wb")  # noqa: SIM115 (closed in `close`)
+
+    def add(self, ids: np.ndarray) -> None:
+        """Appends one document, its end-of-text id included."""
+        self._starts.write(np.array([self.tokens], dtype="<u8").tobytes())
+        self.documents += 1
+        self.tokens += len(ids)
+        ids = ids.astype(self._dtype)
+        while len(ids):
+            if self._room == 0:
+                self._next_file()
+            part, ids = ids[: self._room], ids[self._room :]
+            self._write(part)
+
+    def close(self) -> dict[str, Any]:
+        """Flushes to the disk and returns {files, tokens, documents, documents_file}."""
+        self._finish(self._bin)
+        self._finish(self._starts)
+        return {
+            "files": self._files,
+            "tokens": self.tokens,
+            "documents": self.documents,
+            "documents_file": f"{self._split}-documents.bin",
+        }
+
+    def abandon(self) -> None:
+        """Closes the files without a word, after a failure."""
+        for file in (self._bin, self._starts):
+            try:
+                if file is not None:
+                    file.close()
+            except OSError:
+                pass  # the disk is full: nothing here is kept
+
+    def _write(self, part: np.ndarray) -> None:
+        assert self._bin is not None
+        data = part.tobytes()
+        self._bin.write(data)
+        entry = self._files[-1]
+        entry["tokens"] += len(part)
+        entry["crc32"] = zlib.crc32(data, entry["crc32"])
+        entry["max_id"] = max(entry["max_id"], int(part.max()))
+        self._room -= len(part)
+
+    def _next_file(self) -> None:
+        self._finish(self._bin)
+        name = f"{self._split}-{len(self._files):05d}.bin"
+        self._bin = open(self._folder / name, "wb")  # noqa: SIM115 (closed in `_finish`)
+        self._files.append({"name": name, "tokens": 0, "crc32": 0, "max_id": 0})
+        self._room = self._file_tokens
+
+    @staticmethod
+    def _finish(file: Any) -> None:
+        if file is not None and not file.closed:
+            file.flush()
+            os.fsync(file.fileno())
+            file.close()
+
+
+class Tokens:
+    """One split of a prepared folder as a sequence of token ids, memory-mapped. Made by `open_tokens`.
+
+    `len(tokens)` is the number of ids; `tokens[a:b]` is an int64 array of them, checked against the vocabulary.
+
+    Attributes:
+        folder, split: what it is.
+        vocab_size: every id is below it.
+        eos_id: the id that closes each document.
+        tokenizer_sha256: hash of the folder's tokenizer.json.
+        documents: how many documents there are.
+    """
+
+    def __init__(self, folder: Path, split: str, header: dict[str, Any]) -> None:
+        part = header["splits"][split]
+        self.folder, self.split = folder, split
+        self.vocab_size: int = header["vocab_size"]
+        self.eos_id: int = header["eos_id"]
+        self.tokenizer_sha256: str = header["tokenizer_sha256"]
+        self.documents: int = part["documents"]
+        dtype = np.dtype(header["dtype"]).newbyteorder("<")
+        self._maps = [np.memmap(folder / file["name"], dtype=dtype, mode="r") for file in part["files"]]
+        self._ends = np.cumsum([len(m) for m in self._maps], dtype=np.int64)
+        self._documents_file = folder / part["documents_file"]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, span: slice) -> np.ndarray:
+        start, stop, step = span.indices(len(self))
+        assert step == 1, "tokens are read in one piece"
+        out = np.empty(max(0, stop - start), dtype=np.int64)
+        done = 0
+        while done < len(out):
+            index = int(np.searchsorted(self._ends, start + done, side="right"))
+            first = start + done - (int(self._ends[index - 1]) if index else 0)
+            part = self._maps[index][first : first + len(out) - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+        if len(out) and out.max() >= self.vocab_size:
+            raise _too_large(self.folder, self.split, int(out.max()), self.vocab_size)
+        return out
+
+    def document_starts(self) -> np.ndarray:
+        """(documents,) uint64: where each document's first token stands, in order."""
+        if not self.documents:
+            return np.empty(0, dtype="<u8")
+        return np.memmap(self._documents_file, dtype="<u8", mode="r")
+
+
+def open_tokens(
+    folder: str | Path, split: str = "train", *, tokenizer: str | Path | None = None, verify: bool | None = None
+) -> Tokens:
+    """Opens a split, after checking that the files are what the header says.
+
+    Args:
+        folder: what `prepare` wrote.
+        split: `train` or `val`.
+        tokenizer: the file or folder of a tokenizer.json that must be the one that made the tokens, for example
+            a trained model's.
+        verify: read every token to compare checksums and the largest id. None: where there are less than
+            `VERIFY_BYTES`; sizes and the tokenizer are always compared.
+
+    Raises:
+        UserError: no such folder or split, files missing, truncated, changed, or of another tokenizer.
+    """
+    from attnres.data.tokenizer import file_sha256
+
+    folder = Path(folder)
+    header = read_header(folder)
+    if split not in header["splits"]:
+        raise UserError(f"{folder} has no split '{split}': it has {', '.join(header['splits'])}")
+    made_by = header["tokenizer_sha256"]
+    own = folder / "tokenizer.json"
+    if not own.is_file() or file_sha256(own) != made_by:
+        raise UserError(f"{own} is not the tokenizer that made the tokens beside it: prepare the data again")
+    if tokenizer is not None:
+        other = Path(tokenizer)
+        other = other / "tokenizer.json" if other.is_dir() else other
+        if not other.is_file() or file_sha256(other) != made_by:
+            raise UserError(
+                f"{other} is not the tokenizer that made the tokens in {folder}: prepare the data with it again"
+            )
+    part = header["splits"][split]
+    width = np.dtype(header["dtype"]).itemsize
+    _check_size(folder / part["documents_file"], part["documents"] * 8)
+    for file in part["files"]:
+        _check_size(folder / file["name"], file["tokens"] * width)
+        if file["max_id"] >= header["vocab_size"]:
+            raise _too_large(folder, split, file["max_id"], header["vocab_size"])
+    if sum(file["tokens"] for file in part["files"]) != part["tokens"]:
+        raise UserError(f"{folder}/header.json disagrees with itself on the tokens of {split}: prepare the data again")
+    if verify or (verify is None and part["tokens"] * width <= VERIFY_BYTES):
+        for file in part["files"]:
+            _check_content(folder / file["name"], file, header)
+    return Tokens(folder, split, header)
+
+
+def write_header(folder: Path, header: dict[str, Any]) -> None:
+    """Writes header.json through to the disk; the last file of a folder."""
+    with open(folder / "header.json", "w", encoding="utf-8") as file:
+        json.dump({"version": VERSION, **header}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_header(folder: Path) -> dict[str, Any]:
+    """The header of a prepared folder.
+
+    Raises:
+        UserError: no header, or not one of this version and form.
+    """
+    path = folder / "header.json"
+    try:
+        header = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{folder} holds no prepared data ({path.name}: {error.strerror}): prepare it") from error
+    except ValueError as error:
+        raise UserError(f"{path} is damaged (not JSON): prepare the data again") from error
+    version = header.get("version") if isinstance(header, dict) else None
+    if version != VERSION:
+        raise UserError(f"{path} has format version {version}, expected {VERSION}: prepare the data again")
+    wrong = [name for name, kind in _FORM.items() if not isinstance(header.get(name), kind)]
+    if wrong or header["dtype"] not in ("uint16", "uint32") or not all(map(_sound, header["splits"].values())):
+        raise UserError(f"{path} is damaged ({', '.join(wrong) or 'splits'}): prepare the data again")
+    return header
+
+
+_FILE = {"name", "tokens", "crc32", "max_id"}
+_FORM = {"dtype": str, "vocab_size": int, "eos_id": int, "tokenizer_sha256": str, "splits": dict}
+
+
+def _sound(part: Any) -> bool:
+    return (
+        isinstance(part, dict)
+        and isinstance(part.get("tokens"), int)
+        and isinstance(part.get("documents"), int)
+        and isinstance(part.get("documents_file"), str)
+        and isinstance(part.get("files"), list)
+        and all(isinstance(file, dict) and file.keys() >= _FILE for file in part["files"])
+    )
+
+
+def _check_size(path: Path, expected: int) -> None:
+    size = path.stat().st_size if path.is_file() else None
+    if size != expected:
+        found = "is missing" if size is None else f"has {size} bytes"
+        raise UserError(f"{path} {found}, but its header says {expected}: prepare the data again")
+
+
+def _check_content(path: Path, file: dict[str, Any], header: dict[str, Any]) -> None:
+    data = np.memmap(path, dtype=np.dtype(header["dtype"]).newbyteorder("<"), mode="r")
+    largest = int(data.max())
+    if largest >= header["vocab_size"]:
+        raise _too_large(path.parent, path.name, largest, header["vocab_size"])
+    if zlib.crc32(data.data) != file["crc32"]:
+        raise UserError(f"{path} has changed since it was written (checksum): prepare the data again")
+
+
+def _too_large(folder: Path, what: str, id: int, vocab_size: int) -> UserError:
+    return UserError(
+        f"{folder} ({what}) holds token id {id}, outside its vocabulary of {vocab_size}: prepare the data again"
+    )

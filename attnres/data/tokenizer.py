@@ -1,0 +1,190 @@
+"""Tokenizers: trained here, from a local folder, or from the Hugging Face hub.
+
+Whatever it comes from, a tokenizer is one `tokenizers.Tokenizer` with an end-of-text token, kept as one
+`tokenizer.json` beside the tokens it made.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from attnres.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+SAMPLE_BYTES = 8_000_000  # of training text, trained in seconds
+_ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
+# Qwen2's split: as GPT-2's, but each digit alone and line ends with what they follow; on text in NFC
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def load_tokenizer(spec: str | Path) -> Tokenizer:
+    """The tokenizer of `load_with_end`."""
+    return load_with_end(spec)[0]
+
+
+def load_with_end(spec: str | Path) -> tuple[Tokenizer, int]:
+    """A tokenizer that neither pads nor truncates, and its end-of-text id.
+
+    The end of text is what `tokenizer_config.json` or the hub calls `eos_token`, otherwise the first of the usual
+    names among the special tokens, otherwise `END_OF_TEXT`, added where the vocabulary does not have it.
+
+    Args:
+        spec: a folder with `tokenizer.json` (a prepared folder is one) or with `vocab.json` and `merges.txt`;
+            a `tokenizer.json`; or a name on the hub.
+
+    Raises:
+        UserError: nothing there, files that are no tokenizer, or a hub name that cannot be fetched.
+    """
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        tokenizer, end = _from_folder(path)
+    elif path.is_file():
+        tokenizer, end = _from_json(path), None
+    elif re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", str(spec)) and path.suffix != ".json":
+        tokenizer, end = _from_hub(str(spec))
+    else:
+        raise UserError(
+            f"tokenizer '{spec}' does not exist: give bpe:VOCABULARY, a folder, a tokenizer.json or a hub name"
+        )
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    if end is None or tokenizer.token_to_id(end) is None:
+        special = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
+        end = next((name for name in _ENDS if name in special), END_OF_TEXT)  # "</s>" may be an ordinary token
+    tokenizer.add_special_tokens([end])
+    return tokenizer, _id(tokenizer, end)
+
+
+def train_tokenizer(vocab_size: int, documents: Iterable[str]) -> tuple[Tokenizer, int]:
+    """Byte-level BPE with GPT-2's split, from the first `SAMPLE_BYTES` of `documents`, and its end-of-text id.
+
+    The vocabulary is smaller than asked where the text does not hold as many pairs that occur twice.
+    """
+    tokenizer = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=2,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_sample(documents), trainer)
+    return tokenizer, _id(tokenizer, END_OF_TEXT)
+
+
+def bpe_size(spec: str) -> int | None:
+    """The vocabulary that `bpe:VOCABULARY` asks for, or None for another kind of tokenizer.
+
+    >>> bpe_size("bpe:4096"), bpe_size("gpt2")
+    (4096, None)
+    """
+    if not spec.startswith("bpe:"):
+        return None
+    digits = spec.removeprefix("bpe:")
+    if not digits.isdecimal() or not 257 <= int(digits) <= 1_000_000:
+        raise UserError(f"tokenizer '{spec}': expected bpe: and a number from 257 (256 bytes, end of text) to 1000000")
+    return int(digits)
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """One more than the largest id: what a model's embedding must have."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+
+def file_sha256(path: Path) -> str:
+    """The SHA-256 of a small file, in hexadecimal."""
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def fingerprint(spec: str) -> str:
+    """Differs where the tokenizer may differ: the hash of the local files, otherwise the name."""
+    path = Path(spec).expanduser()
+    if path.is_file():
+        return file_sha256(path)
+    if path.is_dir():
+        names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt")
+        return " ".join(file_sha256(path / name) for name in names if (path / name).is_file())
+    return spec
+
+
+def _id(tokenizer: Tokenizer, token: str) -> int:
+    id = tokenizer.token_to_id(token)
+    assert id is not None, f"{token} was just added"
+    return id
+
+
+def _sample(documents: Iterable[str]) -> Iterator[str]:
+    left = SAMPLE_BYTES
+    for text in documents:
+        if left <= 0:
+            return
+        yield text[:left]
+        left -= len(text)
+
+
+def _byte_level(model: models.Model, split: str | None = None) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    if split is None:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    else:
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(split), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _from_folder(folder: Path) -> tuple[Tokenizer, str | None]:
+    end = None
+    config = folder / "tokenizer_config.json"
+    if config.is_file():
+        try:
+            end = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"{config} is not a JSON object: fetch the tokenizer again") from error
+        end = end.get("content") if isinstance(end, dict) else end
+    if (folder / "tokenizer.json").is_file():
+        return _from_json(folder / "tokenizer.json"), end
+    vocab, merges = folder / "vocab.json", folder / "merges.txt"
+    if not (vocab.is_file() and merges.is_file()):
+        raise UserError(f"folder {folder} holds no tokenizer: expected tokenizer.json, or vocab.json and merges.txt")
+    try:
+        model = models.BPE.from_file(str(vocab), str(merges))
+        tokens = json.loads(vocab.read_bytes())
+    except Exception as error:
+        raise UserError(f"vocab.json and merges.txt in {folder} do not make a tokenizer: {error}") from error
+    # The two files do not say how text was split. A large vocabulary without a token of two digits was made with
+    # digits apart, as Qwen2's was; otherwise the split is GPT-2's.
+    digits_apart = len(tokens) > 100_000 and not any(len(token) == 2 and token.isdecimal() for token in tokens)
+    return _byte_level(model, _QWEN2_SPLIT if digits_apart else None), end
+
+
+def _from_json(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises Exception itself
+        raise UserError(f"{path} is not a tokenizer: {error}") from error
+
+
+def _from_hub(name: str) -> tuple[Tokenizer, str | None]:
+    from transformers import AutoTokenizer
+
+    try:
+        loaded = AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        reason = str(error).split("\n")[0].rstrip(".")
+        raise UserError(f"tokenizer '{name}' is neither a local folder nor could it be fetched: {reason}") from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise UserError(f"tokenizer '{name}' has no fast version (tokenizer.json): choose one that has")
+    return backend, getattr(loaded, "eos_token", None)

@@ -1,0 +1,141 @@
+"""The arithmetic of both phases and of their backward, in plain torch: any device, any floating dtype.
+
+This is the fallback of every faster backend, each of which is a module with these four functions. Shapes: T tokens,
+n sealed sources, k open sources, S reads, d width. Vectors may have any dtype; arithmetic is in that of `inv_rms`/`lse`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .norms import Norm, normalise, normalise_backward
+
+
+class MergeSaved(NamedTuple):
+    """What the backward of a merge needs. With k = 0 `joint` is `lse`, and both may be None (a norm alone)."""
+
+    h: Tensor
+    rstd: Tensor | None
+    joint: Tensor | None
+    scores: Tensor | None
+
+
+class MergeGrads(NamedTuple):
+    output: Tensor
+    lse: Tensor | None
+    opens: list[Tensor]
+    query: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def _token_major(sources: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """(T, n, d) in the compute dtype: transient, so that one matrix product serves all sources of a token."""
+    first = sources[0]
+    if all(source.dtype == dtype for source in sources):
+        return torch.stack(tuple(sources), 1)
+    values = first.new_empty((first.shape[0], len(sources), first.shape[1]), dtype=dtype)
+    for i, source in enumerate(sources):
+        values[:, i].copy_(source)
+    return values
+
+
+def read_sealed(queries: Tensor, sources: Sequence[Tensor], inv_rms: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Phase 1: outputs (S, T, d), log-sum-exp (S, T), logits (T, n, S)."""
+    values = _token_major(sources, inv_rms[0].dtype)
+    logits = (values @ queries.t()).mul_(torch.stack(tuple(inv_rms), 1).unsqueeze(-1))
+    lse = logits.logsumexp(1)
+    outputs = torch.bmm((logits - lse.unsqueeze(1)).exp_().transpose(1, 2), values)
+    return outputs.transpose(0, 1), lse.t(), logits
+
+
+def read_sealed_backward(
+    queries: Tensor,
+    sources: Sequence[Tensor],
+    inv_rms: Sequence[Tensor],
+    logits: Tensor,
+    lse: Tensor,
+    grads: Sequence[Tensor],
+    dlse: Sequence[Tensor],
+) -> tuple[Tensor, list[Tensor]]:
+    """dqueries (S, d) and the gradient of each source, from S gradients (T, d) and (T,)."""
+    d = queries.shape[1]
+    values = _token_major(sources, logits.dtype)
+    r = torch.stack(tuple(inv_rms), 1)
+    p = (logits - lse.t().unsqueeze(1)).exp_()
+    dh = torch.stack(tuple(grads), 1)
+    ds = torch.bmm(values, dh.transpose(1, 2)).add_(torch.stack(tuple(dlse), 1).unsqueeze(1)).mul_(p)
+    along_query = ds * r.unsqueeze(-1)
+    dvalues = torch.bmm(p, dh)
+    dvalues.flatten(0, 1).addmm_(along_query.flatten(0, 1), queries)
+    along_value = (ds * logits).sum(-1, keepdim=True).mul_(r.square().unsqueeze(-1)).div_(d)
+    dvalues.addcmul_(along_value, values, value=-1.0)
+    dqueries = along_query.flatten(0, 1).t() @ values.flatten(0, 1)
+    return dqueries, [grad.to(source.dtype) for grad, source in zip(dvalues.unbind(1), sources, strict=True)]
+
+
+def merge(
+    opens: Sequence[Tensor],
+    inv_rms: Sequence[Tensor],
+    query: Tensor | None,
+    output: Tensor,
+    lse: Tensor | None,
+    norm: Norm | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, MergeSaved]:
+    """Phase 2 and the norm: x (T, d) and what its backward needs. h is rounded to `dtype`."""
+    joint, scores, h = lse, None, output
+    if opens:
+        assert query is not None and lse is not None
+        values = [source.to(lse.dtype) for source in opens]
+        scores = torch.stack([(v @ query).mul_(r) for v, r in zip(values, inv_rms, strict=True)], 1)
+        joint = torch.logaddexp(lse, scores.logsumexp(1))
+        p = (scores - joint.unsqueeze(1)).exp_()
+        if len(opens) == 1:
+            h = torch.lerp(output, values[0], p)
+        else:
+            h = output * (lse - joint).exp_().unsqueeze(1)
+            for j, value in enumerate(values):
+                h.addcmul_(p[:, j : j + 1], value)
+    h = h.to(dtype)
+    if norm is None:
+        return h, MergeSaved(h, None, joint, scores)
+    x, rstd = normalise(h.to(torch.promote_types(dtype, torch.float32)), norm)
+    return x, MergeSaved(h, rstd, joint, scores)
+
+
+def merge_backward(
+    grad: Tensor,
+    opens: Sequence[Tensor],
+    inv_rms: Sequence[Tensor],
+    query: Tensor | None,
+    lse: Tensor | None,
+    norm: Norm | None,
+    saved: MergeSaved,
+) -> MergeGrads:
+    """Gradients of a merge; that of `lse` follows the convention of two_phase.py."""
+    h = saved.h.to(torch.promote_types(saved.h.dtype, torch.float32))
+    d = h.shape[-1]
+    if norm is None:
+        dh, dweight, dbias = grad.to(h.dtype), None, None
+        delta = (dh * h).sum(-1)
+    else:
+        assert saved.rstd is not None
+        dh, dweight, dbias, delta = normalise_backward(grad, h, saved.rstd, norm)
+    if not opens:
+        return MergeGrads(dh, None if lse is None else -delta, [], None, dweight, dbias)
+    assert query is not None and lse is not None and saved.joint is not None and saved.scores is not None
+    p = (saved.scores - saved.joint.unsqueeze(1)).exp_()
+    dopens, dquery = [], torch.zeros_like(query)
+    for j, (source, r) in enumerate(zip(opens, inv_rms, strict=True)):
+        value = source.to(h.dtype)
+        ds = (dh * value).sum(-1).sub_(delta).mul_(p[:, j])
+        along_query = ds * r
+        along_value = (along_query * r).mul_(saved.scores[:, j]).div_(d)
+        dopen = (dh * p[:, j : j + 1]).addr_(along_query, query)
+        dopens.append(dopen.addcmul_(along_value.unsqueeze(-1), value, value=-1.0).to(source.dtype))
+        dquery += along_query @ value
+    sealed = (lse - saved.joint).exp_()
+    return MergeGrads(dh * sealed.unsqueeze(1), -sealed * delta, dopens, dquery, dweight, dbias)

@@ -1,0 +1,120 @@
+"""Text that cannot be used is refused with a sentence, and nothing is left behind."""
+
+import os
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from corpora import document, write_jsonl
+
+from attnres.data import prepare
+from attnres.errors import UserError
+
+
+def refused(source: Path | str, message: str, own_cache: Path, **options) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        prepare(str(source), options.pop("tokenizer", "bpe:300"), progress=False, **options)
+    assert "\n" not in str(raised.value)
+    data = own_cache / "data"
+    assert not data.exists() or all(path.suffix == ".lock" for path in data.iterdir())
+
+
+def test_missing_file(tmp_path: Path, own_cache: Path):
+    refused(tmp_path / "absent.txt", "does not exist: give stdlib, a file or folder", own_cache)
+
+
+def test_unknown_kind_of_file(tmp_path: Path, own_cache: Path):
+    (tmp_path / "a.docx").write_bytes(b"x")
+    refused(tmp_path / "a.docx", r"ends in '.docx', expected .txt, .jsonl, .parquet, .py", own_cache)
+
+
+def test_folder_without_text(tmp_path: Path, own_cache: Path):
+    refused(tmp_path, "has no file that ends in", own_cache)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+@pytest.mark.parametrize("content", ["", "\n \n"])
+def test_empty_file(tmp_path: Path, own_cache: Path, name: str, content: str):
+    (tmp_path / name).write_text(content)
+    refused(tmp_path / name, "holds no text", own_cache)
+
+
+def test_empty_parquet(tmp_path: Path, own_cache: Path):
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), tmp_path / "a.parquet")
+    refused(tmp_path / "a.parquet", "holds no text", own_cache)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.py"])
+def test_text_that_is_not_utf8(tmp_path: Path, own_cache: Path, name: str):
+    (tmp_path / name).write_bytes(b'{"text": "caf\xe9 au lait"}\n' * 100)
+    refused(tmp_path / name, "not UTF-8|not Python source", own_cache)
+
+
+def test_bad_bytes_far_into_a_file_leave_nothing(tmp_path: Path, own_cache: Path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(("\n\n".join(map(document, range(1000)))).encode() + b"\xff\xfe")
+    refused(path, "not UTF-8", own_cache)
+
+
+def test_truncated_parquet(tmp_path: Path, own_cache: Path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [document(i) for i in range(50)]}), path)
+    path.write_bytes(path.read_bytes()[:-20])
+    refused(path, "is not a complete Parquet file", own_cache)
+    path.write_bytes(b"")
+    refused(path, "is not a complete Parquet file", own_cache)
+
+
+def test_parquet_damaged_inside(tmp_path: Path, own_cache: Path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [document(i) for i in range(50)]}), path)
+    data = bytearray(path.read_bytes())
+    data[20:2000] = os.urandom(1980)
+    path.write_bytes(data)
+    refused(path, "is not a complete Parquet file|not UTF-8", own_cache)
+
+
+def test_truncated_jsonl(tmp_path: Path, own_cache: Path):
+    path = write_jsonl(tmp_path / "a.jsonl", [document(i) for i in range(20)])
+    path.write_bytes(path.read_bytes()[:-30])
+    refused(path, r"line 20 is not a JSON object \(.*\): the file is truncated", own_cache)
+
+
+def test_jsonl_of_something_else(tmp_path: Path, own_cache: Path):
+    (tmp_path / "a.jsonl").write_text("[1, 2]\n")
+    refused(tmp_path / "a.jsonl", "line 1 holds list, expected an object with 'text'", own_cache)
+
+
+def test_wrong_column_names_the_ones_there_are(tmp_path: Path, own_cache: Path):
+    pq.write_table(pa.table({"body": ["x"], "title": ["y"], "n": [1]}), tmp_path / "a.parquet")
+    refused(tmp_path / "a.parquet", r"no text column 'text': the ones with text are body, title", own_cache)
+    refused(tmp_path / "a.parquet", r"no text column 'n'", own_cache, column="n")
+    (tmp_path / "a.jsonl").write_text('{"body": "x", "n": 1}\n')
+    refused(tmp_path / "a.jsonl", r"line 1 has no text column 'text': the ones with text are body", own_cache)
+
+
+def test_one_document_cannot_be_split(tmp_path: Path, own_cache: Path):
+    refused(write_jsonl(tmp_path / "a.jsonl", ["only"]), "is one document, so none can be held out", own_cache)
+    refused(write_jsonl(tmp_path / "a.jsonl", ["same", "same"]), "is one document", own_cache, held_out=0.999)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"held_out": 1.0}, "held_out is 1.0"),
+        ({"held_out": -0.1}, "held_out is -0.1"),
+        ({"limit": 0}, "limit is 0"),
+        ({"tokenizer": "bpe:12"}, "number from 257"),
+        ({"tokenizer": "bpe:many"}, "number from 257"),
+        ({"tokenizer": "./nowhere"}, "tokenizer './nowhere' does not exist"),
+    ],
+)
+def test_impossible_settings(corpus: Path, own_cache: Path, options: dict, message: str):
+    refused(corpus, message, own_cache, **options)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
+def test_unreadable_file(corpus: Path, own_cache: Path):
+    corpus.chmod(0)
+    refused(corpus, "cannot be read: Permission denied", own_cache)
