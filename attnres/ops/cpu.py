@@ -80,10 +80,11 @@ def load() -> Any:
         return None
 
 
-def supports(tensors: Sequence[Tensor], compute: torch.dtype) -> bool:
-    """Whether the kernels can take these (T, d) tensors."""
+def supports(tensors: Sequence[Tensor], compute: torch.dtype, made: Sequence[torch.dtype] = ()) -> bool:
+    """Whether the kernels can take these (T, d) tensors and make vectors of these dtypes."""
     return (
         compute == torch.float32
+        and all(dtype in _DTYPES for dtype in made)
         and all(
             t.device.type == "cpu" and t.dtype in _DTYPES and t.stride(-1) == 1 and t.shape[-1] % LANES == 0
             for t in tensors
@@ -124,11 +125,14 @@ def _unit(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 and tensor.dtype in _DTYPES else tensor.float().contiguous()
 
 
-def read_sealed(queries: Tensor, sources: Sequence[Tensor], inv_rms: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def read_sealed(
+    queries: Tensor, sources: Sequence[Tensor], inv_rms: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor, Tensor]:
     """As `eager.read_sealed`."""
     (tokens, d), n, reads = sources[0].shape, len(sources), queries.shape[0]
     new = queries.new_empty
-    outputs, lse, logits = new(reads, tokens, d), new(reads, tokens), new(tokens, n, reads)
+    lse, logits = new(reads, tokens), new(tokens, n, reads)
+    outputs = [new(tokens, d) for _ in range(reads)]  # apart: what one read keeps must not keep the others alive
     threads = _threads(tokens)
     values, weights = new(threads, n, d), new(threads, n, reads)
     queries, inv_rms = queries.contiguous(), [r.contiguous() for r in inv_rms]
@@ -136,7 +140,9 @@ def read_sealed(queries: Tensor, sources: Sequence[Tensor], inv_rms: Sequence[Te
         *_sizes(tokens, n, reads, d),
         _rows(sources),
         _pointers(inv_rms),
-        *map(_pointer, (queries, logits, lse, outputs, values, weights)),
+        *map(_pointer, (queries, logits, lse)),
+        _pointers(outputs),
+        *map(_pointer, (values, weights)),
         threads,
     )
     return outputs, lse, logits
@@ -147,7 +153,6 @@ def read_sealed_backward(
     sources: Sequence[Tensor],
     inv_rms: Sequence[Tensor],
     logits: Tensor,
-    lse: Tensor,
     grads: Sequence[Tensor],
     dlse: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor]]:
@@ -157,14 +162,14 @@ def read_sealed_backward(
     dqueries = queries.new_zeros(threads, reads, d)
     workspace = queries.new_empty(threads, (n + reads) * d + 2 * n * reads + n)
     dsources = [torch.empty_like(source, memory_format=torch.contiguous_format) for source in sources]
-    queries, lse = queries.contiguous(), lse.contiguous()
+    queries = queries.contiguous()
     inv_rms, dlse = [r.contiguous() for r in inv_rms], [x.contiguous() for x in dlse]
     grads = [_unit(grad) for grad in grads]
     load().attnres_read_sealed_backward(
         *_sizes(tokens, n, reads, d),
         _rows(sources),
         _pointers(inv_rms),
-        *map(_pointer, (queries, logits, lse)),
+        *map(_pointer, (queries, logits)),
         _rows(grads),
         _pointers(dlse),
         _rows(dsources),
@@ -189,12 +194,12 @@ def merge(
 ) -> tuple[Tensor, MergeSaved]:
     """As `eager.merge`."""
     (tokens, d), k = output.shape, len(opens)
-    if not k:
-        output = output.to(dtype)
-        if norm is None:
-            return output, MergeSaved(output, None, lse, None)
     new = functools.partial(torch.empty, dtype=torch.float32)
-    h = torch.empty(tokens, d, dtype=dtype) if k else output
+    if not k:
+        if norm is None:
+            return output.to(dtype), MergeSaved(output, None, lse, None)
+        output = output.to(dtype)
+    h = output if not k else new(tokens, d) if norm is None else torch.empty(tokens, d, dtype=dtype)
     x = h if norm is None else torch.empty(tokens, d, dtype=norm.out_dtype or dtype)
     rstd = None if norm is None else new(tokens)
     joint, scores = (new(tokens), new(tokens, k)) if k else (lse, None)
@@ -217,7 +222,7 @@ def merge(
         *map(_pointer, (rstd, joint, scores, workspace)),
         threads,
     )
-    return x, MergeSaved(h, rstd, joint, scores)
+    return x if norm is not None else x.to(dtype), MergeSaved(h, rstd, joint, scores)
 
 
 def merge_backward(

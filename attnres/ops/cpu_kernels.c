@@ -68,10 +68,21 @@ static inline void dots(const float *v, const float *m, int64_t S, int64_t d, fl
     }
 }
 
+/* p = softmax of s over its first axis, both (n, S); its log-sum-exp too, if wanted. */
+static inline void softmax(const float *s, float *p, int64_t n, int64_t S, float *lse, int64_t stride) {
+    for (int64_t l = 0; l < S; l++) {
+        float top = s[l], total = 0;
+        for (int64_t j = 1; j < n; j++) top = fmaxf(top, s[j * S + l]);
+        for (int64_t j = 0; j < n; j++) total += (p[j * S + l] = expf(s[j * S + l] - top));
+        for (int64_t j = 0; j < n; j++) p[j * S + l] /= total;
+        if (lse) lse[l * stride] = top + logf(total);
+    }
+}
+
 /* Phase 1. values: workspace (threads, n, d); weights: workspace (threads, n, S). */
 void attnres_read_sealed(int64_t T, int64_t n, int64_t S, int64_t d, const rows *sources, float *const *inv_rms,
-                         const float *queries, float *logits, float *lse, float *outputs, float *values,
-                         float *weights, int threads) {
+                         const float *queries, float *logits, float *lse, float *const *outputs,
+                         float *values, float *weights, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         int64_t from, to;
@@ -84,13 +95,7 @@ void attnres_read_sealed(int64_t T, int64_t n, int64_t S, int64_t d, const rows 
                 dots(v + j * d, queries, S, d, s + j * S);
                 for (int64_t l = 0; l < S; l++) s[j * S + l] *= inv_rms[j][t];
             }
-            for (int64_t l = 0; l < S; l++) {
-                float top = s[l], total = 0;
-                for (int64_t j = 1; j < n; j++) top = fmaxf(top, s[j * S + l]);
-                for (int64_t j = 0; j < n; j++) total += (p[j * S + l] = expf(s[j * S + l] - top));
-                for (int64_t j = 0; j < n; j++) p[j * S + l] /= total;
-                lse[l * T + t] = top + logf(total);
-            }
+            softmax(s, p, n, S, lse + t, T);
             for (int64_t i = 0; i < d; i += W) {
                 int64_t l = 0;
                 for (; l + 4 <= S; l += 4) {
@@ -100,13 +105,14 @@ void attnres_read_sealed(int64_t T, int64_t n, int64_t S, int64_t d, const rows 
                         const float *w = p + j * S + l;
                         a += x * w[0]; b += x * w[1]; c += x * w[2]; e += x * w[3];
                     }
-                    float *o = outputs + (l * T + t) * d + i;
-                    *(vec *)o = a; *(vec *)(o + T * d) = b; *(vec *)(o + 2 * T * d) = c; *(vec *)(o + 3 * T * d) = e;
+                    int64_t at = t * d + i;
+                    *(vec *)(outputs[l] + at) = a; *(vec *)(outputs[l + 1] + at) = b;
+                    *(vec *)(outputs[l + 2] + at) = c; *(vec *)(outputs[l + 3] + at) = e;
                 }
                 for (; l < S; l++) {
                     vec a = {0};
                     for (int64_t j = 0; j < n; j++) a += *(vec *)(v + j * d + i) * p[j * S + l];
-                    *(vec *)(outputs + (l * T + t) * d + i) = a;
+                    *(vec *)(outputs[l] + t * d + i) = a;
                 }
             }
         }
@@ -116,7 +122,7 @@ void attnres_read_sealed(int64_t T, int64_t n, int64_t S, int64_t d, const rows 
 /* Backward of phase 1: every source's gradient in one pass. grads: S rows; dlse: (S, T), see two_phase.py for its
  * meaning; dqueries: (threads, S, d), zeroed; workspace: (threads, (n + S) d + 2 n S + n). */
 void attnres_read_sealed_backward(int64_t T, int64_t n, int64_t S, int64_t d, const rows *sources, float *const *inv_rms,
-                                  const float *queries, const float *logits, const float *lse, const rows *grads,
+                                  const float *queries, const float *logits, const rows *grads,
                                   float *const *dlse, const rows *dsources, float *dqueries, float *workspace,
                                   int threads) {
 #pragma omp parallel num_threads(threads)
@@ -130,14 +136,13 @@ void attnres_read_sealed_backward(int64_t T, int64_t n, int64_t S, int64_t d, co
             for (int64_t l = 0; l < S; l++)
                 for (int64_t i = 0; i < d; i += W) *(vec *)(dh + l * d + i) = load(&grads[l], t, i);
             const float *s = logits + t * n * S;
+            softmax(s, p, n, S, NULL, 0);
             for (int64_t j = 0; j < n; j++) {
                 for (int64_t i = 0; i < d; i += W) *(vec *)(v + j * d + i) = load(&sources[j], t, i);
                 dots(v + j * d, dh, S, d, c + j * S);
                 float r = inv_rms[j][t], total = 0;
                 for (int64_t l = 0; l < S; l++) {
-                    float weight = expf(s[j * S + l] - lse[l * T + t]);
-                    float ds = weight * (c[j * S + l] + dlse[l][t]);
-                    p[j * S + l] = weight;
+                    float ds = p[j * S + l] * (c[j * S + l] + dlse[l][t]);
                     c[j * S + l] = ds * r;
                     total += ds * s[j * S + l];
                 }

@@ -42,13 +42,15 @@ def _token_major(sources: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return values
 
 
-def read_sealed(queries: Tensor, sources: Sequence[Tensor], inv_rms: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Phase 1: outputs (S, T, d), log-sum-exp (S, T), logits (T, n, S)."""
+def read_sealed(
+    queries: Tensor, sources: Sequence[Tensor], inv_rms: Sequence[Tensor]
+) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Phase 1: S outputs (T, d), log-sum-exp (S, T), logits (T, n, S)."""
     values = _token_major(sources, inv_rms[0].dtype)
     logits = (values @ queries.t()).mul_(torch.stack(tuple(inv_rms), 1).unsqueeze(-1))
     lse = logits.logsumexp(1)
-    outputs = torch.bmm((logits - lse.unsqueeze(1)).exp_().transpose(1, 2), values)
-    return outputs.transpose(0, 1), lse.t(), logits
+    outputs = torch.bmm(logits.softmax(1).transpose(1, 2), values)
+    return list(outputs.unbind(1)), lse.t(), logits
 
 
 def read_sealed_backward(
@@ -56,7 +58,6 @@ def read_sealed_backward(
     sources: Sequence[Tensor],
     inv_rms: Sequence[Tensor],
     logits: Tensor,
-    lse: Tensor,
     grads: Sequence[Tensor],
     dlse: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor]]:
@@ -64,7 +65,7 @@ def read_sealed_backward(
     d = queries.shape[1]
     values = _token_major(sources, logits.dtype)
     r = torch.stack(tuple(inv_rms), 1)
-    p = (logits - lse.t().unsqueeze(1)).exp_()
+    p = logits.softmax(1)  # not exp(logits - lse): a log-sum-exp is rounded
     dh = torch.stack(tuple(grads), 1)
     ds = torch.bmm(values, dh.transpose(1, 2)).add_(torch.stack(tuple(dlse), 1).unsqueeze(1)).mul_(p)
     along_query = ds * r.unsqueeze(-1)
@@ -85,7 +86,7 @@ def merge(
     norm: Norm | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, MergeSaved]:
-    """Phase 2 and the norm: x (T, d) and what its backward needs. h is rounded to `dtype`."""
+    """Phase 2 and the norm: x (T, d) and what its backward needs. h is rounded to `dtype` (before a norm, if any)."""
     joint, scores, h = lse, None, output
     if opens:
         assert query is not None and lse is not None
@@ -99,9 +100,11 @@ def merge(
             h = output * (lse - joint).exp_().unsqueeze(1)
             for j, value in enumerate(values):
                 h.addcmul_(p[:, j : j + 1], value)
+    elif not output.is_contiguous():
+        h = output.contiguous()  # a slice of all reads' outputs: keeping it would keep them all
+    if norm is None:  # <dh, h> is then a true term of the gradient: h is kept unrounded
+        return h.to(dtype), MergeSaved(h, None, joint, scores)
     h = h.to(dtype)
-    if norm is None:
-        return h, MergeSaved(h, None, joint, scores)
     x, rstd = normalise(h.to(torch.promote_types(dtype, torch.float32)), norm)
     return x, MergeSaved(h, rstd, joint, scores)
 

@@ -62,9 +62,9 @@ class Merged(NamedTuple):
     open_logits: Tensor
 
 
-def _backend(tensors: Sequence[Tensor], compute: torch.dtype) -> ModuleType:
-    """Which implementation of the four functions of eager.py takes these (T, d) tensors."""
-    if not torch.compiler.is_compiling() and cpu.supports(tensors, compute):
+def _backend(tensors: Sequence[Tensor], compute: torch.dtype, *made: torch.dtype) -> ModuleType:
+    """Which implementation of the four functions of eager.py takes these (T, d) tensors and makes these dtypes."""
+    if not torch.compiler.is_compiling() and cpu.supports(tensors, compute, made):
         return cpu
     return eager
 
@@ -76,18 +76,18 @@ class _ReadSealed(torch.autograd.Function):
         queries = queries.to(inv_rms[0].dtype)
         backend = _backend(sources, queries.dtype)
         outputs, lse, logits = backend.read_sealed(queries, sources, inv_rms)
-        ctx.save_for_backward(queries, logits, lse, *rest)
+        ctx.save_for_backward(queries, logits, *rest)
         ctx.n, ctx.backend = n, backend
         ctx.mark_non_differentiable(logits)
-        return (*outputs.unbind(0), *lse.unbind(0), logits)
+        return (*outputs, *lse.unbind(0), logits)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        queries, logits, lse, *rest = ctx.saved_tensors
+        queries, logits, *rest = ctx.saved_tensors
         sources, inv_rms = rest[: ctx.n], rest[ctx.n :]
         reads = queries.shape[0]
         dqueries, dsources = ctx.backend.read_sealed_backward(
-            queries, sources, inv_rms, logits, lse, grads[:reads], grads[reads : 2 * reads]
+            queries, sources, inv_rms, logits, grads[:reads], grads[reads : 2 * reads]
         )
         return (dqueries, None, *dsources, *(None for _ in inv_rms))
 
@@ -111,8 +111,8 @@ class _Merge(torch.autograd.Function):
             norm = norm._replace(weight=weight, bias=bias)
         if query is not None and lse is not None:
             query = query.to(lse.dtype)
-        compute = compute_dtype(output.dtype)
-        backend = _backend((output, *opens), compute if compute_dtype(dtype) == compute else torch.float64)
+        out_dtype = dtype if norm is None else norm.out_dtype or dtype
+        backend = _backend((output, *opens), compute_dtype(output.dtype), dtype, out_dtype)
         x, saved = backend.merge(opens, inv_rms, query, output, lse, norm, dtype)
         ctx.save_for_backward(weight, bias, query, lse, *saved, *rest)
         ctx.k, ctx.norm, ctx.backend = k, norm and norm._replace(weight=None, bias=None), backend
@@ -239,6 +239,11 @@ def depth_read(
     for name, vector in (("query", query), ("gain", gain)):
         if vector is not None and vector.shape != shape[-1:]:
             raise ValueError(f"depth_read got {name} of shape {tuple(vector.shape)}: expected ({shape[-1]},)")
+    if len(sources) == 1:  # the source itself, exactly, and exactly no gradient for its query
+        weights = torch.ones((1, *shape[:-1]), dtype=compute_dtype(sources[0].dtype), device=sources[0].device)
+        h = sources[0] + (query * 0.0 if gain is None else query * gain * 0.0).sum().to(sources[0].dtype)
+        x = h if norm is None else apply_norm(h, norm)
+        return (x, weights) if return_weights else x
     dtype = compute_dtype(sources[0].dtype)
     inv_rms = [inverse_rms(source, eps).to(dtype) for source in sources]
     scaled = query if gain is None else query * gain

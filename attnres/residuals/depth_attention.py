@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..ops import Norm, inverse_rms, merge, read_sealed
+from ..ops import Norm, apply_norm, inverse_rms, merge, read_sealed
 from .base import NormLike, Residual
 
 
@@ -90,6 +90,12 @@ class DepthAttention(Residual):
 
     def read(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
         embedding = state.sealed[0]
+        rest = state._replace(outputs=state.outputs[1:], lse=state.lse[1:])
+        if len(state.sealed) == 1 and not state.open:  # one source: itself, and exactly no gradient for the query
+            if self.observer is not None:
+                ones = embedding.new_ones(embedding[..., 0].numel(), 1)
+                self.observer.on_read(index, embedding, ones, self.source_names(state, index))
+            return apply_norm(embedding, norm) if isinstance(norm, Norm) else norm(embedding), rest
         scaled = (self.query[index] * self.gain[index]) if state.open else self.query[index]
         fused = norm if isinstance(norm, Norm) else None
         count = len(state.sealed) + len(state.open)
@@ -107,7 +113,7 @@ class DepthAttention(Residual):
         if fused is None:
             assert not isinstance(norm, Norm)
             x = norm(x * count if self.read_scale == "sum" else x)
-        return x, state._replace(outputs=state.outputs[1:], lse=state.lse[1:])
+        return x, rest
 
     def write(self, state: DepthState, index: int, output: Tensor) -> DepthState:
         opens = self.add_open(state.open, output, state.sealed[0].dtype)

@@ -1,0 +1,152 @@
+"""Files that are whole or not there: everything is written beside its place and renamed into it.
+
+A full disk, a missing permission or a killed process leaves what was there before; the first two come out as a
+UserError, with the half-written file removed.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from attnres.errors import UserError
+
+
+def write_bytes(path: str | Path, data: bytes) -> None:
+    """Write `data` to `path`, whole or not at all; folders above it are made. Raises UserError."""
+    path = Path(path)
+    beside = _beside(path)
+
+    def write() -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with beside.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+
+    try:
+        _as_user_error(path, write)
+    finally:
+        if beside.exists():
+            beside.unlink()
+
+
+def write_text(path: str | Path, text: str) -> None:
+    """Write UTF-8 `text` to `path`, whole or not at all. Raises UserError."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_json(path: str | Path, value: Any) -> None:
+    """Write `value` as indented JSON to `path`, whole or not at all. Raises UserError; ValueError for NaN."""
+    write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def read_json(path: str | Path) -> Any:
+    """The value in a JSON file; a missing, unreadable or broken file is a UserError."""
+    path = Path(path)
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not valid JSON ({error}): it is damaged or not one of ours") from error
+
+
+@contextmanager
+def replaced_folder(path: str | Path) -> Generator[Path]:
+    """An empty folder to fill, which becomes `path` when the block ends and is removed when it raises.
+
+    The folder that was there stays until the new one is complete. A folder cannot be swapped in one step, so the old
+    one is first renamed to `.NAME.old`: after a kill in between `recover_folder` brings it back.
+    """
+    path = Path(path)
+    beside, old = _beside(path), _old(path)
+
+    def make() -> None:
+        recover_folder(path)
+        beside.mkdir(parents=True)
+
+    def swap() -> None:
+        if path.exists():
+            path.rename(old)
+        try:
+            beside.rename(path)
+        except OSError:
+            recover_folder(path)
+            raise
+
+    try:
+        _as_user_error(path, make)
+        try:
+            yield beside
+        except (OSError, SafetensorError) as error:
+            raise _user_error(path, error) from error
+        _as_user_error(path, lambda: _sync(beside))
+        _as_user_error(path, swap)
+        shutil.rmtree(old, ignore_errors=True)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def recover_folder(path: str | Path) -> None:
+    """Undo what a kill in the middle of `replaced_folder` left: bring the old folder back, remove half-written ones."""
+    path = Path(path)
+    old = _old(path)
+    if old.exists():
+        if path.exists():
+            shutil.rmtree(old)
+        else:
+            old.rename(path)
+    for stray in path.parent.glob(f".{path.name}.*.new"):
+        if not _alive(stray):
+            shutil.rmtree(stray, ignore_errors=True)
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.new")
+
+
+def _old(path: Path) -> Path:
+    return path.with_name(f".{path.name}.old")
+
+
+def _alive(stray: Path) -> bool:
+    """Whether the process that is writing `stray` (its number is in the name) still runs, this one excepted."""
+    text = stray.name.split(".")[-2]
+    if not text.isdigit() or (number := int(text)) == os.getpid():
+        return False
+    try:
+        os.kill(number, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _sync(folder: Path) -> None:
+    """Force the folder's files to disk, so that the rename does not outrun them in a power cut."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb+") as handle:
+                os.fsync(handle.fileno())
+
+
+def _as_user_error(path: Path, action: Callable[[], None]) -> None:
+    try:
+        action()
+    except OSError as error:
+        raise _user_error(path, error) from error
+
+
+def _user_error(path: Path, error: Exception) -> UserError:
+    reason = getattr(error, "strerror", None) or str(error)
+    return UserError(
+        f"cannot write {path}: {reason}; what was there before is intact, make room or choose another folder"
+    )

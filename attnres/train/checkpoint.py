@@ -1,0 +1,188 @@
+"""Everything a run needs to continue bit for bit, in one folder that is whole or not there.
+
+    checkpoint/model/                 the model in Hugging Face layout (safetensors)
+    checkpoint/optimizer.safetensors  PARAMETER::ENTRY -> tensor
+    checkpoint/state.json             step, configuration, data, random-number states, checksums
+
+The position in the data needs no state: a batch is a pure function of (seed, step).
+"""
+
+import base64
+import random
+import zlib
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from attnres.errors import UserError
+from attnres.files import read_json, recover_folder, replaced_folder, write_json
+from attnres.train.config import differences
+from attnres.train.optim import load_state_tensors, state_tensors
+
+FORMAT = "attnres-checkpoint-1"
+
+
+def save(folder: str | Path, model: Any, optimizers: list[torch.optim.Optimizer], state: dict[str, Any]) -> None:
+    """Write a checkpoint in place of the one in `folder`, which stays until the new one is complete.
+
+    `state` is plain JSON and holds at least `step` and `config`. Raises UserError when it cannot be written.
+    """
+    tensors = state_tensors(optimizers)
+    sums = {"model": checksum(named_tensors(model)), "optimizer": checksum(tensors.items())}
+    with replaced_folder(folder) as beside:
+        save_model(model, beside / "model")
+        save_file(tensors, beside / "optimizer.safetensors")
+        write_json(beside / "state.json", {"format": FORMAT, **state, "checksums": sums})
+
+
+def save_model(model: Any, folder: Path) -> None:
+    """Write the model in Hugging Face layout."""
+    with quiet_transformers():
+        model.save_pretrained(folder)
+
+
+@contextmanager
+def quiet_transformers() -> Generator[None]:
+    """Without Transformers' own progress bars, which would break into ours."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any]) -> dict[str, Any] | None:
+    """The `state` of the checkpoint in `folder`, or None if there is none.
+
+    Raises UserError if it is damaged, is not one of ours, or belongs to another configuration or other data.
+    """
+    folder = Path(folder)
+    recover_folder(folder)
+    if not folder.exists():
+        return None
+    state = read_json(folder / "state.json")
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise UserError(f"{folder} is not a checkpoint of attnres (expected format {FORMAT} in state.json)")
+    if missing := {"step", "config", "data", "random", "progress", "checksums"} - set(state):
+        raise UserError(f"{folder}/state.json lacks {', '.join(sorted(missing))}: {_DAMAGED}")
+    same_configuration(config, state["config"], f"the checkpoint {folder}")
+    if state["data"] != data:
+        raise UserError(
+            f"the checkpoint {folder} was trained on other data: the tokens or the tokenizer under the same "
+            "source have changed since; restore them or start a new run in another folder"
+        )
+    return state
+
+
+def load_model(folder: str | Path, state: dict[str, Any]) -> Any:
+    """The model of the checkpoint in `folder`, its tensors checked against `state`. Raises UserError if damaged."""
+    from attnres.models import load
+
+    path = Path(folder) / "model"
+    try:
+        with quiet_transformers():
+            model = load(path)
+    except (OSError, SafetensorError, RuntimeError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"cannot load the model in {path} ({error}): {_DAMAGED}") from error
+    for parameter in model.parameters():  # out of the memory-mapped file, aligned as a freshly made tensor is
+        parameter.data = parameter.data.clone()
+    if checksum(named_tensors(model)) != state["checksums"]["model"]:
+        raise UserError(f"the tensors in {path} are not those that were saved: {_DAMAGED}")
+    return model
+
+
+def load_optimizers(folder: str | Path, state: dict[str, Any], optimizers: list[torch.optim.Optimizer]) -> None:
+    """Fill the optimizers from the checkpoint in `folder`. Raises UserError if it does not fit."""
+    path = Path(folder) / "optimizer.safetensors"
+    try:
+        tensors = load_file(path)
+        if checksum(tensors.items()) != state["checksums"]["optimizer"]:
+            raise UserError("its tensors are not those that were saved")
+        load_state_tensors(optimizers, {name: tensor.clone() for name, tensor in tensors.items()})
+    except (OSError, SafetensorError, LookupError, ValueError) as error:
+        raise UserError(f"cannot load the optimizer state {path} ({error}): {_DAMAGED}") from error
+
+
+def same_configuration(ours: dict[str, Any], theirs: dict[str, Any], where: str) -> None:
+    """Refuse to continue a run with another configuration, naming the fields that differ and both values."""
+    changed = differences(ours, theirs)
+    if changed:
+        pairs = "; ".join(f"{name} is {_at(ours, name)!r} here, {_at(theirs, name)!r} there" for name in changed)
+        raise UserError(
+            f"{where} belongs to another configuration: {pairs}; use the same values or start a new run in "
+            "another folder"
+        )
+
+
+# ------------------------------------------------------------------ random numbers
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """The states of Python's, NumPy's, PyTorch's and (on CUDA) the device's generators, as plain JSON."""
+    version, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (other code draws there)
+    state = {
+        "python": [version, list(words), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
+        "torch": _encode(torch.get_rng_state()),
+    }
+    if device.type == "cuda":
+        state["cuda"] = _encode(torch.cuda.get_rng_state(device))
+    return state
+
+
+def set_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Undo `random_state`."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    torch.set_rng_state(_decode(state["torch"]))
+    if device.type == "cuda" and "cuda" in state:
+        torch.cuda.set_rng_state(_decode(state["cuda"]), device)
+
+
+def _encode(state: Tensor) -> str:
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _decode(text: str) -> Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
+
+
+# ------------------------------------------------------------------ checks
+
+
+def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
+    """CRC-32 of the names and bytes of tensors, in order of name."""
+    value = 0
+    for name, tensor in sorted(tensors, key=lambda pair: pair[0]):
+        value = zlib.crc32(name.encode(), value)
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        value = zlib.crc32(memoryview(data.numpy()), value)
+    return value
+
+
+def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    """The model's parameters by name; tied ones count once."""
+    return model.named_parameters()
+
+
+def _at(values: Any, name: str) -> Any:
+    for part in name.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
+
+
+_DAMAGED = "it is damaged or not of this run; remove the folder to start again, or use another --out"

@@ -1,0 +1,354 @@
+"""What a training run is: plain dataclasses, their checks, and their plain-dict, YAML and TOML forms.
+
+The docstrings below each field are the help texts of the command line (tyro reads them).
+"""
+
+import dataclasses
+import math
+import tomllib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from attnres.errors import UserError, unknown
+
+Setting = int | float | bool | str
+
+OPTIMIZERS = ("adamw", "muon")
+SCHEDULES = ("cosine", "wsd")
+DTYPES = ("auto", "fp32", "bf16")
+TRACKERS = ("none", "trackio", "wandb", "tensorboard")
+
+FREE = ("out", "name", "resume", "track", "save_every", "device")
+"""Fields that may change between a run and its resumption: none of them changes a number that is computed."""
+
+
+@dataclass
+class ModelConfig:
+    """Which model is trained."""
+
+    size: str | dict[str, Setting] = "nano"
+    """Named size (nano, 100m, 0.6b, gpt2-124m); in a file also a mapping {family: qwen3, hidden_size: 64, ...}."""
+    residual: str = "block"
+    """How sublayers read earlier outputs: standard, rescaled, block, full, deepnorm, hyper_connections, denseformer."""
+    block_size: int | None = None
+    """Sublayers (attention and MLP count apart) in a block of the block residual; give this or num_blocks."""
+    num_blocks: int | None = None
+    """Number of blocks of the block residual; give this or block_size."""
+    settings: dict[str, Setting] = field(default_factory=dict)
+    """Further settings of the residual by name, e.g. streams 4 for hyper_connections."""
+
+
+@dataclass
+class DataConfig:
+    """What it is trained on."""
+
+    source: str = "stdlib"
+    """stdlib (Python's own sources), a file or folder (.txt, .jsonl, .parquet), or hub:NAME[:CONFIG[:SPLIT]]."""
+    tokenizer: str = "bpe:4096"
+    """bpe:VOCAB trains a byte-level BPE on the training text; else a local tokenizer folder or a hub name."""
+    column: str = "text"
+    """Field of .jsonl, column of .parquet and hub data sets that holds the text."""
+    seq_len: int = 256
+    """Tokens in a training window."""
+    held_out: float = 0.05
+    """Fraction of the documents held out for validation."""
+    limit: int | None = None
+    """Read at most this many characters of the source; none reads all."""
+    val_windows: int = 64
+    """Held-out windows of seq_len tokens measured at each validation, the same ones every time."""
+
+
+@dataclass
+class OptimConfig:
+    """How it is optimised."""
+
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """adamw, or muon: Muon for the weight matrices and AdamW for everything else."""
+    lr: float = 1e-3
+    """Peak learning rate of AdamW."""
+    muon_lr: float = 2e-3
+    """Peak learning rate of Muon, scaled per matrix so that an update has the RMS of an AdamW update."""
+    min_lr_ratio: float = 0.1
+    """Last learning rate as a fraction of the peak."""
+    schedule: Literal["cosine", "wsd"] = "cosine"
+    """cosine, or wsd: warm-up, constant, then a linear decay over the last part."""
+    warmup: float = 0.05
+    """Warm-up as a fraction of the steps."""
+    decay: float = 0.2
+    """Length of wsd's decay as a fraction of the steps."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay of the weight matrices (nothing else is decayed)."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's two decay rates."""
+    momentum: float = 0.95
+    """Muon's momentum."""
+    clip: float = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+
+
+@dataclass
+class TrainConfig:
+    """One training run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    out: str | None = None
+    """Folder of the run; none is runs/NAME."""
+    name: str | None = None
+    """Name of the run in tables; none is RESIDUAL-seedSEED."""
+    seed: int = 0
+    """Seed of the initial weights and of the order of the batches."""
+    steps: int = 1000
+    """Optimizer steps."""
+    batch_size: int = 8
+    """Sequences a step, over all processes and micro-batches."""
+    accumulation: int = 1
+    """Micro-batches a step: memory falls, the result is the same mean over all tokens."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """bf16 is autocast over fp32 parameters; auto is bf16 where the device has it, else fp32."""
+    device: str = "auto"
+    """auto (CUDA where there is one, else the CPU), cpu or cuda."""
+    compile: bool = False
+    """Compile the model with torch.compile."""
+    val_every: int = 100
+    """Steps between validations (there is always one at the end)."""
+    log_every: int = 10
+    """Steps between training lines in metrics.jsonl; each gives the mean loss since the one before."""
+    depth_every: int = 100
+    """Steps between measurements of magnitudes and gradients by depth; 0 turns them off."""
+    save_every: int = 500
+    """Steps between checkpoints (there is always one at the end and on Ctrl-C)."""
+    resume: bool = False
+    """Continue the run in the folder from its checkpoint, or start it if there is none. The result is the same,
+    bit for bit (on CUDA as far as its kernels repeat themselves)."""
+    track: Literal["none", "trackio", "wandb", "tensorboard"] = "none"
+    """Also send the metrics to this tracker; metrics.jsonl is always written."""
+
+
+# ------------------------------------------------------------------ resolving
+
+
+def settings_of(model: ModelConfig) -> dict[str, Setting]:
+    """The residual's settings with the plain `block_size` and `num_blocks` merged in, once each or UserError."""
+    settings = dict(model.settings)
+    for name in ("block_size", "num_blocks"):
+        value = getattr(model, name)
+        if value is None:
+            continue
+        if settings.get(name, value) != value:
+            raise UserError(
+                f"model.{name} is {value} but model.settings gives {name} = {settings[name]}: give one of the two"
+            )
+        settings[name] = value
+    return settings
+
+
+def resolve(config: TrainConfig) -> TrainConfig:
+    """A copy in which every default is filled in: settings merged, name and folder given."""
+    settings = settings_of(config.model)
+    name = config.name or f"{config.model.residual}-seed{config.seed}"
+    model = dataclasses.replace(config.model, settings=settings, block_size=None, num_blocks=None)
+    return dataclasses.replace(config, model=model, name=name, out=str(config.out or Path("runs") / name))
+
+
+# ------------------------------------------------------------------ checking
+
+
+def check(config: TrainConfig, world_size: int = 1) -> None:
+    """Refuse what cannot run, before anything is written: raises UserError, returns nothing.
+
+    Whether the residual's settings are possible is checked when the model is built, which knows its depth.
+    """
+    from attnres.models.sizes import SIZES
+    from attnres.residuals import settings_of as settings_with_defaults
+
+    types_fit(config)
+    if isinstance(config.model.size, str) and config.model.size not in SIZES:
+        raise unknown("size", config.model.size, SIZES)
+    valid_settings = settings_with_defaults(config.model.residual)
+    for name in settings_of(config.model):
+        if name not in valid_settings:
+            takes = ", ".join(valid_settings) or "none"
+            raise UserError(f"residual '{config.model.residual}' has no setting '{name}': its settings are: {takes}")
+    optim, data = config.optim, config.data
+    for kind, given, valid in (
+        ("optimizer", optim.optimizer, OPTIMIZERS),
+        ("schedule", optim.schedule, SCHEDULES),
+        ("dtype", config.dtype, DTYPES),
+        ("tracker", config.track, TRACKERS),
+        ("device", config.device.split(":")[0], ("auto", "cpu", "cuda")),
+    ):
+        if given not in valid:
+            raise unknown(kind, given, valid)
+
+    whole = ("steps", "batch_size", "accumulation", "val_every", "log_every", "save_every")
+    positive: dict[str, float] = {name: getattr(config, name) for name in whole}
+    positive |= {"data.seq_len": data.seq_len, "data.val_windows": data.val_windows}
+    positive |= {"optim.lr": optim.lr, "optim.muon_lr": optim.muon_lr}
+    if data.limit is not None:
+        positive["data.limit"] = data.limit
+    for name, value in positive.items():
+        if not (value > 0 and math.isfinite(value)):
+            raise UserError(f"{name} is {value}: it must be a number above 0")
+    not_negative: dict[str, float] = {"depth_every": config.depth_every, "seed": config.seed}
+    not_negative |= {"optim.weight_decay": optim.weight_decay, "optim.clip": optim.clip}
+    for name, value in not_negative.items():
+        if not (value >= 0 and math.isfinite(value)):
+            raise UserError(f"{name} is {value}: it must be 0 or more")
+    fractions = {f"optim.{name}": getattr(optim, name) for name in ("min_lr_ratio", "warmup", "decay")}
+    for name, value in fractions.items():
+        if not 0 <= value <= 1:
+            raise UserError(f"{name} is {value}: it is a fraction, from 0 to 1")
+    decay_rates = {"optim.betas": optim.betas, "optim.momentum": (optim.momentum,)}
+    for name, rates in decay_rates.items():
+        if not all(0 <= rate < 1 for rate in rates):
+            raise UserError(f"{name} is {rates}: decay rates lie from 0 to below 1")
+    if not 0 < data.held_out < 1:
+        raise UserError(f"data.held_out is {data.held_out}: it is the fraction of documents held out, between 0 and 1")
+    if optim.schedule == "wsd" and optim.warmup + optim.decay > 1:
+        raise UserError(
+            f"optim.warmup {optim.warmup} and optim.decay {optim.decay} together exceed the run: "
+            "they are fractions of the steps, make their sum at most 1"
+        )
+    shares = config.accumulation * world_size
+    if config.batch_size % shares:
+        processes = f" x {world_size} processes" if world_size > 1 else ""
+        below = config.batch_size // shares * shares
+        near = f"{below} or {below + shares}" if below else f"{shares}"
+        raise UserError(
+            f"batch_size {config.batch_size} does not divide into accumulation {config.accumulation}{processes}: "
+            f"use a multiple of {shares}, e.g. {near}"
+        )
+
+
+def types_fit(config: Any, prefix: str = "") -> None:
+    """Refuse a field whose value is not of its type, naming the field in dotted form."""
+    hints = typing.get_type_hints(type(config))
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        if dataclasses.is_dataclass(hints[item.name]):
+            types_fit(value, f"{prefix}{item.name}.")
+        else:
+            _convert(f"{prefix}{item.name}", value, hints[item.name])
+
+
+# ------------------------------------------------------------------ plain dicts and files
+
+
+def to_dict(config: TrainConfig) -> dict[str, Any]:
+    """Nested plain dict, fit for JSON; `from_dict` undoes it."""
+    values = dataclasses.asdict(config)
+    values["optim"]["betas"] = list(values["optim"]["betas"])
+    return values
+
+
+def from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> TrainConfig:
+    """The configuration `base` (default: the defaults) with nested `values` laid over it.
+
+    An unknown key is refused with the nearest valid one; a value of a wrong type with what was expected.
+    """
+    return _overlay(base or TrainConfig(), values, "")
+
+
+def from_file(path: str | Path, base: TrainConfig | None = None) -> TrainConfig:
+    """A configuration from a .yaml, .yml, .json or .toml file, laid over `base`."""
+    path = Path(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read the configuration file {path}: {error}") from error
+    if path.suffix not in (".yaml", ".yml", ".json", ".toml"):
+        raise UserError(f"the configuration file {path} must end in .yaml, .yml, .json or .toml")
+    try:
+        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"the configuration file {path} is not valid {path.suffix[1:].upper()}: {error}") from error
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise UserError(f"the configuration file {path} holds a {type(values).__name__}: expected keys and values")
+    try:
+        return from_dict(values, base)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Dotted names of the fields in which two `to_dict` forms differ and which change what is computed."""
+    left, right = dict(_leaves(ours)), dict(_leaves(theirs))
+    names = [name for name in dict.fromkeys([*left, *right]) if name not in FREE]
+    return [name for name in names if left.get(name) != right.get(name)]
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _overlay(config: Any, values: Mapping[str, Any], prefix: str) -> Any:
+    hints = typing.get_type_hints(type(config))
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        if name not in hints:
+            raise unknown("configuration key", f"{prefix}{name}", [f"{prefix}{valid}" for valid in hints])
+        if dataclasses.is_dataclass(hints[name]):
+            if not isinstance(value, Mapping):
+                raise UserError(f"{prefix}{name} is {value!r}: expected keys and values under it")
+            changes[name] = _overlay(getattr(config, name), value, f"{prefix}{name}.")
+        else:
+            changes[name] = _convert(f"{prefix}{name}", value, hints[name])
+    return dataclasses.replace(config, **changes)
+
+
+def _convert(name: str, value: Any, hint: Any) -> Any:
+    """`value` as the type `hint`, converted as files need it (1 -> 1.0, "1e-3" -> 0.001, list -> tuple)."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for option in args:
+            try:
+                return _convert(name, value, option)
+            except UserError:
+                continue
+    elif origin is Literal or hint is str:
+        if isinstance(value, str):  # which names are valid is `check`'s business
+            return value
+    elif hint is type(None):
+        if value is None:
+            return None
+    elif origin is tuple:
+        if isinstance(value, list | tuple) and len(value) == len(args):
+            return tuple(_convert(name, part, option) for part, option in zip(value, args))
+    elif origin is dict:
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            return {key: _convert(f"{name}.{key}", part, args[1]) for key, part in value.items()}
+    elif hint is bool:
+        if isinstance(value, bool):
+            return value
+    elif hint is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    elif hint is float and not isinstance(value, bool):
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            pass
+    raise UserError(f"{name} is {value!r}: expected {_describe(hint)}")
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " or ".join(_describe(option) for option in typing.get_args(hint))
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(typing.get_args(hint))
+    plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing"}
+    return plain.get(hint) or {dict: "keys and values", tuple: "a list of two numbers"}[typing.get_origin(hint)]

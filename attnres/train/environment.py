@@ -1,0 +1,108 @@
+"""Where a run happens: device, precision, versions, memory."""
+
+import contextlib
+import ctypes
+import datetime
+import gc
+import importlib.metadata
+import os
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import attnres
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device computes in bf16 natively; elsewhere bf16 is slower than fp32."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type != "cpu":
+        return False
+    features = torch.cpu.get_capabilities()
+    return bool(features.get("avx512_bf16") or features.get("amx_bf16") or features.get("arm_bf16"))
+
+
+def describe(device: torch.device, dtype: str) -> dict[str, Any]:
+    """The content of environment.json: versions, device, processor, threads, precision, commit and date."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": _version("transformers"),
+        "attnres": _version("attnres"),
+        "platform": platform.platform(),
+        "device": name,
+        "device_type": device.type,
+        "cpu": _processor(),
+        "threads": torch.get_num_threads(),
+        "dtype": dtype,
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new measurement of `peak_memory`; on the CPU only Linux can, elsewhere the peak is the process's.
+
+    What an earlier run in this process left behind is given back first.
+    """
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes: the most that tensors took on CUDA; on the CPU the largest resident set of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        for line in Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return largest if sys.platform == "darwin" else largest * 1024
+
+
+def _version(package: str) -> str | None:
+    """None for a package that is used from its checkout without being installed."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
+def _processor() -> str:
+    name = platform.processor()
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                name = line.split(":", 1)[1].strip()
+                break
+    except OSError:
+        pass
+    return f"{name or platform.machine()}, {os.cpu_count()} cores"
+
+
+def _commit() -> str | None:
+    """The commit of the checkout that this package lies in; None for an installed package."""
+    root = Path(attnres.__file__).parent.parent
+    if not (root / ".git").exists():
+        return None
+    try:
+        found = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None

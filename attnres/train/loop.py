@@ -1,0 +1,374 @@
+"""One training run, from a configuration to a folder with its model, its metrics and its summary.
+
+Read `train` for the order of things and `Run.step` for what an update is. The same code serves one process and
+several under `torchrun`: each takes its share of every batch, and the first one writes the files.
+"""
+
+import dataclasses
+import math
+import random
+import shutil
+import statistics
+import time
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from attnres.errors import UserError
+from attnres.files import replaced_folder, write_json
+from attnres.train import checkpoint, environment, validate
+from attnres.train.config import TrainConfig, check, resolve, to_dict
+from attnres.train.interrupt import Interrupted, Signals, caught_signals
+from attnres.train.metrics import Metrics, Tracker
+from attnres.train.optim import build_optimizers, set_learning_rate
+from attnres.train.parallel import Processes, join_processes
+from attnres.train.progress import Bar
+from attnres.train.run_folder import claim, forget_after
+from attnres.train.schedule import fraction_of_peak
+
+__all__ = ["Interrupted", "train"]
+
+UNTIMED = 3
+"""Steps at the start of a run or of its resumption that are not timed: they warm caches and compile."""
+TIMED = 1000
+"""Steps kept for the medians of the summary."""
+
+
+def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
+    """Carry out a run, or what is left of it, and return its summary (the content of summary.json).
+
+    Raises:
+        UserError: the configuration cannot run, the folder is taken, the loss diverged, a file cannot be written.
+        Interrupted: Ctrl-C or SIGTERM; the checkpoint is saved, `code` is the exit status.
+    """
+    config = resolve(config)
+    who = join_processes(config.device)
+    check(config, who.world_size)
+    dtype = config.dtype if config.dtype != "auto" else ("bf16" if environment.has_bf16(who.device) else "fp32")
+    config = dataclasses.replace(config, dtype=dtype, device=who.device.type)
+    finished = who.share(claim(_folder(config), to_dict(config), resume=config.resume) if who.first else None)
+    if finished is not None:
+        return finished
+    with closing(Run(config, who, progress=progress and who.first)) as run, caught_signals() as signals:
+        with run.bar:
+            while run.past.step < config.steps:
+                run.step(signals)
+                run.measure()
+                done = run.past.step == config.steps
+                if run.past.step % config.save_every == 0 or run.signalled or done:
+                    run.save()
+                if run.signalled and not done:
+                    raise Interrupted(
+                        f"stopped at step {run.past.step} of {config.steps}, saved in {run.folder / 'checkpoint'}: "
+                        "give the same command with --resume to continue",
+                        run.signalled,
+                    )
+        return run.finish()
+
+
+@dataclass
+class Past:
+    """What a run knows of its past besides tensors; saved with every checkpoint."""
+
+    step: int = 0
+    wall_s: float = 0.0
+    train_loss: float | None = None
+    """Of the last training line."""
+    val_loss: float | None = None
+    losses: list[float] = field(default_factory=list)
+    """Since the last training line."""
+    times: list[float] = field(default_factory=list)
+    """Seconds of the last steps, without validation, saving and the first steps."""
+    last_s: float = 0.0
+    """Seconds of the last step."""
+
+
+class Run:
+    """A run in progress: the model, its optimizers, its data and what has been measured."""
+
+    def __init__(self, config: TrainConfig, who: Processes, *, progress: bool):
+        """Prepare the data, build the model or load it from the checkpoint, open the metrics."""
+        self.config, self.who, self.folder = config, who, _folder(config)
+        self.past = Past()
+        self.saved: int | None = None  # step of the last checkpoint
+        self.loss = self.rate = self.norm = 0.0  # of the last step
+        self.depth: dict[str, list[float]] | None = None  # of the last step, if measured
+        self.signalled, self.untimed = 0, UNTIMED
+        self.prepared, self.batches, self.windows = _open_data(config, who, progress)
+        header = self.prepared.header
+        data = {name: header[name] for name in ("tokenizer_sha256", "vocab_size", "splits")}
+        here = self.folder / "checkpoint"
+        state = who.share(checkpoint.read_state(here, to_dict(config), data) if who.first else None)
+
+        environment.reset_peak_memory(who.device)
+        self.model = (checkpoint.load_model(here, state) if state else _build(config, self.prepared)).to(who.device)
+        self.model.train()
+        torch.manual_seed(config.seed + who.rank)  # after building, which may draw more for one residual than another
+        random.seed(config.seed + who.rank)
+        np.random.seed(config.seed + who.rank)  # noqa: NPY002 (for whatever draws from it)
+        self.optimizers = build_optimizers(self.model, config.optim)
+        self.forward = who.wrap(self.model)
+        self.eager = self.forward
+        if config.compile:
+            self.forward = cast(torch.nn.Module, torch.compile(self.forward))
+        if state:
+            self.past, self.saved = Past(**state["progress"]), state["step"]
+            checkpoint.load_optimizers(here, state, self.optimizers)
+            if who.rank < len(state["random"]):  # with more processes than before the new ones start from the seed
+                checkpoint.set_random_state(state["random"][who.rank], who.device)
+        self.data = data
+        self.metrics: Metrics | None = None
+        if who.first:
+            self._open_folder()
+        name = config.name or ""
+        self.bar = Bar(name, config.steps, self.past.step, shown=progress)
+        if state:
+            self.bar.say(f"{name}: resumed at step {self.past.step} of {config.steps}")
+        self.since = time.perf_counter()
+
+    # -------------------------------------------------------------- one step
+
+    def step(self, signals: Signals) -> None:
+        """One update: the mean loss over all tokens of the batch, its gradient, clipping, the optimizers.
+
+        With accumulation and several processes each token still weighs the same: every micro-batch's summed loss is
+        divided by the tokens of the whole batch. A loss or gradient that is not finite changes no parameter and
+        raises UserError.
+        """
+        config, who, step = self.config, self.who, self.past.step + 1
+        began = time.perf_counter()
+        x, y = self.batches.at(step - 1, rank=who.rank, world_size=who.world_size)
+        x, y = x.to(who.device, non_blocking=True), y.to(who.device, non_blocking=True)
+        rate = fraction_of_peak(
+            step,
+            config.steps,
+            schedule=config.optim.schedule,
+            warmup=config.optim.warmup,
+            decay=config.optim.decay,
+            floor=config.optim.min_lr_ratio,
+        )
+        set_learning_rate(self.optimizers, rate)
+
+        by_depth = bool(config.depth_every) and (step % config.depth_every == 0 or step == config.steps)
+        total = torch.zeros((), dtype=torch.float64, device=who.device)
+        self.depth = None
+        parts = list(zip(x.chunk(config.accumulation), y.chunk(config.accumulation)))
+        for index, (inputs, targets) in enumerate(parts):
+            last = index == len(parts) - 1
+            with ExitStack() as stack:
+                trace = stack.enter_context(_record(self.model)) if by_depth and last else None
+                if not last and isinstance(self.eager, DistributedDataParallel):
+                    stack.enter_context(self.eager.no_sync())
+                forward = self.eager if trace else self.forward  # hooks would make torch.compile start again
+                loss = validate.token_losses(forward, inputs, targets, self.cast).sum() / y.numel()
+                loss.backward()  # DDP averages over the processes what `y.numel()` divides by this one's share
+            total += loss.detach()
+            if trace:
+                unit = len(parts)  # to the gradient of the mean loss of the recorded micro-batch
+                self.depth = {
+                    "output_rms": list(trace.output_rms),
+                    "input_rms": list(trace.input_rms),
+                    "grad_rms": [value * unit for value in trace.grad_rms],
+                }
+        limit = config.optim.clip or math.inf
+        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
+        counts = [signals.interrupts, signals.terminations]
+        shared = who.sum(torch.stack([total / who.world_size, *total.new_tensor(counts)])).tolist()
+        loss_value, interrupts, terminations = shared
+        if not (math.isfinite(loss_value) and math.isfinite(norm)):
+            raise self._diverged(step, loss_value, norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        self.past.step, self.rate, self.norm = step, rate * config.optim.lr, norm
+        self.loss = loss_value
+        self.past.losses.append(loss_value)
+        self.signalled = 130 if interrupts else 143 if terminations else 0
+        if who.device.type == "cuda":
+            torch.cuda.synchronize(who.device)
+        self.past.last_s = time.perf_counter() - began
+        if self.untimed:
+            self.untimed -= 1
+        elif self.depth is None:
+            self.past.times = [*self.past.times[1 - TIMED :], self.past.last_s]
+
+    def cast(self) -> AbstractContextManager[Any]:
+        """The precision of a forward pass: fp32, or bf16 by autocast over fp32 parameters."""
+        if self.config.dtype == "bf16":
+            return torch.autocast(self.who.device.type, dtype=torch.bfloat16)
+        return nullcontext()
+
+    # -------------------------------------------------------------- what is written
+
+    def measure(self) -> None:
+        """After a step: its lines in metrics.jsonl, validation when it is due, the progress bar."""
+        config, past = self.config, self.past
+        last = past.step == config.steps
+        tokens = config.batch_size * config.data.seq_len
+        if past.step % config.log_every == 0 or last:
+            past.train_loss = sum(past.losses) / len(past.losses)
+            seconds = statistics.median(past.times[-len(past.losses) :] or [past.last_s])
+            past.losses = []
+            self._write(
+                "train",
+                tokens=past.step * tokens,
+                loss=past.train_loss,
+                lr=self.rate,
+                grad_norm=self.norm,
+                tokens_per_s=tokens / seconds,
+                step_s=seconds,
+            )
+        if self.depth:
+            self._write("depth", **self.depth)
+        if past.step % config.val_every == 0 or last:
+            losses = validate.window_losses(self.model, self.windows, self.who, self.cast, self._rows())
+            past.val_loss, error = float(losses.mean()), validate.standard_error(losses)
+            if not math.isfinite(past.val_loss):
+                raise self._diverged(past.step, past.val_loss, self.norm)
+            if self.who.first:
+                validate.save_windows(self.folder, past.step, losses)
+            self._write("val", loss=past.val_loss, windows=len(losses), se=error)
+        seconds = statistics.median(past.times[-20:] or [past.last_s])
+        self.bar.update(past.step, self.loss, past.val_loss, tokens / seconds)
+
+    def save(self) -> None:
+        """Write the checkpoint; the one before stays until this one is complete."""
+        now = time.perf_counter()
+        self.past.wall_s, self.since = self.past.wall_s + now - self.since, now
+        states = self.who.gather(checkpoint.random_state(self.who.device))
+        if self.metrics:
+            self.metrics.sync()
+            state = {
+                "step": self.past.step,
+                "config": to_dict(self.config),
+                "data": self.data,
+                "random": states,
+                "progress": dataclasses.asdict(self.past),
+            }
+            checkpoint.save(self.folder / "checkpoint", self.model, self.optimizers, state)
+        self.saved = self.past.step
+        self.who.wait()
+
+    def finish(self) -> dict[str, Any]:
+        """Write the model, its routing and, last, the summary."""
+        config, past, who = self.config, self.past, self.who
+        memory = max(who.gather(environment.peak_memory(who.device)))
+        if not who.first:
+            return who.share(None)
+        routing = validate.mean_routing(self.model, self.windows, who.device, self.cast, self._rows())
+        if routing:
+            write_json(self.folder / "routing.json", routing)
+        with replaced_folder(self.folder / "model") as beside:
+            checkpoint.save_model(self.model, beside)
+            for name in ("tokenizer.json", "tokenizer_config.json"):
+                if (self.prepared.path / name).exists():
+                    shutil.copyfile(self.prepared.path / name, beside / name)
+        losses = np.load(validate.windows_path(self.folder, past.step), allow_pickle=False)
+        seconds = statistics.median(past.times or [past.last_s])
+        tokens = config.batch_size * config.data.seq_len
+        summary = {
+            "step": past.step,
+            "tokens": past.step * tokens,
+            "val_loss": past.val_loss,
+            "val_se": validate.standard_error(losses),
+            "perplexity": math.exp(min(700.0, float(losses.mean()))),
+            "train_loss": past.train_loss,
+            "tokens_per_s": tokens / seconds,
+            "step_s": seconds,
+            "peak_memory_bytes": memory,
+            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
+            "extra_parameters": sum(parameter.numel() for parameter in self.model.residual.parameters()),
+            "wall_s": past.wall_s,
+            "windows": len(losses),
+        }
+        write_json(self.folder / "summary.json", summary)
+        return who.share(summary)
+
+    def close(self) -> None:
+        """Close the metrics and the tracker."""
+        if self.metrics:
+            self.metrics.close()
+
+    # -------------------------------------------------------------- details
+
+    def _open_folder(self) -> None:
+        config = self.config
+        forget_after(self.folder, self.past.step)
+        tracker = None
+        if config.track != "none":
+            tracker = Tracker(config.track, self.folder, config.name or "", to_dict(config), self.past.step)
+        write_json(self.folder / "config.json", to_dict(config))
+        write_json(self.folder / "environment.json", environment.describe(self.who.device, config.dtype))
+        self.metrics = Metrics(self.folder, self.past.step, tracker)
+
+    def _write(self, kind: str, **values: Any) -> None:
+        if self.metrics:
+            self.metrics.write(kind, self.past.step, **values)
+
+    def _rows(self) -> int:
+        """Sequences of a micro-batch on one process: what is known to fit in memory."""
+        return self.config.batch_size // self.config.accumulation // self.who.world_size
+
+    def _diverged(self, step: int, loss: float, norm: float) -> UserError:
+        kept = f"the checkpoint of step {self.saved} is kept" if self.saved else "no checkpoint was made yet"
+        return UserError(
+            f"step {step}: the loss is {loss} and the gradient norm {norm}, the training has diverged; {kept} in "
+            f"{self.folder}; try a lower optim.lr, a longer optim.warmup, a smaller optim.clip or --dtype fp32 "
+            "(in another --out)"
+        )
+
+
+def _folder(config: TrainConfig) -> Path:
+    return Path(config.out or ".")
+
+
+def _open_data(config: TrainConfig, who: Processes, progress: bool) -> tuple[Any, Any, torch.Tensor]:
+    """The prepared data, the batches and the held-out windows; the first process prepares, the others wait."""
+    from attnres.data import Batches, held_out_windows, prepare
+
+    data = config.data
+    prepared = None
+    for turn in (True, False):
+        if who.first is turn:
+            prepared = prepare(
+                data.source,
+                data.tokenizer,
+                held_out=data.held_out,
+                limit=data.limit,
+                column=data.column,
+                progress=progress and who.first,
+            )
+        who.wait()
+    assert prepared is not None
+    batches = Batches(prepared.tokens("train"), seq_len=data.seq_len, batch_size=config.batch_size, seed=config.seed)
+    return prepared, batches, held_out_windows(prepared.tokens("val"), data.seq_len, data.val_windows)
+
+
+def _build(config: TrainConfig, prepared: Any) -> Any:
+    """A new model for the data: same seed, same shared weights, whatever the residual."""
+    from attnres.models import build
+
+    model = build(
+        size=config.model.size,
+        residual=config.model.residual,
+        vocab_size=prepared.vocab_size,
+        max_positions=config.data.seq_len,
+        seed=config.seed,
+        settings=config.model.settings,
+    )
+    for described in (model.config, model.generation_config):
+        if described is not None:
+            described.bos_token_id = described.eos_token_id = prepared.eos_id
+    return model
+
+
+def _record(model: Any) -> AbstractContextManager[Any]:
+    from attnres.inspect import record
+
+    return record(model)

@@ -1,0 +1,122 @@
+"""What a run measures, line by line: metrics.jsonl always, a tracker besides if asked for."""
+
+import hashlib
+import importlib
+import json
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from attnres.errors import UserError, unknown
+from attnres.files import write_text
+
+
+class Metrics:
+    """The run's metrics.jsonl: one JSON object a line, each with its `kind` and `step`."""
+
+    def __init__(self, folder: str | Path, step: int = 0, tracker: "Tracker | None" = None):
+        """Open the file to go on after `step`: lines past it, and a line cut short by a kill, are dropped."""
+        self.path = Path(folder) / "metrics.jsonl"
+        self.tracker = tracker
+        write_text(self.path, "".join(f"{json.dumps(line)}\n" for line in read(self.path) if line["step"] <= step))
+        self.file = self.path.open("a", encoding="utf-8")
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Append a line; raises UserError when it cannot be written, ValueError for NaN and infinity."""
+        line = {"kind": kind, "step": step, **values}
+        text = json.dumps(line, allow_nan=False) + "\n"
+        with self._no_room():
+            self.file.write(text)
+            self.file.flush()
+        if self.tracker:
+            self.tracker.log(kind, step, values)
+
+    def sync(self) -> None:
+        """Force the lines to disk: a checkpoint must not be newer than the metrics that lead to it."""
+        with self._no_room():
+            os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        """Close the file and the tracker."""
+        self.file.close()
+        if self.tracker:
+            self.tracker.close()
+
+    @contextmanager
+    def _no_room(self) -> Generator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"cannot write {self.path}: {error.strerror}; the last checkpoint is intact") from error
+
+
+def read(path: str | Path) -> list[dict[str, Any]]:
+    """The complete lines of a metrics file; a missing file has none. Raises UserError for one that is not ours."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from error
+    lines = []
+    for number, line in enumerate(text.split("\n")[:-1], start=1):  # what follows the last newline was cut short
+        try:
+            value = json.loads(line)
+            lines.append({**value, "kind": value["kind"], "step": int(value["step"])})
+        except (ValueError, TypeError, KeyError) as error:
+            raise UserError(f"line {number} of {path} is not one of our metrics: the file is damaged") from error
+    return lines
+
+
+class Tracker:
+    """The same lines, sent to trackio, wandb or tensorboard. Lists become one value a sublayer."""
+
+    def __init__(self, kind: str, folder: str | Path, name: str, config: dict[str, Any], step: int = 0):
+        """Open a run called `name`, or go on with it after `step`; UserError if it is not installed or fails."""
+        self.kind = kind
+        module = _import(kind)
+        try:
+            if kind == "trackio":
+                self.run = module.init(project="attnres", name=name, config=config, resume="allow")
+            elif kind == "wandb":
+                same = hashlib.sha256(str(Path(folder).absolute()).encode()).hexdigest()[:16]
+                self.run = module.init(
+                    project="attnres", name=name, id=same, config=config, dir=str(folder), resume="allow"
+                )
+            else:
+                self.run = module.SummaryWriter(log_dir=str(Path(folder) / "tensorboard"), purge_step=step + 1)
+        except Exception as error:  # whatever the package raises, the user asked for it and must hear why
+            raise UserError(f"{kind} does not start ({error}): mend it or train with --track none") from error
+
+    def log(self, kind: str, step: int, values: dict[str, Any]) -> None:
+        """Send the numbers among `values` as `kind/name`, those of lists as `kind/name/index`."""
+        flat: dict[str, float] = {}
+        for name, value in values.items():
+            if isinstance(value, list):
+                flat |= {f"{kind}/{name}/{index}": part for index, part in enumerate(value)}
+            elif isinstance(value, int | float):
+                flat[f"{kind}/{name}"] = value
+        if self.kind == "tensorboard":
+            for name, value in flat.items():
+                self.run.add_scalar(name, value, step)
+        else:
+            self.run.log(flat, step=step)
+
+    def close(self) -> None:
+        """End the tracker's run."""
+        self.run.close() if self.kind == "tensorboard" else self.run.finish()
+
+
+def _import(kind: str) -> ModuleType:
+    modules = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
+    if kind not in modules:
+        raise unknown("tracker", kind, ("none", *modules))
+    try:
+        return importlib.import_module(modules[kind])
+    except ImportError as error:
+        raise UserError(
+            f"--track {kind} needs the package {kind}: pip install {kind}, or train with --track none"
+        ) from error

@@ -1,0 +1,129 @@
+"""Which parameter is optimised how, chosen by what the parameter *is*, never by its shape alone.
+
+    kind        what it is                             optimizer             weight decay
+    residual    everything of the model's residual     AdamW, own group      no
+    vector      norm weights, biases, scalars          AdamW                 no
+    embedding   token and position tables              AdamW                 no
+    head        an untied output projection            AdamW                 yes
+    matrix      every other weight                     AdamW, or Muon if 2-D yes
+
+Why the residual stands apart: pseudo-queries and gains are stored as (reads, d) tensors, which a rule by rank would
+take for weight matrices. Decay would pull the queries back to zero, that is to the uniform mean that depth attention
+is there to leave, and Muon would mix the queries of different sublayers by making the tensor's rows orthogonal.
+
+Why embeddings are not decayed: a row gets a gradient only when its token occurs, but decay would act at every step,
+so rare tokens would fade; and the embedding is the first source, so its scale is part of what the depth reads compare.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnres.train.config import OptimConfig
+
+FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+
+
+def kinds(model: nn.Module) -> dict[str, list[str]]:
+    """Names of the trainable parameters of `model` by kind: residual, vector, embedding, head, matrix (in this order).
+
+    `model` has the attribute `residual`, a module. A parameter shared by two modules (tied embeddings) counts once.
+    """
+    residual = {id(parameter) for parameter in model.get_submodule("residual").parameters()}
+    tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    find_head = getattr(model, "get_output_embeddings", None)
+    output = find_head() if callable(find_head) else None
+    head = {id(parameter) for parameter in output.parameters()} if isinstance(output, nn.Module) else set()
+    found: dict[str, list[str]] = {"residual": [], "vector": [], "embedding": [], "head": [], "matrix": []}
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if id(parameter) in residual:
+            kind = "residual"
+        elif parameter.ndim < 2:
+            kind = "vector"
+        elif id(parameter) in tables:
+            kind = "embedding"
+        elif id(parameter) in head:
+            kind = "head"
+        else:
+            kind = "matrix"
+        found[kind].append(name)
+    return found
+
+
+def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
+    """AdamW over every group, or AdamW and Muon.
+
+    Each group holds `kind`, `names` (of its parameters, in order) and `peak_lr`, which `set_learning_rate` scales.
+    AdamW is fused where PyTorch has it for the model's device. Muon's updates are scaled to the RMS of AdamW's
+    (`match_rms_adamw`, arXiv 2502.16982), so that its learning rate and decay mean the same.
+    """
+    parameters = dict(model.named_parameters())
+    adamw: list[dict[str, Any]] = []
+    muon: list[dict[str, Any]] = []
+    for kind, names in kinds(model).items():
+        decay = config.weight_decay if kind in ("head", "matrix") else 0.0
+        orthogonal = [n for n in names if config.optimizer == "muon" and kind == "matrix" and parameters[n].ndim == 2]
+        plain = [name for name in names if name not in set(orthogonal)]
+        for groups, chosen, lr in ((adamw, plain, config.lr), (muon, orthogonal, config.muon_lr)):
+            if chosen:
+                group = {"params": [parameters[name] for name in chosen], "names": chosen, "kind": kind}
+                groups.append({**group, "weight_decay": decay, "lr": lr, "peak_lr": lr})
+    fused = all(p.device.type in FUSED_DEVICES for group in adamw for p in group["params"])
+    found: list[torch.optim.Optimizer] = []
+    if adamw:
+        found.append(torch.optim.AdamW(adamw, betas=config.betas, fused=fused))
+    if muon:
+        found.append(torch.optim.Muon(muon, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
+    return found
+
+
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], fraction: float) -> None:
+    """Set every group's rate to `fraction` of its peak."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * fraction
+
+
+# ------------------------------------------------------------------ state as named tensors
+
+
+def state_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """The optimizers' whole state, flat: `PARAMETER::ENTRY` -> tensor (all that AdamW and Muon keep are tensors)."""
+    flat = {}
+    for optimizer in optimizers:
+        for name, parameter in _named(optimizer):
+            for entry, value in optimizer.state.get(parameter, {}).items():
+                flat[f"{name}::{entry}"] = value.detach().contiguous()
+    return flat
+
+
+def load_state_tensors(optimizers: list[torch.optim.Optimizer], flat: dict[str, Tensor]) -> None:
+    """Undo `state_tensors`; a parameter that never had a gradient has no state.
+
+    Raises KeyError for a parameter that the optimizers do not know, ValueError for a shape that differs.
+    """
+    entries: dict[str, dict[str, Tensor]] = {}
+    for key, value in flat.items():
+        name, _, entry = key.rpartition("::")
+        entries.setdefault(name, {})[entry] = value
+    for optimizer in optimizers:
+        state = {}
+        for index, (name, parameter) in enumerate(_named(optimizer)):
+            if name not in entries:
+                continue
+            state[index] = entries.pop(name)
+            for entry, value in state[index].items():
+                if value.ndim and value.shape != parameter.shape:
+                    raise ValueError(f"{name}::{entry} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}")
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    if entries:
+        raise KeyError(next(iter(entries)))
+
+
+def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for group in optimizer.param_groups:
+        yield from zip(group["names"], group["params"])

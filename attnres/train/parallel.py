@@ -1,0 +1,90 @@
+"""The processes of a run: one, or several under `torchrun`, each with its share of every batch."""
+
+import atexit
+import json
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from attnres.errors import UserError
+
+PATIENCE = timedelta(hours=2)
+"""How long a process waits for the others: the first one may be tokenising the corpus."""
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This process among the `world_size` processes of the run."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes files and talks to the user."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum of `values` over the processes, in place; exact copies everywhere, so that all decide alike."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def wait(self) -> None:
+        """Return when every process has come here."""
+        if self.world_size > 1:
+            dist.barrier()
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every process's JSON value, in order of rank."""
+        if self.world_size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, json.dumps(value))
+        return [json.loads(text) for text in gathered]
+
+    def share(self, value: Any) -> Any:
+        """The first process's JSON value, whatever the others give."""
+        return self.gather(value)[0]
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """`model` with its gradients averaged over the processes in each backward (DDP), or itself if there is one."""
+        if self.world_size == 1:
+            return model
+        devices = [self.device] if self.device.type == "cuda" else None
+        return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+
+
+def join_processes(device: str = "auto") -> Processes:
+    """The processes that `torchrun` started (gloo on the CPU, nccl on CUDA); without it there is one.
+
+    The group lasts until the process ends, because a second one cannot be made from the same store; a group that is
+    there already is used. Raises UserError for CUDA where there is none.
+    """
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"device {device} was asked for, but PyTorch finds no CUDA device here: use --device cpu")
+    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if kind == "cuda":
+        kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    try:
+        chosen = torch.device(kind)
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+    except RuntimeError as error:
+        raise UserError(
+            f"device {device} cannot be used ({str(error).splitlines()[0]}): try cuda, cuda:0 or cpu"
+        ) from error
+    if world_size > 1 and not dist.is_initialized():
+        cuda = chosen.type == "cuda"
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE, device_id=chosen if cuda else None)
+        atexit.register(dist.destroy_process_group)
+    if dist.is_initialized():
+        return Processes(dist.get_rank(), dist.get_world_size(), chosen)
+    return Processes(0, 1, chosen)

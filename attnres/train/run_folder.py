@@ -1,0 +1,41 @@
+"""When a folder may be used for a run, and what a resumed run leaves of it."""
+
+from pathlib import Path
+from typing import Any
+
+from attnres.errors import UserError
+from attnres.files import read_json, recover_folder
+from attnres.train.checkpoint import same_configuration
+
+
+def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[str, Any] | None:
+    """Whether a run of `config` may be (re)started in `folder`; returns the summary if it is finished already.
+
+    Raises UserError for a folder that holds something else, a run of another configuration, or a run and no `resume`.
+    Changes nothing but to bring back a checkpoint whose replacement was cut short.
+    """
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"{folder} is a file: choose another --out")
+    recover_folder(folder / "checkpoint")
+    if not folder.exists() or not any(folder.iterdir()):
+        return None
+    if not (folder / "config.json").exists():
+        raise UserError(f"{folder} is not empty and holds no run of ours: choose another --out")
+    summary = folder / "summary.json"
+    if not resume:
+        state = "a finished run" if summary.exists() else "an unfinished run"
+        advice = "choose another --out" if summary.exists() else "continue it with --resume, choose another --out"
+        raise UserError(f"{folder} holds {state}: {advice}, or remove the folder")
+    theirs = read_json(folder / "config.json")
+    if not isinstance(theirs, dict) or "optim" not in theirs:
+        raise UserError(f"{folder}/config.json is not the configuration of a run of ours: choose another --out")
+    same_configuration(config, theirs, f"the run in {folder}")
+    return read_json(summary) if summary.exists() else None
+
+
+def forget_after(folder: str | Path, step: int) -> None:
+    """Remove the held-out losses measured past `step`; metrics.jsonl does the same for its lines."""
+    for path in (Path(folder) / "val").glob("*.npy"):
+        if path.stem.isdigit() and int(path.stem) > step:
+            path.unlink()

@@ -1,0 +1,82 @@
+"""The loss, window by window on held-out text, and what depth attention does there."""
+
+import io
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnres.files import write_bytes
+from attnres.train.parallel import Processes
+
+Cast = Callable[[], AbstractContextManager[Any]]
+"""Makes the context of a forward pass: bf16 autocast, or nothing."""
+
+
+def token_losses(model: nn.Module, x: Tensor, y: Tensor, cast: Cast) -> Tensor:
+    """Cross-entropy in nats of every token: x, y (B, T) int64 -> (B, T) fp32, whatever the dtype of the forward."""
+    with cast():
+        logits = model(input_ids=x, use_cache=False).logits
+    return F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+
+
+@torch.no_grad()
+def window_losses(model: nn.Module, windows: Tensor, who: Processes, cast: Cast, batch: int) -> np.ndarray:
+    """Mean loss of each held-out window: (count, T + 1) int64 -> (count,) float64 in nats a token.
+
+    The processes share the windows out, `batch` at a time, and all get the whole result.
+    """
+    losses = torch.zeros(len(windows), dtype=torch.float64, device=who.device)
+    model.eval()
+    for chosen in torch.arange(who.rank, len(windows), who.world_size).split(batch):
+        tokens = windows[chosen].to(who.device)
+        losses[chosen.to(who.device)] = token_losses(model, tokens[:, :-1], tokens[:, 1:], cast).double().mean(1)
+    model.train()
+    return who.sum(losses).cpu().numpy()
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Standard error of the mean; 0 for a single value."""
+    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
+
+
+def save_windows(folder: str | Path, step: int, losses: np.ndarray) -> None:
+    """Write losses to RUN/val/STEP.npy, whole or not at all."""
+    buffer = io.BytesIO()
+    np.save(buffer, losses, allow_pickle=False)
+    write_bytes(windows_path(folder, step), buffer.getvalue())
+
+
+def windows_path(folder: str | Path, step: int) -> Path:
+    """RUN/val/STEP.npy, the step in six digits or more."""
+    return Path(folder) / "val" / f"{step:06d}.npy"
+
+
+@torch.no_grad()
+def mean_routing(
+    model: nn.Module, windows: Tensor, device: torch.device, cast: Cast, batch: int
+) -> dict[str, Any] | None:
+    """Weights of every depth read, averaged over the held-out windows; None for a residual without weights.
+
+    {"weights": a row a read, "sources": the names of what each row weighs, "reads": the names of the rows}
+    """
+    from attnres.inspect import record
+
+    total: list[np.ndarray] = []
+    names: dict[str, Any] = {}
+    model.eval()
+    for tokens in windows.split(batch):
+        with record(model) as trace, cast():
+            model(input_ids=tokens[:, :-1].to(device), use_cache=False)
+        if trace.routing is None:
+            break
+        rows = [np.array(row, dtype=np.float64) * (len(tokens) / len(windows)) for row in trace.routing["weights"]]
+        total = [a + b for a, b in zip(total, rows)] if total else rows
+        names = {"sources": trace.routing["sources"], "reads": trace.routing["reads"]}
+    model.train()
+    return {"weights": [row.tolist() for row in total], **names} if total else None

@@ -1,0 +1,107 @@
+"""The block schedule: two phases are one pass, forward and backward, whatever the shapes."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+from attnres import Norm, depth_read_reference
+from attnres.ops import apply_norm, cpu, inverse_rms, merge, read_sealed
+
+
+def both_ways(n, k, reads, tokens, width, kind, seed, dtype=torch.float64):
+    """Outputs and gradients of `reads` reads over n sealed and k open sources: (two-phase, one pass)."""
+    g = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=g).to(dtype).requires_grad_()
+
+    sources, queries, weight, bias = [draw(tokens, width) for _ in range(n + k)], draw(reads, width), draw(width), draw(width)
+    upstream = torch.randn(reads, tokens, width, dtype=torch.float64, generator=g).to(dtype)
+    norm = {"none": None, "rms": Norm(weight, eps=1e-3), "layer": Norm(weight, bias, 1e-3, center=True)}[kind]
+    leaves = [*sources, queries, *{"none": [], "rms": [weight], "layer": [weight, bias]}[kind]]
+
+    inv_rms = [inverse_rms(source, 1e-6) for source in sources]
+    sealed = read_sealed(sources[:n], inv_rms[:n], queries)
+    ours = [
+        merge(sealed.outputs[i], sealed.lse[i], sources[n:], inv_rms[n:], queries[i], norm).x for i in range(reads)
+    ]
+
+    def one_pass(query):
+        h, _ = depth_read_reference(sources, query)
+        if kind == "rms":
+            return F.rms_norm(h, (width,), weight, 1e-3)
+        return F.layer_norm(h, (width,), weight, bias, 1e-3) if kind == "layer" else h
+
+    expected = [one_pass(query) for query in queries]
+    return [
+        [*outs, *torch.autograd.grad(outs, leaves, list(upstream), retain_graph=True)] for outs in (ours, expected)
+    ]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 5),
+    k=st.integers(0, 3),
+    reads=st.integers(1, 6),
+    tokens=st.integers(1, 9),
+    width=st.sampled_from([4, 16, 24]),
+    kind=st.sampled_from(["none", "rms", "layer"]),
+    seed=st.integers(0, 100),
+)
+def test_two_phases_are_one_pass_in_fp64(n, k, reads, tokens, width, kind, seed):
+    for a, b in zip(*both_ways(n, k, reads, tokens, width, kind, seed)):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 9),
+    k=st.integers(0, 5),
+    reads=st.integers(1, 9),
+    tokens=st.integers(1, 70),
+    width=st.sampled_from([16, 48, 128]),
+    kind=st.sampled_from(["none", "rms", "layer"]),
+    seed=st.integers(0, 100),
+)
+def test_fp32_kernels_are_as_exact_as_one_pass(n, k, reads, tokens, width, kind, seed):
+    if cpu.load() is None:
+        return
+    exact = both_ways(n, k, reads, tokens, width, kind, seed)[1]
+    ours, eager = both_ways(n, k, reads, tokens, width, kind, seed, torch.float32)
+    for a, b, e in zip(ours, eager, exact):
+        error, eager_error = (a.double() - e).norm(), (b.double() - e).norm()
+        assert error <= 3 * eager_error + 4e-6 * (e.norm() + tokens * reads * width**0.5)  # summands cancel in some
+
+
+def test_weights_seen_are_the_weights_used(backend):
+    sources = [torch.randn(7, 16) for _ in range(4)]
+    inv_rms = [inverse_rms(source, 1e-6) for source in sources]
+    queries = torch.randn(2, 16)
+    sealed = read_sealed(sources[:2], inv_rms[:2], queries)
+    merged = merge(sealed.outputs[1], sealed.lse[1], sources[2:], inv_rms[2:], queries[1])
+    weights = (torch.cat([sealed.logits[:, :, 1], merged.open_logits], 1) - merged.lse.unsqueeze(1)).exp()
+    torch.testing.assert_close(weights.sum(1), torch.ones(7))
+    torch.testing.assert_close(torch.einsum("tn,ntd->td", weights, torch.stack(sources)), merged.x)
+    torch.testing.assert_close(weights.t(), depth_read_reference(sources, queries[1])[1])
+
+
+def test_the_norm_alone_is_the_norm(backend):
+    h = torch.randn(3, 5, 32, requires_grad=True)
+    weight = torch.rand(32).requires_grad_()
+    ours = torch.autograd.grad(apply_norm(h, Norm(weight)).pow(3).sum(), (h, weight))
+    expected = torch.autograd.grad(F.rms_norm(h, (32,), weight, 1e-6).pow(3).sum(), (h, weight))
+    for a, b in zip(ours, expected):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_retained_graphs_and_accumulation_give_the_same_gradient_twice(backend):
+    source, query = torch.randn(4, 16, requires_grad=True), torch.randn(1, 16, requires_grad=True)
+    other = torch.randn(4, 16, requires_grad=True)
+    inv_rms = [inverse_rms(s, 1e-6) for s in (source, other)]
+    sealed = read_sealed([source], inv_rms[:1], query)
+    out = merge(sealed.outputs[0], sealed.lse[0], [other], inv_rms[1:], query[0], Norm()).x.pow(3).sum()
+    out.backward(retain_graph=True)
+    first = source.grad.clone()
+    out.backward()
+    torch.testing.assert_close(source.grad, 2 * first)

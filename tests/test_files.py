@@ -1,0 +1,97 @@
+"""Files are whole or not there: a failure leaves what was there before and nothing half-written."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors import SafetensorError
+
+from attnres.errors import UserError
+from attnres.files import read_json, recover_folder, replaced_folder, write_bytes, write_json, write_text
+
+
+def full(*_: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    write_json(tmp_path / "new" / "a.json", {"é": [1, 2.5, None]})
+    write_text(tmp_path / "a.txt", "ü")
+    write_bytes(tmp_path / "a.bin", b"\x00\xff")
+    assert read_json(tmp_path / "new" / "a.json") == {"é": [1, 2.5, None]}
+    assert (tmp_path / "a.txt").read_bytes() == "ü".encode() and (tmp_path / "a.bin").read_bytes() == b"\x00\xff"
+    assert names(tmp_path) == ["a.bin", "a.txt", "new"]
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_text(tmp_path / "a", "old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match=r"cannot write .*a: No space left on device; what was there before is intact"):
+        write_text(tmp_path / "a", "new")
+    assert (tmp_path / "a").read_text() == "old" and names(tmp_path) == ["a"]
+
+
+def test_nan_is_not_json(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "a", float("nan"))
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "cannot read"), (b"{", "not valid JSON"), (b"\xff", "not valid")]
+)
+def test_a_json_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "a").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_json(tmp_path / "a")
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    for content in ("old", "new"):
+        with replaced_folder(tmp_path / "c") as beside:
+            (beside / content).write_text(content)
+    assert names(tmp_path) == ["c"] and names(tmp_path / "c") == ["new"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error")])
+def test_a_folder_that_cannot_be_filled_leaves_the_old_one(tmp_path: Path, error: Exception) -> None:
+    with replaced_folder(tmp_path / "c") as beside:
+        (beside / "old").write_text("old")
+    with pytest.raises(UserError, match="what was there before is intact"), replaced_folder(tmp_path / "c") as beside:
+        (beside / "new").write_text("new")
+        raise error
+    assert names(tmp_path) == ["c"] and names(tmp_path / "c") == ["old"]
+
+
+def test_a_folder_whose_last_rename_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with replaced_folder(tmp_path / "c") as beside:
+        (beside / "old").write_text("old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(UserError, match="No space left"), replaced_folder(tmp_path / "c") as beside:
+        (beside / "new").write_text("new")
+    assert names(tmp_path) == ["c"] and names(tmp_path / "c") == ["old"]
+
+
+def test_a_kill_between_the_two_renames_is_mended(tmp_path: Path) -> None:
+    (tmp_path / ".c.old").mkdir()
+    (tmp_path / ".c.old" / "old").touch()
+    gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
+    (tmp_path / f".c.{int(gone.stdout)}.new").mkdir()
+    recover_folder(tmp_path / "c")
+    assert names(tmp_path) == ["c"] and names(tmp_path / "c") == ["old"]
+
+
+def test_a_kill_after_the_two_renames_is_mended(tmp_path: Path) -> None:
+    for name in ("c", ".c.old"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "c" / "new").touch()
+    recover_folder(tmp_path / "c")
+    assert names(tmp_path) == ["c"] and names(tmp_path / "c") == ["new"]

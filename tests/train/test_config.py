@@ -1,0 +1,126 @@
+"""A configuration is data: it goes to files and back, and what cannot run is refused before anything happens."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tyro
+
+from attnres.errors import UserError
+from attnres.train import TrainConfig, from_dict, from_file, to_dict
+from attnres.train.config import check, differences, resolve, settings_of
+
+
+def test_the_defaults_can_run() -> None:
+    check(resolve(TrainConfig()))
+
+
+def test_dict_and_back_is_the_same() -> None:
+    config = from_dict({"optim": {"betas": [0.8, 0.9], "lr": 1}, "model": {"settings": {"num_blocks": 3}}, "seed": 7})
+    assert config.optim.betas == (0.8, 0.9) and isinstance(config.optim.lr, float)
+    assert from_dict(to_dict(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("run.yaml", "steps: 7\noptim:\n  lr: 1e-3\n  betas: [0.9, 0.99]\nmodel:\n  size: {family: qwen3}\n"),
+        ("run.toml", 'steps = 7\n[optim]\nlr = 1e-3\nbetas = [0.9, 0.99]\n[model.size]\nfamily = "qwen3"\n'),
+        (
+            "run.json",
+            '{"steps": 7, "optim": {"lr": 0.001, "betas": [0.9, 0.99]}, "model": {"size": {"family": "qwen3"}}}',
+        ),
+    ],
+)
+def test_files_overlay_what_is_there(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8")
+    config = from_file(tmp_path / name, TrainConfig(seed=5))
+    assert (config.seed, config.steps, config.optim.lr, config.optim.betas) == (5, 7, 0.001, (0.9, 0.99))
+    assert config.model.size == {"family": "qwen3"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "stepz: 7", "unknown configuration key 'stepz': did you mean 'steps'"),
+        ("a.yaml", "optim: {lrr: 7}", "did you mean 'optim.lr'"),
+        ("a.yaml", "optim: 7", "expected keys and values under it"),
+        ("a.yaml", "steps: many", "steps is 'many': expected a whole number"),
+        ("a.yaml", "steps: true", "steps is True: expected a whole number"),
+        ("a.yaml", "compile: 1", "expected true or false"),
+        ("a.yaml", "optim: {lr: fast}", "optim.lr is 'fast': expected a number"),
+        ("a.yaml", "optim: {betas: [0.9]}", "expected a list of two numbers"),
+        ("a.yaml", "[1, 2]", "holds a list: expected keys and values"),
+        ("a.yaml", "a: [", "not valid YAML"),
+        ("a.toml", "a = ", "not valid TOML"),
+        ("a.ini", "", "must end in .yaml"),
+        ("a.yaml", None, "cannot read the configuration file"),
+    ],
+)
+def test_files_that_say_nothing_sensible_are_refused(tmp_path: Path, name: str, text: str | None, message: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        from_file(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"steps": 0}, "steps is 0: it must be a number above 0"),
+        ({"batch_size": -1}, "batch_size is -1"),
+        ({"seed": -1}, "seed is -1: it must be 0 or more"),
+        ({"data": {"seq_len": 0}}, "data.seq_len is 0"),
+        ({"data": {"limit": 0}}, "data.limit is 0"),
+        ({"data": {"held_out": 0.0}}, "data.held_out is 0.0"),
+        ({"optim": {"lr": 0.0}}, "optim.lr is 0.0"),
+        ({"optim": {"lr": float("nan")}}, "optim.lr is nan"),
+        ({"optim": {"clip": -1.0}}, "optim.clip is -1.0"),
+        ({"optim": {"warmup": 10.0}}, "optim.warmup is 10.0: it is a fraction"),
+        ({"optim": {"betas": (0.9, 1.0)}}, "decay rates lie from 0 to below 1"),
+        ({"optim": {"schedule": "wsd", "warmup": 0.5, "decay": 0.6}}, "together exceed the run"),
+        ({"optim": {"schedule": "cosin"}}, "unknown schedule 'cosin': did you mean 'cosine'"),
+        ({"optim": {"optimizer": "moun"}}, "unknown optimizer 'moun': did you mean 'muon'"),
+        ({"dtype": "fp16"}, "unknown dtype 'fp16'"),
+        ({"device": "gpu"}, "unknown device 'gpu'"),
+        ({"track": "wanbd"}, "unknown tracker 'wanbd': did you mean 'wandb'"),
+        ({"model": {"size": "nanoo"}}, "unknown size 'nanoo': did you mean 'nano'"),
+        ({"model": {"residual": "blokc"}}, "unknown residual 'blokc': did you mean 'block'"),
+        ({"model": {"residual": "full", "num_blocks": 2}}, "residual 'full' has no setting 'num_blocks'"),
+        ({"model": {"block_size": 2, "settings": {"block_size": 3}}}, "give one of the two"),
+        ({"batch_size": 6, "accumulation": 4}, "use a multiple of 4, e.g. 4 or 8"),
+    ],
+)
+def test_what_cannot_run_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check(from_dict(values))
+
+
+def test_sizes_must_divide_among_processes() -> None:
+    with pytest.raises(UserError, match=r"batch_size 8 .* accumulation 2 x 3 processes: use a multiple of 6"):
+        check(from_dict({"accumulation": 2}), world_size=3)
+
+
+def test_a_value_of_the_wrong_type_is_refused_in_code_too() -> None:
+    with pytest.raises(UserError, match=r"optim\.lr is 'x': expected a number"):
+        config = TrainConfig()
+        config.optim.lr = "x"  # ty: ignore[invalid-assignment]
+        check(config)
+
+
+def test_plain_flags_become_settings() -> None:
+    config = resolve(from_dict({"model": {"num_blocks": 3}, "seed": 2}))
+    assert config.model.settings == {"num_blocks": 3} and config.model.num_blocks is None
+    assert (config.name, config.out) == ("block-seed2", "runs/block-seed2")
+    assert settings_of(config.model) == {"num_blocks": 3}
+
+
+def test_flags_of_the_command_line() -> None:
+    config = tyro.cli(TrainConfig, args=["--model.size", "100m", "--optim.lr", "1e-4", "--resume", "--seed", "3"])
+    assert (config.model.size, config.optim.lr, config.resume, config.seed) == ("100m", 1e-4, True, 3)
+
+
+def test_differences_name_what_changes_a_number(configure: Callable[..., TrainConfig]) -> None:
+    ours, theirs = to_dict(configure()), to_dict(configure(out="b", optim={"lr": 0.5}, resume=True, save_every=1))
+    assert differences(ours, theirs) == ["optim.lr"]

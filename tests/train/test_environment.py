@@ -1,0 +1,26 @@
+"""Where a run happens is written down, and what it takes is measured."""
+
+import torch
+
+from attnres.train import environment
+
+CPU = torch.device("cpu")
+
+
+def test_the_environment_is_described() -> None:
+    found = environment.describe(CPU, "fp32")
+    assert found["torch"] == torch.__version__ and found["threads"] == torch.get_num_threads()
+    assert found["dtype"] == "fp32" and found["device_type"] == "cpu" and found["cpu"]
+
+
+def test_bf16_is_chosen_where_the_processor_has_it() -> None:
+    features = torch.cpu.get_capabilities()
+    assert environment.has_bf16(CPU) == any(features.get(f, False) for f in ("avx512_bf16", "amx_bf16", "arm_bf16"))
+    assert not environment.has_bf16(torch.device("meta"))
+
+
+def test_peak_memory_sees_what_was_used() -> None:
+    environment.reset_peak_memory(CPU)
+    before = environment.peak_memory(CPU)
+    block = torch.ones(16, 1024, 1024)
+    assert environment.peak_memory(CPU) >= before + block.nbytes // 2

@@ -1,0 +1,350 @@
+"""A run writes what it promises, continues bit for bit, and stops cleanly for every reason there is to stop."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from attnres.data import Batches, open_tokens
+from attnres.errors import UserError
+from attnres.models import build, load
+from attnres.train import Interrupted, TrainConfig, loop, to_dict, train, validate
+from attnres.train.metrics import read
+from attnres.train.parallel import Processes
+
+Configure = Callable[..., TrainConfig]
+TIMES = ("tokens_per_s", "step_s")
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    """The metrics without what the clock says."""
+    found = read(folder / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in found]
+
+
+def assert_same_run(ours: Path, theirs: Path) -> None:
+    """Parameters, optimizer state, metrics and held-out losses are equal bit for bit."""
+    for name in ("checkpoint/model/model.safetensors", "checkpoint/optimizer.safetensors", "model/model.safetensors"):
+        left, right = load_file(ours / name), load_file(theirs / name)
+        assert list(left) == list(right)
+        assert all(torch.equal(left[key], right[key]) for key in left), name
+    assert lines(ours) == lines(theirs)
+    states = [json.loads((run / "checkpoint" / "state.json").read_text()) for run in (ours, theirs)]
+    assert states[0]["random"] == states[1]["random"] and states[0]["checksums"] == states[1]["checksums"]
+    assert sorted(p.name for p in (ours / "val").iterdir()) == sorted(p.name for p in (theirs / "val").iterdir())
+    for path in (ours / "val").iterdir():
+        assert np.array_equal(np.load(path), np.load(theirs / "val" / path.name))
+
+
+def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
+    """Send this process a signal during the given step."""
+    forward = validate.token_losses
+    count = 0
+
+    def with_signal(model: Any, x: Any, y: Any, cast: Any) -> torch.Tensor:
+        nonlocal count
+        if torch.is_grad_enabled():
+            count += 1
+            if count == step:
+                signal.raise_signal(number)
+        return forward(model, x, y, cast)
+
+    monkeypatch.setattr(validate, "token_losses", with_signal)
+
+
+# ------------------------------------------------------------------ what a run writes
+
+
+def test_a_run_leaves_what_was_promised(configure: Configure, tmp_path: Path) -> None:
+    config = configure()
+    summary = train(config, progress=False)
+    run = tmp_path / "run"
+    assert json.loads((run / "summary.json").read_text()) == summary
+    assert set(summary) == {
+        *("step", "tokens", "val_loss", "val_se", "perplexity", "train_loss", "tokens_per_s", "step_s"),
+        *("peak_memory_bytes", "parameters", "extra_parameters", "wall_s", "windows"),
+    }
+    assert (summary["step"], summary["tokens"], summary["windows"]) == (8, 8 * 4 * 16, 6)
+    assert summary["perplexity"] == pytest.approx(math.exp(summary["val_loss"]))
+
+    found = read(run / "metrics.jsonl")
+    steps = {kind: [line["step"] for line in found if line["kind"] == kind] for kind in ("train", "val", "depth")}
+    assert steps == {"train": [2, 4, 6, 8], "val": [4, 8], "depth": [4, 8]}
+    train_line, val_line = found[0], next(line for line in found if line["kind"] == "val")
+    assert list(train_line) == ["kind", "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "step_s"]
+    losses = np.load(run / "val" / "000004.npy")
+    assert losses.dtype == np.float64 and losses.shape == (6,)
+    assert val_line["loss"] == losses.mean() and val_line["se"] == pytest.approx(losses.std(ddof=1) / math.sqrt(6))
+
+    written = json.loads((run / "config.json").read_text())
+    assert written["model"]["residual"] == "block" and written["model"]["settings"] == {"num_blocks": 2}
+    assert (written["seed"], written["name"], written["dtype"]) == (0, "block-seed0", "fp32")
+    environment = json.loads((run / "environment.json").read_text())
+    assert {"python", "torch", "transformers", "attnres", "device", "cpu", "threads", "dtype", "date"} <= set(
+        environment
+    )
+
+    model = load(run / "model")
+    assert summary["parameters"] == sum(parameter.numel() for parameter in model.parameters())
+    assert summary["extra_parameters"] == sum(p.numel() for p in model.get_submodule("residual").parameters())
+    assert (run / "model" / "tokenizer.json").exists() and (run / "routing.json").exists()
+    assert not list(run.rglob(".*"))
+
+
+def test_depth_has_a_value_a_sublayer(configure: Configure, tmp_path: Path) -> None:
+    train(configure(steps=4, accumulation=2), progress=False)
+    (depth,) = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "depth"]
+    assert [len(depth[name]) for name in ("output_rms", "input_rms", "grad_rms")] == [4, 5, 4]
+    assert all(value > 0 for name in ("output_rms", "input_rms", "grad_rms") for value in depth[name])
+    routing = json.loads((tmp_path / "run" / "routing.json").read_text())
+    assert len(routing["weights"]) == len(routing["sources"]) == len(routing["reads"]) == 5
+    assert all(sum(row) == pytest.approx(1, abs=1e-5) for row in routing["weights"])
+
+
+def test_measuring_depth_changes_no_number(configure: Configure, tmp_path: Path) -> None:
+    for out, every in (("with", 1), ("without", 0)):
+        train(configure(out=out, depth_every=every), progress=False)
+    kept = [line for line in lines(tmp_path / "with") if line["kind"] != "depth"]
+    assert kept == lines(tmp_path / "without")
+
+
+@pytest.mark.parametrize("residual", ["standard", "rescaled", "full", "deepnorm", "hyper_connections", "denseformer"])
+def test_every_residual_trains(configure: Configure, tmp_path: Path, residual: str) -> None:
+    config = configure(steps=2, val_every=2)
+    config.model.residual, config.model.num_blocks = residual, None
+    train(config, progress=False)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 2
+    if residual in ("standard", "full"):
+        assert (tmp_path / "run" / "routing.json").exists() == (residual == "full")
+
+
+def test_the_loss_falls(configure: Configure, tmp_path: Path) -> None:
+    train(configure(steps=60, optim={"lr": 0.02}), progress=False)
+    losses = [line["loss"] for line in lines(tmp_path / "run") if line["kind"] == "train"]
+    assert losses[0] > 5 and losses[-1] < losses[0] - 1
+
+
+def test_muon_bf16_and_wsd_train(configure: Configure, tmp_path: Path) -> None:
+    train(configure(optim={"optimizer": "muon", "schedule": "wsd"}, dtype="bf16"), progress=False)
+    tensors = load_file(tmp_path / "run" / "checkpoint" / "optimizer.safetensors")
+    entries = {name.split("::")[1] for name in tensors}
+    assert entries == {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
+    assert all(parameter.dtype == torch.float32 for parameter in load(tmp_path / "run" / "model").parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler itself
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+def test_a_compiled_run_is_the_same_to_rounding(configure: Configure, tmp_path: Path) -> None:
+    for out, compiled in (("eager", False), ("compiled", True)):
+        train(configure(out=out, compile=compiled), progress=False)
+    losses = [[line.get("loss", 0.0) for line in lines(tmp_path / out)] for out in ("eager", "compiled")]
+    assert len(losses[0]) == 8 and losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+# ------------------------------------------------------------------ what a step computes
+
+
+def first_step(config: TrainConfig) -> tuple[float, float]:
+    run = loop.Run(loop.resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)
+    run.step(loop.Signals())
+    run.close()
+    return run.loss, run.norm
+
+
+def test_a_step_is_the_mean_over_all_tokens(configure: Configure, corpus: Path) -> None:
+    config = configure(optim={"clip": 0.0})
+    model = build(
+        size=config.model.size, residual="block", vocab_size=280, max_positions=16, settings={"num_blocks": 2}
+    )
+    tokens = open_tokens(corpus)
+    x, y = Batches(tokens, seq_len=16, batch_size=4, seed=0).at(0)
+    loss = torch.nn.functional.cross_entropy(model(input_ids=x).logits.flatten(0, 1), y.flatten())
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert first_step(config) == pytest.approx((loss.item(), norm.item()), rel=1e-5)
+
+
+@pytest.mark.parametrize("accumulation", [2, 4])
+def test_accumulation_is_the_same_mean(configure: Configure, accumulation: int) -> None:
+    one = first_step(configure(out="a"))
+    assert first_step(configure(out="b", accumulation=accumulation)) == pytest.approx(one, rel=1e-5)
+
+
+def test_queries_are_zero_after_build(configure: Configure) -> None:
+    run = loop.Run(loop.resolve(configure()), Processes(0, 1, torch.device("cpu")), progress=False)
+    run.close()
+    queries = [p for name, p in run.model.residual.named_parameters() if "quer" in name]
+    assert queries and all(not query.any() for query in queries)
+
+
+def test_variants_share_their_first_weights_and_batches(configure: Configure, tmp_path: Path) -> None:
+    weights = []
+    for residual in ("standard", "full"):
+        config = configure(out=residual)
+        config.model.residual, config.model.num_blocks = residual, None
+        run = loop.Run(loop.resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)
+        run.close()
+        names = {n: p.detach() for n, p in run.model.named_parameters() if not n.startswith("residual.")}
+        weights.append((names, run.batches.at(3)[0], run.windows))
+    (left, x, windows), (right, x2, windows2) = weights
+    assert list(left) == list(right) and all(torch.equal(left[name], right[name]) for name in left)
+    assert torch.equal(x, x2) and torch.equal(windows, windows2)
+
+
+# ------------------------------------------------------------------ going on
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize("extra", [{}, {"optim": {"optimizer": "muon"}, "dtype": "bf16"}], ids=["adamw", "muon-bf16"])
+def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, extra: dict[str, Any]
+) -> None:
+    train(configure(out="whole", **extra), progress=False)
+    before = signal.getsignal(number)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, number)
+        with pytest.raises(Interrupted, match=r"stopped at step 3 of 8, saved in .* with --resume") as caught:
+            train(configure(out="parts", **extra), progress=False)
+    assert caught.value.code == 128 + number and signal.getsignal(number) == before
+    assert not (tmp_path / "parts" / "summary.json").exists()
+    summary = train(configure(out="parts", resume=True, **extra), progress=False)
+    assert summary["val_loss"] == json.loads((tmp_path / "whole" / "summary.json").read_text())["val_loss"]
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_run_killed_without_warning_goes_on_bit_for_bit(configure: Configure, tmp_path: Path) -> None:
+    train(configure(out="whole"), progress=False)
+    config = configure(out="parts")
+    script = (
+        "import json, os, signal, sys\n"
+        "from attnres.train import from_dict, loop, train\n"
+        "measure = loop.Run.measure\n"
+        "def kill(run):\n"
+        "    measure(run)\n"
+        "    if run.past.step == 7:\n"
+        '        run.metrics.file.write(\'{"kind": "tr\')\n'
+        "        run.metrics.file.flush()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "loop.Run.measure = kill\n"
+        "train(from_dict(json.loads(sys.argv[1])), progress=False)\n"
+    )
+    killed = subprocess.run([sys.executable, "-c", script, json.dumps(to_dict(config))], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert (tmp_path / "parts" / "metrics.jsonl").read_text().endswith('"tr')  # past step 4, the last checkpoint
+    config.resume = True
+    train(config, progress=False)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_run_that_never_saved_starts_again(configure: Configure, tmp_path: Path) -> None:
+    train(configure(out="whole"), progress=False)
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts" / "checkpoint")
+    (tmp_path / "parts" / "summary.json").unlink()
+    train(configure(out="parts", resume=True), progress=False)
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_run_killed_before_its_summary_only_finishes(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    summary = train(configure(), progress=False)
+    (tmp_path / "run" / "summary.json").unlink()
+    shutil.rmtree(tmp_path / "run" / "model")
+    monkeypatch.setattr(loop.Run, "step", None)
+    again = train(configure(resume=True), progress=False)
+    assert {**again, "peak_memory_bytes": 0} == {**summary, "peak_memory_bytes": 0}
+
+
+def test_a_finished_run_is_not_run_again(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = train(configure(), progress=False)
+    monkeypatch.setattr(loop, "Run", None)
+    assert train(configure(resume=True), progress=False) == summary
+    with pytest.raises(UserError, match="holds a finished run: choose another --out"):
+        train(configure(), progress=False)
+    with pytest.raises(UserError, match="seed is 1 here, 0 there"):
+        train(configure(resume=True, seed=1), progress=False)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_with_something_else_is_left_alone(configure: Configure, tmp_path: Path, resume: bool) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("years of work")
+    with pytest.raises(UserError, match="holds no run of ours"):
+        train(configure(resume=resume), progress=False)
+    assert os.listdir(tmp_path / "run") == ["thesis.txt"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        train(configure(out="file", resume=resume), progress=False)
+
+
+def test_an_unfinished_run_needs_resume(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        stop_at(patch, 2, signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            train(configure(), progress=False)
+    with pytest.raises(UserError, match="holds an unfinished run: continue it with --resume"):
+        train(configure(), progress=False)
+
+
+def test_a_wrong_configuration_writes_nothing(configure: Configure, tmp_path: Path) -> None:
+    for values in ({"steps": 0}, {"model": {"num_blocks": 400}}, {"data": {"seq_len": 10**6}}):
+        with pytest.raises(UserError):
+            train(configure(**values), progress=False)
+    assert not (tmp_path / "run").exists()
+
+
+# ------------------------------------------------------------------ when it goes wrong
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_stops_the_run(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
+) -> None:
+    forward, count = validate.token_losses, 0
+
+    def broken(model: Any, x: Any, y: Any, cast: Any) -> torch.Tensor:
+        nonlocal count
+        count += torch.is_grad_enabled()
+        return forward(model, x, y, cast) * (value if count == 6 else 1)
+
+    monkeypatch.setattr(validate, "token_losses", broken)
+    with pytest.raises(
+        UserError, match=r"step 6: the loss is (nan|inf) .*checkpoint of step 4 is kept.*try a lower"
+    ) as e:
+        train(configure(), progress=False)
+    assert "optim.warmup" in str(e.value)
+    state = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_text())
+    assert state["step"] == 4
+    monkeypatch.undo()
+    assert train(configure(resume=True), progress=False)["step"] == 8
+
+
+def test_a_learning_rate_far_too_high_is_named(configure: Configure) -> None:
+    config = configure(optim={"lr": 1e30, "clip": 0.0, "warmup": 0.0}, steps=40)
+    with pytest.raises(UserError, match="the training has diverged"):
+        train(config, progress=False)
+
+
+def test_cuda_where_there_is_none_is_refused(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match="use --device cpu"):
+        train(configure(device="cuda"), progress=False)
+
+
+def test_plain_lines_where_there_is_no_terminal(configure: Configure, capsys: pytest.CaptureFixture[str]) -> None:
+    train(configure())
+    said = capsys.readouterr().err
+    assert "block-seed0  step 8/8  loss" in said and "tokens/s" in said and "\x1b" not in said

@@ -1,0 +1,100 @@
+"""Parameters are grouped by what they are."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from attnres.models import build
+from attnres.train.config import OptimConfig
+from attnres.train.optim import build_optimizers, kinds, load_state_tensors, set_learning_rate, state_tensors
+
+SIZE = {
+    "family": "qwen3",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 32,
+    "tie_word_embeddings": True,
+}
+GPT2 = {"family": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
+
+
+def model_of(size: dict[str, Any], residual: str = "full") -> Any:
+    return build(size=size, residual=residual, vocab_size=50, max_positions=16)
+
+
+@pytest.mark.parametrize("size", [SIZE, GPT2, {**SIZE, "tie_word_embeddings": False}], ids=["qwen3", "gpt2", "untied"])
+@pytest.mark.parametrize("residual", ["standard", "full", "hyper_connections", "denseformer"])
+def test_every_parameter_has_one_kind(size: dict[str, Any], residual: str) -> None:
+    model = model_of(size, residual)
+    parameters, found = dict(model.named_parameters()), kinds(model)
+    assert sorted(itertools.chain(*found.values())) == sorted(parameters)
+    assert {id(parameters[n]) for n in found["residual"]} == {id(p) for p in model.residual.parameters()}
+    assert all(parameters[name].ndim < 2 for name in found["vector"])
+    assert all(parameters[name].ndim == 2 for name in found["matrix"])
+    assert len(found["matrix"]) == (8 if size is GPT2 else 14)
+    assert len(found["embedding"]) == (2 if size is GPT2 else 1)
+    assert len(found["head"]) == (0 if size.get("tie_word_embeddings", True) else 1)
+
+
+def test_queries_and_gains_are_neither_decayed_nor_orthogonalised() -> None:
+    model = model_of(SIZE)
+    adamw, muon = build_optimizers(model, OptimConfig(optimizer="muon", weight_decay=0.3))
+    assert isinstance(adamw, torch.optim.AdamW) and isinstance(muon, torch.optim.Muon)
+    by_kind = {group["kind"]: group for group in adamw.param_groups}
+    assert {id(p) for p in by_kind["residual"]["params"]} == {id(p) for p in model.residual.parameters()}
+    assert {kind: group["weight_decay"] for kind, group in by_kind.items()} == dict.fromkeys(by_kind, 0.0)
+    assert [(group["kind"], group["weight_decay"], group["lr"]) for group in muon.param_groups] == [
+        ("matrix", 0.3, 2e-3)
+    ]
+
+
+def test_adamw_decays_matrices_only() -> None:
+    (adamw,) = build_optimizers(model_of({**SIZE, "tie_word_embeddings": False}), OptimConfig(weight_decay=0.3))
+    decays = {group["kind"]: group["weight_decay"] for group in adamw.param_groups}
+    assert decays == {"residual": 0.0, "vector": 0.0, "embedding": 0.0, "head": 0.3, "matrix": 0.3}
+    assert adamw.defaults["fused"]
+
+
+def test_each_optimizer_is_scaled_from_its_own_peak() -> None:
+    optimizers = build_optimizers(model_of(SIZE), OptimConfig(optimizer="muon", lr=0.1, muon_lr=0.4))
+    set_learning_rate(optimizers, 0.5)
+    assert [{group["lr"] for group in optimizer.param_groups} for optimizer in optimizers] == [{0.05}, {0.2}]
+
+
+def step(model: Any, optimizers: list[torch.optim.Optimizer]) -> None:
+    model(input_ids=torch.arange(16)[None]).logits.square().mean().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_state_goes_through_flat_tensors_bit_for_bit(name: str) -> None:
+    config = OptimConfig(optimizer=name)  # ty: ignore[invalid-argument-type]
+    model, copy = model_of(SIZE), model_of(SIZE)
+    optimizers, others = build_optimizers(model, config), build_optimizers(copy, config)
+    step(model, optimizers)
+    copy.load_state_dict(model.state_dict())
+    load_state_tensors(others, {name: tensor.clone() for name, tensor in state_tensors(optimizers).items()})
+    step(model, optimizers)
+    step(copy, others)
+    ours, theirs = state_tensors(optimizers), state_tensors(others)
+    assert list(ours) == list(theirs) and all(torch.equal(ours[key], theirs[key]) for key in ours)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), copy.parameters()))
+
+
+def test_state_of_other_parameters_is_refused() -> None:
+    model = model_of(SIZE)
+    optimizers = build_optimizers(model, OptimConfig())
+    step(model, optimizers)
+    state = state_tensors(optimizers)
+    with pytest.raises(KeyError, match="foreign"):
+        load_state_tensors(build_optimizers(model, OptimConfig()), {**state, "foreign::exp_avg": torch.zeros(1)})
+    name = next(key for key in state if key.endswith("exp_avg"))
+    with pytest.raises(ValueError, match="has shape"):
+        load_state_tensors(build_optimizers(model, OptimConfig()), {**state, name: torch.zeros(1)})

@@ -1,0 +1,81 @@
+"""Two processes under torchrun are one run: the same losses, one folder, stopping and going on together."""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from attnres.train import TrainConfig, to_dict, train
+from attnres.train.metrics import read
+from attnres.train.parallel import join_processes
+
+SCRIPT = """
+import json, os, signal, sys
+from attnres.train import Interrupted, from_dict, loop, train, validate
+
+whole, parts = (from_dict(values) for values in json.loads(sys.argv[1]))
+summary = train(whole, progress=False)
+
+step = loop.Run.step
+def with_signal(run, signals):  # one process of the two gets it
+    if run.past.step == 2 and os.environ["RANK"] == "1":
+        signal.raise_signal(signal.SIGTERM)
+    step(run, signals)
+loop.Run.step = with_signal
+try:
+    train(parts, progress=False)
+except Interrupted as error:
+    assert error.code == 143
+else:
+    raise AssertionError("not interrupted")
+loop.Run.step = step
+parts.resume = True
+assert train(parts, progress=False)["val_loss"] == summary["val_loss"]
+"""
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    clock = ("tokens_per_s", "step_s")
+    return [{key: line[key] for key in line if key not in clock} for line in read(folder / "metrics.jsonl")]
+
+
+def test_two_processes_are_one_run(configure: Callable[..., TrainConfig], tmp_path: Path) -> None:
+    configs = [configure(out=out, accumulation=2, steps=6) for out in ("two", "parts")]
+    for config in configs:
+        config.data.val_windows = 5  # not even shares
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
+    arguments = json.dumps([to_dict(config) for config in configs])
+    command = [*torchrun, sys.executable, "-c", SCRIPT, arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launched:
+        try:
+            said = launched.communicate(timeout=90)[0]
+        except subprocess.TimeoutExpired:
+            launched.terminate()  # torchrun ends its workers; a kill would leave them behind
+            said = f"timed out: {launched.communicate()[0]}"
+    assert launched.returncode == 0, said
+    config = configure(out="one", accumulation=2, steps=6)
+    config.data.val_windows = 5
+    train(config, progress=False)
+
+    one, two, parts = (lines(tmp_path / out) for out in ("one", "two", "parts"))
+    assert [(line["kind"], line["step"]) for line in one] == [(line["kind"], line["step"]) for line in two]
+    for ours, theirs in zip(one, two):
+        for name in ("loss", "grad_norm", "se"):
+            assert math.isclose(ours.get(name, 0), theirs.get(name, 0), rel_tol=2e-5), (name, ours, theirs)
+    left, right = (np.load(tmp_path / out / "val" / "000006.npy") for out in ("one", "two"))
+    assert left.shape == (5,) and np.allclose(left, right, rtol=2e-5)
+    assert parts == two  # stopped by a signal to one process and resumed: bit for bit
+
+
+def test_one_process_needs_no_group() -> None:
+    who = join_processes("cpu")
+    assert (who.rank, who.world_size, who.first, who.gather({"a": 1}), who.share(2)) == (0, 1, True, [{"a": 1}], 2)
+    model = torch.nn.Linear(2, 2)
+    assert who.wrap(model) is model and who.sum(torch.ones(2)).tolist() == [1, 1]
+    who.wait()
