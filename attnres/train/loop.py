@@ -23,6 +23,7 @@ from attnres.errors import UserError
 from attnres.files import replaced_folder, write_json
 from attnres.train import checkpoint, environment, validate
 from attnres.train.config import TrainConfig, check, resolve, to_dict
+from attnres.train.device import tune
 from attnres.train.interrupt import Interrupted, Signals, caught_signals
 from attnres.train.metrics import Metrics, Tracker
 from attnres.train.optim import build_optimizers, set_learning_rate
@@ -108,6 +109,7 @@ class Run:
         environment.reset_peak_memory(who.device)
         self.model = (checkpoint.load_model(here, state) if state else _build(config, self.prepared)).to(who.device)
         self.model.train()
+        tune(self.model, who.device, config.data.seq_len)
         torch.manual_seed(config.seed + who.rank)  # after building, which may draw more for one residual than another
         random.seed(config.seed + who.rank)
         np.random.seed(config.seed + who.rank)  # noqa: NPY002 (for whatever draws from it)

@@ -1,0 +1,169 @@
+"""Flags and configuration files as dataclasses: tyro's parsing, with our sentences for what goes wrong."""
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+import yaml
+from tyro.constructors import PrimitiveConstructorSpec
+
+from attnres.errors import UserError
+from attnres.train.config import Setting
+
+T = TypeVar("T")
+Hidden = tyro.conf.Suppress
+"""A field that is no flag of this command."""
+
+
+def _size_from(words: list[str]) -> str | dict[str, Setting]:
+    """A name, or a mapping as YAML."""
+    return yaml.safe_load(words[0]) if words[0].startswith("{") else words[0]
+
+
+def _settings_from(words: list[str]) -> dict[str, Setting]:
+    from attnres.studies.variants import setting_value
+
+    if wrong := [word for word in words if "=" not in word]:
+        raise ValueError(f"'{wrong[0]}' is not NAME=VALUE")
+    return {name: setting_value(value) for name, _, value in (word.partition("=") for word in words)}
+
+
+# Both hold a mapping, which tyro would otherwise turn into a flag for each key.
+Size = Annotated[
+    str | dict[str, Setting],
+    PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="NAME",
+        instance_from_str=_size_from,
+        is_instance=lambda value: isinstance(value, str | dict),
+        str_from_instance=lambda value: [value if isinstance(value, str) else json.dumps(value)],
+    ),
+]
+Settings = Annotated[
+    dict[str, Setting],
+    PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="NAME=VALUE ...",
+        instance_from_str=_settings_from,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=lambda value: [f"{name}={part}" for name, part in value.items()],
+    ),
+]
+
+
+def parse(command: str, kind: type[T], arguments: list[str], default: T | None = None) -> T:
+    """Flags as a `kind`; raises UserError where tyro would print a box and leave."""
+    # `--optim.lr` is the same as `--lr`: messages and files name fields with their group.
+    groups = ("model", "data", "optim")
+    arguments = [_without_group(argument, groups) for argument in arguments]
+    options: dict[str, Any] = {} if default is None else {"default": default}
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            chosen, rest = tyro.cli(
+                kind,
+                prog=f"attnres {command}",
+                args=arguments,
+                config=(tyro.conf.OmitArgPrefixes,),
+                return_unknown_args=True,
+                **options,
+            )
+    except SystemExit as left:
+        if left.code:
+            raise UserError(f"{_sentence(said.getvalue())} (attnres {command} --help lists the options)") from None
+        raise
+    if rest:
+        if rest[0].startswith("-"):
+            raise _unknown_option(rest[0].split("=")[0], command, _flags(kind))
+        raise UserError(f"unexpected argument '{rest[0]}': options start with --, see attnres {command} --help")
+    return chosen
+
+
+def _unknown_option(given: str, command: str, valid: list[str]) -> UserError:
+    near = difflib.get_close_matches(given.replace("_", "-"), valid, n=1, cutoff=0.5)
+    if command == "compare" and given.replace("_", "-") in ("--residual", "--block-size", "--num-blocks", "--settings"):
+        near = ["--variants"]  # e.g. block:num_blocks=6
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    return UserError(f"unknown option '{given}': {hint}attnres {command} --help lists the options")
+
+
+def _without_group(argument: str, groups: Sequence[str]) -> str:
+    for group in groups:
+        if argument.startswith(f"--{group}."):
+            return "--" + argument.removeprefix(f"--{group}.")
+    return argument
+
+
+def _flags(kind: Any) -> list[str]:
+    """Every flag of a dataclass and of those nested in it."""
+    names = []
+    for item in dataclasses.fields(kind):
+        annotation = item.type
+        if tyro.conf.Positional in getattr(annotation, "__metadata__", ()) or _is_hidden(annotation):
+            continue
+        if dataclasses.is_dataclass(annotation):
+            names += _flags(annotation)
+        else:
+            names.append("--" + item.name.replace("_", "-"))
+    return names
+
+
+def _is_hidden(annotation: Any) -> bool:
+    return any(marker in Hidden[int].__metadata__ for marker in getattr(annotation, "__metadata__", ()))
+
+
+def _sentence(box: str) -> str:
+    """The message of tyro's error box, as one line: its first part, or its second where the title is a part too."""
+    parts: list[list[str]] = [[]]
+    for line in box.splitlines():
+        text = line.strip("│ ")
+        if text.startswith(("╭", "╰", "──", "--" * 3)):  # the frame, drawn in ASCII on some terminals
+            parts.append([])
+        elif text:
+            parts[-1].append(text)
+    filled = [" ".join(part) for part in parts if part]
+    message = filled[0 if "╭" in box else 1 :][:1]
+    return message[0].removesuffix(".") if message else "the options were not understood"
+
+
+def config_file(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """The values of `--config FILE`, and the other arguments."""
+    rest, path = [], None
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument == "--config":
+            path = next(remaining, None)
+            if path is None:
+                raise UserError(
+                    "--config needs a file: a .yaml, .toml or .json with the values that flags can override"
+                )
+        elif argument.startswith("--config="):
+            path = argument.removeprefix("--config=")
+        else:
+            rest.append(argument)
+    return ({} if path is None else _read_file(Path(path))), rest
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    """The keys and values of a configuration file."""
+    if path.suffix not in (".yaml", ".yml", ".json", ".toml"):
+        raise UserError(f"the configuration file {path} must end in .yaml, .yml, .json or .toml")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot read the configuration file {path}: {reason}") from None
+    try:
+        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+        raise UserError(f"the configuration file {path} is not valid {path.suffix[1:].upper()}: {error}") from None
+    if values is not None and not isinstance(values, dict):
+        raise UserError(f"the configuration file {path} holds a {type(values).__name__}: expected keys and values")
+    return values or {}

@@ -1,0 +1,317 @@
+"""Read run folders: what a training run left on disk, finished or not.
+
+A run folder holds `config.json`, `environment.json`, `metrics.jsonl`, `val/STEP.npy` (mean loss of each held-out
+window), `routing.json` (absent for residuals without weights) and, once finished, `summary.json`. A comparison is a
+folder of run folders, named `LABEL-seedK`, with `compare.json` and optionally `speed.json`.
+
+A run that is still going, or that was interrupted, is read as far as it came. What is not a run, or is damaged,
+raises `UserError`.
+"""
+
+import json
+import re
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from attnres.errors import UserError
+
+RUN_NAME = re.compile(r"(?P<label>.+)-seed(?P<seed>\d+)")
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Depth attention weights of one model: for every read, the weight of each of its sources.
+
+    `weights[r][i]` belongs to `sources[r][i]`; rows have different lengths. The last read is the output's.
+    """
+
+    reads: list[str]
+    sources: list[list[str]]
+    weights: list[list[float]]
+
+    def columns(self) -> list[str]:
+        """Every source once, in an order that agrees with every row's own; else in order of first appearance."""
+        first_seen = list(dict.fromkeys(name for row in self.sources for name in row))
+        before: dict[str, set[str]] = {name: set() for name in first_seen}
+        for row in self.sources:
+            for left, right in pairwise(row):
+                before[right].add(left)
+        order: list[str] = []
+        while len(order) < len(first_seen):
+            ready = [name for name in first_seen if name not in order and before[name] <= set(order)]
+            if not ready:  # two rows contradict each other
+                return first_seen
+            order.append(ready[0])
+        return order
+
+    def matrix(self, reads: list[str] | None = None, columns: list[str] | None = None) -> np.ndarray:
+        """(reads, columns) weights, placed by source *name*; NaN where a read does not have that source."""
+        reads = self.reads if reads is None else reads
+        columns = self.columns() if columns is None else columns
+        place = {name: i for i, name in enumerate(columns)}
+        row_of = {name: i for i, name in enumerate(self.reads)}
+        out = np.full((len(reads), len(columns)), np.nan)
+        for r, read in enumerate(reads):
+            row = row_of[read]
+            for name, weight in zip(self.sources[row], self.weights[row], strict=True):
+                if name in place:
+                    out[r, place[name]] = weight
+        return out
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run, as far as it came. Records are sorted by step, one for each step."""
+
+    folder: Path
+    label: str
+    seed: int
+    config: dict[str, Any]
+    environment: dict[str, Any] = field(default_factory=dict)
+    train: list[dict[str, Any]] = field(default_factory=list)
+    val: list[dict[str, Any]] = field(default_factory=list)
+    depth: list[dict[str, Any]] = field(default_factory=list)
+    windows: dict[int, np.ndarray] = field(default_factory=dict)  # step -> (windows,) nats per token
+    routing: Routing | None = None
+    summary: dict[str, Any] | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.summary is not None
+
+    @property
+    def residual(self) -> str:
+        return str(self.config.get("model", {}).get("residual", self.label))
+
+    @property
+    def lr(self) -> float | None:
+        lr = self.config.get("optim", {}).get("lr")
+        return None if lr is None else float(lr)
+
+    @property
+    def steps(self) -> int | None:
+        steps = self.config.get("steps")
+        return None if steps is None else int(steps)
+
+    @property
+    def last_step(self) -> int:
+        """The last step of which something is known."""
+        return max((records[-1]["step"] for records in (self.train, self.val) if records), default=0)
+
+    def tokens_at(self, step: int) -> float:
+        """Tokens seen by `step`; the step itself where the run does not say."""
+        for record in reversed(self.train):
+            if record.get("tokens") and record["step"]:
+                return step * record["tokens"] / record["step"]
+        return float(step)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs to be set side by side: the labels in order, the baseline, and an interleaved timing if there is one."""
+
+    title: str
+    labels: list[str]
+    runs: list[Run]
+    baseline: str | None
+    speed: dict[str, Any] | None = None
+    missing: list[str] = field(default_factory=list)  # runs that were planned and left nothing on disk
+
+    def of(self, label: str) -> list[Run]:
+        """The runs of one label, by seed."""
+        return sorted((run for run in self.runs if run.label == label), key=lambda run: run.seed)
+
+    def residual(self, label: str) -> str:
+        return self.of(label)[0].residual
+
+
+def load_run(folder: Path | str) -> Run:
+    """Read one run folder. Raises `UserError` if it is not one, or if a file in it is damaged."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder} is not a folder; give a run folder, or a folder of runs as `attnres compare` makes")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{folder} is not a run folder: it has no config.json")
+    config = _read_json(folder / "config.json")
+    if not isinstance(config.get("model"), dict) or "residual" not in config["model"]:
+        raise UserError(f"{folder}/config.json is not the configuration of a training run: it has no model.residual")
+    seed = int(config.get("seed") or 0)
+    names = (folder.resolve().name, str(config.get("name") or ""))  # the folder may have been renamed: it counts first
+    matches = (RUN_NAME.fullmatch(name) for name in names)
+    labels = [match["label"] for match in matches if match and int(match["seed"]) == seed]
+    label = labels[0] if labels else names[1] or names[0]
+    metrics = _read_metrics(folder / "metrics.jsonl")
+    routing = folder / "routing.json"
+    return Run(
+        folder=folder,
+        label=label,
+        seed=seed,
+        config=config,
+        environment=_read_json(folder / "environment.json") if (folder / "environment.json").is_file() else {},
+        train=metrics["train"],
+        val=metrics["val"],
+        depth=metrics["depth"],
+        windows=_read_windows(folder / "val"),
+        routing=_read_routing(routing) if routing.is_file() else None,
+        summary=_read_json(folder / "summary.json") if (folder / "summary.json").is_file() else None,
+    )
+
+
+def load_study(*folders: Path | str) -> Study:
+    """Read run folders, folders of runs, or several of either, as one study.
+
+    The same label and seed in two of the folders is told apart by the folder's name: `first/block`, `second/block`.
+    """
+    if not folders:
+        raise UserError("no folder given; give a run folder, or a folder of runs as `attnres compare` makes")
+    parts = [_load_folder(Path(folder)) for folder in folders]
+    if len(parts) == 1:
+        return parts[0]
+    names = _distinct_names([Path(folder) for folder in folders])
+    keys = [(run.label, run.seed) for part in parts for run in part.runs]
+    if len(set(keys)) < len(keys):
+        parts = [_prefixed(part, name) for part, name in zip(parts, names, strict=True)]
+    return Study(
+        title=", ".join(names),
+        labels=list(dict.fromkeys(label for part in parts for label in part.labels)),
+        runs=[run for part in parts for run in part.runs],
+        baseline=next((part.baseline for part in parts if part.baseline is not None), None),
+        missing=[name for part in parts for name in part.missing],
+    )
+
+
+def _load_folder(folder: Path) -> Study:
+    if (folder / "config.json").is_file() or not folder.is_dir():
+        run = load_run(folder)
+        return Study(run.label, [run.label], [run], baseline=_baseline([run], [run.label], None))
+    runs = [load_run(child) for child in sorted(folder.iterdir()) if (child / "config.json").is_file()]
+    if not runs:
+        raise UserError(f"{folder} holds no runs: expected run folders such as standard-seed0, each with a config.json")
+    plan = _read_json(folder / "compare.json") if (folder / "compare.json").is_file() else {}
+    if not isinstance(plan.get("labels", []), list) or not isinstance(plan.get("seeds", []), list):
+        raise UserError(f"{folder}/compare.json is damaged: labels and seeds must be lists")
+    found = list(dict.fromkeys(run.label for run in runs))
+    planned = [label for label in plan.get("labels", []) if label in found]
+    # Without a plan: standard first, its control next, the rest by name.
+    rest = sorted((label for label in found if label not in planned), key=_label_order)
+    here = {(run.label, run.seed) for run in runs}
+    return Study(
+        title=folder.resolve().name,
+        labels=planned + rest,
+        runs=runs,
+        baseline=_baseline(runs, planned + rest, plan.get("baseline")),
+        speed=_read_json(folder / "speed.json") if (folder / "speed.json").is_file() else None,
+        missing=[
+            f"{label}-seed{seed}"
+            for label in plan.get("labels", [])
+            for seed in plan.get("seeds", [])
+            if (label, seed) not in here
+        ],
+    )
+
+
+def _label_order(label: str) -> tuple[int, str]:
+    return (0 if label.startswith("standard") else 1 if label.startswith("rescaled") else 2, label)
+
+
+def _baseline(runs: list[Run], labels: list[str], planned: str | None) -> str | None:
+    """The label that the others are compared with: the planned one, else the standard residual's."""
+    if planned in labels:
+        return planned
+    return next((label for label in labels for run in runs if run.label == label and run.residual == "standard"), None)
+
+
+def _distinct_names(folders: list[Path]) -> list[str]:
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+
+
+def _prefixed(study: Study, name: str) -> Study:
+    def rename(label: str) -> str:
+        return f"{name}/{label}"
+
+    return Study(
+        title=study.title,
+        labels=[rename(label) for label in study.labels],
+        runs=[replace(run, label=rename(run.label)) for run in study.runs],
+        baseline=None if study.baseline is None else rename(study.baseline),
+        missing=[rename(label) for label in study.missing],
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is damaged ({error}); delete that run folder and run it again") from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is damaged: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def _read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
+    """Records by kind. A resumed run repeats steps: the later line counts. A half-written last line is left out."""
+    by_kind: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "val": {}, "depth": {}}
+    if not path.is_file():
+        return {kind: [] for kind in by_kind}
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            kind, step = record["kind"], int(record["step"])
+        except (ValueError, TypeError, KeyError):
+            if number == len(lines):
+                break
+            raise UserError(f"{path} is damaged at line {number}: expected an object with kind and step") from None
+        if kind in by_kind:
+            by_kind[kind][step] = record
+    return {kind: [records[step] for step in sorted(records)] for kind, records in by_kind.items()}
+
+
+def _read_windows(folder: Path) -> dict[int, np.ndarray]:
+    windows = {}
+    for path in sorted(folder.glob("*.npy")):
+        if not path.stem.isdigit():
+            continue
+        try:
+            losses = np.load(path, allow_pickle=False)
+        except (ValueError, OSError, EOFError) as error:
+            raise UserError(f"{path} is damaged ({error}); delete that run folder and run it again") from None
+        if losses.ndim != 1 or not losses.size or losses.dtype.kind != "f":
+            raise UserError(
+                f"{path} should hold one loss for each held-out window, found {losses.dtype} {losses.shape}"
+            )
+        windows[int(path.stem)] = losses.astype(np.float64)
+    return windows
+
+
+def _read_routing(path: Path) -> Routing:
+    raw = _read_json(path)
+    try:
+        routing = Routing(
+            reads=[str(name) for name in raw["reads"]],
+            sources=[[str(name) for name in row] for row in raw["sources"]],
+            weights=[[float(weight) for weight in row] for row in raw["weights"]],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UserError(f"{path} is damaged ({error!r}): expected reads, sources and weights") from None
+    if not len(routing.reads) == len(routing.sources) == len(routing.weights):
+        raise UserError(
+            f"{path} is damaged: {len(routing.reads)} reads, {len(routing.sources)} rows of sources "
+            f"and {len(routing.weights)} rows of weights should be as many"
+        )
+    for read, sources, weights in zip(routing.reads, routing.sources, routing.weights, strict=True):
+        if len(sources) != len(weights) or len(set(sources)) != len(sources):
+            raise UserError(
+                f"{path} is damaged at read '{read}': {len(weights)} weights for {len(set(sources))} distinct sources"
+            )
+    return routing

@@ -1,0 +1,167 @@
+"""Differences between variants with their errors: paired over the same held-out windows, and over seeds."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from attnres.report.runs import Run, Study
+
+# 97.5 % points of Student's t for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2).
+T_975 = (
+    (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+    + (2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)
+    + (2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+)
+SEEDS_FOR_SEED_ERROR = 3
+
+
+def t_975(degrees: int) -> float:
+    """Half-width, in standard errors, of a two-sided 95 % interval with that many degrees of freedom."""
+    if degrees < 1:
+        raise ValueError(f"degrees of freedom must be at least 1, got {degrees}")
+    if degrees <= len(T_975):
+        return T_975[degrees - 1]
+    z = 1.959964  # Cornish-Fisher expansion of t about the normal point: below 1e-4 off from 30 on
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
+
+
+def standard_error(values: np.ndarray) -> float:
+    """Of the mean of independent values; NaN for fewer than two."""
+    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
+
+
+@dataclass(frozen=True)
+class Paired:
+    """A variant's loss minus another's on the same held-out windows, in nats per token; negative is better.
+
+    `se` and the 95 % interval `mean +- margin` (Student's t) are over windows, and from three seeds on over seeds;
+    there the interval over windows is kept where it is the wider one, since a few seeds may agree by luck and all of
+    them were measured on the same windows. `basis` says which.
+    """
+
+    mean: float
+    se: float
+    margin: float
+    basis: str  # "seeds" or "windows"
+    se_windows: float
+    se_seeds: float
+    per_seed: tuple[float, ...]
+    windows: int
+    step: int
+
+    @property
+    def decided(self) -> bool:
+        """Whether the 95 % interval excludes no difference (NaN, from a single window, excludes nothing)."""
+        return abs(self.mean) > self.margin
+
+
+def same_windows(a: Run, b: Run) -> bool:
+    """Whether two runs were measured on the same held-out windows: same data settings, same number at every step."""
+    if a.config.get("data") != b.config.get("data"):
+        return False
+    return all(len(a.windows[step]) == len(b.windows[step]) for step in a.windows.keys() & b.windows.keys())
+
+
+def pairs(runs: list[Run], others: list[Run]) -> list[tuple[Run, Run]]:
+    """Runs of two variants matched by seed, where they can be compared window by window."""
+    by_seed = {run.seed: run for run in others}
+    return [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed and same_windows(run, by_seed[run.seed])]
+
+
+def common_steps(matched: list[tuple[Run, Run]]) -> list[int]:
+    """Steps at which every one of these runs was measured."""
+    if not matched:
+        return []
+    return sorted(set.intersection(*(a.windows.keys() & b.windows.keys() for a, b in matched)))
+
+
+def paired_at(matched: list[tuple[Run, Run]], step: int) -> Paired:
+    """The difference of matched runs at a step that all of them have."""
+    diffs = np.stack([a.windows[step] - b.windows[step] for a, b in matched])  # (seeds, windows)
+    per_seed = diffs.mean(axis=1)
+    se_windows, se_seeds = standard_error(diffs.mean(axis=0)), standard_error(per_seed)
+    seeds, windows = diffs.shape
+    basis, se = "windows", se_windows
+    margin = t_975(windows - 1) * se_windows if windows > 1 else math.nan
+    if seeds >= SEEDS_FOR_SEED_ERROR and not t_975(seeds - 1) * se_seeds < margin:
+        basis, se, margin = "seeds", se_seeds, t_975(seeds - 1) * se_seeds
+    return Paired(
+        mean=float(diffs.mean()),
+        se=se,
+        margin=margin,
+        basis=basis,
+        se_windows=se_windows,
+        se_seeds=se_seeds,
+        per_seed=tuple(float(value) for value in per_seed),
+        windows=windows,
+        step=step,
+    )
+
+
+def paired(study: Study, label: str, other: str) -> Paired | None:
+    """`label` minus `other` at the last step both have; None where they share no seed, step or windows."""
+    if label == other:
+        return None
+    matched = pairs(study.of(label), study.of(other))
+    steps = common_steps(matched)
+    return paired_at(matched, steps[-1]) if steps else None
+
+
+def paired_curve(study: Study, label: str, other: str) -> list[Paired]:
+    """The same at every step that both have."""
+    matched = pairs(study.of(label), study.of(other))
+    return [paired_at(matched, step) for step in common_steps(matched)]
+
+
+def final_loss(run: Run) -> float:
+    """Held-out loss at the end, or at the last measurement of an unfinished run; NaN before the first."""
+    if run.summary is not None and run.summary.get("val_loss") is not None:
+        return float(run.summary["val_loss"])
+    return float(run.val[-1]["loss"]) if run.val else math.nan
+
+
+def final_loss_se(run: Run) -> float:
+    """Standard error of `final_loss` over held-out windows."""
+    if run.windows:
+        return standard_error(run.windows[max(run.windows)])
+    record = run.summary or (run.val[-1] if run.val else {})
+    return float(record.get("val_se") or record.get("se") or math.nan)
+
+
+def mean_loss(study: Study, label: str) -> tuple[float, float]:
+    """Mean over seeds of the final held-out loss, with its standard error (over seeds from three on, else windows)."""
+    runs = [run for run in study.of(label) if not math.isnan(final_loss(run))]
+    if not runs:
+        return math.nan, math.nan
+    losses = np.array([final_loss(run) for run in runs])
+    if len(runs) >= SEEDS_FOR_SEED_ERROR:
+        return float(losses.mean()), standard_error(losses)
+    return float(losses.mean()), float(np.mean([final_loss_se(run) for run in runs]))
+
+
+def strongest_baseline(study: Study) -> str | None:
+    """The label the others are held against.
+
+    That is the study's baseline; where its residual was trained at several settings (a sweep of learning rates), the
+    one of them with the lowest held-out loss, so that no variant wins against a badly tuned opponent.
+    """
+    if study.baseline is None:
+        return None
+    first = study.of(study.baseline)[0]
+    rivals = [
+        label
+        for label in study.labels
+        for run in study.of(label)[:1]
+        if (run.residual, run.steps, run.config.get("data")) == (first.residual, first.steps, first.config.get("data"))
+    ]
+    losses = {label: mean_loss(study, label)[0] for label in rivals if all(run.finished for run in study.of(label))}
+    return min(losses, key=losses.__getitem__) if losses else study.baseline
+
+
+def sweeps_lr(study: Study) -> bool:
+    """Whether some residual was trained at several learning rates."""
+    rates: dict[str, set[float | None]] = {}
+    for run in study.runs:
+        rates.setdefault(run.residual, set()).add(run.lr)
+    return any(len(values) > 1 for values in rates.values())

@@ -1,0 +1,1 @@
+"""Grids of runs as data, and what is measured across them."""

@@ -1,0 +1,151 @@
+"""What a training step costs, variant against variant: timed in turn in one process, so that whatever else slows the
+machine down (heat, neighbours, clocks) slows all of them alike.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from attnres.train.config import OptimConfig
+from attnres.train.device import tune
+from attnres.train.optim import build_optimizers
+from attnres.train.validate import token_losses
+
+WARM_UP = 2
+
+
+def step_times(
+    variants: Mapping[str, tuple[str, Mapping[str, Any]]],
+    *,
+    size: str | Mapping[str, Any] = "nano",
+    vocab_size: int = 4096,
+    seq_len: int = 256,
+    batch_size: int = 8,
+    accumulation: int = 1,
+    optim: OptimConfig | None = None,
+    dtype: str = "fp32",
+    device: str = "cpu",
+    compile: bool = False,
+    baseline: str | None = None,
+    rounds: int = 50,
+    seconds: float = 20.0,
+    least: int = 3,
+    on_round: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """Time whole training steps (forward, backward, clipping, optimizer) of each variant in turn, in rounds.
+
+    The order turns by one each round, so that no variant always follows the same other.
+
+    Args:
+        variants: label -> (residual, its settings).
+        vocab_size, seq_len, batch_size, accumulation: the training shape; tokens are random ids.
+        dtype: "fp32", or "bf16" for autocast over fp32 parameters.
+        baseline: the label that ratios are taken to; by default the first.
+        rounds, seconds, least: at most so many rounds, none begun after so many seconds, but at least so many.
+        on_round: called with the number of each finished round.
+
+    Returns:
+        {"device", "threads", "dtype", "torch", "shape", "baseline", "rounds",
+        "variants": {label: {"median_s", "ratio" (of medians), "ratio_quartiles" (of the rounds' ratios), "times"}}}
+    """
+    baseline = baseline if baseline is not None else next(iter(variants))
+    optim = optim or OptimConfig()
+    on = torch.device(device)
+    steps = {
+        label: _step(_build(size, residual, settings, vocab_size, seq_len, on), optim, dtype, compile)
+        for label, (residual, settings) in variants.items()
+    }
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab_size, (batch_size, seq_len + 1), generator=generator).to(on)
+    micro = tokens.chunk(accumulation)
+    for step in steps.values():
+        for _ in range(WARM_UP):
+            step(micro)
+    times: dict[str, list[float]] = {label: [] for label in steps}
+    labels, began = list(steps), time.perf_counter()
+    for done in range(rounds):
+        if done >= least and time.perf_counter() - began > seconds:
+            break
+        turn = done % len(labels)
+        for label in labels[turn:] + labels[:turn]:
+            times[label].append(_timed(lambda step=steps[label]: step(micro), on))
+        if on_round is not None:
+            on_round(done + 1)
+    return {
+        "device": torch.cuda.get_device_name(on) if on.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        "threads": torch.get_num_threads(),
+        "dtype": dtype,
+        "compile": compile,
+        "torch": torch.__version__,
+        "shape": {"batch_size": batch_size, "seq_len": seq_len, "accumulation": accumulation, "vocab_size": vocab_size},
+        "size": size if isinstance(size, str) else dict(size),
+        "baseline": baseline,
+        "rounds": len(times[baseline]),
+        "variants": {label: _summary(values, times[baseline]) for label, values in times.items()},
+    }
+
+
+def _summary(times: list[float], base: list[float]) -> dict[str, Any]:
+    ratios = [mine / theirs for mine, theirs in zip(times, base, strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    return {
+        "median_s": statistics.median(times),
+        "ratio": statistics.median(times) / statistics.median(base),
+        "ratio_quartiles": [quartiles[0], quartiles[2]],
+        "times": times,
+    }
+
+
+def _build(
+    size: str | Mapping[str, Any],
+    residual: str,
+    settings: Mapping[str, Any],
+    vocab_size: int,
+    seq_len: int,
+    on: torch.device,
+) -> nn.Module:
+    from attnres.models import build
+
+    model = build(
+        size=size, residual=residual, vocab_size=vocab_size, max_positions=seq_len, seed=0, settings=dict(settings)
+    )
+    tune(model, on, seq_len)
+    return model.to(on).train()
+
+
+def _step(
+    model: nn.Module, optim: OptimConfig, dtype: str, compile: bool
+) -> Callable[[tuple[torch.Tensor, ...]], None]:
+    """One update, as training does it."""
+    optimizers = build_optimizers(model, optim)
+    forward = cast(nn.Module, torch.compile(model)) if compile else model
+    kind = next(model.parameters()).device.type
+
+    def precision() -> AbstractContextManager[Any]:
+        return torch.autocast(kind, dtype=torch.bfloat16) if dtype == "bf16" else nullcontext()
+
+    def step(micro: tuple[torch.Tensor, ...]) -> None:
+        for part in micro:
+            losses = token_losses(forward, part[:, :-1], part[:, 1:], precision)
+            (losses.mean() / len(micro)).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip or float("inf"))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def _timed(step: Callable[[], None], on: torch.device) -> float:
+    if on.type == "cuda":
+        torch.cuda.synchronize(on)
+    began = time.perf_counter()
+    step()
+    if on.type == "cuda":
+        torch.cuda.synchronize(on)
+    return time.perf_counter() - began

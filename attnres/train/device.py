@@ -1,0 +1,39 @@
+"""What makes a training step fast on the device it runs on, and changes nothing else."""
+
+import ctypes
+import functools
+import platform
+
+import torch
+
+EAGER_UP_TO = 512
+"""Longest sequence for which a CPU multiplies whole score matrices: longer ones cost too much memory."""
+
+
+def tune(model: torch.nn.Module, device: torch.device, seq_len: int) -> None:
+    """Choose the attention implementation and, on a CPU, let freed memory be reused; for every residual alike.
+
+    PyTorch's fused attention on a CPU is slower than plain matrix products for short sequences, in bf16 several times
+    (`benchmarks/results/attention_cpu.json`); on other devices the fused one is taken.
+    """
+    eager = device.type == "cpu" and seq_len <= EAGER_UP_TO
+    model.set_attn_implementation("eager" if eager else "sdpa")  # ty: ignore[call-non-callable]
+    if device.type == "cpu":
+        keep_freed_memory()
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Let the C library keep what a step frees for the next one, instead of giving it back to the system.
+
+    Otherwise every activation of a few MB is mapped, page by page, anew in each step. glibc only; elsewhere nothing.
+    """
+    if platform.system() != "Linux":
+        return
+    try:
+        libc = ctypes.CDLL("libc.so.6")
+        trim_threshold, mmap_threshold = -1, -3
+        libc.mallopt(mmap_threshold, 1 << 30)
+        libc.mallopt(trim_threshold, (1 << 31) - 1)
+    except (OSError, AttributeError):
+        return

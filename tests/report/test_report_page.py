@@ -1,0 +1,203 @@
+"""The page: whole, self-contained, escaped; figures that hold what the runs say."""
+
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from synthetic import routing, write_run, write_study
+
+from attnres.errors import UserError
+from attnres.report import Routing, load_study, style
+from attnres.report.heatmaps import _heatmap, average, groups, heatmaps
+from attnres.report.page import write_report
+from attnres.report.plots import curve_plots, depth_plots
+from attnres.report.table import build_table
+
+VOID = {"meta", "br", "img", "link", "hr", "input"}
+
+
+class Checker(HTMLParser):
+    """Every tag is closed, ids are unique, and nothing is loaded from anywhere."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.ids, self.loads = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value)
+            if name in ("src", "href", "xlink:href") and not (value or "").startswith(("#", "data:")):
+                self.loads.append(value)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def page_of(folder):
+    write_report(load_study(folder), folder)
+    text = (folder / "report.html").read_text()
+    checker = Checker()
+    checker.feed(text)
+    assert not checker.open
+    assert len(checker.ids) == len(set(checker.ids))
+    assert not checker.loads
+    assert "@import" not in text
+    assert "<script" not in text
+    assert not re.search(r"url\((?!#)", text)
+    return text
+
+
+def test_a_comparison_makes_a_whole_page(tmp_path):
+    text = page_of(write_study(tmp_path, layers=3))
+    for part in ("full beats standard by", "Held-out loss", "Difference to standard over training", "Environment"):
+        assert part in text
+    assert "block: reads before attention" in text
+    assert "full: reads before the MLP and at the output" in text
+    assert text.count("<svg") == 2 + 2 + 4 + 3
+    assert (tmp_path / "table.csv").read_text().startswith("label,")
+
+
+def test_everything_is_escaped(tmp_path):
+    folder = tmp_path / "<b>&amp"
+    write_run(folder, "standard")
+    write_run(folder, "block", label="<script>alert(1)</script>".replace("/", "_"))
+    text = page_of(folder)
+    assert "<script" not in text
+    assert "<fast>" not in text
+    assert "A &lt;fast&gt; &amp; wide CPU" in text
+
+
+@pytest.mark.parametrize("stop", [None, 430, 0])
+def test_one_variant_alone_makes_a_page(tmp_path, stop):
+    write_run(tmp_path, "full", stop=stop, layers=2)
+    text = page_of(tmp_path)
+    assert ("Only full was trained" in text) == (stop is None)
+    assert ("Where each sublayer reads from" in text) == (stop is None)
+
+
+def test_several_seeds_make_a_page(tmp_path):
+    text = page_of(write_study(tmp_path, ("standard", "block"), seeds=3, layers=2))
+    assert "mean over seeds 0, 1 and 2" in text
+    assert "3 seeds" in text
+
+
+def test_runs_without_routing_have_no_heatmap(tmp_path):
+    text = page_of(write_study(tmp_path, ("standard", "rescaled")))
+    assert "Where each sublayer reads from" not in text
+
+
+def test_a_sweep_shows_loss_by_rate(tmp_path):
+    for lr in (0.001, 0.01):
+        write_run(tmp_path, "standard", label=f"standard-lr{lr:g}", lr=lr)
+    assert "peak learning rate" in page_of(tmp_path)
+
+
+def test_colours_follow_the_theme(tmp_path):
+    text = page_of(write_study(tmp_path, ("standard", "block"), layers=2))
+    body = text[text.index("<body>") :]
+    assert style.COLOURS["block"] not in body
+    assert style.css_variable(style.COLOURS["block"]) in body
+    assert style.INK not in body
+    assert "prefers-color-scheme: dark" in text
+    assert "DejaVu" not in body
+
+
+def test_figures_are_written_as_files_when_asked(tmp_path):
+    write_study(tmp_path, ("standard", "block"), layers=2)
+    written = write_report(load_study(tmp_path), tmp_path, images="png")
+    images = [path for path in written if path.suffix == ".png"]
+    assert len(images) == 2 + 2 + 2 + 3
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in images)
+
+
+def test_a_report_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkeypatch):
+    write_study(tmp_path, ("standard", "block"), layers=2)
+    before = page_of(tmp_path)
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("attnres.files.os.fsync", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        write_report(load_study(tmp_path), tmp_path)
+    assert (tmp_path / "report.html").read_text() == before
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+# ------------------------------------------------------------------ what the figures hold
+
+
+def lines_of(plot):
+    return {line.get_label(): line for line in plot.figure.axes[0].get_lines() if not line.get_label().startswith("_")}
+
+
+def test_curves_hold_the_measured_values(tmp_path):
+    study = load_study(write_study(tmp_path, ("standard", "block")))
+    with style.style():
+        plots = {plot.name: plot for plot in curve_plots(study, build_table(study))}
+    for label, line in lines_of(plots["held-out-loss"]).items():
+        run = study.of(label)[0]
+        assert line.get_ydata() == pytest.approx([record["loss"] for record in run.val])
+        assert line.get_xdata() == pytest.approx([record["step"] * 2048 for record in run.val])
+        assert line.get_color() == style.COLOURS[run.residual]
+    difference = lines_of(plots["difference"])["block"].get_ydata()
+    assert difference[-1] == pytest.approx(
+        study.of("block")[0].val[-1]["loss"] - study.of("standard")[0].val[-1]["loss"]
+    )
+
+
+def test_magnitudes_have_a_point_for_every_sublayer(tmp_path):
+    study = load_study(write_study(tmp_path, ("standard", "block"), layers=6))
+    with style.style():
+        plots = {plot.name: plot for plot in depth_plots(study)}
+    assert len(lines_of(plots["output-rms"])["block"].get_xdata()) == 12
+    assert len(lines_of(plots["input-rms"])["block"].get_xdata()) == 13
+    assert plots["grad-rms"].figure.axes[0].get_yscale() == "log"
+
+
+@pytest.mark.parametrize("residual", ["block", "full"])
+def test_heatmap_cells_stand_under_their_sources(residual):
+    """Drawn cells, read back from the figure by tick label, are the weights of that read and that source."""
+    raw = routing(residual, layers=5)
+    assert raw is not None
+    table = Routing(**raw)
+    for kind, reads in groups(table).items():
+        columns = table.columns()
+        with style.style():
+            figure = _heatmap(table.matrix(reads, columns), reads, columns, split=kind == "output")
+        ax = figure.axes[0]
+        ticks = {round(tick - 0.5): label.get_text() for tick, label in zip(ax.get_xticks(), ax.get_xticklabels())}
+        assert len(ticks) == len(columns)
+        meshes = [mesh for mesh in ax.collections if mesh.get_array() is not None]
+        for read, mesh in zip(reads, meshes, strict=True):
+            row = np.ma.masked_invalid(np.ma.getdata(np.ma.asarray(mesh.get_array())).ravel())
+            drawn = {ticks[c]: row[c] for c in range(len(columns)) if not np.ma.is_masked(row[c])}
+            r = raw["reads"].index(read)
+            assert drawn == pytest.approx(dict(zip(raw["sources"][r], raw["weights"][r], strict=True)))
+
+
+def test_reads_are_split_by_what_they_feed(tmp_path):
+    study = load_study(write_study(tmp_path, ("standard", "full"), layers=3))
+    with style.style():
+        ((label, plots),) = heatmaps(study)
+    assert label == "full"
+    rows = [[tick.get_text() for tick in plot.figure.axes[0].get_yticklabels()] for plot in plots]
+    assert rows == [["layer 0", "layer 1", "layer 2"], ["layer 0", "layer 1", "layer 2", "output"]]
+
+
+def test_routing_is_averaged_over_seeds():
+    one = Routing(["attention 0", "output"], [["e"], ["e", "a"]], [[1.0], [0.2, 0.8]])
+    two = Routing(["attention 0", "output"], [["e"], ["e", "a"]], [[1.0], [0.4, 0.6]])
+    mean = average([one, two])
+    assert mean is not None
+    assert mean.weights[1] == pytest.approx([0.3, 0.7])
+    assert average([]) is None

@@ -1,0 +1,145 @@
+"""Run folders are read as far as they came; what is none, or is damaged, is refused."""
+
+import json
+
+import numpy as np
+import pytest
+from synthetic import routing, write_run, write_study
+
+from attnres.errors import UserError
+from attnres.report import Routing, load_run, load_study
+
+
+def test_a_finished_run_is_read_whole(tmp_path):
+    run = load_run(write_run(tmp_path, "block", seed=3))
+    assert (run.label, run.seed, run.residual, run.finished) == ("block", 3, "block", True)
+    assert sorted(run.windows) == list(range(100, 1001, 100))
+    assert run.windows[1000].mean() == pytest.approx(run.val[-1]["loss"])
+    assert run.tokens_at(500) == 500 * 2048
+
+
+def test_an_unfinished_run_is_read_as_far_as_it_came(tmp_path):
+    folder = write_run(tmp_path, "full", stop=430)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 44')  # killed while writing
+    run = load_run(folder)
+    assert not run.finished
+    assert run.last_step == 430
+    assert run.routing is None
+
+
+def test_a_run_that_has_only_its_configuration_is_read(tmp_path):
+    folder = write_run(tmp_path, stop=0)
+    (folder / "metrics.jsonl").unlink()
+    (folder / "environment.json").unlink()
+    assert load_run(folder).last_step == 0
+
+
+def test_steps_that_a_resumed_run_repeated_count_once(tmp_path):
+    folder = write_run(tmp_path, stop=100)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 50, "loss": 1.25}\n{"kind": "later", "step": 50}\n')
+    run = load_run(folder)
+    assert [record["step"] for record in run.train] == list(range(10, 101, 10))
+    assert run.train[4]["loss"] == 1.25
+
+
+def test_a_run_trained_alone_takes_its_label_from_its_name(tmp_path):
+    folder = write_run(tmp_path, "block", seed=1).rename(tmp_path / "renamed")
+    assert load_run(folder).label == "block"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", "{", "damaged"),
+        ("config.json", "[]", "expected a JSON object"),
+        ("config.json", '{"model_type": "llama"}', "not the configuration of a training run"),
+        ("summary.json", "not json", "damaged"),
+        ("metrics.jsonl", '{"step": 1}\n{"kind": "val", "step": 2}\n', "damaged at line 1"),
+        ("val/000100.npy", "not an array", "damaged"),
+        ("routing.json", '{"reads": [], "sources": []}', "expected reads, sources and weights"),
+        ("routing.json", '{"reads": ["a"], "sources": [], "weights": []}', "should be as many"),
+        ("routing.json", '{"reads": ["a"], "sources": [["x", "x"]], "weights": [[0.5, 0.5]]}', "at read 'a'"),
+    ],
+)
+def test_a_damaged_file_is_named(tmp_path, file, content, message):
+    folder = write_run(tmp_path)
+    (folder / file).write_text(content)
+    with pytest.raises(UserError, match=message) as error:
+        load_run(folder)
+    assert file in str(error.value)
+
+
+def test_window_losses_of_a_wrong_shape_are_refused(tmp_path):
+    folder = write_run(tmp_path)
+    np.save(folder / "val" / "000100.npy", np.zeros((2, 3)))
+    with pytest.raises(UserError, match=r"one loss for each held-out window"):
+        load_run(folder)
+
+
+def test_a_pickled_array_is_refused(tmp_path):
+    folder = write_run(tmp_path)
+    np.save(folder / "val" / "000100.npy", np.array([{}], dtype=object), allow_pickle=True)
+    with pytest.raises(UserError, match="damaged"):
+        load_run(folder)
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is not a folder"):
+        load_study(tmp_path / "absent")
+    with pytest.raises(UserError, match="holds no runs"):
+        load_study(tmp_path)
+    with pytest.raises(UserError, match=r"no config\.json"):
+        load_run(tmp_path)
+    with pytest.raises(UserError, match="no folder given"):
+        load_study()
+
+
+def test_a_comparison_keeps_its_order_and_names_what_is_missing(tmp_path):
+    write_study(tmp_path, ("full", "standard"))
+    plan = {"labels": ["full", "standard", "block"], "seeds": [0], "baseline": "standard"}
+    (tmp_path / "compare.json").write_text(json.dumps(plan))
+    study = load_study(tmp_path)
+    assert (study.labels, study.baseline, study.missing) == (["full", "standard"], "standard", ["block-seed0"])
+
+
+def test_without_a_plan_standard_comes_first(tmp_path):
+    for residual in ("full", "block", "rescaled", "standard"):
+        write_run(tmp_path, residual)
+    study = load_study(tmp_path)
+    assert study.labels == ["standard", "rescaled", "block", "full"]
+    assert study.baseline == "standard"
+
+
+def test_several_folders_are_one_study(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    write_run(one, "standard")
+    write_run(two, "block")
+    assert load_study(one, two).labels == ["standard", "block"]
+    write_run(two, "standard")
+    study = load_study(one, two)
+    assert study.labels == ["one/standard", "two/standard", "two/block"]
+    assert study.baseline == "one/standard"
+
+
+# ------------------------------------------------------------------ routing: labels never shift
+
+
+@pytest.mark.parametrize("residual", ["block", "full"])
+def test_a_column_holds_one_source_in_every_row(residual):
+    raw = routing(residual, layers=6)
+    assert raw is not None
+    table = Routing(**raw)
+    columns, matrix = table.columns(), table.matrix()
+    for r, (names, weights) in enumerate(zip(raw["sources"], raw["weights"], strict=True)):
+        placed = {columns[c]: matrix[r, c] for c in np.flatnonzero(~np.isnan(matrix[r]))}
+        assert placed == dict(zip(names, weights, strict=True))
+
+
+def test_columns_follow_the_order_within_rows():
+    raw = routing("block", layers=4)
+    assert raw is not None
+    assert Routing(**raw).columns() == ["embedding", "block 1", "partial"]
+    contradictory = Routing(["a", "b"], [["x", "y"], ["y", "x"]], [[0.5, 0.5], [0.5, 0.5]])
+    assert contradictory.columns() == ["x", "y"]

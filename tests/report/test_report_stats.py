@@ -1,0 +1,219 @@
+"""Paired differences, their errors, and a verdict that claims nothing inside them."""
+
+import csv
+import io
+import math
+
+import numpy as np
+import pytest
+from rich.console import Console
+from synthetic import write_run, write_study
+
+from attnres.report import load_study
+from attnres.report.stats import paired, paired_curve, standard_error, strongest_baseline, t_975
+from attnres.report.table import build_table, memory, number, print_table, to_csv, with_error
+from attnres.report.verdict import verdict
+
+
+def both(folder):
+    study = load_study(folder)
+    table = build_table(study)
+    return study, table
+
+
+def test_student_t():
+    assert t_975(1) == 12.706
+    assert t_975(40) == pytest.approx(2.0211, abs=2e-4)
+    assert t_975(10_000) == pytest.approx(1.9602, abs=2e-4)
+    with pytest.raises(ValueError, match="at least 1"):
+        t_975(0)
+
+
+def test_one_seed_has_its_error_over_windows(tmp_path):
+    study, _ = both(write_study(tmp_path, ("standard", "block")))
+    pair = paired(study, "block", "standard")
+    assert pair is not None
+    diff = study.of("block")[0].windows[1000] - study.of("standard")[0].windows[1000]
+    assert pair.mean == pytest.approx(diff.mean())
+    assert pair.se == pytest.approx(diff.std(ddof=1) / 8)
+    assert pair.margin == pytest.approx(t_975(63) * pair.se)
+    assert pair.basis == "windows"
+
+
+def test_pairing_removes_what_windows_have_in_common(tmp_path):
+    """Windows differ far more in difficulty than variants do: the paired error must not contain that."""
+    study, _ = both(write_study(tmp_path, ("standard", "block")))
+    pair = paired(study, "block", "standard")
+    assert pair is not None
+    assert pair.se < 0.5 * standard_error(study.of("block")[0].windows[1000])
+
+
+def test_three_seeds_have_their_error_over_seeds(tmp_path):
+    study, _ = both(write_study(tmp_path, ("standard", "block"), seeds=3, noise=0.0001))
+    pair = paired(study, "block", "standard")
+    assert pair is not None
+    per_seed = [
+        (a.windows[1000] - b.windows[1000]).mean() for a, b in zip(study.of("block"), study.of("standard"), strict=True)
+    ]
+    assert pair.per_seed == pytest.approx(tuple(per_seed))
+    assert (pair.basis, pair.mean) == ("seeds", pytest.approx(np.mean(per_seed)))
+    assert pair.se == pytest.approx(np.std(per_seed, ddof=1) / math.sqrt(3))
+    assert pair.margin == pytest.approx(4.303 * pair.se)
+
+
+def test_seeds_that_agree_by_luck_do_not_hide_the_error_over_windows(tmp_path):
+    study, _ = both(write_study(tmp_path, ("standard", "rescaled"), seeds=3))
+    for runs in zip(study.of("standard"), study.of("rescaled"), strict=True):
+        base, other = (run.windows[1000] for run in runs)
+        other += base.mean() - 0.001 - other.mean()  # the same difference in every seed
+    pair = paired(study, "rescaled", "standard")
+    assert pair is not None
+    assert pair.se_seeds < 1e-12
+    assert pair.basis == "windows"
+    assert not pair.decided
+
+
+def test_seeds_are_matched_and_the_rest_left_out(tmp_path):
+    for seed in (0, 1):
+        write_run(tmp_path, "standard", seed)
+    for seed in (1, 2):
+        write_run(tmp_path, "block", seed)
+    study, _ = both(tmp_path)
+    pair = paired(study, "block", "standard")
+    assert pair is not None
+    assert len(pair.per_seed) == 1
+
+
+def test_other_held_out_windows_are_never_paired(tmp_path):
+    write_run(tmp_path, "standard", windows=64)
+    write_run(tmp_path, "block", windows=32)
+    study, table = both(tmp_path)
+    assert paired(study, "block", "standard") is None
+    assert any("No paired difference for block" in note for note in table.notes)
+    assert "nothing can be said" in verdict(study, table)
+
+
+def test_an_unfinished_run_is_paired_at_the_last_common_step_and_claims_nothing(tmp_path):
+    write_run(tmp_path, "standard")
+    write_run(tmp_path, "block", stop=430)
+    study, table = both(tmp_path)
+    pair = table.row("block").paired
+    assert pair is not None
+    assert pair.step == 400
+    assert len(paired_curve(study, "block", "standard")) == 4
+    assert "beats" not in verdict(study, table)
+    assert any("block at step 430 of 1,000" in note for note in table.notes)
+
+
+# ------------------------------------------------------------------ verdict
+
+
+def test_the_verdict_names_winners_the_control_and_ties(tmp_path):
+    text = verdict(*both(write_study(tmp_path)))
+    assert text.startswith("full beats standard by 0.1")
+    assert ", block by 0.1" in text
+    assert "is within its error of standard" in text
+    assert "Over rescaled, the control, the gain is" in text
+
+
+def test_no_win_is_claimed_inside_the_error(tmp_path):
+    for residual, gain in (("standard", 0.0), ("block", -0.005), ("full", 0.005), ("deepnorm", 0.3)):
+        write_run(tmp_path, residual, gain=gain, noise=0.05)
+    study, table = both(tmp_path)
+    text = verdict(study, table)
+    assert "beats" not in text
+    assert "deepnorm is worse than standard by" in text
+    assert not any(row.paired.decided for row in table.rows if row.paired and row.label in ("block", "full"))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_is_claimed_is_decided(tmp_path, seed):
+    for residual in ("standard", "rescaled", "block", "full"):
+        write_run(tmp_path, residual, seed, gain=-0.02 * (residual in ("block", "full")))
+    study, table = both(tmp_path)
+    headline = verdict(study, table).split(";")[0].split(". ")[0]
+    for row in table.rows:
+        if row.paired is not None and "beats" in headline and row.label in headline.split(" nats")[0].split()[:1]:
+            assert row.paired.decided
+            assert row.paired.mean < 0
+
+
+@pytest.mark.parametrize(
+    ("runs", "expected"),
+    [
+        ([("block", None)], "Only block was trained"),
+        ([("block", None), ("full", None)], "No run of the standard residual"),
+        ([("standard", 300), ("full", None)], "standard, the baseline, has not finished"),
+        ([("standard", 300), ("full", 300)], "No variant has finished yet"),
+    ],
+)
+def test_what_cannot_be_judged_is_said(tmp_path, runs, expected):
+    for residual, stop in runs:
+        write_run(tmp_path, residual, stop=stop)
+    assert verdict(*both(tmp_path)).startswith(expected)
+
+
+def test_in_a_sweep_the_opponent_is_the_best_tuned_one(tmp_path):
+    for lr, handicap in ((0.001, 0.2), (0.003, 0.0), (0.01, 0.1)):
+        for residual, gain in (("standard", 0.0), ("block", -0.1)):
+            write_run(tmp_path, residual, label=f"{residual}-lr{lr:g}", lr=lr, gain=gain + handicap)
+    study, table = both(tmp_path)
+    assert strongest_baseline(study) == table.baseline == "standard-lr0.003"
+    text = verdict(study, table)
+    assert text.startswith("block-lr0.003 beats standard-lr0.003 by")
+    assert "At equal learning rates block beats standard at 3 of 3." in text
+    assert any("the best of the standard runs" in note for note in table.notes)
+
+
+# ------------------------------------------------------------------ table
+
+
+def test_the_table_has_what_each_run_cost(tmp_path):
+    _, table = both(write_study(tmp_path))
+    row = table.row("block")
+    assert row.perplexity == pytest.approx(math.exp(row.loss))
+    assert row.step_ratio == pytest.approx(1.08)
+    assert row.extra_parameters == 6400
+    assert row.peak_memory == pytest.approx(1.29e9)
+    assert table.interleaved
+    assert any("taken in turn" in note for note in table.notes)
+
+
+def test_without_an_interleaved_timing_the_ratio_says_so(tmp_path):
+    write_study(tmp_path)
+    (tmp_path / "speed.json").unlink()
+    _, table = both(tmp_path)
+    assert table.row("full").step_ratio == pytest.approx(0.5 / 0.4)
+    assert any("not interleaved" in note for note in table.notes)
+
+
+def test_the_footer_says_which_error_it_is(tmp_path):
+    one = both(write_study(tmp_path / "one"))[1].notes
+    three = both(write_study(tmp_path / "three", seeds=3, noise=0.0001))[1].notes
+    assert "over windows; it does not include what other seeds would change" in one[0]
+    assert "over 3 seeds; 95 % intervals by Student's t" in three[0]
+
+
+def test_csv_has_a_line_a_variant_and_plain_numbers(tmp_path):
+    _, table = both(write_study(tmp_path))
+    rows = list(csv.DictReader(io.StringIO(to_csv(table))))
+    assert [row["label"] for row in rows] == ["standard", "rescaled", "block", "full"]
+    block = rows[2]
+    assert float(block["difference_low95"]) < float(block["difference"]) < float(block["difference_high95"]) < 0
+    assert (block["se_basis"], block["decided"], rows[0]["difference"]) == ("windows", "true", "")
+
+
+def test_the_terminal_table_fits_eighty_columns(tmp_path):
+    study, table = both(write_study(tmp_path))
+    out = io.StringIO()
+    print_table(table, verdict(study, table), Console(file=out, width=80))
+    assert "…" not in out.getvalue()
+    assert "−0.1" in out.getvalue()
+
+
+def test_numbers_are_formatted_for_reading():
+    assert number(-0.1162, signed=True) == "−0.116"
+    assert number(-0.0001, signed=True) == "0.000"
+    assert number(math.nan) == "–"
+    assert with_error(-0.01234, 0.0004, signed=True) == "−0.0123 ± 0.0004"
+    assert (memory(1.234e9), memory(5e7)) == ("1.23 GB", "50 MB")

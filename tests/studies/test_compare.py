@@ -1,0 +1,181 @@
+"""A whole comparison with tiny models: equal conditions, nothing done twice, nothing overwritten."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from attnres.errors import UserError
+from attnres.report import load_study
+from attnres.studies.compare import CompareConfig, compare, duration, make_plan
+from attnres.studies.speed import step_times
+from attnres.train.config import DataConfig, ModelConfig, OptimConfig, Setting, TrainConfig
+
+SIZE: dict[str, Setting] = {
+    "family": "qwen3",
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 32,
+    "tie_word_embeddings": True,
+}
+
+
+def config_in(folder, **changes):
+    base = TrainConfig(
+        model=ModelConfig(size=SIZE),
+        data=DataConfig(source=str(folder / "text"), tokenizer="bpe:300", seq_len=16, held_out=0.2, val_windows=8),
+        optim=OptimConfig(lr=0.01),
+        steps=4,
+        batch_size=2,
+        val_every=2,
+        log_every=1,
+        depth_every=2,
+        device="cpu",
+        dtype="fp32",
+    )
+    config = CompareConfig(["standard", "block:num_blocks=2"], base=base, out=str(folder / "out"), timing_s=0.05)
+    return dataclasses.replace(config, **changes)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished comparison and its configuration."""
+    folder = tmp_path_factory.mktemp("compare")
+    (folder / "text").mkdir()
+    for i in range(20):
+        text = f"Document {i} counts: " + ", ".join(str(n * (i + 1)) for n in range(120))
+        (folder / "text" / f"{i}.txt").write_text(text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTNRES_CACHE", str(folder / "cache"))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        config = config_in(folder)
+        yield config, compare(config), folder
+
+
+def test_a_comparison_leaves_everything_on_disk(done):
+    _, study, folder = done
+    out = folder / "out"
+    assert study.labels == ["standard", "block-num_blocks2"]
+    assert all(run.finished for run in study.runs)
+    assert (out / "report.html").read_text().startswith("<!doctype html>")
+    assert (out / "table.csv").read_text().count("\n") == 3
+    assert json.loads((out / "compare.json").read_text())["baseline"] == "standard"
+    speed = json.loads((out / "speed.json").read_text())
+    assert speed["variants"]["standard"]["ratio"] == 1.0
+    assert len(speed["variants"]["block-num_blocks2"]["times"]) == speed["rounds"] >= 3
+
+
+def test_variants_meet_equal_conditions(done):
+    """Block starts as the standard residual: its first loss is the same, on the same batch, from the same weights."""
+    _, study, _ = done
+    (standard,), (block,) = study.of("standard"), study.of("block-num_blocks2")
+    assert block.train[0]["loss"] == pytest.approx(standard.train[0]["loss"], rel=1e-4)
+    assert len(block.windows[4]) == len(standard.windows[4]) == 8
+    assert block.config["data"] == standard.config["data"]
+
+
+def test_finished_runs_are_not_trained_again(done, capfd):
+    config, _, folder = done
+    before = {path: path.stat().st_mtime_ns for path in (folder / "out").glob("*-seed0/*.json")}
+    (folder / "out" / "report.html").unlink()
+    compare(config)
+    assert {path: path.stat().st_mtime_ns for path in (folder / "out").glob("*-seed0/*.json")} == before
+    assert (folder / "out" / "report.html").exists()
+    said = capfd.readouterr()
+    assert "2 of 2 runs are finished already" in said.err
+    assert "timing" not in said.err
+    assert "block-num_blocks2" in said.out
+
+
+def test_another_configuration_in_the_same_folder_is_refused(done):
+    config, _, _ = done
+    other = dataclasses.replace(config, base=dataclasses.replace(config.base, steps=6))
+    with pytest.raises(UserError, match="another configuration: steps is 6 here, 4 there"):
+        compare(other)
+
+
+def test_a_folder_of_something_else_is_refused(done):
+    config, _, folder = done
+    with pytest.raises(UserError, match="is not empty and holds no comparison"):
+        compare(dataclasses.replace(config, out=str(folder / "text")))
+    with pytest.raises(UserError, match="is a file"):
+        compare(dataclasses.replace(config, out=str(folder / "text" / "0.txt")))
+
+
+def test_a_run_cut_short_is_continued(done):
+    config, study, folder = done
+    run = study.of("standard")[0].folder
+    before = (run / "val" / "000004.npy").read_bytes()
+    (run / "summary.json").unlink()
+    compare(dataclasses.replace(config, variants=["standard"], timing_s=0))
+    assert load_study(folder / "out").of("standard")[0].finished
+    assert (run / "val" / "000004.npy").read_bytes() == before
+
+
+# ------------------------------------------------------------------ the plan
+
+
+def test_the_plan_differs_only_where_it_should(tmp_path):
+    plan = make_plan(config_in(tmp_path, variants=["standard", "block"], seeds=[0, 1], lrs=[0.001, 0.01]))
+    assert list(plan.runs)[:4] == [f"{name}-lr{lr}-seed0" for name in ("standard", "block") for lr in ("0.001", "0.01")]
+    assert len(plan.runs) == 8
+    run = plan.runs["block-lr0.01-seed1"]
+    assert (run.model.residual, run.optim.lr, run.seed, run.name) == ("block", 0.01, 1, "block-lr0.01-seed1")
+    assert plan.baseline == "standard-lr0.001"
+    first = next(iter(plan.runs.values()))
+    same = dataclasses.replace(
+        run, model=first.model, optim=first.optim, seed=first.seed, name=first.name, out=first.out
+    )
+    assert same == first
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"variants": ["standard", "block:num_blocks=50"]}, "num_blocks is 50: expected 1 to 4"),
+        ({"variants": ["standard", "blokc"]}, "did you mean 'block'"),
+        ({"seeds": []}, "expected different whole numbers"),
+        ({"seeds": [1, 1]}, "expected different whole numbers"),
+        ({"jobs": 0}, "expected 1 or more"),
+    ],
+)
+def test_mistakes_show_before_anything_is_trained(tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        compare(config_in(tmp_path, **changes))
+    assert not (tmp_path / "out").exists()
+
+
+# ------------------------------------------------------------------ timing
+
+
+def test_steps_are_timed_in_turn():
+    rounds = []
+    result = step_times(
+        {"a": ("standard", {}), "b": ("block", {"num_blocks": 2}), "c": ("full", {})},
+        size=SIZE,
+        vocab_size=64,
+        seq_len=8,
+        batch_size=2,
+        accumulation=2,
+        rounds=4,
+        on_round=rounds.append,
+    )
+    assert rounds == [1, 2, 3, 4]
+    assert result["baseline"] == "a"
+    for entry in result["variants"].values():
+        assert len(entry["times"]) == 4
+        assert entry["ratio_quartiles"][0] <= entry["ratio_quartiles"][1]
+    assert result["threads"] == torch.get_num_threads()
+
+
+def test_the_time_cap_leaves_the_least_number_of_rounds():
+    result = step_times({"a": ("standard", {})}, size=SIZE, vocab_size=64, seq_len=8, batch_size=2, seconds=0, least=2)
+    assert result["rounds"] == 2
+
+
+def test_durations_read_as_estimates():
+    assert [duration(seconds) for seconds in (42, 310, 8000)] == ["42 s", "5 min", "2 h 13 min"]

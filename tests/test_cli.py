@@ -1,0 +1,241 @@
+"""The command line: flags over files over defaults; a mistake is one sentence on stderr and exit status 2."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+import attnres
+from attnres import cli
+from attnres.train.config import TrainConfig
+
+
+def run(capsys, *arguments):
+    """(exit status, stdout, stderr) of a command line."""
+    code = 0
+    try:
+        cli.main(arguments)
+    except SystemExit as left:
+        code = left.code
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Configurations that reach training, which is not done."""
+    configs = []
+
+    def train(config, *, progress):
+        configs.append(config)
+        return {"val_loss": 1.0, "perplexity": 2.7, "step": config.steps, "tokens": 8}
+
+    monkeypatch.setattr("attnres.train.train", train)
+    return configs
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    configs = []
+    monkeypatch.setattr("attnres.studies.compare.compare", configs.append)
+    return configs
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "unknown command 'trian': did you mean 'train'?"),
+        (["--steps", "3", "train"], "the command comes first, found '--steps'"),
+        (["train", "--setps", "3"], "unknown option '--setps': did you mean '--steps'?"),
+        (["train", "--steps"], "Missing value for argument '--steps'"),
+        (["train", "--steps", "many"], "Error parsing --steps"),
+        (["train", "--optimizer", "adam"], "invalid choice 'adam' for argument '--optimizer'"),
+        (["train", "--steps", "0"], "steps is 0: it must be a number above 0"),
+        (["train", "--model.residual", "blokc"], "unknown residual 'blokc': did you mean 'block'?"),
+        (["train", "here"], "unexpected argument 'here'"),
+        (["train", "--config"], "--config needs a file"),
+        (["train", "--config", "absent.yaml"], "cannot read the configuration file absent.yaml: No such file"),
+        (["compare", "--variants", "standard", "blokc"], "unknown residual 'blokc': did you mean 'block'?"),
+        (["compare", "--residual", "block"], "unknown option '--residual': did you mean '--variants'?"),
+        (["compare", "--seed", "1"], "unknown option '--seed': did you mean '--seeds'?"),
+        (["report"], "no folder given"),
+        (["report", "absent"], "absent is not a folder"),
+        (["report", ".", "--images", "pdf"], "unknown image format 'pdf'"),
+        (["prepare", "--source", "absent.txt"], "source 'absent.txt' does not exist"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_status_two(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATTNRES_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text.txt").write_text("a few words, again and again\n" * 2000)
+    if arguments[0] == "train":  # whatever reaches the data gets little of it
+        arguments = [*arguments[:1], "--source", "text.txt", "--tokenizer", "bpe:260", *arguments[1:]]
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    assert err.splitlines()[-1].startswith(f"attnres: error: {message}")
+    assert "Traceback" not in err
+    assert out == ""
+
+
+def test_flags_override_the_file_which_overrides_the_defaults(capsys, tmp_path, trained):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "steps: 7\nseed: 3\nmodel: {residual: full, size: {family: qwen3, hidden_size: 64}}\noptim: {lr: 2e-3}\n"
+    )
+    assert run(capsys, "train", "--config", str(path), "--seed", "5", "--num-blocks", "4")[0] == 0
+    (config,) = trained
+    assert (config.steps, config.seed, config.optim.lr, config.batch_size) == (7, 5, 0.002, TrainConfig().batch_size)
+    assert (config.model.residual, config.model.size["hidden_size"], config.model.num_blocks) == ("full", 64, 4)
+    assert type(config) is TrainConfig
+
+
+def test_settings_and_size_are_short_texts(capsys, tmp_path, trained):
+    path = tmp_path / "run.json"
+    path.write_text('{"model": {"residual": "block", "settings": {"num_blocks": 6}}}')
+    run(capsys, "train", "--config", str(path))
+    assert trained[0].model.settings == {"num_blocks": 6}
+    size = "{family: qwen3, hidden_size: 8}"
+    run(capsys, "train", "--residual", "full", "--settings", "read_scale=sum", "key_norm_eps=1e-5", "--size", size)
+    assert trained[1].model.settings == {"read_scale": "sum", "key_norm_eps": 1e-5}
+    assert trained[1].model.size == {"family": "qwen3", "hidden_size": 8}
+    assert run(capsys, "train", "--settings", "6")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("a.toml", "steps = 9\n[data]\nseq_len = 32\n"), ("a.json", '{"steps": 9, "data": {"seq_len": 32}}')],
+)
+def test_files_may_be_toml_or_json(capsys, tmp_path, trained, name, text):
+    (tmp_path / name).write_text(text)
+    run(capsys, "train", f"--config={tmp_path / name}")
+    assert (trained[0].steps, trained[0].data.seq_len) == (9, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "setps: 3\n", "unknown configuration key 'setps': did you mean 'steps'?"),
+        ("a.yaml", "steps: [\n", "is not valid YAML"),
+        ("a.toml", "steps\n", "is not valid TOML"),
+        ("a.yaml", "- 1\n", "holds a list: expected keys and values"),
+        ("a.ini", "steps=1", "must end in .yaml"),
+    ],
+)
+def test_a_broken_file_is_named(capsys, tmp_path, trained, name, text, message):
+    (tmp_path / name).write_text(text)
+    code, _, err = run(capsys, "train", "--config", str(tmp_path / name))
+    assert code == 2
+    assert message in err
+    assert not trained
+
+
+def test_compare_without_options_is_the_demo(capsys, compared):
+    assert run(capsys, "compare")[0] == 0
+    (config,) = compared
+    assert config.variants == ["standard", "rescaled", "block", "full"]
+    assert (config.seeds, config.base.model.size, config.base.data.source) == ([0], "nano", "stdlib")
+    assert type(config.base) is TrainConfig
+
+
+def test_compare_takes_lists_and_a_file(capsys, tmp_path, compared):
+    path = tmp_path / "study.yaml"
+    path.write_text(
+        "variants: [standard, 'block:num_blocks=6']\nseeds: [0, 1, 2]\nsteps: 30\njobs: 2\nlrs: [1e-3, 2e-3]\n"
+    )
+    run(capsys, "compare", "--config", str(path), "--seeds", "4", "5", "--data.seq-len", "64")
+    (config,) = compared
+    assert config.variants == ["standard", "block:num_blocks=6"]
+    assert (config.seeds, config.jobs, config.lrs) == ([4, 5], 2, [0.001, 0.002])
+    assert (config.base.steps, config.base.data.seq_len) == (30, 64)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("variants: block\n", "expected a list of str"),
+        ("seeds: [a]\n", "expected a list of int"),
+        ("lrs: [fast]\n", "expected a list of float"),
+        ("jobs: two\n", "expected a number"),
+        ("seed: 3\n", "give seeds, a list"),
+        ("model: {residual: full}\n", "model.residual in a comparison belongs to a variant"),
+    ],
+)
+def test_a_file_for_one_run_is_not_taken_for_a_comparison(capsys, tmp_path, compared, text, message):
+    (tmp_path / "a.yaml").write_text(text)
+    code, _, err = run(capsys, "compare", "--config", str(tmp_path / "a.yaml"))
+    assert (code, compared) == (2, [])
+    assert message in err
+
+
+def test_help_and_version(capsys):
+    assert run(capsys, "--version") == (0, f"attnres {attnres.__version__}\n", "")
+    for arguments in ([], ["--help"], ["help"]):
+        code, out, _ = run(capsys, *arguments)
+        assert code == 0
+        assert all(name in out for name in cli.COMMANDS)
+    code, out, _ = run(capsys, "compare", "--help")
+    assert code == 0
+    assert out.index("--variants") < out.index("--steps")
+    assert "--seed " not in out
+
+
+def test_help_loads_no_heavy_library():
+    script = (
+        "import sys; from attnres.cli import main; main(['--help'])\n"
+        "heavy = {'transformers', 'matplotlib', 'pyarrow', 'datasets', 'tokenizers'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+
+
+def test_an_interruption_has_its_own_status(capsys, monkeypatch):
+    from attnres.train.interrupt import Interrupted
+
+    def stop(error):
+        def train(config, *, progress):
+            raise error
+
+        return train
+
+    monkeypatch.setattr("attnres.train.train", stop(Interrupted("stopped at step 3", 143)))
+    assert run(capsys, "train") == (143, "", "attnres: stopped at step 3\n")
+    monkeypatch.setattr("attnres.train.train", stop(KeyboardInterrupt()))
+    assert run(capsys, "train")[0] == 130
+
+
+def test_a_run_started_by_a_comparison_leaves_its_error_in_the_file(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNRES_ERROR_FILE", str(tmp_path / "error"))
+    assert run(capsys, "train", "--steps", "x") == (2, "", "")
+    assert "Error parsing --steps" in (tmp_path / "error").read_text()
+
+
+def test_other_exceptions_are_not_hidden(monkeypatch):
+    def train(config, *, progress):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr("attnres.train.train", train)
+    with pytest.raises(RuntimeError, match="a bug"):
+        cli.main(["train"])
+
+
+def test_prepare_says_what_it_made(capsys, tmp_path):
+    (tmp_path / "text.txt").write_text("a few words, again and again\n" * 200)
+    out = tmp_path / "shards"
+    source = str(tmp_path / "text.txt")
+    code, said, _ = run(capsys, "prepare", "--source", source, "--tokenizer", "bpe:270", "--out", str(out))
+    assert code == 0
+    assert "train: " in said
+    assert str(out) in said
+    assert (out / "header.json").exists()
+
+
+def test_report_prints_the_table_and_writes_beside_the_runs(capsys, tmp_path):
+    folder = tmp_path / "full-seed0"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model": {"residual": "full"}, "seed": 0}))
+    code, out, _ = run(capsys, "report", str(tmp_path))
+    assert code == 0
+    assert "full" in out
+    assert "No variant has finished yet" in out
+    assert (tmp_path / "report.html").exists()
