@@ -1,6 +1,6 @@
 """What a forward (and backward) pass really did: magnitudes by depth, and where each read came from."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -90,7 +90,7 @@ def _sum_of_squares(x: Tensor) -> float:
 
 
 @contextmanager
-def record(model: nn.Module) -> Iterator[Trace]:
+def record(model: nn.Module) -> Generator[Trace]:
     """Record what `model`'s residual does while the block runs; logits and gradients stay bit for bit the same.
 
     >>> with record(model) as trace:  # doctest: +SKIP

@@ -29,7 +29,7 @@ class ResidualConfigMixin:
     hidden_size: int
 
     def __post_init__(self, **kwargs: Any) -> None:
-        super().__post_init__(**kwargs)  # ty: ignore[unresolved-attribute]
+        super().__post_init__(**kwargs)  # ty: ignore[missing-attribute]
         stray = sorted(_SETTING_NAMES & set(kwargs) | _SETTING_NAMES & set(vars(self)))
         if stray:
             raise UserError(f"config field '{stray[0]}' is a setting of a residual: put it into residual_settings")
@@ -43,15 +43,24 @@ class ResidualConfigMixin:
 
 def _start_stream(residual: Residual, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     if not args:
-        raise TypeError(f"{type(layer).__name__} was called without a positional hidden state: its family cannot stream")
+        raise TypeError(
+            f"{type(layer).__name__} was called without a positional hidden state: its family cannot stream"
+        )
     return (Stream.start(residual, args[0]), *args[1:])
+
+
+def _show_hidden_states(base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """With `output_hidden_states`, streams become vectors: the running sum, as for a plain model."""
+    states = getattr(output, "hidden_states", None)
+    if states is not None:
+        output.hidden_states = tuple(s.hidden_state() if isinstance(s, Stream) else s for s in states)
 
 
 class DepthMixin(PreTrainedModel):
     """A causal language model whose hidden state is a depth stream; mixed in front of the family's own class."""
 
     family: Family
-    _keep_in_fp32_modules_strict = ["residual"]
+    _keep_in_fp32_modules_strict = ["residual"]  # noqa: RUF012
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -65,6 +74,7 @@ class DepthMixin(PreTrainedModel):
                 make_reading(getattr(layer, name))
         make_reading(getattr(base, self.family.final_norm))
         layers[0].register_forward_pre_hook(functools.partial(_start_stream, self.residual))
+        base.register_forward_hook(_show_hidden_states)
         self._scale_branches(layers)
 
     def _scale_branches(self, layers: nn.ModuleList) -> None:
@@ -75,7 +85,7 @@ class DepthMixin(PreTrainedModel):
             for layer in layers:
                 for path in self.family.branch_weights:
                     name, _, part = path.partition("[")
-                    weight = layer.get_submodule(name).weight
+                    weight: Tensor = layer.get_parameter(f"{name}.weight")
                     if weight.is_meta:  # a checkpoint's values are about to be loaded
                         return
                     (weight[:, weight.shape[1] * 2 // 3 :] if part else weight).mul_(scale)
@@ -87,7 +97,9 @@ class DepthMixin(PreTrainedModel):
         else:
             super()._init_weights(module)
 
-    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func: Any = None, **kw: Any) -> None:
+    def _set_gradient_checkpointing(  # ty: ignore[incompatible-method-override]
+        self, enable: bool = True, gradient_checkpointing_func: Any = None, **kw: Any
+    ) -> None:
         options = getattr(gradient_checkpointing_func, "keywords", {})
         if enable and options.get("use_reentrant"):
             raise UserError(

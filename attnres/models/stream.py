@@ -4,8 +4,9 @@ A pre-norm layer's own code already says the two verbs, so no layer is copied or
 becomes a `Stream`, each pre-norm reads when it is given one, and the residual additions write.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +47,9 @@ class Stream:
     def __add__(self, output: Tensor) -> "Stream":
         state, self._after_read = self._after_read, None
         if state is None:
-            raise TypeError(f"sublayer {self.index} wrote before it read: is each of its pre-norms named in its family?")
+            raise TypeError(
+                f"sublayer {self.index} wrote before it read: is each of its pre-norms named in its family?"
+            )
         if self.residual.observer is not None:
             self.residual.observer.on_write(self.index, output)
         return Stream(self.residual, self.residual.write(state, self.index, output), self.index + 1, self.like)
@@ -61,6 +64,10 @@ class Stream:
             raise TypeError(f"a depth stream was given to torch's '{name}': layers may only norm it and add to it")
         left, right = args
         return left.__add__(right) if isinstance(left, Stream) else right.__add__(left)
+
+    def hidden_state(self) -> Tensor:
+        """The stream as one vector a token, for those who look at hidden states."""
+        return self.residual.hidden_state(self.state)
 
     # What decoders ask of a hidden state besides.
     @property
@@ -102,7 +109,7 @@ def describe_norm(module: nn.Module, like: Tensor) -> Norm | nn.Module:
         return Norm(module.weight, module.bias, module.eps, center=True, out_dtype=out_dtype)
     eps = getattr(module, "variance_epsilon", None)  # the RMSNorm that most families copy from each other
     if eps is not None:
-        return Norm(module.weight, None, eps, out_dtype=out_dtype)
+        return Norm(cast(Tensor, module.weight), None, eps, out_dtype=out_dtype)
     return module
 
 
@@ -115,8 +122,14 @@ class _ReadingNorm(nn.Module):
         return super().forward(hidden_states)
 
 
+@functools.cache
+def _reading_class(cls: type[nn.Module]) -> type[nn.Module]:
+    bases: tuple[type, ...] = (_ReadingNorm, cls)
+    return type(f"Reading{cls.__name__}", bases, {"__module__": __name__})
+
+
 def make_reading(norm: nn.Module) -> None:
     """Let this norm read streams. Its parameters, name and behaviour on tensors stay as they are."""
     cls = type(norm)
     if not issubclass(cls, _ReadingNorm):
-        norm.__class__ = type(f"Reading{cls.__name__}", (_ReadingNorm, cls), {"__module__": __name__})
+        norm.__class__ = _reading_class(cls)

@@ -46,7 +46,9 @@ def _processor() -> str:
 def _torch_openmp() -> list[str]:
     """Torch's own OpenMP runtime: a second one in the process would fight it for the cores."""
     root = Path(torch.__file__).parent
-    return sorted(str(path) for folder in (root / "lib", root.parent / "torch.libs") for path in folder.glob("libgomp*"))
+    return sorted(
+        str(path) for folder in (root / "lib", root.parent / "torch.libs") for path in folder.glob("libgomp*")
+    )
 
 
 def _build(target: Path, compiler: str) -> None:

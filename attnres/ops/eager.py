@@ -1,7 +1,7 @@
 """The arithmetic of both phases and of their backward, in plain torch: any device, any floating dtype.
 
 This is the fallback of every faster backend, each of which is a module with these four functions. Shapes: T tokens,
-n sealed sources, k open sources, S reads, d width. Vectors may have any dtype; arithmetic is in that of `inv_rms`/`lse`.
+n sealed sources, k open sources, S reads, d width. Vectors may have any dtype; arithmetic is in that of `inv_rms`.
 """
 
 from collections.abc import Sequence

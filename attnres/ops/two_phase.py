@@ -179,7 +179,16 @@ def merge(
     plain = None if norm is None else norm._replace(weight=None, bias=None)
     with torch.autocast(output.device.type, enabled=False):
         x, h, joint, scores = _Merge.apply(
-            len(opens), dtype or lse.dtype, plain, weight, bias, query, output, lse, *_flat(opens), *_flat_scalars(inv_rms)
+            len(opens),
+            dtype or lse.dtype,
+            plain,
+            weight,
+            bias,
+            query,
+            output,
+            lse,
+            *_flat(opens),
+            *_flat_scalars(inv_rms),
         )
     if not opens:
         return Merged(x, output.detach(), lse.detach(), lse.new_empty(lse.shape[0], 0))

@@ -65,6 +65,10 @@ class Residual(nn.Module):
         """The normed input of the head."""
         raise NotImplementedError
 
+    def hidden_state(self, state: State) -> Tensor:
+        """The state as one vector (..., d), for `output_hidden_states`: of depth reads, the sum of all sources."""
+        raise NotImplementedError
+
     def normed(self, h: Tensor, index: int, norm: NormLike) -> Tensor:
         """norm(h) as read `index`, shown to the observer: for mechanisms whose read is not fused with its norm."""
         if self.observer is not None:

@@ -17,11 +17,12 @@ def resolve_block_size(num_sublayers: int, block_size: int | None, num_blocks: i
     """Sublayers per block from either setting; both count sublayers (attention and MLP), not transformer layers."""
     if block_size is not None and num_blocks is not None:
         raise UserError(f"both block_size={block_size} and num_blocks={num_blocks} are given: give one of them")
+    for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
+        if value is not None and type(value) is not int:
+            raise UserError(f"{name} is {value!r}: expected a whole number")
     if block_size is not None:
         if not 1 <= block_size <= num_sublayers:
-            raise UserError(
-                f"block_size is {block_size}: expected 1 to {num_sublayers} sublayers (a layer has two: attention, MLP)"
-            )
+            raise UserError(f"block_size is {block_size}: expected 1 to {num_sublayers} sublayers (a layer has two)")
         return block_size
     if num_blocks is None:
         return math.ceil(num_sublayers / DEFAULT_BLOCKS)
@@ -31,8 +32,8 @@ def resolve_block_size(num_sublayers: int, block_size: int | None, num_blocks: i
     made = math.ceil(num_sublayers / size)
     if made != num_blocks:
         raise UserError(
-            f"{num_sublayers} sublayers cannot be cut into num_blocks={num_blocks} blocks of one size (only the last may "
-            f"be shorter): blocks of {size} make {made}; choose another num_blocks or give block_size"
+            f"{num_sublayers} sublayers cannot be cut into num_blocks={num_blocks} blocks of one size (only the last "
+            f"may be shorter): blocks of {size} make {made}; choose another num_blocks or give block_size"
         )
     return size
 

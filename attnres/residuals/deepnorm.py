@@ -35,5 +35,8 @@ class DeepNorm(Residual):
     def write(self, state: Tensor, index: int, output: Tensor) -> Tensor:
         return state * self.num_sublayers**0.25 + output
 
+    def hidden_state(self, state: Tensor) -> Tensor:
+        return state
+
     def finish(self, state: Tensor, norm: NormLike) -> Tensor:
         return self.normed(state, self.num_sublayers, norm)

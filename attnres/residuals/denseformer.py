@@ -16,7 +16,9 @@ class Layers(NamedTuple):
 
 
 class DenseFormer(Residual):
-    """After layer i (two sublayers): y_i = sum_{j <= i} a_ij x_j, x_0 the embedding, x_j the output of layer j on y_{j-1}.
+    """After layer i (two sublayers): y_i = sum_{j <= i} a_ij x_j.
+
+    x_0 is the embedding and x_j the output of layer j, whose input was y_{j-1}.
 
     `mix` is (M, M+1) for M layers; row i uses its first i+2 entries. It starts at [0 .. 0, 1]: a standard residual.
 
@@ -53,6 +55,9 @@ class DenseFormer(Residual):
             for j in range(1, len(past)):
                 mixed = torch.addcmul(mixed, past[j], row[j])
         return Layers(mixed, past)
+
+    def hidden_state(self, state: Layers) -> Tensor:
+        return state.stream
 
     def finish(self, state: Layers, norm: NormLike) -> Tensor:
         return self.normed(state.stream, self.num_sublayers, norm)

@@ -122,5 +122,11 @@ class DepthAttention(Residual):
             return state._replace(open=opens, open_inv_rms=inv_rms)
         return self._begin_group(state.sealed + opens, state.sealed_inv_rms + inv_rms, index + 1)
 
+    def hidden_state(self, state: DepthState) -> Tensor:
+        total = state.sealed[0]
+        for source in state.sealed[1:] + state.open:
+            total = total + source
+        return total
+
     def finish(self, state: DepthState, norm: NormLike) -> Tensor:
         return self.read(state, self.num_sublayers, norm)[0]

@@ -7,14 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..ops import compute_dtype
 from .base import NormLike, Residual, full_precision
 
 
 class Streams(NamedTuple):
-    """The n streams (..., n, d), and after a read how much of the coming output each receives, (..., n)."""
+    """The n streams (..., n, d), and after a read how much of the coming output each receives: one tensor (..., n)."""
 
     streams: Tensor
-    beta: Tensor | None = None
+    beta: tuple[Tensor, ...] = ()
 
 
 class HyperConnections(Residual):
@@ -72,23 +73,28 @@ class HyperConnections(Residual):
         return Streams(embedding.unsqueeze(-2).expand(*embedding.shape[:-1], self.num_streams, self.width))
 
     def read(self, state: Streams, index: int, norm: NormLike) -> tuple[Tensor, Streams]:
-        streams = state.streams
+        streams = state.streams.to(compute_dtype(state.streams.dtype))
+
+        def own(parameter: Tensor) -> Tensor:
+            return parameter[index].to(streams.dtype)
+
         with full_precision(streams):
-            alpha = self.static_alpha[index].to(streams.dtype)
-            beta = self.static_beta[index].to(streams.dtype)
+            alpha, beta = own(self.static_alpha), own(self.static_beta)
             if self.dynamic:
-                keys = F.rms_norm(streams.float(), (self.width,), self.gain[index].float(), self.eps)
-                alpha = alpha + (self.alpha_scale[index] * torch.tanh(keys @ self.alpha_weight[index])).to(alpha.dtype)
-                beta = beta + (self.beta_scale[index] * torch.tanh(keys @ self.beta_weight[index])).squeeze(-1).to(
-                    beta.dtype
-                )
-            mixed = alpha.transpose(-1, -2) @ streams
+                keys = F.rms_norm(streams, (self.width,), own(self.gain), self.eps)
+                alpha = alpha + own(self.alpha_scale) * torch.tanh(keys @ own(self.alpha_weight))
+                beta = beta + own(self.beta_scale) * torch.tanh(keys @ own(self.beta_weight)).squeeze(-1)
+            mixed = (alpha.transpose(-1, -2) @ streams).to(state.streams.dtype)
+            beta = beta.to(state.streams.dtype)
         x = self.normed(mixed[..., 0, :], index, norm)
-        return x, Streams(mixed[..., 1:, :], beta)
+        return x, Streams(mixed[..., 1:, :], (beta,))
 
     def write(self, state: Streams, index: int, output: Tensor) -> Streams:
-        assert state.beta is not None, "a write follows its read"
-        return Streams(state.streams + state.beta.unsqueeze(-1) * output.unsqueeze(-2))
+        (beta,) = state.beta  # a write follows its read
+        return Streams(state.streams + beta.unsqueeze(-1) * output.unsqueeze(-2))
+
+    def hidden_state(self, state: Streams) -> Tensor:
+        return state.streams.sum(-2)
 
     def finish(self, state: Streams, norm: NormLike) -> Tensor:
         return self.normed(state.streams.sum(-2), self.num_sublayers, norm)

@@ -22,5 +22,8 @@ class Standard(Residual):
     def write(self, state: Tensor, index: int, output: Tensor) -> Tensor:
         return state + output
 
+    def hidden_state(self, state: Tensor) -> Tensor:
+        return state
+
     def finish(self, state: Tensor, norm: NormLike) -> Tensor:
         return self.normed(state, self.num_sublayers, norm)

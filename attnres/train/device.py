@@ -17,7 +17,7 @@ def tune(model: torch.nn.Module, device: torch.device, seq_len: int) -> None:
     (`benchmarks/results/attention_cpu.json`); on other devices the fused one is taken.
     """
     eager = device.type == "cpu" and seq_len <= EAGER_UP_TO
-    model.set_attn_implementation("eager" if eager else "sdpa")  # ty: ignore[call-non-callable]
+    model.set_attn_implementation("eager" if eager else "sdpa")  # ty: ignore[not-callable]
     if device.type == "cpu":
         keep_freed_memory()
 

@@ -16,16 +16,15 @@ def both_ways(n, k, reads, tokens, width, kind, seed, dtype=torch.float64):
     def draw(*shape):
         return torch.randn(*shape, dtype=torch.float64, generator=g).to(dtype).requires_grad_()
 
-    sources, queries, weight, bias = [draw(tokens, width) for _ in range(n + k)], draw(reads, width), draw(width), draw(width)
+    sources, queries = [draw(tokens, width) for _ in range(n + k)], draw(reads, width)
+    weight, bias = draw(width), draw(width)
     upstream = torch.randn(reads, tokens, width, dtype=torch.float64, generator=g).to(dtype)
     norm = {"none": None, "rms": Norm(weight, eps=1e-3), "layer": Norm(weight, bias, 1e-3, center=True)}[kind]
     leaves = [*sources, queries, *{"none": [], "rms": [weight], "layer": [weight, bias]}[kind]]
 
     inv_rms = [inverse_rms(source, 1e-6) for source in sources]
     sealed = read_sealed(sources[:n], inv_rms[:n], queries)
-    ours = [
-        merge(sealed.outputs[i], sealed.lse[i], sources[n:], inv_rms[n:], queries[i], norm).x for i in range(reads)
-    ]
+    ours = [merge(sealed.outputs[i], sealed.lse[i], sources[n:], inv_rms[n:], queries[i], norm).x for i in range(reads)]
 
     def one_pass(query):
         h, _ = depth_read_reference(sources, query)
@@ -34,9 +33,7 @@ def both_ways(n, k, reads, tokens, width, kind, seed, dtype=torch.float64):
         return F.layer_norm(h, (width,), weight, bias, 1e-3) if kind == "layer" else h
 
     expected = [one_pass(query) for query in queries]
-    return [
-        [*outs, *torch.autograd.grad(outs, leaves, list(upstream), retain_graph=True)] for outs in (ours, expected)
-    ]
+    return [[*outs, *torch.autograd.grad(outs, leaves, list(upstream), retain_graph=True)] for outs in (ours, expected)]
 
 
 @settings(max_examples=60, deadline=None)

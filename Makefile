@@ -1,0 +1,43 @@
+# make demo    set up, then compare the standard residual, its control, Block and Full on the text Python ships with
+# make test    set up from nothing, lint, types, tests
+# make bench   the speed of a training step, beside the standard residual and the naive read
+# make clean   remove the environment (runs/ stays)
+#
+# PYTHON picks another interpreter; PIP_ARGS is given to pip, e.g. an index with smaller builds of torch.
+
+PYTHON ?= python3
+PIP_ARGS ?=
+BIN := .venv/bin
+
+.PHONY: setup demo test lint types bench clean
+.DELETE_ON_ERROR:
+
+setup: .venv/ready
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "attnres needs Python 3.11 or later: $(PYTHON) is $$($(PYTHON) --version 2>&1); try make PYTHON=python3.12"; exit 2; }
+	@echo "setting up .venv (once)"
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+demo: .venv/ready
+	$(BIN)/attnres compare --out runs/demo
+	@echo "open runs/demo/report.html in a browser"
+
+lint: .venv/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/ready
+	$(BIN)/ty check
+
+test: lint types
+	$(BIN)/python -m pytest
+
+bench: .venv/ready
+	$(BIN)/python benchmarks/step.py
+
+clean:
+	rm -rf .venv build *.egg-info
