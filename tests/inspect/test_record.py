@@ -62,9 +62,7 @@ def test_magnitudes_are_root_mean_squares_of_what_sublayers_wrote_and_read():
     seen = {}
     layer.mlp.register_forward_hook(lambda _, args, out: seen.update(out=out))
     with record(model) as trace:
-        out = model(
-            input_ids=torch.arange(9).unsqueeze(0), use_cache=False, output_hidden_states=True
-        )
+        out = model(input_ids=torch.arange(9).unsqueeze(0), use_cache=False, output_hidden_states=True)
     assert trace.output_rms[3] == pytest.approx(seen["out"].pow(2).mean().sqrt().item(), rel=1e-5)
     assert trace.input_rms[2] == pytest.approx(out.hidden_states[1].pow(2).mean().sqrt().item(), rel=1e-5)
 

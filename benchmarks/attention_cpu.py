@@ -1,0 +1,57 @@
+"""Why training on a CPU takes plain attention for short sequences: the standard step with either implementation.
+
+python benchmarks/attention_cpu.py        # about two minutes; writes benchmarks/results/attention_cpu.json
+"""
+
+import statistics
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnres.files import write_json
+from attnres.models import build
+from attnres.train.device import keep_freed_memory
+from attnres.train.environment import describe
+from attnres.train.validate import token_losses
+
+ROUNDS = 8
+
+
+def precision(dtype: torch.dtype) -> torch.autocast:
+    return torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
+def main() -> None:
+    keep_freed_memory()
+    result: dict[str, Any] = {
+        "environment": describe(torch.device("cpu"), "fp32, bf16"),
+        "size": "nano",
+        "steps_ms": {},
+    }
+    for batch, length in ((8, 256), (4, 512), (2, 1024)):
+        model = build("nano", "standard", vocab_size=4096, max_positions=length)
+        ids = torch.randint(4096, (batch, length + 1), generator=torch.Generator().manual_seed(0))
+        for dtype in (torch.float32, torch.bfloat16):
+            times: dict[str, list[float]] = {"eager": [], "sdpa": []}
+            for turn in range(ROUNDS + 1):
+                for name, values in times.items():
+                    model.set_attn_implementation(name)  # ty: ignore[not-callable]
+                    began = time.perf_counter()
+                    losses = token_losses(model, ids[:, :-1], ids[:, 1:], partial(precision, dtype))
+                    losses.mean().backward()
+                    model.zero_grad()
+                    if turn:
+                        values.append(time.perf_counter() - began)
+            medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
+            result["steps_ms"][f"{batch}x{length} {str(dtype).removeprefix('torch.')}"] = medians
+            print(
+                f"{batch} x {length} {dtype}: " + ", ".join(f"{k} {v:.0f} ms" for k, v in medians.items()), flush=True
+            )
+    write_json(Path("benchmarks/results/attention_cpu.json"), result)
+
+
+if __name__ == "__main__":
+    main()
