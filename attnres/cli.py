@@ -18,7 +18,7 @@ import tyro
 
 from attnres.errors import UserError, unknown
 from attnres.flags import Hidden, Settings, Size, config_file, parse
-from attnres.train.config import ModelConfig, TrainConfig, from_dict
+from attnres.train.config import ModelConfig, OptimConfig, TrainConfig, from_dict
 
 HELP = """\
 usage: attnres [-h] [--version] COMMAND [OPTIONS]
@@ -59,6 +59,7 @@ class Train(TrainConfig):
     """Train one model. The run goes to a folder; Ctrl-C saves it and --resume continues it."""
 
     model: _Model = field(default_factory=_Model)  # ty: ignore[incompatible-mutable-override]
+    """Which model is trained."""
     config: str | None = None
     """YAML, TOML or JSON file with the same names; flags override it."""
     progress: bool = True
@@ -87,8 +88,8 @@ class _Comparison:
     """Every variant is trained with each; from three on the errors are over seeds."""
     lrs: tuple[float, ...] = ()
     """Train every variant at each of these learning rates."""
-    jobs: int = 1
-    """Runs trained at once, the processor's threads shared between them."""
+    jobs: int | None = None
+    """Runs trained at once, the processor's threads shared between them; none is one a core, at most four."""
     timing_s: float = 20.0
     """Seconds for timing the variants in turn at the end; 0 leaves it out."""
 
@@ -102,11 +103,14 @@ class Compare(TrainConfig, _Comparison):
 
     out: str | None = "runs/compare"
     """Folder of the comparison."""
-    steps: int = 400
+    steps: int = 800
     """Optimizer steps."""
-    val_every: int = 50
+    val_every: int = 100
     """Steps between validations (there is always one at the end)."""
     model: _SharedModel = field(default_factory=_SharedModel)  # ty: ignore[incompatible-mutable-override]
+    """Which model is trained, besides its residual."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(optimizer="muon", muon_lr=1e-2, lr=4e-3))
+    """How it is optimised."""
     config: str | None = None
     """YAML, TOML or JSON file with the same names; flags override it."""
     name: Hidden[str | None] = None

@@ -38,7 +38,7 @@ def main() -> None:
             times: dict[str, list[float]] = {"eager": [], "sdpa": []}
             for turn in range(ROUNDS + 1):
                 for name, values in times.items():
-                    model.set_attn_implementation(name)  # ty: ignore[not-callable]
+                    model.set_attn_implementation(name)
                     began = time.perf_counter()
                     losses = token_losses(model, ids[:, :-1], ids[:, 1:], partial(precision, dtype))
                     losses.mean().backward()

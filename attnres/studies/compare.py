@@ -20,7 +20,7 @@ from attnres.errors import UserError
 from attnres.files import read_json, write_json
 from attnres.report.runs import Study
 from attnres.report.show import show
-from attnres.studies.children import Child, run_children
+from attnres.studies.children import Child, available_cores, run_children
 from attnres.studies.speed import step_times
 from attnres.studies.variants import Variant, parse_variants
 from attnres.train.config import TrainConfig, check, resolve, to_dict
@@ -40,7 +40,7 @@ class CompareConfig:
     lrs: list[float] = field(default_factory=list)
     base: TrainConfig = field(default_factory=TrainConfig)
     out: str = "runs/compare"
-    jobs: int = 1
+    jobs: int | None = None
     timing_s: float = 20.0
 
 
@@ -88,9 +88,8 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
     if finished:
         say.print(f"{len(finished)} of {len(plan.runs)} runs are finished already", highlight=False)
     if children:
-        _train(
-            children, out, len(plan.runs), [float(s.get("wall_s") or 0) for s in finished.values()], config.jobs, say
-        )
+        jobs = config.jobs or _jobs(plan, vocabulary, len(children))
+        _train(children, out, len(plan.runs), [float(s.get("wall_s") or 0) for s in finished.values()], jobs, say)
     if config.timing_s > 0:
         _time(out, plan, vocabulary, config.timing_s, say)
     return show(out, out=out)
@@ -101,7 +100,7 @@ def make_plan(config: CompareConfig) -> Plan:
     base = config.base
     if not config.seeds or len(set(config.seeds)) < len(config.seeds) or min(config.seeds) < 0:
         raise UserError(f"seeds are {config.seeds}: expected different whole numbers from 0, e.g. 0 1 2")
-    if config.jobs < 1:
+    if config.jobs is not None and config.jobs < 1:
         raise UserError(f"jobs is {config.jobs}: expected 1 or more runs at a time")
     variants = {variant.label: variant for variant in parse_variants(config.variants, config.lrs)}
     device = ("cuda" if torch.cuda.is_available() else "cpu") if base.device == "auto" else base.device
@@ -183,6 +182,17 @@ def _prepare(base: TrainConfig, say: Console) -> int:
 
 
 # ------------------------------------------------------------------ training
+
+
+def _jobs(plan: Plan, vocabulary: int, waiting: int) -> int:
+    """Runs at once where none are asked for: on a CPU one a core (two small models on a thread each train faster than
+    one on two threads), as many as fit in memory and at most four; on a GPU one."""
+    if not next(iter(plan.runs.values())).device.startswith("cpu"):
+        return 1
+    jobs = min(available_cores(), 4, waiting)
+    while jobs > 1 and not _fits(jobs, plan, vocabulary):
+        jobs -= 1
+    return max(1, jobs)
 
 
 def _train(children: list[Child], out: Path, total: int, walls: list[float], jobs: int, say: Console) -> None:
@@ -294,7 +304,7 @@ def _time(out: Path, plan: Plan, vocabulary: int, seconds: float, say: Console) 
     if path.is_file() and read_json(path).get("key") == key:
         return
     labels = list(dict.fromkeys(kinds.values()))
-    if not _fits(labels, plan, vocabulary):
+    if not _fits(len(labels), plan, vocabulary):
         say.print("the models do not fit in memory together: no interleaved timing", highlight=False)
         return
     say.print(f"timing {len(labels)} variants in turn, about {duration(seconds)}", style="bold", highlight=False)
@@ -325,8 +335,8 @@ def _same_model(a: Variant, b: Variant) -> bool:
     return (a.residual, a.settings) == (b.residual, b.settings)
 
 
-def _fits(labels: list[str], plan: Plan, vocabulary: int) -> bool:
-    """Whether all models with gradients and AdamW's state (16 bytes a parameter) take at most half the free memory."""
+def _fits(models: int, plan: Plan, vocabulary: int) -> bool:
+    """Whether so many models with gradients and AdamW's state (16 bytes a parameter) take half the free memory at most."""
     from attnres.models import build
 
     run = next(iter(plan.runs.values()))
@@ -334,7 +344,7 @@ def _fits(labels: list[str], plan: Plan, vocabulary: int) -> bool:
         model = build(
             size=run.model.size, residual="standard", vocab_size=vocabulary, max_positions=run.data.seq_len, seed=0
         )
-    needed = 16 * sum(parameter.numel() for parameter in model.parameters()) * len(labels)
+    needed = 16 * sum(parameter.numel() for parameter in model.parameters()) * models
     if run.device.startswith("cuda"):
         return needed < torch.cuda.mem_get_info()[0] / 2
     try:
