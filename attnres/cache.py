@@ -1,4 +1,4 @@
-"""Where prepared data is kept between runs."""
+"""Where prepared data and compiled kernels are kept between runs."""
 
 import os
 from pathlib import Path

@@ -1,10 +1,12 @@
 """A model from a named size and a residual; a model from a folder."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import UserError, unknown
@@ -48,10 +50,40 @@ def build(
     # No special tokens: Transformers' defaults for a family are ids of its own tokenizer.
     fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **fields}
     fields |= {"vocab_size": vocab_size, FAMILIES[key].positions: max_positions}
-    config = config_class(residual=residual, residual_settings=dict(settings or {}), **fields)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return model_class(config)
+    _check_fields(config_class, fields)
+    try:
+        config = config_class(residual=residual, residual_settings=dict(settings or {}), **fields)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return model_class(config)
+    except UserError:
+        raise
+    except (ValueError, TypeError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
+        raise UserError(f"a {key} model of this size cannot be built: {_first_line(error)}") from error
+
+
+def _check_fields(config_class: Any, fields: Mapping[str, Any]) -> None:
+    """Refuse fields that the family does not have (its config would keep them and change nothing), and heads that do
+    not divide."""
+    known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    for name in fields:
+        if name not in known:
+            raise unknown("field of the model size", name, known)
+
+    def value(name: str) -> Any:
+        return fields.get(name, fields.get(config_class.attribute_map.get(name, name)))
+
+    width, heads, shared = value("hidden_size"), value("num_attention_heads"), value("num_key_value_heads")
+    if width and heads and not fields.get("head_dim") and width % heads:
+        raise UserError(f"hidden_size is {width} and num_attention_heads {heads}: the width must be divisible by them")
+    if heads and shared and heads % shared:
+        raise UserError(
+            f"num_attention_heads is {heads} and num_key_value_heads {shared}: the first must be a multiple"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def load(folder: str | Path, **kwargs: Any) -> PreTrainedModel:
@@ -69,9 +101,17 @@ def load(folder: str | Path, **kwargs: Any) -> PreTrainedModel:
             raise UserError(
                 f"{folder} holds a plain '{config.model_type}' model: expected one with a residual, saved by attnres"
             )
-        return AutoModelForCausalLM.from_pretrained(folder, config=config, **kwargs)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, use_safetensors=True, output_loading_info=True, **kwargs
+        )
     except UserError:
         raise
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"the model in {folder} cannot be loaded ({reason}): save or copy it again") from error
+        raise UserError(
+            f"the model in {folder} cannot be loaded ({_first_line(error)}): save or copy it again"
+        ) from error
+    model, info = loaded
+    if info["missing_keys"]:  # Transformers would draw them at random and go on
+        name, *others = sorted(info["missing_keys"])
+        raise UserError(f"the model in {folder} lacks '{name}' and {len(others)} other tensors: save or copy it again")
+    return model

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache import cache_dir
 from .eager import MergeGrads, MergeSaved
 from .norms import Norm
 
@@ -55,9 +56,16 @@ def _build(target: Path, compiler: str) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         built, obj = Path(folder) / "kernels.so", Path(folder) / "kernels.o"
-        subprocess.run([compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(obj)], check=True, capture_output=True)
+        subprocess.run(
+            [compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(obj)], check=True, capture_output=True, timeout=120
+        )
         link = [] if _torch_openmp() else ["-fopenmp"]
-        subprocess.run([compiler, "-shared", str(obj), *link, "-o", str(built), "-lm"], check=True, capture_output=True)
+        subprocess.run(
+            [compiler, "-shared", str(obj), *link, "-o", str(built), "-lm"],
+            check=True,
+            capture_output=True,
+            timeout=120,
+        )
         built.replace(target)
 
 
@@ -71,14 +79,13 @@ def load() -> Any:
         return None
     try:
         key = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), compiler.encode(), _processor().encode()]))
-        root = Path(os.environ.get("ATTNRES_CACHE", Path.home() / ".cache" / "attnres"))
-        target = root / "kernels" / f"{key.hexdigest()[:16]}.so"
+        target = cache_dir() / "kernels" / f"{key.hexdigest()[:16]}.so"
         if not target.exists():
             _build(target, compiler)
         for runtime in _torch_openmp():
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(target))
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, RuntimeError, subprocess.SubprocessError):  # no compiler, no home, no space: plain torch serves
         return None
 
 
@@ -129,11 +136,11 @@ def _unit(tensor: Tensor) -> Tensor:
 
 def read_sealed(
     queries: Tensor, sources: Sequence[Tensor], inv_rms: Sequence[Tensor]
-) -> tuple[list[Tensor], Tensor, Tensor]:
+) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
     """As `eager.read_sealed`."""
     (tokens, d), n, reads = sources[0].shape, len(sources), queries.shape[0]
     new = queries.new_empty
-    lse, logits = new(reads, tokens), new(tokens, n, reads)
+    top, total, logits = new(reads, tokens), new(reads, tokens), new(tokens, n, reads)
     outputs = [new(tokens, d) for _ in range(reads)]  # apart: what one read keeps must not keep the others alive
     threads = _threads(tokens)
     values, weights = new(threads, n, d), new(threads, n, reads)
@@ -142,12 +149,12 @@ def read_sealed(
         *_sizes(tokens, n, reads, d),
         _rows(sources),
         _pointers(inv_rms),
-        *map(_pointer, (queries, logits, lse)),
+        *map(_pointer, (queries, logits, top, total)),
         _pointers(outputs),
         *map(_pointer, (values, weights)),
         threads,
     )
-    return outputs, lse, logits
+    return outputs, top, total, logits
 
 
 def read_sealed_backward(
@@ -156,7 +163,7 @@ def read_sealed_backward(
     inv_rms: Sequence[Tensor],
     logits: Tensor,
     grads: Sequence[Tensor],
-    dlse: Sequence[Tensor],
+    dtop: Sequence[Tensor],
 ) -> tuple[Tensor, list[Tensor]]:
     """As `eager.read_sealed_backward`."""
     (tokens, d), n, reads = sources[0].shape, len(sources), queries.shape[0]
@@ -165,7 +172,7 @@ def read_sealed_backward(
     workspace = queries.new_empty(threads, (n + reads) * d + 2 * n * reads + n)
     dsources = [torch.empty_like(source, memory_format=torch.contiguous_format) for source in sources]
     queries = queries.contiguous()
-    inv_rms, dlse = [r.contiguous() for r in inv_rms], [x.contiguous() for x in dlse]
+    inv_rms, dtop = [r.contiguous() for r in inv_rms], [x.contiguous() for x in dtop]
     grads = [_unit(grad) for grad in grads]
     load().attnres_read_sealed_backward(
         *_sizes(tokens, n, reads, d),
@@ -173,7 +180,7 @@ def read_sealed_backward(
         _pointers(inv_rms),
         *map(_pointer, (queries, logits)),
         _rows(grads),
-        _pointers(dlse),
+        _pointers(dtop),
         _rows(dsources),
         *map(_pointer, (dqueries, workspace)),
         threads,
@@ -190,7 +197,8 @@ def merge(
     inv_rms: Sequence[Tensor],
     query: Tensor | None,
     output: Tensor,
-    lse: Tensor | None,
+    top: Tensor | None,
+    total: Tensor | None,
     norm: Norm | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, MergeSaved]:
@@ -199,32 +207,32 @@ def merge(
     new = functools.partial(torch.empty, dtype=torch.float32)
     if not k:
         if norm is None:
-            return output.to(dtype), MergeSaved(output, None, lse, None)
+            return output.to(dtype), MergeSaved(output)
         output = output.to(dtype)
     h = output if not k else new(tokens, d) if norm is None else torch.empty(tokens, d, dtype=dtype)
     x = h if norm is None else torch.empty(tokens, d, dtype=norm.out_dtype or dtype)
     rstd = None if norm is None else new(tokens)
-    joint, scores = (new(tokens), new(tokens, k)) if k else (lse, None)
+    weights, sealed, scores = (new(tokens, k), new(tokens), new(tokens, k)) if k else (None, None, None)
     threads = _threads(tokens)
-    workspace = new(threads, (k + 1) * d + k)
+    workspace = new(threads, (k + 1) * d)
     weight, bias = (None, None) if norm is None else (_float(norm.weight), _float(norm.bias))
-    lse, inv_rms = _float(lse), [r.contiguous() for r in inv_rms]
-    query = _float(query)
+    top, total, query = _float(top), _float(total), _float(query)
+    inv_rms = [r.contiguous() for r in inv_rms]
     load().attnres_merge(
         *_sizes(tokens, k, d),
         _rows(opens),
         _pointers(inv_rms),
         _pointer(query),
         _rows([output]),
-        _pointer(lse),
+        *map(_pointer, (top, total)),
         _kind(norm),
         ctypes.c_float(0.0 if norm is None else norm.eps),
         *map(_pointer, (weight, bias)),
         *map(_rows, ([h], [x])),
-        *map(_pointer, (rstd, joint, scores, workspace)),
+        *map(_pointer, (rstd, weights, sealed, scores, workspace)),
         threads,
     )
-    return x if norm is not None else x.to(dtype), MergeSaved(h, rstd, joint, scores)
+    return x if norm is not None else x.to(dtype), MergeSaved(h, rstd, weights, sealed, scores)
 
 
 def merge_backward(
@@ -232,7 +240,6 @@ def merge_backward(
     opens: Sequence[Tensor],
     inv_rms: Sequence[Tensor],
     query: Tensor | None,
-    lse: Tensor | None,
     norm: Norm | None,
     saved: MergeSaved,
 ) -> MergeGrads:
@@ -240,25 +247,24 @@ def merge_backward(
     (tokens, d), k = saved.h.shape, len(opens)
     threads = _threads(tokens)
     new = functools.partial(torch.empty, dtype=torch.float32)
-    doutput = torch.empty(tokens, d, dtype=torch.float32 if lse is not None else saved.h.dtype)
-    dlse = None if lse is None else new(tokens)
+    doutput, dtop = new(tokens, d), new(tokens)
     dopens = [torch.empty_like(source, memory_format=torch.contiguous_format) for source in opens]
     dvectors = torch.zeros(threads, 3, d)
     workspace = new(threads, d)
     weight = None if norm is None else _float(norm.weight)
-    lse, query, inv_rms, grad = _float(lse), _float(query), [r.contiguous() for r in inv_rms], _unit(grad)
+    query, inv_rms, grad = _float(query), [r.contiguous() for r in inv_rms], _unit(grad)
     load().attnres_merge_backward(
         *_sizes(tokens, k, d),
         _rows(opens),
         _pointers(inv_rms),
-        *map(_pointer, (query, lse, saved.joint, saved.scores)),
+        *map(_pointer, (query, saved.weights, saved.sealed, saved.scores)),
         _kind(norm),
         ctypes.c_float(0.0 if norm is None else norm.eps),
         _pointer(weight),
         _rows([saved.h]),
         _pointer(saved.rstd),
         *map(_rows, ([grad], [doutput])),
-        _pointer(dlse),
+        _pointer(dtop),
         _rows(dopens),
         *map(_pointer, (dvectors, workspace)),
         threads,
@@ -266,7 +272,7 @@ def merge_backward(
     dquery, dweight, dbias = dvectors.sum(0).unbind(0)
     return MergeGrads(
         doutput,
-        dlse,
+        dtop,
         dopens,
         dquery if k else None,
         dweight if norm is not None and norm.weight is not None else None,

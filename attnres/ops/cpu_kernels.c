@@ -68,20 +68,23 @@ static inline void dots(const float *v, const float *m, int64_t S, int64_t d, fl
     }
 }
 
-/* p = softmax of s over its first axis, both (n, S); its log-sum-exp too, if wanted. */
-static inline void softmax(const float *s, float *p, int64_t n, int64_t S, float *lse, int64_t stride) {
+/* p = softmax of s over its first axis, both (n, S); its largest logit and sum too, if wanted. */
+static inline void softmax(const float *s, float *p, int64_t n, int64_t S, float *tops, float *totals, int64_t stride) {
     for (int64_t l = 0; l < S; l++) {
         float top = s[l], total = 0;
         for (int64_t j = 1; j < n; j++) top = fmaxf(top, s[j * S + l]);
         for (int64_t j = 0; j < n; j++) total += (p[j * S + l] = expf(s[j * S + l] - top));
         for (int64_t j = 0; j < n; j++) p[j * S + l] /= total;
-        if (lse) lse[l * stride] = top + logf(total);
+        if (tops) {
+            tops[l * stride] = top;
+            totals[l * stride] = total;
+        }
     }
 }
 
 /* Phase 1. values: workspace (threads, n, d); weights: workspace (threads, n, S). */
 void attnres_read_sealed(int64_t T, int64_t n, int64_t S, int64_t d, const rows *sources, float *const *inv_rms,
-                         const float *queries, float *logits, float *lse, float *const *outputs,
+                         const float *queries, float *logits, float *tops, float *totals, float *const *outputs,
                          float *values, float *weights, int threads) {
 #pragma omp parallel num_threads(threads)
     {
@@ -95,7 +98,7 @@ void attnres_read_sealed(int64_t T, int64_t n, int64_t S, int64_t d, const rows 
                 dots(v + j * d, queries, S, d, s + j * S);
                 for (int64_t l = 0; l < S; l++) s[j * S + l] *= inv_rms[j][t];
             }
-            softmax(s, p, n, S, lse + t, T);
+            softmax(s, p, n, S, tops + t, totals + t, T);
             for (int64_t i = 0; i < d; i += W) {
                 int64_t l = 0;
                 for (; l + 4 <= S; l += 4) {
@@ -119,11 +122,11 @@ void attnres_read_sealed(int64_t T, int64_t n, int64_t S, int64_t d, const rows 
     }
 }
 
-/* Backward of phase 1: every source's gradient in one pass. grads: S rows; dlse: (S, T), see two_phase.py for its
+/* Backward of phase 1: every source's gradient in one pass. grads: S rows; dtop: (S, T), see two_phase.py for its
  * meaning; dqueries: (threads, S, d), zeroed; workspace: (threads, (n + S) d + 2 n S + n). */
 void attnres_read_sealed_backward(int64_t T, int64_t n, int64_t S, int64_t d, const rows *sources, float *const *inv_rms,
                                   const float *queries, const float *logits, const rows *grads,
-                                  float *const *dlse, const rows *dsources, float *dqueries, float *workspace,
+                                  float *const *dtop, const rows *dsources, float *dqueries, float *workspace,
                                   int threads) {
 #pragma omp parallel num_threads(threads)
     {
@@ -136,13 +139,13 @@ void attnres_read_sealed_backward(int64_t T, int64_t n, int64_t S, int64_t d, co
             for (int64_t l = 0; l < S; l++)
                 for (int64_t i = 0; i < d; i += W) *(vec *)(dh + l * d + i) = load(&grads[l], t, i);
             const float *s = logits + t * n * S;
-            softmax(s, p, n, S, NULL, 0);
+            softmax(s, p, n, S, NULL, NULL, 0);
             for (int64_t j = 0; j < n; j++) {
                 for (int64_t i = 0; i < d; i += W) *(vec *)(v + j * d + i) = load(&sources[j], t, i);
                 dots(v + j * d, dh, S, d, c + j * S);
                 float r = inv_rms[j][t], total = 0;
                 for (int64_t l = 0; l < S; l++) {
-                    float ds = p[j * S + l] * (c[j * S + l] + dlse[l][t]);
+                    float ds = p[j * S + l] * (c[j * S + l] + dtop[l][t]);
                     c[j * S + l] = ds * r;
                     total += ds * s[j * S + l];
                 }
@@ -166,20 +169,21 @@ void attnres_read_sealed_backward(int64_t T, int64_t n, int64_t S, int64_t d, co
 }
 
 /* Phase 2 and the norm. kind: 0 no norm (x is not written), 1 RMSNorm, 2 LayerNorm. With k = 0, h is `output` and is
- * not written. rstd: (T); scores: (T, k); workspace: (threads, (k + 1) d + k). */
+ * not written. top, total: (T), of the sealed sources' logits. rstd, sealed: (T); weights, scores: (T, k);
+ * workspace: (threads, (k + 1) d). */
 void attnres_merge(int64_t T, int64_t k, int64_t d, const rows *opens, float *const *inv_rms, const float *query,
-                   const rows *output, const float *lse, int kind, float eps, const float *weight, const float *bias,
-                   const rows *h, const rows *x, float *rstd, float *joint, float *scores, float *workspace,
-                   int threads) {
+                   const rows *output, const float *top, const float *total, int kind, float eps, const float *weight,
+                   const float *bias, const rows *h, const rows *x, float *rstd, float *weights, float *sealed,
+                   float *scores, float *workspace, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         int64_t from, to;
         range(T, &from, &to);
-        float *v = workspace + omp_get_thread_num() * ((k + 1) * d + k), *row = v + k * d, *p = row + d;
+        float *v = workspace + omp_get_thread_num() * (k + 1) * d, *row = v + k * d;
         for (int64_t t = from; t < to; t++) {
-            float sealed = 1;
+            float *p = k ? weights + t * k : NULL, rest = 1;
             if (k) {
-                float top = lse[t], total;
+                float joint = top[t], whole;
                 for (int64_t j = 0; j < k; j++) {
                     vec a = {0};
                     for (int64_t i = 0; i < d; i += W) {
@@ -189,19 +193,18 @@ void attnres_merge(int64_t T, int64_t k, int64_t d, const rows *opens, float *co
                     }
                     float s = sum(a) * inv_rms[j][t];
                     scores[t * k + j] = s;
-                    top = fmaxf(top, s);
+                    joint = fmaxf(joint, s);
                 }
-                sealed = total = expf(lse[t] - top);
-                for (int64_t j = 0; j < k; j++) total += (p[j] = expf(scores[t * k + j] - top));
-                for (int64_t j = 0; j < k; j++) p[j] /= total;
-                sealed /= total;
-                joint[t] = top + logf(total);
+                rest = whole = total[t] * expf(top[t] - joint);
+                for (int64_t j = 0; j < k; j++) whole += (p[j] = expf(scores[t * k + j] - joint));
+                for (int64_t j = 0; j < k; j++) p[j] /= whole;
+                sealed[t] = rest /= whole;
             }
             vec squares = {0}, mean = {0};
             for (int64_t i = 0; i < d; i += W) {
                 vec y = load(output, t, i);
                 if (k) {
-                    y *= sealed;
+                    y *= rest;
                     for (int64_t j = 0; j < k; j++) y += *(vec *)(v + j * d + i) * p[j];
                     store(h, t, i, y);
                     if (h->bf16) y = load(h, t, i);
@@ -230,12 +233,12 @@ void attnres_merge(int64_t T, int64_t k, int64_t d, const rows *opens, float *co
     }
 }
 
-/* Backward of the norm and of phase 2. doutput, dlse: for phase 1 (dlse NULL: a norm alone). dvectors: (threads, 3, d),
+/* Backward of the norm and of phase 2. doutput, dtop: for phase 1 (dtop NULL: a norm alone). dvectors: (threads, 3, d),
  * zeroed: dquery, dweight, dbias. workspace: (threads, d). */
 void attnres_merge_backward(int64_t T, int64_t k, int64_t d, const rows *opens, float *const *inv_rms,
-                            const float *query, const float *lse, const float *joint, const float *scores, int kind,
-                            float eps, const float *weight, const rows *h, const float *rstd, const rows *grad,
-                            const rows *doutput, float *dlse, const rows *dopens, float *dvectors, float *workspace,
+                            const float *query, const float *weights, const float *sealed, const float *scores,
+                            int kind, float eps, const float *weight, const rows *h, const float *rstd,
+                            const rows *grad, const rows *doutput, float *dtop, const rows *dopens, float *dvectors, float *workspace,
                             int threads) {
 #pragma omp parallel num_threads(threads)
     {
@@ -276,9 +279,9 @@ void attnres_merge_backward(int64_t T, int64_t k, int64_t d, const rows *opens, 
                 }
                 delta = sum(a);
             }
-            float sealed = k ? expf(lse[t] - joint[t]) : 1;
+            float rest = k ? sealed[t] : 1;
             for (int64_t j = 0; j < k; j++) {
-                float p = expf(scores[t * k + j] - joint[t]), r = inv_rms[j][t];
+                float p = weights[t * k + j], r = inv_rms[j][t];
                 vec a = {0};
                 for (int64_t i = 0; i < d; i += W) a += *(vec *)(dh + i) * load(&opens[j], t, i);
                 float along = p * (sum(a) - delta) * r, value = along * r * scores[t * k + j] / d;
@@ -288,8 +291,8 @@ void attnres_merge_backward(int64_t T, int64_t k, int64_t d, const rows *opens, 
                     store(&dopens[j], t, i, *(vec *)(dh + i) * p + *(const vec *)(query + i) * along - y * value);
                 }
             }
-            for (int64_t i = 0; i < d; i += W) store(doutput, t, i, *(vec *)(dh + i) * sealed);
-            if (dlse) dlse[t] = -sealed * delta;
+            for (int64_t i = 0; i < d; i += W) store(doutput, t, i, *(vec *)(dh + i) * rest);
+            if (dtop) dtop[t] = -rest * delta;
         }
     }
 }

@@ -11,9 +11,10 @@ p_j, logits s_j, r_j = 1/rms(v_j), the scaled query q = w * g and delta = <dh, h
     dv_j = p_j dh + ds_j r_j q - ds_j s_j r_j^2 v_j / d
     dq   = sum_j ds_j r_j v_j
 
-The two functions split this between them. `merge` hands back, for a phase-1 output o, (1 - p_open) dh, and for its
-log-sum-exp the scalar -(1 - p_open) delta, which is that of `lse` *and* the softmax's own -<do, o> in one: so the
-gradient of `lse` here is a private convention between the two, and neither is used without the other.
+The two functions split this between them. `merge` hands back, for a phase-1 output o, (1 - p_open) dh, and for the
+largest of its logits (`top`) the scalar -(1 - p_open) delta, which stands for what phase 2 knows of the softmax's own
+-<do, o>. So the gradient of `top` is a private convention between the two, `total` takes none, and neither function is
+used without the other.
 
 Shapes: T tokens (leading axes flattened), n sources, S reads, d width. All arithmetic is in the compute dtype (at
 least fp32), whatever the sources' dtypes are, also under autocast.
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from . import cpu, eager
 from .eager import MergeSaved
@@ -37,29 +39,31 @@ class SealedReads(NamedTuple):
 
     Attributes:
         outputs: S tensors (T, d), each read's mixture of the sealed sources.
-        lse: S tensors (T,), log-sum-exp of its logits.
-        logits: (T, n, S), no gradient; the weights are exp(logits - joint log-sum-exp).
+        top: S tensors (T,), the largest of its logits.
+        total: S tensors (T,), the sum of exp(logit - top); no gradient.
+        logits: (T, n, S), no gradient.
     """
 
     outputs: tuple[Tensor, ...]
-    lse: tuple[Tensor, ...]
+    top: tuple[Tensor, ...]
+    total: tuple[Tensor, ...]
     logits: Tensor
 
 
 class Merged(NamedTuple):
-    """A finished read. `h`, `lse` and `open_logits` carry no gradient and are there to be looked at.
+    """A finished read. All but `x` carry no gradient and are there to be looked at.
 
     Attributes:
         x: (T, d), the read after its norm (or the read itself without one).
         h: (T, d), the read before its norm.
-        lse: (T,), joint log-sum-exp over sealed and open sources.
-        open_logits: (T, k).
+        sealed: (T,), the weight of the sealed sources together; each one's is this times their softmax.
+        weights: (T, k), those of the open sources.
     """
 
     x: Tensor
     h: Tensor
-    lse: Tensor
-    open_logits: Tensor
+    sealed: Tensor
+    weights: Tensor
 
 
 def _backend(tensors: Sequence[Tensor], compute: torch.dtype, *made: torch.dtype) -> ModuleType:
@@ -75,13 +79,15 @@ class _ReadSealed(torch.autograd.Function):
         sources, inv_rms = rest[:n], rest[n:]
         queries = queries.to(inv_rms[0].dtype)
         backend = _backend(sources, queries.dtype)
-        outputs, lse, logits = backend.read_sealed(queries, sources, inv_rms)
+        outputs, top, total, logits = backend.read_sealed(queries, sources, inv_rms)
         ctx.save_for_backward(queries, logits, *rest)
         ctx.n, ctx.backend = n, backend
-        ctx.mark_non_differentiable(logits)
-        return (*outputs, *lse.unbind(0), logits)
+        totals = total.unbind(0)
+        ctx.mark_non_differentiable(logits, *totals)
+        return (*outputs, *top.unbind(0), *totals, logits)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         queries, logits, *rest = ctx.saved_tensors
         sources, inv_rms = rest[: ctx.n], rest[ctx.n :]
@@ -103,34 +109,39 @@ class _Merge(torch.autograd.Function):
         bias: Tensor | None,
         query: Tensor | None,
         output: Tensor,
-        lse: Tensor | None,
+        top: Tensor | None,
+        total: Tensor | None,
         *rest: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         opens, inv_rms = rest[:k], rest[k:]
         if norm is not None:
             norm = norm._replace(weight=weight, bias=bias)
-        if query is not None and lse is not None:
-            query = query.to(lse.dtype)
+        if query is not None and top is not None:
+            query = query.to(top.dtype)
         out_dtype = dtype if norm is None else norm.out_dtype or dtype
         backend = _backend((output, *opens), compute_dtype(output.dtype), dtype, out_dtype)
-        x, saved = backend.merge(opens, inv_rms, query, output, lse, norm, dtype)
-        ctx.save_for_backward(weight, bias, query, lse, *saved, *rest)
+        x, saved = backend.merge(opens, inv_rms, query, output, top, total, norm, dtype)
+        ctx.save_for_backward(weight, bias, query, *saved, *rest)
         ctx.k, ctx.norm, ctx.backend = k, norm and norm._replace(weight=None, bias=None), backend
-        # What is only looked at: copies of nothing when it is an input, or x itself.
+        ctx.has_top = top is not None
+        # What is only looked at; empty where it is an input, x itself or known beforehand.
         none = output.new_empty(0)
         h = saved.h if k and norm is not None else none
-        joint, scores = (saved.joint, saved.scores) if k else (none.clone(), none.clone())
-        ctx.mark_non_differentiable(h, joint, scores)
-        return x.clone() if x is output else x, h, joint, scores
+        sealed, weights = (saved.sealed, saved.weights) if k else (none.clone(), none.clone())
+        ctx.mark_non_differentiable(h, sealed, weights)
+        return x.clone() if x is output else x, h, sealed, weights
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         k = ctx.k
-        weight, bias, query, lse, *rest = ctx.saved_tensors
-        saved, opens, inv_rms = MergeSaved(*rest[:4]), rest[4 : 4 + k], rest[4 + k :]
+        weight, bias, query, *rest = ctx.saved_tensors
+        count = len(MergeSaved._fields)
+        saved, opens, inv_rms = MergeSaved(*rest[:count]), rest[count : count + k], rest[count + k :]
         norm = ctx.norm and ctx.norm._replace(weight=weight, bias=bias)
-        d = ctx.backend.merge_backward(grads[0], opens, inv_rms, query, lse, norm, saved)
-        return (None, None, None, d.weight, d.bias, d.query, d.output, d.lse, *d.opens, *(None for _ in inv_rms))
+        d = ctx.backend.merge_backward(grads[0], opens, inv_rms, query, norm, saved)
+        dtop = d.top if ctx.has_top else None
+        return (None, None, None, d.weight, d.bias, d.query, d.output, dtop, None, *d.opens, *(None for _ in inv_rms))
 
 
 def _flat(sources: Sequence[Tensor]) -> list[Tensor]:
@@ -152,12 +163,13 @@ def read_sealed(sources: Sequence[Tensor], inv_rms: Sequence[Tensor], queries: T
     reads = queries.shape[0]
     with torch.autocast(sources[0].device.type, enabled=False):
         out = _ReadSealed.apply(queries, len(sources), *_flat(sources), *_flat_scalars(inv_rms))
-    return SealedReads(out[:reads], out[reads : 2 * reads], out[-1])
+    return SealedReads(out[:reads], out[reads : 2 * reads], out[2 * reads : 3 * reads], out[-1])
 
 
 def merge(
     output: Tensor,
-    lse: Tensor,
+    top: Tensor,
+    total: Tensor,
     opens: Sequence[Tensor],
     inv_rms: Sequence[Tensor],
     query: Tensor,
@@ -167,10 +179,10 @@ def merge(
 ) -> Merged:
     """Phase 2: finish one read with its k open sources (k may be 0), then its norm.
 
-        h = (1 - sum_j p_j) o + sum_j p_j v_j,    p = softmax over [lse, s_1 .. s_k],    x = norm(h)
+        h = (1 - sum_j p_j) o + sum_j p_j v_j,    p = softmax over [top + log(total), s_1 .. s_k],    x = norm(h)
 
     Args:
-        output, lse: (T, d) and (T,), one read of `read_sealed`.
+        output, top, total: (T, d), (T,) and (T,), one read of `read_sealed`.
         opens: k tensors (..., d); inv_rms: k tensors (...,); query: (d,), pseudo-query times key gain.
         norm: the norm that consumes the read; None returns h as x.
         dtype: h is rounded to this (the stream's own dtype) and kept so for backward; None keeps the compute dtype.
@@ -178,21 +190,22 @@ def merge(
     weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
     plain = None if norm is None else norm._replace(weight=None, bias=None)
     with torch.autocast(output.device.type, enabled=False):
-        x, h, joint, scores = _Merge.apply(
+        x, h, sealed, weights = _Merge.apply(
             len(opens),
-            dtype or lse.dtype,
+            dtype or top.dtype,
             plain,
             weight,
             bias,
             query,
             output,
-            lse,
+            top,
+            total,
             *_flat(opens),
             *_flat_scalars(inv_rms),
         )
     if not opens:
-        return Merged(x, output.detach(), lse.detach(), lse.new_empty(lse.shape[0], 0))
-    return Merged(x, x.detach() if norm is None else h, joint, scores)
+        return Merged(x, output.detach(), torch.ones_like(top), top.new_empty(top.shape[0], 0))
+    return Merged(x, x.detach() if norm is None else h, sealed, weights)
 
 
 def apply_norm(h: Tensor, norm: Norm) -> Tensor:
@@ -204,7 +217,7 @@ def apply_norm(h: Tensor, norm: Norm) -> Tensor:
     plain = norm._replace(weight=None, bias=None, out_dtype=norm.out_dtype or h.dtype)
     with torch.autocast(h.device.type, enabled=False):
         flat = h.reshape(-1, h.shape[-1])
-        return _Merge.apply(0, h.dtype, plain, norm.weight, norm.bias, None, flat, None)[0].view(h.shape)
+        return _Merge.apply(0, h.dtype, plain, norm.weight, norm.bias, None, flat, None, None)[0].view(h.shape)
 
 
 def depth_read(
@@ -259,9 +272,9 @@ def depth_read(
     sealed = read_sealed(sources, inv_rms, scaled.unsqueeze(0))
     if norm is not None and norm.out_dtype is None:
         norm = norm._replace(out_dtype=sources[0].dtype)
-    merged = merge(sealed.outputs[0], sealed.lse[0], (), (), scaled, norm, dtype=sources[0].dtype)
+    merged = merge(sealed.outputs[0], sealed.top[0], sealed.total[0], (), (), scaled, norm, dtype=sources[0].dtype)
     x = merged.x.view(shape)
     if not return_weights:
         return x
-    weights = (sealed.logits[:, :, 0] - merged.lse.unsqueeze(1)).exp()
+    weights = sealed.logits[:, :, 0].softmax(1)
     return x, weights.t().reshape(len(sources), *shape[:-1])

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..errors import UserError
 from ..ops import Norm, apply_norm
 
 NormLike = Norm | Callable[[Tensor], Tensor]
@@ -23,6 +24,20 @@ class Observer(Protocol):
 
     def on_write(self, index: int, output: Tensor) -> None:
         """Sublayer `index` wrote `output` (..., d)."""
+
+
+def whole(name: str, value: Any, least: int = 1) -> int:
+    """`value` if it is a whole number of at least `least`; else a UserError that names the setting."""
+    if type(value) is not int or value < least:
+        raise UserError(f"{name} is {value!r}: expected a whole number, at least {least}")
+    return value
+
+
+def positive(name: str, value: Any) -> float:
+    """`value` if it is a positive number; else a UserError that names the setting."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UserError(f"{name} is {value!r}: expected a positive number")
+    return float(value)
 
 
 class Residual(nn.Module):

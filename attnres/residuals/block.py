@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from .base import whole
 from .depth_attention import DepthAttention, DepthState
 
 DEFAULT_BLOCKS = 8
@@ -18,15 +19,15 @@ def resolve_block_size(num_sublayers: int, block_size: int | None, num_blocks: i
     if block_size is not None and num_blocks is not None:
         raise UserError(f"both block_size={block_size} and num_blocks={num_blocks} are given: give one of them")
     for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
-        if value is not None and type(value) is not int:
-            raise UserError(f"{name} is {value!r}: expected a whole number")
+        if value is not None:
+            whole(name, value)
     if block_size is not None:
-        if not 1 <= block_size <= num_sublayers:
+        if block_size > num_sublayers:
             raise UserError(f"block_size is {block_size}: expected 1 to {num_sublayers} sublayers (a layer has two)")
         return block_size
     if num_blocks is None:
         return math.ceil(num_sublayers / DEFAULT_BLOCKS)
-    if not 1 <= num_blocks <= num_sublayers:
+    if num_blocks > num_sublayers:
         raise UserError(f"num_blocks is {num_blocks}: expected 1 to {num_sublayers}, the number of sublayers")
     size = math.ceil(num_sublayers / num_blocks)
     made = math.ceil(num_sublayers / size)

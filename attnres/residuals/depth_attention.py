@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..ops import Norm, apply_norm, inverse_rms, merge, read_sealed
-from .base import NormLike, Residual
+from .base import NormLike, Residual, positive
 
 
 class DepthState(NamedTuple):
@@ -17,7 +17,7 @@ class DepthState(NamedTuple):
     Attributes:
         sealed, sealed_inv_rms: finished sources (..., d) and one scalar per token for each.
         open, open_inv_rms: the current group's sources: its partial sum (Block) or its outputs so far (Full).
-        outputs, lse: phase 1 of the coming reads, the next one first: (T, d) and (T,).
+        outputs, top, total: phase 1 of the coming reads, the next one first: (T, d), (T,) and (T,).
         logits: (T, n, reads of the group), no gradient.
     """
 
@@ -26,7 +26,8 @@ class DepthState(NamedTuple):
     open: tuple[Tensor, ...]
     open_inv_rms: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
-    lse: tuple[Tensor, ...]
+    top: tuple[Tensor, ...]
+    total: tuple[Tensor, ...]
     logits: Tensor
 
 
@@ -60,7 +61,8 @@ class DepthAttention(Residual):
         super().__init__(num_sublayers, width)
         if read_scale not in ("mean", "sum"):
             raise UserError(f"read_scale is '{read_scale}': expected 'mean' (the paper's) or 'sum' (exact conversion)")
-        self.group, self.key_norm_eps, self.read_scale = group, key_norm_eps, read_scale
+        self.group, self.read_scale = group, read_scale
+        self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
         self.query = nn.Parameter(torch.empty(num_sublayers + 1, width))
         self.gain = nn.Parameter(torch.empty(num_sublayers + 1, width))
         self.init_parameters()
@@ -90,7 +92,7 @@ class DepthAttention(Residual):
 
     def read(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
         embedding = state.sealed[0]
-        rest = state._replace(outputs=state.outputs[1:], lse=state.lse[1:])
+        rest = state._replace(outputs=state.outputs[1:], top=state.top[1:], total=state.total[1:])
         if len(state.sealed) == 1 and not state.open:  # one source: itself, and exactly no gradient for the query
             if self.observer is not None:
                 ones = embedding.new_ones(embedding[..., 0].numel(), 1)
@@ -103,11 +105,18 @@ class DepthAttention(Residual):
             eps = fused.eps / count**2 if self.read_scale == "sum" else fused.eps
             fused = fused._replace(eps=eps, out_dtype=fused.out_dtype or embedding.dtype)
         merged = merge(
-            state.outputs[0], state.lse[0], state.open, state.open_inv_rms, scaled, fused, dtype=embedding.dtype
+            state.outputs[0],
+            state.top[0],
+            state.total[0],
+            state.open,
+            state.open_inv_rms,
+            scaled,
+            fused,
+            dtype=embedding.dtype,
         )
         if self.observer is not None:
-            logits = torch.cat([state.logits[:, :, -len(state.outputs)], merged.open_logits], 1)
-            weights = (logits - merged.lse.unsqueeze(1)).exp()
+            sealed = state.logits[:, :, -len(state.outputs)].softmax(1) * merged.sealed.unsqueeze(1)
+            weights = torch.cat([sealed, merged.weights], 1)
             self.observer.on_read(index, merged.h, weights, self.source_names(state, index))
         x = merged.x.view(embedding.shape)
         if fused is None:

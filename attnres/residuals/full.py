@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..errors import UserError
+from .base import whole
 from .depth_attention import DepthAttention, DepthState
 
 
@@ -22,10 +22,7 @@ class Full(DepthAttention):
     def __init__(
         self, num_sublayers: int, width: int, *, group: int | None = None, key_norm_eps: float = 1e-6, read_scale="mean"
     ) -> None:
-        if group is None:
-            group = max(1, round(math.sqrt(num_sublayers)))
-        elif type(group) is not int or group < 1:
-            raise UserError(f"group is {group!r}: expected a whole number of sublayers, at least 1")
+        group = max(1, round(math.sqrt(num_sublayers))) if group is None else whole("group", group)
         super().__init__(num_sublayers, width, group=group, key_norm_eps=key_norm_eps, read_scale=read_scale)
 
     def add_open(self, opens: tuple[Tensor, ...], output: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:

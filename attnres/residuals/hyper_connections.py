@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..ops import compute_dtype
-from .base import NormLike, Residual, full_precision
+from .base import NormLike, Residual, full_precision, positive, whole
 
 
 class Streams(NamedTuple):
@@ -36,9 +36,9 @@ class HyperConnections(Residual):
         self, num_sublayers: int, width: int, *, num_streams: int = 4, dynamic: bool = True, eps: float = 1e-6
     ) -> None:
         super().__init__(num_sublayers, width)
-        if num_streams < 1:
-            raise UserError(f"num_streams is {num_streams}: expected at least 1")
-        self.num_streams, self.dynamic, self.eps = num_streams, dynamic, eps
+        if not isinstance(dynamic, bool):
+            raise UserError(f"dynamic is {dynamic!r}: expected true or false")
+        self.num_streams, self.dynamic, self.eps = whole("num_streams", num_streams), dynamic, positive("eps", eps)
         layers, n = num_sublayers, num_streams
         self.static_alpha = nn.Parameter(torch.empty(layers, n, n + 1))
         self.static_beta = nn.Parameter(torch.empty(layers, n))

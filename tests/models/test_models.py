@@ -96,10 +96,12 @@ def test_a_standard_stream_is_the_plain_model(family, ids):
 
 @families
 @pytest.mark.parametrize("residual", ["block", "full"])
-def test_zero_queries_change_no_logit_of_a_plain_model(family, residual, ids):
-    standard = make(family, "standard").double().eval()
-    ours = make(family, residual, read_scale="sum").double().eval()
-    torch.testing.assert_close(logits(ours, ids), logits(standard, ids), rtol=1e-9, atol=1e-10)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+def test_zero_queries_change_no_logit_of_a_plain_model(backend, family, residual, dtype, ids):
+    standard = make(family, "standard").to(dtype).eval()
+    ours = make(family, residual, read_scale="sum").to(dtype).eval()
+    close = {"rtol": 1e-9, "atol": 1e-10} if dtype is torch.float64 else {"rtol": 1e-4, "atol": 2e-6}
+    torch.testing.assert_close(logits(ours, ids), logits(standard, ids), **close)
 
 
 def test_shared_weights_are_the_same_whatever_the_residual():
@@ -179,13 +181,18 @@ def test_cached_generation_is_uncached_generation(family, residual, ids):
 
 
 @families
-def test_left_padding_changes_nothing(family, ids):
-    model = stir(make(family)).eval()
+@pytest.mark.parametrize("residual", ["block", "full"])
+def test_left_padding_changes_nothing(family, residual, ids):
+    model = stir(make(family, residual)).eval()
     pad = torch.zeros(2, 3, dtype=torch.long)
     mask = torch.cat([pad, torch.ones_like(ids)], 1)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     padded = logits(model, torch.cat([pad, ids], 1), attention_mask=mask, position_ids=positions)
     torch.testing.assert_close(padded[:, 3:], logits(model, ids), rtol=1e-4, atol=1e-5)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, ids.shape[1] :]
+    found = model.generate(torch.cat([pad, ids], 1), attention_mask=mask, **options)[:, ids.shape[1] + 3 :]
+    assert torch.equal(found, expected)
 
 
 def checkpoint(model, **options):
@@ -225,6 +232,8 @@ def test_reentrant_checkpointing_is_refused():
         ("llama", "hyper_connections", "aot_eager"),
         ("llama", "denseformer", "aot_eager"),
         ("gpt2", "deepnorm", "aot_eager"),
+        ("llama", "standard", "aot_eager"),
+        ("qwen3", "rescaled", "aot_eager"),
     ],
 )
 def test_a_whole_model_compiles_without_a_graph_break(family, residual, compiler, ids):
@@ -333,6 +342,7 @@ def test_configs_know_their_residual_and_refuse_strays(tmp_path):
         ("nanno", "block", "did you mean 'nano'"),
         ("nano", "blok", "did you mean 'block'"),
         ({"family": "qwen", "hidden_size": 8}, "block", "did you mean 'qwen3'"),
+        ({"family": "qwen3", "hiden_size": 8}, "block", "did you mean 'hidden_size'"),
     ],
 )
 def test_unknown_names_are_answered_with_the_nearest(size, residual, says):
@@ -347,6 +357,41 @@ def test_a_folder_that_is_no_model_of_ours_is_refused(tmp_path):
     Qwen3ForCausalLM(Qwen3Config(**fields, vocab_size=VOCAB)).save_pretrained(tmp_path / "plain")
     with pytest.raises(UserError, match="plain 'qwen3' model"):
         load(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "says"),
+    [
+        ("llama", {"hidden_size": 34}, "hidden_size is 34 and num_attention_heads 4"),
+        ("gpt2", {"n_embd": 34}, "hidden_size is 34 and num_attention_heads 4"),
+        ("qwen3", {"num_key_value_heads": 3}, "num_attention_heads is 4 and num_key_value_heads 3"),
+        ("qwen3", {"hidden_size": "wide"}, "cannot be built"),
+        ("qwen3", {"intermediate_size": -4}, "cannot be built"),
+    ],
+)
+def test_sizes_that_cannot_be_built_are_refused_with_a_sentence(family, changed, says):
+    with pytest.raises(UserError, match=says):
+        build({**SMALL[family], **changed}, "block", vocab_size=VOCAB)
+
+
+def test_a_model_with_tensors_missing_is_refused(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    make().save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lacks 'model.layers.1.mlp.up_proj.weight'"):
+        load(tmp_path)
+
+
+def test_nothing_is_unpickled(tmp_path):
+    model = make()
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(UserError, match="cannot be loaded"):
+        load(tmp_path)
 
 
 def test_damaged_weights_are_refused_with_a_sentence(tmp_path):

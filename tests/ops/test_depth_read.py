@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from attnres import Norm, depth_read, depth_read_reference
+from attnres.ops import inverse_rms, merge, read_sealed
 
 WIDTH = 32
 
@@ -112,10 +113,13 @@ def test_a_fused_norm_is_the_norm_of_the_read(backend, center):
 
 def test_a_norm_after_the_read_leaves_no_gradient_along_it(backend):
     sources, query, gain = make()
-    h, _ = depth_read_reference(sources, query, gain)
-    h = h.detach().requires_grad_()
-    out = F.rms_norm(h, (WIDTH,), None, 1e-6)
-    (grad,) = torch.autograd.grad((out * torch.randn_like(out)).sum(), h)
+    inv_rms = [inverse_rms(source, 1e-6) for source in sources]
+    (h,), (top,), (total,), _ = read_sealed(sources, inv_rms, (query * gain).unsqueeze(0))
+    h, top = h.detach().requires_grad_(), top.detach().requires_grad_()
+    out = merge(h, top, total, (), (), query * gain, Norm(torch.rand(WIDTH) + 0.5)).x
+    grad, along_top = torch.autograd.grad((out * torch.randn_like(out)).sum(), (h, top))
+    assert along_top.abs().max() < 1e-4 * grad.norm(dim=-1).max()  # -<dh, h>, by the convention of two_phase.py
+    h, grad = h.detach(), grad.detach()
     along = (grad * h).sum(-1).abs() / (grad.norm(dim=-1) * h.norm(dim=-1))
     assert along.max() < 1e-5
 
@@ -164,6 +168,13 @@ def test_fp64_gradients_pass_gradcheck():
     sources, query, gain = make(n=3, tokens=(2,), query_scale=0.5)
     leaves = [leaf.detach().double().requires_grad_() for leaf in (*sources, query, gain)]
     assert torch.autograd.gradcheck(lambda *x: depth_read(x[:3], x[3], x[4], norm=Norm(eps=1e-3)), leaves)
+
+
+def test_a_second_derivative_is_refused_and_not_wrong(backend):
+    sources, query, gain = make()
+    (grad,) = torch.autograd.grad(depth_read(sources, query, gain).square().sum(), sources[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
 
 
 def test_frozen_and_detached_sources_are_read_and_get_no_gradient(backend):

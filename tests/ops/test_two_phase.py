@@ -24,7 +24,10 @@ def both_ways(n, k, reads, tokens, width, kind, seed, dtype=torch.float64):
 
     inv_rms = [inverse_rms(source, 1e-6) for source in sources]
     sealed = read_sealed(sources[:n], inv_rms[:n], queries)
-    ours = [merge(sealed.outputs[i], sealed.lse[i], sources[n:], inv_rms[n:], queries[i], norm).x for i in range(reads)]
+    ours = [
+        merge(sealed.outputs[i], sealed.top[i], sealed.total[i], sources[n:], inv_rms[n:], queries[i], norm).x
+        for i in range(reads)
+    ]
 
     def one_pass(query):
         h, _ = depth_read_reference(sources, query)
@@ -76,8 +79,8 @@ def test_weights_seen_are_the_weights_used(backend):
     inv_rms = [inverse_rms(source, 1e-6) for source in sources]
     queries = torch.randn(2, 16)
     sealed = read_sealed(sources[:2], inv_rms[:2], queries)
-    merged = merge(sealed.outputs[1], sealed.lse[1], sources[2:], inv_rms[2:], queries[1])
-    weights = (torch.cat([sealed.logits[:, :, 1], merged.open_logits], 1) - merged.lse.unsqueeze(1)).exp()
+    merged = merge(sealed.outputs[1], sealed.top[1], sealed.total[1], sources[2:], inv_rms[2:], queries[1])
+    weights = torch.cat([sealed.logits[:, :, 1].softmax(1) * merged.sealed.unsqueeze(1), merged.weights], 1)
     torch.testing.assert_close(weights.sum(1), torch.ones(7))
     torch.testing.assert_close(torch.einsum("tn,ntd->td", weights, torch.stack(sources)), merged.x)
     torch.testing.assert_close(weights.t(), depth_read_reference(sources, queries[1])[1])
@@ -97,7 +100,9 @@ def test_retained_graphs_and_accumulation_give_the_same_gradient_twice(backend):
     other = torch.randn(4, 16, requires_grad=True)
     inv_rms = [inverse_rms(s, 1e-6) for s in (source, other)]
     sealed = read_sealed([source], inv_rms[:1], query)
-    out = merge(sealed.outputs[0], sealed.lse[0], [other], inv_rms[1:], query[0], Norm()).x.pow(3).sum()
+    out = (
+        merge(sealed.outputs[0], sealed.top[0], sealed.total[0], [other], inv_rms[1:], query[0], Norm()).x.pow(3).sum()
+    )
     out.backward(retain_graph=True)
     first = source.grad.clone()
     out.backward()
