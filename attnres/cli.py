@@ -51,7 +51,7 @@ class _Model(ModelConfig):
     size: Size = "nano"
     """nano, 100m, 0.6b, gpt2-124m, or a mapping {family: qwen3, hidden_size: 64, ...}."""
     settings: Settings = field(default_factory=dict)
-    """Further settings of the residual, e.g. streams=4 for hyper_connections."""
+    """Further settings of the residual, e.g. num_streams=4 for hyper_connections."""
 
 
 @dataclass
@@ -89,7 +89,8 @@ class _Comparison:
     lrs: tuple[float, ...] = ()
     """Train every variant at each of these learning rates."""
     jobs: int | None = None
-    """Runs trained at once, the processor's threads shared between them; none is one a core, at most four."""
+    """Runs trained at once, the processor's threads shared between them; none is one a core, at most four. Their
+    threads are settled when the comparison is begun and stay the same when it is continued."""
     timing_s: float = 20.0
     """Seconds for timing the variants in turn at the end; 0 leaves it out."""
 
@@ -307,9 +308,11 @@ def _own_values(values: dict[str, Any]) -> dict[str, Any]:
             raise UserError(
                 f"{name} is {value!r} in the configuration file: expected a list of {kind.__name__}"
             ) from None
-    for name in ("jobs", "timing_s"):
-        if name in values and (isinstance(values[name], bool) or not isinstance(values[name], int | float)):
-            raise UserError(f"{name} is {values[name]!r} in the configuration file: expected a number")
+    jobs, seconds = values.get("jobs"), values.get("timing_s", 0)
+    if jobs is not None and type(jobs) is not int:
+        raise UserError(f"jobs is {jobs!r} in the configuration file: expected a whole number")
+    if type(seconds) not in (int, float):
+        raise UserError(f"timing_s is {seconds!r} in the configuration file: expected a number")
     return values
 
 

@@ -8,13 +8,16 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from attnres.errors import UserError
+
+LOCK = ".lock"
 
 
 def write_bytes(path: str | Path, data: bytes) -> None:
@@ -106,6 +109,33 @@ def recover_folder(path: str | Path) -> None:
     for stray in path.parent.glob(f".{path.name}.*.new"):
         if not _alive(stray):
             shutil.rmtree(stray, ignore_errors=True)
+
+
+@contextmanager
+def locked(folder: str | Path) -> Generator[None]:
+    """Keep other processes out of `folder`, which is made if it is missing and removed again if it stays empty.
+
+    The lock is on the file `.lock` in it; the system lets go of it when this process ends, however it ends. Raises
+    UserError while another process holds it.
+    """
+    folder = Path(folder)
+    lock = FileLock(folder / LOCK)
+
+    def take() -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            raise UserError(f"another process is working in {folder}: wait for it, or choose another --out") from None
+
+    _as_user_error(folder, take)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            if os.listdir(folder) == [LOCK]:
+                shutil.rmtree(folder)
+        lock.release()
 
 
 def _beside(path: Path) -> Path:

@@ -24,7 +24,12 @@ Hidden = tyro.conf.Suppress
 
 def _size_from(words: list[str]) -> str | dict[str, Setting]:
     """A name, or a mapping as YAML."""
-    return yaml.safe_load(words[0]) if words[0].startswith("{") else words[0]
+    if not words[0].startswith("{"):
+        return words[0]
+    try:
+        return yaml.safe_load(words[0])
+    except yaml.YAMLError:
+        raise ValueError(f"'{words[0]}' is no mapping such as {{family: qwen3, hidden_size: 64}}") from None
 
 
 def _settings_from(words: list[str]) -> dict[str, Setting]:

@@ -53,13 +53,31 @@ def compared(monkeypatch):
         (["train", "--optimizer", "adam"], "invalid choice 'adam' for argument '--optimizer'"),
         (["train", "--steps", "0"], "steps is 0: it must be a number above 0"),
         (["train", "--model.residual", "blokc"], "unknown residual 'blokc': did you mean 'block'?"),
+        (["train", "--size", "{family: qwen3"], "Error parsing --size"),
         (["train", "here"], "unexpected argument 'here'"),
         (["train", "--config"], "--config needs a file"),
         (["train", "--config", "absent.yaml"], "cannot read the configuration file absent.yaml: No such file"),
         (["compare", "--variants", "standard", "blokc"], "unknown residual 'blokc': did you mean 'block'?"),
         (["compare", "--residual", "block"], "unknown option '--residual': did you mean '--variants'?"),
         (["compare", "--seed", "1"], "unknown option '--seed': did you mean '--seeds'?"),
+        (["compare", "--seeds", "1", "1"], "seeds are [1, 1]: expected different whole numbers"),
+        (["compare", "--seeds", "5000000000"], "seed is 5000000000: it must be at most"),
+        (["compare", "--lrs", "0"], "lrs: the learning rate is '0.0', expected a number above 0"),
+        (["compare", "--lr", "0", "--lrs", "1e-3"], "optim.lr is 0.0: it must be a number above 0"),
+        (
+            ["compare", "--size", "{family: qwen3, hidden_size: 30, num_attention_heads: 4}"],
+            "hidden_size is 30 and num_attention_heads 4: the width must be divisible",
+        ),
+        (["compare", "--jobs", "0"], "jobs is 0: expected 1 or more"),
+        (["compare", "--batch-size", "3", "--accumulation", "2"], "batch_size 3 does not divide into accumulation 2"),
+        (["compare", "--variants", "block:num_blocks=99"], "num_blocks is 99: expected 1 to"),
+        (["compare", "--variants", "full:read_scale=../x"], "variant 'full:read_scale=../x': the value '../x' of"),
+        (["compare", "--out", "text.txt"], "text.txt is a file: choose another --out"),
+        (["compare", "--out", "."], ". is not empty and holds no comparison: choose another --out"),
+        (["compare", "--source", "absent.txt"], "source 'absent.txt' does not exist"),
         (["report"], "no folder given"),
+        (["report", "text.txt"], "text.txt is not a folder"),
+        (["report", "."], ". holds no runs"),
         (["report", "absent"], "absent is not a folder"),
         (["report", ".", "--images", "pdf"], "unknown image format 'pdf'"),
         (["prepare", "--source", "absent.txt"], "source 'absent.txt' does not exist"),
@@ -156,7 +174,9 @@ def test_compare_takes_lists_and_a_file(capsys, tmp_path, compared):
         ("variants: block\n", "expected a list of str"),
         ("seeds: [a]\n", "expected a list of int"),
         ("lrs: [fast]\n", "expected a list of float"),
-        ("jobs: two\n", "expected a number"),
+        ("jobs: two\n", "expected a whole number"),
+        ("jobs: 2.5\n", "jobs is 2.5 in the configuration file: expected a whole number"),
+        ("timing_s: yes\n", "timing_s is True in the configuration file: expected a number"),
         ("seed: 3\n", "give seeds, a list"),
         ("model: {residual: full}\n", "model.residual in a comparison belongs to a variant"),
     ],
@@ -230,10 +250,77 @@ def test_prepare_says_what_it_made(capsys, tmp_path):
     assert (out / "header.json").exists()
 
 
-def test_report_prints_the_table_and_writes_beside_the_runs(capsys, tmp_path):
-    folder = tmp_path / "full-seed0"
-    folder.mkdir()
+@pytest.fixture
+def full_disk(monkeypatch):
+    """Makes every later write in this process fail."""
+
+    def fill():
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("attnres.files.os.fsync", full)
+
+    return fill
+
+
+def bytes_of(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != ".lock"}
+
+
+def started_run(folder):
+    folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps({"model": {"residual": "full"}, "seed": 0}))
+
+
+def test_a_full_disk_under_a_comparison_leaves_what_was_there(capsys, tmp_path, monkeypatch, full_disk):
+    monkeypatch.setenv("ATTNRES_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text").mkdir()
+    for i in range(20):
+        (tmp_path / "text" / f"{i}.txt").write_text(f"document {i}: a few words, again and again\n" * 40)
+    data = ["--source", str(tmp_path / "text"), "--tokenizer", "bpe:260", "--held-out", "0.2"]
+    assert run(capsys, "prepare", *data)[0] == 0
+    out = tmp_path / "out"
+    started_run(out / "other-seed0")
+    (out / "compare.json").write_text("{}")
+    assert run(capsys, "report", str(out))[0] == 0
+    before = bytes_of(out)
+    full_disk()
+    code, _, err = run(capsys, "compare", *data, "--seq-len", "16", "--out", str(out))
+    assert code == 2
+    assert err.splitlines()[-1].startswith(f"attnres: error: cannot write {out / 'compare.json'}: No space left on")
+    assert bytes_of(out) == before
+
+
+def test_a_full_disk_under_a_report_leaves_the_earlier_one(capsys, tmp_path, full_disk):
+    started_run(tmp_path / "full-seed0")
+    assert run(capsys, "report", str(tmp_path))[0] == 0
+    before = bytes_of(tmp_path)
+    full_disk()
+    code, out, err = run(capsys, "report", str(tmp_path))
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith(f"attnres: error: cannot write {tmp_path / 'report.html'}: No space left on device")
+    assert bytes_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("config.json", "{"), ("metrics.jsonl", "x\ny\n"), ("data.json", "[]"), ("val/000001.npy", "x")],
+)
+def test_a_damaged_run_is_one_sentence_and_keeps_the_earlier_report(capsys, tmp_path, name, content):
+    started_run(tmp_path / "full-seed0")
+    assert run(capsys, "report", str(tmp_path))[0] == 0
+    before = (tmp_path / "report.html").read_bytes()
+    (tmp_path / "full-seed0" / name).parent.mkdir(exist_ok=True)
+    (tmp_path / "full-seed0" / name).write_text(content)
+    code, out, err = run(capsys, "report", str(tmp_path))
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert f"{tmp_path / 'full-seed0' / name} is" in err
+    assert "damaged" in err
+    assert (tmp_path / "report.html").read_bytes() == before
+
+
+def test_report_prints_the_table_and_writes_beside_the_runs(capsys, tmp_path):
+    started_run(tmp_path / "full-seed0")
     code, out, _ = run(capsys, "report", str(tmp_path))
     assert code == 0
     assert "full" in out

@@ -10,7 +10,7 @@ import pytest
 from safetensors import SafetensorError
 
 from attnres.errors import UserError
-from attnres.files import read_json, recover_folder, replaced_folder, write_bytes, write_json, write_text
+from attnres.files import locked, read_json, recover_folder, replaced_folder, write_bytes, write_json, write_text
 
 
 def full(*_: object) -> None:
@@ -95,3 +95,30 @@ def test_a_kill_after_the_two_renames_is_mended(tmp_path: Path) -> None:
     (tmp_path / "c" / "new").touch()
     recover_folder(tmp_path / "c")
     assert names(tmp_path) == ["c"] and names(tmp_path / "c") == ["new"]
+
+
+def test_a_locked_folder_is_refused_to_others_until_its_process_ends(tmp_path: Path) -> None:
+    script = (
+        "import sys, time\nfrom attnres.files import locked\n"
+        "with locked(sys.argv[1]):\n    open(sys.argv[1] + '/a', 'w').close(); print(flush=True); time.sleep(60)"
+    )
+    holder = subprocess.Popen([sys.executable, "-c", script, str(tmp_path / "run")], stdout=subprocess.PIPE)
+    with holder:
+        assert holder.stdout is not None and holder.stdout.readline()
+        with pytest.raises(UserError, match="another process is working in"), locked(tmp_path / "run"):
+            pass
+        holder.kill()
+    with locked(tmp_path / "run"):
+        assert names(tmp_path / "run") == [".lock", "a"]
+
+
+def test_a_lock_leaves_no_empty_folder(tmp_path: Path) -> None:
+    with locked(tmp_path / "deep" / "run"):
+        assert names(tmp_path / "deep" / "run") == [".lock"]
+    assert names(tmp_path / "deep") == []
+
+
+def test_a_folder_that_cannot_be_made_is_not_locked(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot write"), locked(tmp_path / "file" / "run"):
+        pass

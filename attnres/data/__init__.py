@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attnres.data.batches import Batches, held_out_windows
     from attnres.data.build import Prepared, prepare
-    from attnres.data.cache import cache_dir
     from attnres.data.shards import Tokens, open_tokens, read_header
     from attnres.data.sources import open_source
     from attnres.data.tokenizer import load_tokenizer
@@ -20,7 +19,6 @@ _HOME = {
     "Batches": "batches",
     "Prepared": "build",
     "Tokens": "shards",
-    "cache_dir": "cache",
     "held_out_windows": "batches",
     "load_tokenizer": "tokenizer",
     "open_source": "sources",
@@ -33,7 +31,6 @@ __all__ = [
     "Batches",
     "Prepared",
     "Tokens",
-    "cache_dir",
     "held_out_windows",
     "load_tokenizer",
     "open_source",

@@ -1,6 +1,7 @@
 """Text -> token shards: tokenizer, held-out documents, packing. One folder, whole or not there at all."""
 
 import hashlib
+import inspect
 import json
 import os
 import shutil
@@ -15,9 +16,9 @@ import numpy as np
 from filelock import FileLock
 from tokenizers import Tokenizer
 
-from attnres.data.cache import cache_dir
+from attnres.cache import cache_dir
 from attnres.data.shards import VERSION, SplitWriter, Tokens, open_tokens, read_header, write_header
-from attnres.data.sources import Source, open_source
+from attnres.data.sources import Source, open_source, spooled
 from attnres.data.tokenizer import (
     bpe_size,
     file_sha256,
@@ -71,7 +72,8 @@ def prepare(
     lowest hash is. Several processes may call this at once: one works, the others wait.
 
     Args:
-        source: as for `open_source`; or a folder that was prepared before, which is returned as it is.
+        source: as for `open_source`; or a folder that was prepared before, which is returned as it is (settings
+            other than the defaults must then be those it was prepared with).
         tokenizer: `bpe:VOCABULARY`, trained on the training documents; or as for `load_tokenizer`.
         out: the folder to make. None: one under `cache_dir()`, named by a hash of the settings and the source.
         held_out: the share of documents for the `val` split, in [0, 1).
@@ -86,11 +88,11 @@ def prepare(
     if not 0 <= held_out < 1:
         raise UserError(f"held_out is {held_out}, expected a share of the documents from 0 up to, not including, 1")
     folder = Path(source).expanduser()
+    settings = {"source": source, "tokenizer": tokenizer, "held_out": held_out, "limit": limit, "column": column}
     if all((folder / name).is_file() for name in ("header.json", "tokenizer.json")):
-        return Prepared(folder, read_header(folder))
+        return _prepared_before(folder, settings, out)
     size = bpe_size(tokenizer)
     text = open_source(source, column=column, limit=limit)
-    settings = {"source": source, "tokenizer": tokenizer, "held_out": held_out, "limit": limit, "column": column}
     known = {**settings, "version": VERSION, "text": text.fingerprint, "tokenizer_files": fingerprint(tokenizer)}
     key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     target = (cache_dir() / "data" / key[:16] if out is None else Path(out).expanduser()).absolute()
@@ -111,6 +113,34 @@ def prepare(
             "nothing was left there"
         ) from error
     return Prepared(target, read_header(target))
+
+
+def _prepared_before(folder: Path, settings: dict[str, Any], out: str | Path | None) -> Prepared:
+    """A prepared folder given as the source.
+
+    Raises:
+        UserError: it is not sound, or a setting that is not the default is not the one it was prepared with.
+    """
+    header = read_header(folder)
+    if out is not None and Path(out).expanduser().absolute() != folder.absolute():
+        raise UserError(
+            f"{folder} is prepared already, so nothing is written to {out}: leave the folder out, or copy it"
+        )
+    made_with = header.get("settings")
+    made_with = made_with if isinstance(made_with, dict) else {}
+    defaults = inspect.signature(prepare).parameters
+    for name in ("tokenizer", "held_out", "limit", "column"):
+        value = settings[name]
+        if value in (defaults[name].default, made_with.get(name)):
+            continue
+        if name == "tokenizer" and Path(value).expanduser().exists():
+            open_tokens(folder, tokenizer=value, verify=False)  # which refuses another than the tokens were made with
+            continue
+        raise UserError(
+            f"{folder} was prepared with {name} {made_with.get(name)!r}, and {value!r} was asked for: "
+            f"leave {name} out, or prepare the text again"
+        )
+    return Prepared(folder, header)
 
 
 def _existing(target: Path, key: str) -> Prepared | None:
@@ -152,8 +182,8 @@ def _build(
     folder: Path, source: Source, loaded: tuple[Tokenizer, int] | None, size: int, held_out: float, progress: bool
 ) -> dict[str, Any]:
     """Writes every file but the header, and returns it."""
-    threshold = _threshold(source, held_out)
-    with _Bar(source, progress) as bar:
+    with _Bar(source, progress) as bar, spooled(source, folder / "documents.jsonl") as source:
+        threshold = _threshold(source, held_out)
         if loaded is None:
             bar.say("training the tokenizer")
             loaded = train_tokenizer(size, (text for text in source.read() if _hash(text.encode()) >= threshold))
@@ -209,10 +239,7 @@ def _threshold(source: Source, held_out: float) -> int:
 
 
 def _one_document(source: Source) -> int:
-    raise UserError(
-        f"source '{source.name}' is one document, so none can be held out: give more text, or held_out=0 for no "
-        "validation"
-    )
+    raise UserError(f"source '{source.name}' is one document, so none can be held out: give text of several documents")
 
 
 def _hash(data: bytes) -> int:

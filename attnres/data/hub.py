@@ -13,14 +13,19 @@ HUB = {
     "openwebtext": ("Skylion007/openwebtext", None),
     "wikitext": ("Salesforce/wikitext", "wikitext-103-raw-v1"),
 }
+_CONFIGURATION = dict(HUB.values())  # of a repository given by its full name: not all of FineWeb-Edu, unasked
 _TITLE = re.compile(r"^ = [^=].*[^=] = \n?$")
 
 
 def resolve(spec: str) -> tuple[str, str | None, str]:
     """`hub:NAME[:CONFIG[:SPLIT]]` -> (repository, configuration or None, split). NAME may be a key of `HUB`.
 
+    The repositories of `HUB` have the configuration given there unless another is named.
+
     >>> resolve("hub:fineweb-edu")
     ('HuggingFaceFW/fineweb-edu', 'sample-10BT', 'train')
+    >>> resolve("hub:HuggingFaceFW/fineweb-edu:default")
+    ('HuggingFaceFW/fineweb-edu', 'default', 'train')
     >>> resolve("hub:me/corpus::validation")
     ('me/corpus', None, 'validation')
     """
@@ -28,8 +33,8 @@ def resolve(spec: str) -> tuple[str, str | None, str]:
     config, _, split = rest.partition(":")
     if not name or ":" in split:
         raise UserError(f"source '{spec}' is not hub:NAME[:CONFIG[:SPLIT]], for example hub:fineweb-edu")
-    repository, default = HUB.get(name, (name, None))
-    return repository, config or default, split or "train"
+    repository = HUB[name][0] if name in HUB else name
+    return repository, config or _CONFIGURATION.get(repository), split or "train"
 
 
 def read_hub(spec: str, column: str) -> Iterator[str]:

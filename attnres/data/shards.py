@@ -222,19 +222,26 @@ def read_header(folder: Path) -> dict[str, Any]:
     return header
 
 
-_FILE = {"name", "tokens", "crc32", "max_id"}
+_NUMBERS = ("tokens", "crc32", "max_id")
 _FORM = {"dtype": str, "vocab_size": int, "eos_id": int, "tokenizer_sha256": str, "splits": dict}
 
 
 def _sound(part: Any) -> bool:
     return (
         isinstance(part, dict)
-        and isinstance(part.get("tokens"), int)
-        and isinstance(part.get("documents"), int)
-        and isinstance(part.get("documents_file"), str)
+        and type(part.get("tokens")) is int
+        and type(part.get("documents")) is int
+        and _plain_name(part.get("documents_file"))
         and isinstance(part.get("files"), list)
-        and all(isinstance(file, dict) and file.keys() >= _FILE for file in part["files"])
+        and all(isinstance(file, dict) and _plain_name(file.get("name")) for file in part["files"])
+        and all(type(file.get(name)) is int and file[name] >= 0 for file in part["files"] for name in _NUMBERS)
+        and all(file["tokens"] for file in part["files"])
     )
+
+
+def _plain_name(name: Any) -> bool:
+    """Whether it names a file in the folder itself, and nothing outside."""
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def _check_size(path: Path, expected: int) -> None:

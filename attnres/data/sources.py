@@ -5,8 +5,9 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from attnres.data.hub import read_hub, resolve
@@ -27,12 +28,14 @@ class Source:
         fingerprint: differs where the text may differ; made without reading it.
         size: about how many bytes of text there are, or None.
         read: starts a pass over the documents.
+        spool: a pass is slow (a download) and short enough to be kept on the disk meanwhile: see `spooled`.
     """
 
     name: str
     fingerprint: str
     size: int | None
     read: Callable[[], Iterator[str]]
+    spool: bool = False
 
 
 def open_source(spec: str, *, column: str = "text", limit: int | None = None) -> Source:
@@ -58,7 +61,27 @@ def open_source(spec: str, *, column: str = "text", limit: int | None = None) ->
     if limit is None:
         return Source(source.name, source.fingerprint, source.size, lambda: map(_clean, source.read()))
     size = limit if source.size is None else min(source.size, limit)
-    return Source(source.name, source.fingerprint, size, lambda: _limited(map(_clean, source.read()), limit))
+    read = source.read
+    return replace(source, size=size, read=lambda: _limited(map(_clean, read()), limit), spool=spec.startswith("hub:"))
+
+
+@contextmanager
+def spooled(source: Source, path: Path) -> Generator[Source]:
+    """The same source, read once into the file `path` for the length of the block where `source.spool` asks for it."""
+    if not source.spool:
+        yield source
+        return
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.writelines(json.dumps(text) + "\n" for text in source.read())
+
+        def read() -> Iterator[str]:
+            with open(path, encoding="utf-8") as file:
+                yield from map(json.loads, file)
+
+        yield replace(source, read=read)
+    finally:
+        path.unlink(missing_ok=True)
 
 
 def stdlib_files() -> list[Path]:

@@ -15,6 +15,7 @@ from attnres.report import style
 from attnres.report.heatmaps import heatmaps
 from attnres.report.plots import Plot, curve_plots, depth_plots
 from attnres.report.runs import Study
+from attnres.report.stats import equal_conditions, leaves
 from attnres.report.table import COLUMNS, Row, Table, build_table, cells, to_csv
 from attnres.report.verdict import verdict
 
@@ -75,16 +76,21 @@ def _section(title: str, body: str, lead: str = "") -> str:
 
 
 def _kicker(study: Study) -> str:
-    run = study.runs[0]
     seeds = sorted({run.seed for run in study.runs})
-    data, size = run.config.get("data", {}), run.config.get("model", {}).get("size")
+    size, source, steps = (_of_all(study, name) for name in ("model.size", "data.source", "steps"))
     facts = [
         f"model {size}" if isinstance(size, str) else None,
-        f"data {Path(str(data['source'])).name}" if data.get("source") else None,
-        f"{run.steps:,} steps" if run.steps else None,
+        f"data {Path(str(source)).name}" if source else None,
+        f"{steps:,} steps" if steps else None,
         f"{len(seeds)} seeds" if len(seeds) > 1 else "one seed",
     ]
     return f"{study.title}  ·  " + ", ".join(fact for fact in facts if fact)
+
+
+def _of_all(study: Study, name: str) -> Any:
+    """A field of the configuration where all runs agree on it, else None."""
+    values = [dict(leaves(run.config)).get(name) for run in study.runs]
+    return values[0] if all(value == values[0] for value in values) else None
 
 
 def _prose(text: str) -> str:
@@ -93,11 +99,14 @@ def _prose(text: str) -> str:
 
 
 def _same_conditions(study: Study) -> str:
-    """What may be said of the runs' conditions, from their configurations."""
-    keys = ("data", "batch_size", "steps")
-    if len(study.labels) > 1 and len({json.dumps([run.config.get(key) for key in keys]) for run in study.runs}) == 1:
-        return "Every variant: the same initial shared weights, the same batches in the same order."
-    return ""
+    """What may be said of the runs' conditions, from their configurations and data."""
+    if len(study.labels) < 2:
+        return ""
+    if not equal_conditions(study):
+        return "The runs were not trained under equal conditions: what differs is listed at the end of the page."
+    scaled = any(run.residual == "deepnorm" for run in study.runs)
+    weights = "the same initial shared weights" + (" (deepnorm's branches scaled down)" if scaled else "")
+    return f"Every variant: {weights}, the same batches in the same order."
 
 
 def _figures(plots: Iterable[Plot], extra: str = "") -> str:
@@ -145,7 +154,9 @@ def _configuration(study: Study) -> str:
     # Seed, name and folder are each run's own.
     hidden = {"seed", "name", "out", "resume"}
     by_label = {
-        label: {key: value for key, value in _leaves(study.of(label)[0].config) if key not in hidden}
+        label: {key: value for key, value in leaves(study.of(label)[0].config) if key not in hidden}
+        | {"seeds": ", ".join(str(run.seed) for run in study.of(label))}
+        | ({"held-out windows": str(text)[:12]} if (text := study.of(label)[0].data.get("windows_sha256")) else {})
         for label in study.labels
     }
     keys = list(dict.fromkeys(key for values in by_label.values() for key in values))
@@ -156,7 +167,7 @@ def _configuration(study: Study) -> str:
             shared[key] = values[0]
         else:
             different.append(key)
-    environments = [dict(_leaves(run.environment)) for run in study.runs]
+    environments = [dict(leaves(environment)) for run in study.runs for environment in run.environments]
     environment = {}
     for key in dict.fromkeys(key for values in environments for key in values):
         values = list(dict.fromkeys(_text(values[key]) for values in environments if key in values))
@@ -187,14 +198,6 @@ def _pairs(values: dict[str, Any]) -> str:
         f'<tr><th scope="row">{escape(key)}</th><td>{escape(_text(value))}</td></tr>' for key, value in values.items()
     )
     return f'<div class="scroll"><table class="plain"><tbody>{rows}</tbody></table></div>'
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def _text(value: Any) -> str:

@@ -5,6 +5,7 @@ one with the text still readable.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from attnres.report import style
 from attnres.report.runs import Run, Study
-from attnres.report.stats import final_loss, mean_loss, paired_curve, sweeps_lr
+from attnres.report.stats import equal_conditions, final_loss, kind, kind_name, mean_loss, paired_curve, sweeps_lr
 from attnres.report.table import Table, listed
 
 WIDTH = 5.0
@@ -65,7 +66,8 @@ def held_out_loss(study: Study) -> Plot | None:
     ax.set_ylabel("held-out loss, nats per token")
     _finish(ax)
     seeds = " Thin lines are single seeds, the thick one their mean." if _several_seeds(study) else ""
-    caption = f"Mean loss over the same held-out windows for every variant.{seeds} The steep start is cut off."
+    windows = "the same held-out windows for every variant" if equal_conditions(study) else "held-out windows"
+    caption = f"Mean loss over {windows}.{seeds} The steep start is cut off."
     return Plot("held-out-loss", "Held-out loss", caption, figure)
 
 
@@ -82,7 +84,8 @@ def train_loss(study: Study) -> Plot | None:
     _clip_start(ax, smoothed)
     ax.set_ylabel("training loss, nats per token")
     _finish(ax)
-    caption = "Loss on the training batches, an exponential mean over about 2 % of the run; the batches are the same."
+    same = "; the batches are the same" if equal_conditions(study) else ""
+    caption = f"Loss on the training batches, an exponential mean over about 2 % of the run{same}."
     return Plot("train-loss", "Training loss, smoothed", caption, figure)
 
 
@@ -100,11 +103,11 @@ def difference_over_training(study: Study, table: Table) -> Plot | None:
         run = study.of(label)[0]
         tokens = np.array([run.tokens_at(pair.step) for pair in curve])
         mean = np.array([pair.mean for pair in curve])
-        margin = np.nan_to_num(np.array([pair.margin for pair in curve]))
+        margin = np.array([pair.margin for pair in curve])  # NaN, from a single window, leaves the band out
         ax.fill_between(tokens, mean - margin, mean + margin, color=looks[label]["color"], alpha=0.18, linewidth=0)
         ax.plot(tokens, mean, marker="o", markersize=3, label=label, **looks[label])
         late = np.array([pair.step for pair in curve]) >= 0.1 * curve[-1].step
-        settled += [*(mean - margin)[late], *(mean + margin)[late]]
+        settled += [*mean[late], *(mean - margin)[late], *(mean + margin)[late]]
     _limits(ax, [0.0, *settled])
     ax.set_ylabel("difference, nats per token")
     _token_axis(ax, study)
@@ -125,8 +128,9 @@ def final_difference(table: Table) -> Plot | None:
         pair = row.paired
         assert pair is not None
         colour = style.colour_of(row.residual)
-        margin = 0.0 if math.isnan(pair.margin) else pair.margin
-        ax.plot([pair.mean - margin, pair.mean + margin], [y, y], color=colour, linewidth=2.6, solid_capstyle="butt")
+        if not math.isnan(pair.margin):
+            ends = [pair.mean - pair.margin, pair.mean + pair.margin]
+            ax.plot(ends, [y, y], color=colour, linewidth=2.6, solid_capstyle="butt")
         ax.plot(
             pair.mean, y, "o", color=colour, markersize=6.5, markerfacecolor=colour if pair.decided else style.PAPER
         )
@@ -140,27 +144,32 @@ def final_difference(table: Table) -> Plot | None:
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
     ax.set_xlabel("difference in held-out loss, nats per token")
     caption = "Left of the line is better. Bars: 95 % interval of the paired difference; hollow: within the error."
+    if any(row.paired and math.isnan(row.paired.margin) for row in rows):
+        caption += " No bar: the error is not known."
     if any(row.paired and len(row.paired.per_seed) > 1 for row in rows):
         caption += " Ticks below: single seeds."
     return Plot("final-difference", f"Difference to {table.baseline} at the end", caption, figure)
 
 
 def loss_by_lr(study: Study) -> Plot | None:
-    """Final held-out loss against learning rate, one line a residual."""
+    """Final held-out loss against learning rate, one line a variant."""
     figure, ax = _figure(3.1)
     rates = sorted({run.lr for run in study.runs if run.lr})
-    for name in dict.fromkeys(run.residual for run in study.runs):
-        points = {}
+    dashes: Counter[str] = Counter()
+    for which in dict.fromkeys(kind(run) for run in study.runs):
+        points, name = {}, ""
         for label in study.labels:
             runs = [run for run in study.of(label) if run.finished]
             loss, _ = mean_loss(study, label)
-            if runs and runs[0].residual == name and runs[0].lr and not math.isnan(loss):
+            if runs and kind(runs[0]) == which and runs[0].lr and not math.isnan(loss):
                 points[runs[0].lr] = (loss, [final_loss(run) for run in runs])
+                name = name or kind_name(study, label)
         if not points:
             continue
-        colour = style.colour_of(name)
+        colour, dash = style.colour_of(which[0]), style.DASHES[dashes[which[0]] % len(style.DASHES)]
+        dashes[which[0]] += 1
         xs = sorted(points)
-        ax.plot(xs, [points[x][0] for x in xs], "o-", color=colour, markersize=5, label=name)
+        ax.plot(xs, [points[x][0] for x in xs], "o", linestyle=dash, color=colour, markersize=5, label=name)
         for x in xs:
             ax.plot([x] * len(points[x][1]), points[x][1], "_", color=colour, markersize=9)
     ax.set_xscale("log")
@@ -169,7 +178,7 @@ def loss_by_lr(study: Study) -> Plot | None:
     ax.set_xlabel("peak learning rate")
     ax.set_ylabel("final held-out loss, nats per token")
     _finish(ax)
-    caption = "Each residual at each rate; a winner only at one rate would be an artefact of the rate."
+    caption = "Each variant at each rate; a winner only at one rate would be an artefact of the rate."
     return Plot("learning-rates", "Learning rates", caption, figure)
 
 

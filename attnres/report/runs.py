@@ -1,8 +1,8 @@
 """Read run folders: what a training run left on disk, finished or not.
 
-A run folder holds `config.json`, `environment.json`, `metrics.jsonl`, `val/STEP.npy` (mean loss of each held-out
-window), `routing.json` (absent for residuals without weights) and, once finished, `summary.json`. A comparison is a
-folder of run folders, named `LABEL-seedK`, with `compare.json` and optionally `speed.json`.
+A run folder holds `config.json`, `data.json`, `environment.json`, `metrics.jsonl`, `val/STEP.npy` (mean loss of each
+held-out window), `routing.json` (absent for residuals without weights) and, once finished, `summary.json`. A comparison
+is a folder of run folders, named `LABEL-seedK`, with `compare.json` and optionally `speed.json`.
 
 A run that is still going, or that was interrupted, is read as far as it came. What is not a run, or is damaged,
 raises `UserError`.
@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from attnres.errors import UserError
+from attnres.files import read_json
 
 RUN_NAME = re.compile(r"(?P<label>.+)-seed(?P<seed>\d+)")
 
@@ -71,7 +72,8 @@ class Run:
     label: str
     seed: int
     config: dict[str, Any]
-    environment: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)  # which tokens, with checksums; none from an earlier version
+    environments: list[dict[str, Any]] = field(default_factory=list)  # the first, and those of resumptions elsewhere
     train: list[dict[str, Any]] = field(default_factory=list)
     val: list[dict[str, Any]] = field(default_factory=list)
     depth: list[dict[str, Any]] = field(default_factory=list)
@@ -136,7 +138,7 @@ def load_run(folder: Path | str) -> Run:
         raise UserError(f"{folder} is not a folder; give a run folder, or a folder of runs as `attnres compare` makes")
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is not a run folder: it has no config.json")
-    config = _read_json(folder / "config.json")
+    config = _read_object(folder / "config.json")
     if not isinstance(config.get("model"), dict) or "residual" not in config["model"]:
         raise UserError(f"{folder}/config.json is not the configuration of a training run: it has no model.residual")
     seed = int(config.get("seed") or 0)
@@ -151,13 +153,14 @@ def load_run(folder: Path | str) -> Run:
         label=label,
         seed=seed,
         config=config,
-        environment=_read_json(folder / "environment.json") if (folder / "environment.json").is_file() else {},
+        data=_read_object(folder / "data.json"),
+        environments=_read_environments(folder / "environment.json"),
         train=metrics["train"],
         val=metrics["val"],
         depth=metrics["depth"],
         windows=_read_windows(folder / "val"),
         routing=_read_routing(routing) if routing.is_file() else None,
-        summary=_read_json(folder / "summary.json") if (folder / "summary.json").is_file() else None,
+        summary=_read_object(folder / "summary.json") or None,
     )
 
 
@@ -191,7 +194,7 @@ def _load_folder(folder: Path) -> Study:
     runs = [load_run(child) for child in sorted(folder.iterdir()) if (child / "config.json").is_file()]
     if not runs:
         raise UserError(f"{folder} holds no runs: expected run folders such as standard-seed0, each with a config.json")
-    plan = _read_json(folder / "compare.json") if (folder / "compare.json").is_file() else {}
+    plan = _read_object(folder / "compare.json")
     if not isinstance(plan.get("labels", []), list) or not isinstance(plan.get("seeds", []), list):
         raise UserError(f"{folder}/compare.json is damaged: labels and seeds must be lists")
     found = list(dict.fromkeys(run.label for run in runs))
@@ -204,7 +207,7 @@ def _load_folder(folder: Path) -> Study:
         labels=planned + rest,
         runs=runs,
         baseline=_baseline(runs, planned + rest, plan.get("baseline")),
-        speed=_read_json(folder / "speed.json") if (folder / "speed.json").is_file() else None,
+        speed=_read_object(folder / "speed.json") or None,
         missing=[
             f"{label}-seed{seed}"
             for label in plan.get("labels", [])
@@ -243,16 +246,20 @@ def _prefixed(study: Study, name: str) -> Study:
     )
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is damaged ({error}); delete that run folder and run it again") from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from None
+def _read_object(path: Path) -> dict[str, Any]:
+    """A JSON object, empty where there is no such file."""
+    value = read_json(path) if path.is_file() else {}
     if not isinstance(value, dict):
         raise UserError(f"{path} is damaged: expected a JSON object, found {type(value).__name__}")
     return value
+
+
+def _read_environments(path: Path) -> list[dict[str, Any]]:
+    first = _read_object(path)
+    later = first.pop("resumed", [])
+    if not isinstance(later, list) or not all(isinstance(part, dict) for part in later):
+        raise UserError(f"{path} is damaged: `resumed` should be a list of objects")
+    return [part for part in (first, *later) if part]
 
 
 def _read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
@@ -295,7 +302,7 @@ def _read_windows(folder: Path) -> dict[int, np.ndarray]:
 
 
 def _read_routing(path: Path) -> Routing:
-    raw = _read_json(path)
+    raw = _read_object(path)
     try:
         routing = Routing(
             reads=[str(name) for name in raw["reads"]],

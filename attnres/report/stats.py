@@ -1,7 +1,13 @@
-"""Differences between variants with their errors: paired over the same held-out windows, and over seeds."""
+"""Differences between variants with their errors: paired over the same held-out windows, and over seeds.
 
+Only runs under equal conditions are paired: nothing but the residual and the learning rate may differ between them.
+"""
+
+import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +20,13 @@ T_975 = (
     + (2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
 )
 SEEDS_FOR_SEED_ERROR = 3
+
+COMPARED = ("model.residual", "model.settings", "model.block_size", "model.num_blocks", "optim.lr", "optim.muon_lr")
+"""Fields of the configuration in which variants may differ."""
+CHECKSUMS = ("windows_sha256", "tokenizer_sha256", "splits")
+"""Keys of data.json that tell one text from another."""
+OWN = ("seed", "name", "out", "resume", "track", "device", "save_every", "val_every", "log_every", "depth_every")
+"""Fields that are no condition: each run's own, where it ran, and how often it was saved and measured."""
 
 
 def t_975(degrees: int) -> float:
@@ -56,17 +69,66 @@ class Paired:
         return abs(self.mean) > self.margin
 
 
-def same_windows(a: Run, b: Run) -> bool:
-    """Whether two runs were measured on the same held-out windows: same data settings, same number at every step."""
-    if a.config.get("data") != b.config.get("data"):
-        return False
-    return all(len(a.windows[step]) == len(b.windows[step]) for step in a.windows.keys() & b.windows.keys())
+def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of nested values under their dotted names."""
+    for key, value in values.items():
+        if isinstance(value, dict):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def unequal(a: Run, b: Run) -> list[str]:
+    """The conditions in which two runs differ, seeds aside: fields of the configuration, and the text itself.
+
+    The text is the same if the checksums of its tokens are; where a run does not have them, the data settings and the
+    number of windows have to do.
+    """
+    left, right = (
+        {name: value for name, value in leaves(run.config) if name not in OWN and not name.startswith(COMPARED)}
+        for run in (a, b)
+    )
+    names = [name for name in dict.fromkeys([*left, *right]) if left.get(name) != right.get(name)]
+    sums = [key for key in CHECKSUMS if key in a.data and key in b.data]
+    counts = [(len(a.windows[step]), len(b.windows[step])) for step in a.windows.keys() & b.windows.keys()]
+    other_text = any(a.data[key] != b.data[key] for key in sums) or any(mine != theirs for mine, theirs in counts)
+    if other_text and not any(name.startswith("data.") for name in names):
+        names.append("text")
+    return names
 
 
 def pairs(runs: list[Run], others: list[Run]) -> list[tuple[Run, Run]]:
-    """Runs of two variants matched by seed, where they can be compared window by window."""
+    """Runs of two variants matched by seed, where nothing but the variant differs."""
     by_seed = {run.seed: run for run in others}
-    return [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed and same_windows(run, by_seed[run.seed])]
+    return [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed and not unequal(run, by_seed[run.seed])]
+
+
+def why_unpaired(study: Study, label: str, other: str) -> str:
+    """What keeps two labels from being compared, to follow a colon."""
+    mine, theirs = study.of(label), study.of(other)
+    reasons = dict.fromkeys(name for a in mine for b in theirs for name in unequal(a, b))
+    if reasons:
+        return f"they differ in {', '.join(reasons)}"
+    if not {run.seed for run in mine} & {run.seed for run in theirs}:
+        return "no seed in common"
+    return "no measurement at the same step"
+
+
+def equal_conditions(study: Study) -> bool:
+    """Whether all runs of a study may be compared, each label with the same seeds."""
+    seeds = {tuple(run.seed for run in study.of(label)) for label in study.labels}
+    return len(seeds) == 1 and not any(unequal(study.runs[0], run) for run in study.runs[1:])
+
+
+def kind(run: Run) -> tuple[str, str]:
+    """What a variant is without its learning rate: the residual and its settings."""
+    return run.residual, json.dumps(run.config.get("model", {}).get("settings") or {}, sort_keys=True)
+
+
+def kind_name(study: Study, label: str) -> str:
+    """A label without its learning rate."""
+    lr = study.of(label)[0].lr
+    return label if lr is None else label.removesuffix(f"-lr{lr:g}")
 
 
 def common_steps(matched: list[tuple[Run, Run]]) -> list[int]:
@@ -143,8 +205,8 @@ def mean_loss(study: Study, label: str) -> tuple[float, float]:
 def strongest_baseline(study: Study) -> str | None:
     """The label the others are held against.
 
-    That is the study's baseline; where its residual was trained at several settings (a sweep of learning rates), the
-    one of them with the lowest held-out loss, so that no variant wins against a badly tuned opponent.
+    That is the study's baseline; where it was trained at several learning rates, the one of them with the lowest
+    held-out loss, so that no variant wins against a badly tuned opponent.
     """
     if study.baseline is None:
         return None
@@ -153,15 +215,15 @@ def strongest_baseline(study: Study) -> str | None:
         label
         for label in study.labels
         for run in study.of(label)[:1]
-        if (run.residual, run.steps, run.config.get("data")) == (first.residual, first.steps, first.config.get("data"))
+        if label == study.baseline or (run.lr != first.lr and kind(run) == kind(first) and not unequal(run, first))
     ]
     losses = {label: mean_loss(study, label)[0] for label in rivals if all(run.finished for run in study.of(label))}
     return min(losses, key=losses.__getitem__) if losses else study.baseline
 
 
 def sweeps_lr(study: Study) -> bool:
-    """Whether some residual was trained at several learning rates."""
-    rates: dict[str, set[float | None]] = {}
+    """Whether some residual with some settings was trained at several learning rates."""
+    rates: dict[tuple[str, str], set[float | None]] = {}
     for run in study.runs:
-        rates.setdefault(run.residual, set()).add(run.lr)
+        rates.setdefault(kind(run), set()).add(run.lr)
     return any(len(values) > 1 for values in rates.values())

@@ -144,9 +144,9 @@ def to_svg(figure: Figure, name: str, alt: str) -> str:
     svg = out.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'\bid="', f'id="{name}-', svg)
-    svg = re.sub(r"url\(#", f"url(#{name}-", svg)
-    svg = re.sub(r'href="#', f'href="#{name}-', svg)
+    svg = re.sub(r'\bid="', lambda _: f'id="{name}-', svg)
+    svg = svg.replace("url(#", f"url(#{name}-")
+    svg = svg.replace('href="#', f'href="#{name}-')
     for colour in dict.fromkeys([*NAMES, *COLOURS.values(), *OTHERS]):
         svg = re.sub(rf'(?<=[\s"])(fill|stroke)="{colour}"', rf'style="\1: {css_variable(colour)}"', svg)
         svg = svg.replace(f": {colour}", f": {css_variable(colour)}")
@@ -158,7 +158,7 @@ def to_svg(figure: Figure, name: str, alt: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" role="img" '
         f'aria-label="{alt}" viewBox="0 0 {width:g} {height:g}" style="max-width:{width * 4 / 3:.0f}px">'
     )
-    return re.sub(r"<svg[^>]*>", opening, svg, count=1)
+    return re.sub(r"<svg[^>]*>", lambda _: opening, svg, count=1)
 
 
 def save(figure: Figure, path: Path, dpi: int = 200) -> None:

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from attnres.report.runs import Run, Study
-from attnres.report.stats import SEEDS_FOR_SEED_ERROR, Paired, mean_loss, paired, strongest_baseline
+from attnres.report.stats import (
+    SEEDS_FOR_SEED_ERROR,
+    Paired,
+    kind_name,
+    mean_loss,
+    paired,
+    strongest_baseline,
+    why_unpaired,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -49,7 +57,7 @@ class Table:
 
     rows: list[Row]
     baseline: str | None
-    interleaved: bool  # step-time ratios come from variants timed in turn, not from separate runs
+    interleaved: bool  # speeds and step-time ratios come from variants timed in turn, not from separate runs
     notes: list[str]
 
     def row(self, label: str) -> Row:
@@ -67,8 +75,10 @@ def build_table(study: Study) -> Table:
         loss, loss_se = mean_loss(study, label)
         if interleaved:
             ratio = _timed(study, label) / _timed(study, baseline or "")
+            speed = _tokens_a_step(runs[0]) / _timed(study, label)
         else:
             ratio = _median_of(runs, "step_s") / base_time
+            speed = _median_of(runs, "tokens_per_s")
         rows.append(
             Row(
                 label=label,
@@ -80,7 +90,7 @@ def build_table(study: Study) -> Table:
                 loss=loss,
                 loss_se=loss_se,
                 paired=paired(study, label, baseline) if baseline else None,
-                tokens_per_s=_median_of(runs, "tokens_per_s"),
+                tokens_per_s=speed,
                 step_ratio=ratio,
                 peak_memory=max((_known(run, "peak_memory_bytes") for run in runs), default=math.nan),
                 parameters=_known(runs[0], "parameters"),
@@ -114,6 +124,11 @@ def _timed(study: Study, label: str) -> float:
     return float(entry.get("median_s") or math.nan)
 
 
+def _tokens_a_step(run: Run) -> float:
+    size, length = run.config.get("batch_size"), run.config.get("data", {}).get("seq_len")
+    return math.nan if size is None or length is None else float(size * length)
+
+
 def _interleaved(study: Study, baseline: str | None) -> bool:
     return baseline is not None and not math.isnan(_timed(study, baseline))
 
@@ -131,21 +146,21 @@ def _notes(study: Study, rows: list[Row], baseline: str | None, interleaved: boo
             steps = ", ".join(f"{row.label} at step {row.paired.step:,}" for row in early if row.paired)
             notes.append(f"Differences are taken at the last step that both runs have: {steps}.")
     if baseline and baseline != study.baseline:
-        notes.append(f"The baseline is {baseline}: the best of the {study.residual(baseline)} runs.")
-    lone = [row.label for row in rows if row.paired is None and row.label != baseline]
-    if baseline and lone:
-        notes.append(
-            f"No paired difference for {listed(lone)}: no seed, step and held-out windows in common with {baseline}."
-        )
+        notes.append(f"The baseline is {baseline}: the best of the {kind_name(study, baseline)} runs.")
+    reasons: dict[str, list[str]] = {}
+    for row in rows if baseline else []:
+        if row.paired is None and row.label != baseline:
+            reasons.setdefault(why_unpaired(study, row.label, baseline or ""), []).append(row.label)
+    notes += [f"No difference to {baseline} for {listed(labels)}: {reason}." for reason, labels in reasons.items()]
     if any(not math.isnan(row.step_ratio) for row in rows) and len(rows) > 1:
         if interleaved:
             device = str((study.speed or {}).get("device") or "")
             notes.append(
-                "Step-time ratio: whole training steps of the variants taken in turn in one process, ratio of medians"
+                "Tokens/s and step time: whole training steps of the variants taken in turn in one process, medians"
                 + (f" ({device})." if device else ".")
             )
         else:
-            notes.append("Step-time ratio: ratio of the runs' median step times, not interleaved: indicative only.")
+            notes.append("Tokens/s and step time: medians of separate runs, not taken in turn: indicative only.")
     unfinished = [row for row in rows if not row.complete]
     if unfinished:
         progress = ", ".join(f"{row.label} at step {row.step:,} of {row.steps or 0:,}" for row in unfinished)

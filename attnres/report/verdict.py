@@ -3,7 +3,7 @@
 import math
 
 from attnres.report.runs import Study
-from attnres.report.stats import Paired, paired, sweeps_lr
+from attnres.report.stats import Paired, kind, kind_name, paired, sweeps_lr, why_unpaired
 from attnres.report.table import Row, Table, listed, number, with_error
 
 CONTROL = "rescaled"
@@ -26,13 +26,21 @@ def verdict(study: Study, table: Table) -> str:
         return "No run of the standard residual, the baseline: the losses below stand side by side, without a winner."
     if base not in [row.label for row in done]:
         return f"{base}, the baseline, has not finished yet: nothing can be said."
+    unpaired = [row for row in done if row.paired is None and row.label != base]
     if sweeps_lr(study):
-        equal_rates = _at_equal_rates(study, done, table.row(base).residual)
-        done = _best_of_each(done)
+        equal_rates = _at_equal_rates(study, done, base)
+        done = _best_of_each(study, done)
     else:
         equal_rates = []
     compared = [row for row in done if row.paired is not None]
     sentences = [_against_baseline(compared, base)] if compared else []
+    reasons: dict[str, list[str]] = {}
+    for row in unpaired:
+        reasons.setdefault(why_unpaired(study, row.label, base), []).append(row.label)
+    sentences += [
+        f"{listed(labels)} {_verb(labels, 'stands', 'stand')} beside {base} without a verdict: {reason}."
+        for reason, labels in reasons.items()
+    ]
     sentences += equal_rates
     sentences += _against_control(study, done, base)
     sentences += _among_best(study, compared)
@@ -40,7 +48,7 @@ def verdict(study: Study, table: Table) -> str:
     if waiting:
         sentences.append(f"Not finished: {listed(waiting)}.")
     if not compared:
-        sentences.insert(0, f"No finished variant can be paired with {base} yet: nothing can be said.")
+        sentences.insert(0, f"No finished variant can be compared with {base}: nothing can be said.")
     return " ".join(sentences)
 
 
@@ -74,11 +82,15 @@ def _against_control(study: Study, done: list[Row], base: str) -> list[str]:
     control = min(controls, key=lambda row: row.loss).label
     pairs = [(row.label, paired(study, row.label, control)) for row in tested]
     won = [(label, pair) for label, pair in pairs if pair and pair.decided and pair.mean < 0]
-    rest = [label for label, pair in pairs if pair and not (pair.decided and pair.mean < 0)]
+    lost = [(label, pair) for label, pair in pairs if pair and pair.decided and pair.mean > 0]
+    rest = [label for label, pair in pairs if pair and not pair.decided]
     sentences = []
     if won:
         sizes = listed([f"{_size(pair)} for {label}" for label, pair in sorted(won, key=lambda item: item[1].mean)])
         sentences.append(f"Over {control}, the control, the gain is {sizes}.")
+    if lost:
+        sizes = listed([f"{label} by {_size(pair)}" for label, pair in sorted(lost, key=lambda item: item[1].mean)])
+        sentences.append(f"Worse than {control}, the control: {sizes}.")
     if rest:
         sentences.append(
             f"Over {control}, the control, {listed(rest)} {_verb(rest, 'gains', 'gain')} nothing beyond the error."
@@ -95,34 +107,39 @@ def _among_best(study: Study, rows: list[Row]) -> list[str]:
     pair = paired(study, first, second)
     if pair is None:
         return []
-    if pair.decided and pair.mean < 0:
-        return [f"{first} is ahead of {second} by {_size(pair)}."]
+    if pair.decided:
+        ahead, behind = (first, second) if pair.mean < 0 else (second, first)
+        return [f"{ahead} is ahead of {behind} by {_size(pair)}."]
     return [f"{first} and {second} are within their error of one another ({_interval(pair)})."]
 
 
-def _best_of_each(rows: list[Row]) -> list[Row]:
-    """Of each residual the row with the lowest loss: in a sweep of learning rates each is judged at its best rate."""
-    best: dict[str, Row] = {}
+def _best_of_each(study: Study, rows: list[Row]) -> list[Row]:
+    """Of each variant the row with the lowest loss: in a sweep of learning rates each is judged at its best rate."""
+    best: dict[tuple[str, str], Row] = {}
     for row in rows:
-        if row.residual not in best or row.loss < best[row.residual].loss:
-            best[row.residual] = row
-    return [row for row in rows if row is best[row.residual]]
+        which = kind(study.of(row.label)[0])
+        if which not in best or row.loss < best[which].loss:
+            best[which] = row
+    return [row for row in rows if any(row is chosen for chosen in best.values())]
 
 
 def _at_equal_rates(study: Study, rows: list[Row], base: str) -> list[str]:
-    """For each other residual: at how many of the learning rates it shares with the baseline's residual it wins."""
-    lr_of = {row.label: study.of(row.label)[0].lr for row in rows}
+    """For each other variant: at how many of the learning rates it shares with the baseline it wins."""
+    first = {row.label: study.of(row.label)[0] for row in rows}
     sentences = []
-    for residual in dict.fromkeys(row.residual for row in rows if row.residual != base):
+    for which in dict.fromkeys(kind(run) for run in first.values() if kind(run) != kind(first[base])):
+        labels = [label for label in first if kind(first[label]) == which]
         pairs = [
-            paired(study, row.label, other.label)
-            for row in rows
-            for other in rows
-            if (row.residual, other.residual) == (residual, base) and lr_of[row.label] == lr_of[other.label]
+            paired(study, label, other)
+            for label in labels
+            for other in first
+            if kind(first[other]) == kind(first[base]) and first[label].lr == first[other].lr
         ]
-        won = [pair for pair in pairs if pair and pair.decided and pair.mean < 0]
+        pairs = [pair for pair in pairs if pair is not None]
+        won = [pair for pair in pairs if pair.decided and pair.mean < 0]
         if pairs:
-            sentences.append(f"At equal learning rates {residual} beats {base} at {len(won)} of {len(pairs)}.")
+            names = kind_name(study, labels[0]), kind_name(study, base)
+            sentences.append(f"At equal learning rates {names[0]} beats {names[1]} at {len(won)} of {len(pairs)}.")
     return sentences
 
 

@@ -37,21 +37,25 @@ class Child:
     log: Path | None = None
     began: float = 0.0
 
-    def start(self, *, threads: int | None, log: Path | None) -> None:
-        """Start it with so many threads (None: as many as it likes), its output in `log` (None: shown as it comes)."""
+    def start(self, *, threads: int, log: Path | None) -> None:
+        """Start it with so many threads, its output in `log` (None: shown as it comes). Raises UserError."""
         environment = {**os.environ, ERROR_FILE: str(self._error_file)}
         # The same package as this process's, wherever it was imported from.
         paths = [str(Path(attnres.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
-        if threads is not None:
-            environment["OMP_NUM_THREADS"] = str(threads)
+        environment["OMP_NUM_THREADS"] = str(threads)
         self._error_file.unlink(missing_ok=True)
         self.log, self.began = log, time.monotonic()
         with contextlib.ExitStack() as stack:
             output = None
             if log is not None:
-                log.parent.mkdir(parents=True, exist_ok=True)
-                output = stack.enter_context(log.open("ab"))
+                try:
+                    log.parent.mkdir(parents=True, exist_ok=True)
+                    output = stack.enter_context(log.open("ab"))
+                except OSError as error:
+                    raise UserError(
+                        f"cannot write {log}: {error.strerror}; every run keeps its last checkpoint, make room"
+                    ) from error
             # In a session of its own: a Ctrl-C reaches it through this process, once, and not also from the terminal.
             self.process = subprocess.Popen(
                 self.command(quiet=log is not None),
@@ -79,18 +83,20 @@ class Child:
         if self.running and self.process is not None:
             self.process.send_signal(number)
 
-    def step(self) -> int:
-        """The last step in its metrics."""
+    def latest(self) -> tuple[int, float | None]:
+        """The last training step in its metrics and the loss there; 0 and None before the first."""
         try:
             with (self.folder / "metrics.jsonl").open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 8192))
+                file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
                 lines = file.read().splitlines()
         except OSError:
-            return 0
+            return 0, None
         for line in reversed(lines):
             with contextlib.suppress(ValueError, KeyError, TypeError):
-                return int(json.loads(line)["step"])
-        return 0
+                record = json.loads(line)
+                if record["kind"] == "train":
+                    return int(record["step"]), float(record["loss"])
+        return 0, None
 
     def failure(self) -> UserError:
         """Why it failed, in its own words where it had any."""
@@ -114,19 +120,19 @@ class Child:
 def run_children(
     children: list[Child],
     *,
-    jobs: int = 1,
+    jobs: int,
+    threads: int,
     on_start: Callable[[Child], None],
     on_end: Callable[[Child], None],
     on_poll: Callable[[list[Child]], None],
     log_of: Callable[[Child], Path | None],
 ) -> None:
-    """Run all of them, `jobs` at once, threads shared out evenly between them.
+    """Run all of them, `jobs` at once with `threads` each.
 
     Raises:
-        UserError: one failed; the others were told to save and stop.
+        UserError: one failed or could not be started; the others were told to save and stop.
         Interrupted: Ctrl-C or SIGTERM; the running ones saved and stopped.
     """
-    threads = max(1, available_cores() // jobs) if jobs > 1 else None
     waiting, running = list(children), []
     failed: Child | None = None
     with caught_signals() as signals:
@@ -159,13 +165,6 @@ def run_children(
         if failed.code in (130, 143):
             raise Interrupted(f"{failed.name} was stopped and saved: give the same command to continue", failed.code)
         raise failed.failure()
-
-
-def available_cores() -> int:
-    """Cores this process may use, as torch would count them."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _wanted(signals: Signals, failed: Child | None) -> int:

@@ -5,28 +5,28 @@ was interrupted is resumed. At the end the variants are timed in turn, and the t
 """
 
 import dataclasses
+import os
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from attnres.errors import UserError
-from attnres.files import read_json, write_json
+from attnres.files import LOCK, locked, read_json, write_json
 from attnres.report.runs import Study
 from attnres.report.show import show
-from attnres.studies.children import Child, available_cores, run_children
+from attnres.studies.children import Child, run_children
+from attnres.studies.progress import Watch, duration
 from attnres.studies.speed import step_times
 from attnres.studies.variants import Variant, parse_variants
-from attnres.train.config import TrainConfig, check, resolve, to_dict
+from attnres.train.config import OptimConfig, TrainConfig, check, resolve, to_dict
+from attnres.train.data import data_record, held_out, prepare_from
 from attnres.train.environment import has_bf16
 from attnres.train.interrupt import Interrupted
-from attnres.train.run_folder import claim
+from attnres.train.run_folder import claim, same_data
 
 VERSION = 1
 
@@ -57,42 +57,51 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
     """Train what is not trained yet, time it, and make table and report from what is then on disk.
 
     Writes OUT/LABEL-seedK/, OUT/compare.json, OUT/speed.json, OUT/table.csv and OUT/report.html. Progress goes to
-    stderr, the table to stdout.
+    stderr, the table to stdout. How many runs train at once, and on how many threads each, is settled the first time
+    and kept in compare.json: with other threads a sum is rounded differently, and a resumed run would not be the same.
 
     Raises:
         UserError: something cannot run, or a folder holds something else; what is finished stays.
         Interrupted: Ctrl-C or SIGTERM; the same command continues.
     """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("compare was started by torchrun, but it starts its runs itself: give attnres compare alone")
     say = console or Console(stderr=True)
     plan = make_plan(config)
     out = Path(config.out)
-    finished = _claim(out, plan)
-    vocabulary = _prepare(config.base, say)
-    for name, run in plan.runs.items():
-        write_json(out / "configs" / f"{name}.json", to_dict(run))
-    write_json(
-        out / "compare.json",
-        {
-            "version": VERSION,
-            "labels": list(plan.variants),
-            "seeds": config.seeds,
-            "baseline": plan.baseline,
-            "variants": {label: dataclasses.asdict(variant) for label, variant in plan.variants.items()},
-        },
-    )
-    children = [
-        Child(name, out / name, out / "configs" / f"{name}.json", run.steps)
-        for name, run in plan.runs.items()
-        if name not in finished
-    ]
-    if finished:
-        say.print(f"{len(finished)} of {len(plan.runs)} runs are finished already", highlight=False)
-    if children:
-        jobs = config.jobs or _jobs(plan, vocabulary, len(children))
-        _train(children, out, len(plan.runs), [float(s.get("wall_s") or 0) for s in finished.values()], jobs, say)
-    if config.timing_s > 0:
-        _time(out, plan, vocabulary, config.timing_s, say)
-    return show(out, out=out)
+    _refuse_other_folder(out)
+    with locked(out):
+        finished = _claim(out, plan)
+        vocabulary = _prepare(out, plan, say)
+        jobs, threads = _share(out, config.jobs, plan, vocabulary)
+        # First of all, so that the folder is known as a comparison however early it is stopped.
+        write_json(
+            out / "compare.json",
+            {
+                "version": VERSION,
+                "labels": list(plan.variants),
+                "seeds": config.seeds,
+                "baseline": plan.baseline,
+                "variants": {label: dataclasses.asdict(variant) for label, variant in plan.variants.items()},
+                "jobs": jobs,
+                "threads": threads,
+            },
+        )
+        for name, run in plan.runs.items():
+            write_json(out / "configs" / f"{name}.json", to_dict(run))
+        children = [
+            Child(name, out / name, out / "configs" / f"{name}.json", run.steps)
+            for name, run in plan.runs.items()
+            if name not in finished
+        ]
+        if finished:
+            say.print(f"{len(finished)} of {len(plan.runs)} runs are finished already", highlight=False)
+        if children:
+            walls = [float(summary.get("wall_s") or 0) for summary in finished.values()]
+            _train(children, out, len(plan.runs), walls, jobs, threads, say)
+        if config.timing_s > 0:
+            _time(out, plan, vocabulary, config.timing_s, say)
+        return show(out, out=out)
 
 
 def make_plan(config: CompareConfig) -> Plan:
@@ -102,6 +111,7 @@ def make_plan(config: CompareConfig) -> Plan:
         raise UserError(f"seeds are {config.seeds}: expected different whole numbers from 0, e.g. 0 1 2")
     if config.jobs is not None and config.jobs < 1:
         raise UserError(f"jobs is {config.jobs}: expected 1 or more runs at a time")
+    check(resolve(base))
     variants = {variant.label: variant for variant in parse_variants(config.variants, config.lrs)}
     device = ("cuda" if torch.cuda.is_available() else "cpu") if base.device == "auto" else base.device
     dtype = ("bf16" if has_bf16(torch.device(device)) else "fp32") if base.dtype == "auto" else base.dtype
@@ -116,11 +126,10 @@ def make_plan(config: CompareConfig) -> Plan:
                 block_size=None,
                 num_blocks=None,
             )
-            optim = base.optim if variant.lr is None else dataclasses.replace(base.optim, lr=variant.lr)
             run = dataclasses.replace(
                 base,
                 model=model,
-                optim=optim,
+                optim=_at_rate(base.optim, variant.lr),
                 seed=seed,
                 name=name,
                 out=str(Path(config.out) / name),
@@ -138,6 +147,14 @@ def make_plan(config: CompareConfig) -> Plan:
     return Plan(variants, runs, baseline)
 
 
+def _at_rate(optim: OptimConfig, lr: float | None) -> OptimConfig:
+    """`optim` at another peak learning rate: Muon's rate is scaled by the same factor."""
+    if lr is None:
+        return optim
+    muon_lr = optim.muon_lr * lr / optim.lr if optim.optimizer == "muon" else optim.muon_lr
+    return dataclasses.replace(optim, lr=lr, muon_lr=muon_lr)
+
+
 def _try_building(base: TrainConfig, variant: Variant) -> None:
     """Refuse settings that the residual or the model refuses; on the meta device, where a model costs no memory."""
     from attnres.models import build
@@ -152,29 +169,29 @@ def _try_building(base: TrainConfig, variant: Variant) -> None:
         )
 
 
-def _claim(out: Path, plan: Plan) -> dict[str, dict[str, Any]]:
-    """Summaries of the runs that are finished; refuses a folder that holds something else or other configurations."""
+def _refuse_other_folder(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError(f"{out} is a file: choose another --out")
-    if out.is_dir() and any(out.iterdir()) and not (out / "compare.json").is_file():
+    if out.is_dir() and {path.name for path in out.iterdir()} - {LOCK} and not (out / "compare.json").is_file():
         raise UserError(f"{out} is not empty and holds no comparison: choose another --out")
+
+
+def _claim(out: Path, plan: Plan) -> dict[str, dict[str, Any]]:
+    """Summaries of the runs that are finished; refuses other configurations."""
     found = {name: claim(out / name, to_dict(run), resume=True) for name, run in plan.runs.items()}
     return {name: summary for name, summary in found.items() if summary is not None}
 
 
-def _prepare(base: TrainConfig, say: Console) -> int:
-    """Tokenise once, before the runs: they find the result in the cache. Returns the size of the vocabulary."""
-    from attnres.data import prepare
+def _prepare(out: Path, plan: Plan, say: Console) -> int:
+    """Tokenise once, before the runs: they find the result in the cache. Returns the size of the vocabulary.
 
-    data = base.data
-    prepared = prepare(
-        data.source,
-        data.tokenizer,
-        held_out=data.held_out,
-        limit=data.limit,
-        column=data.column,
-        progress=True,
-    )
+    Raises UserError where a run in `out` was trained on other data.
+    """
+    data = next(iter(plan.runs.values())).data
+    prepared = prepare_from(data)
+    record = data_record(prepared, held_out(prepared, data))
+    for name in plan.runs:
+        same_data(out / name, record)
     splits = prepared.header["splits"]
     counts = ", ".join(f"{split} {splits[split]['tokens']:,} tokens" for split in ("train", "val"))
     say.print(f"data {data.source}: {counts}", highlight=False, soft_wrap=True)
@@ -184,95 +201,61 @@ def _prepare(base: TrainConfig, say: Console) -> int:
 # ------------------------------------------------------------------ training
 
 
-def _jobs(plan: Plan, vocabulary: int, waiting: int) -> int:
+def _share(out: Path, asked: int | None, plan: Plan, vocabulary: int) -> tuple[int, int]:
+    """How many runs train at once and with how many threads each: as before if this continues a comparison."""
+    path = out / "compare.json"
+    before = read_json(path) if path.is_file() else {}
+    if not isinstance(before, dict) or not all(
+        isinstance(before.get(name, 1), int) and before.get(name, 1) >= 1 for name in ("jobs", "threads")
+    ):
+        raise UserError(f"{path} is damaged: jobs and threads must be whole numbers from 1; choose another --out")
+    jobs = asked or before.get("jobs") or _jobs(plan, vocabulary)
+    return jobs, before.get("threads") or max(1, torch.get_num_threads() // jobs)
+
+
+def _jobs(plan: Plan, vocabulary: int) -> int:
     """Runs at once where none are asked for: on a CPU one a core (two small models on a thread each train faster than
     one on two threads), as many as fit in memory and at most four; on a GPU one."""
     if not next(iter(plan.runs.values())).device.startswith("cpu"):
         return 1
-    jobs = min(available_cores(), 4, waiting)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    jobs = min(cores, 4, len(plan.runs))
     while jobs > 1 and not _fits(jobs, plan, vocabulary):
         jobs -= 1
     return max(1, jobs)
 
 
-def _train(children: list[Child], out: Path, total: int, walls: list[float], jobs: int, say: Console) -> None:
-    """Run the children, one line before each with the time left in all; several at once: one bar each."""
+def _train(
+    children: list[Child], out: Path, total: int, walls: list[float], jobs: int, threads: int, say: Console
+) -> None:
+    """Run the children, one line before each with the time left in all; several at once: `Watch` shows them."""
     first, started, left = total - len(children), 0, len(children)
-    with _bars(say, enabled=jobs > 1) as bars:
+    with Watch(say, shown=jobs > 1) as watch:
 
         def on_start(child: Child) -> None:
             nonlocal started
             started += 1
             remaining = f", about {duration(sum(walls) / len(walls) * left / jobs)} left in all" if walls else ""
             say.print(f"run {first + started}/{total} {child.name}{remaining}", style="bold", highlight=False)
-            bars.add(child)
+            watch.add(child)
 
         def on_end(child: Child) -> None:
             nonlocal left
             left -= 1
             walls.append(time.monotonic() - child.began)
-            bars.remove(child)
+            watch.remove(child)
             if jobs > 1:
                 say.print(f"{child.name} finished in {duration(walls[-1])}", highlight=False)
 
         run_children(
             children,
             jobs=jobs,
+            threads=threads,
             on_start=on_start,
             on_end=on_end,
-            on_poll=bars.update,
+            on_poll=watch.update,
             log_of=lambda child: out / "logs" / f"{child.name}.log" if jobs > 1 else None,
         )
-
-
-class _Bars:
-    """A bar for each running child, read from its metrics; nothing where there is no terminal."""
-
-    def __init__(self, progress: Progress | None):
-        self.progress = progress
-        self.tasks: dict[str, TaskID] = {}
-        self.starts: dict[str, tuple[float, int]] = {}
-
-    def add(self, child: Child) -> None:
-        if self.progress is not None:
-            done = child.step()
-            self.tasks[child.name] = self.progress.add_task(child.name, total=child.steps, completed=done, left="")
-            self.starts[child.name] = (time.monotonic(), done)
-
-    def update(self, running: list[Child]) -> None:
-        for child in running if self.progress is not None else []:
-            began, first = self.starts[child.name]
-            step = child.step()
-            pace = (time.monotonic() - began) / max(1, step - first)
-            left = f"left {duration(pace * (child.steps - step))}" if step > first else ""
-            if self.progress is not None:
-                self.progress.update(self.tasks[child.name], completed=step, left=left)
-
-    def remove(self, child: Child) -> None:
-        if self.progress is not None:
-            self.progress.remove_task(self.tasks.pop(child.name))
-
-
-@contextmanager
-def _bars(say: Console, *, enabled: bool) -> Generator[_Bars]:
-    if not enabled or not say.is_terminal:
-        yield _Bars(None)
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[left]}"), console=say) as progress:
-        yield _Bars(progress)
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes or seconds, to the precision that an estimate deserves.
-
-    >>> duration(42), duration(310), duration(8000)
-    ('42 s', '5 min', '2 h 13 min')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
 # ------------------------------------------------------------------ timing
@@ -301,7 +284,8 @@ def _time(out: Path, plan: Plan, vocabulary: int, seconds: float, say: Console) 
         },
     }
     path = out / "speed.json"
-    if path.is_file() and read_json(path).get("key") == key:
+    before = read_json(path) if path.is_file() else None
+    if isinstance(before, dict) and before.get("key") == key:
         return
     labels = list(dict.fromkeys(kinds.values()))
     if not _fits(len(labels), plan, vocabulary):
@@ -336,7 +320,7 @@ def _same_model(a: Variant, b: Variant) -> bool:
 
 
 def _fits(models: int, plan: Plan, vocabulary: int) -> bool:
-    """Whether so many models with gradients and AdamW's state (16 bytes a parameter) take half the free memory at most."""
+    """Whether so many models with gradients and AdamW's state (16 bytes a parameter) take half the free memory."""
     from attnres.models import build
 
     run = next(iter(plan.runs.values()))

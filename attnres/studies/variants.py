@@ -50,6 +50,10 @@ def parse_variant(text: str) -> Variant:
             if not valid:
                 raise UserError(f"variant '{text}': residual '{residual}' takes no settings, remove ':{part}'")
             raise unknown(f"setting of residual '{residual}'", name, valid)
+        if not re.fullmatch(r"[\w.+-]+", value):  # it becomes part of a folder's name
+            raise UserError(
+                f"variant '{text}': the value '{value}' of {name} has other characters than letters, digits and _ . + -"
+            )
         settings[name] = setting_value(value)
     lr = None
     if match["lr"] is not None:

@@ -1,6 +1,6 @@
 """Training: the configuration of a run and the loop that carries it out."""
 
-from attnres.train.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, from_dict, from_file, to_dict
+from attnres.train.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, from_dict, to_dict
 from attnres.train.loop import Interrupted, train
 
 __all__ = [
@@ -10,7 +10,6 @@ __all__ = [
     "OptimConfig",
     "TrainConfig",
     "from_dict",
-    "from_file",
     "to_dict",
     "train",
 ]

@@ -10,10 +10,10 @@ The position in the data needs no state: a batch is a pure function of (seed, st
 import base64
 import random
 import zlib
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,7 +26,10 @@ from attnres.files import read_json, recover_folder, replaced_folder, write_json
 from attnres.train.config import differences
 from attnres.train.optim import load_state_tensors, state_tensors
 
+T = TypeVar("T")
+
 FORMAT = "attnres-checkpoint-1"
+_FORM = {"step": int, "config": dict, "data": dict, "random": list, "progress": dict, "checksums": dict}
 
 
 def save(folder: str | Path, model: Any, optimizers: list[torch.optim.Optimizer], state: dict[str, Any]) -> None:
@@ -74,8 +77,8 @@ def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any])
     state = read_json(folder / "state.json")
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UserError(f"{folder} is not a checkpoint of attnres (expected format {FORMAT} in state.json)")
-    if missing := {"step", "config", "data", "random", "progress", "checksums"} - set(state):
-        raise UserError(f"{folder}/state.json lacks {', '.join(sorted(missing))}: {_DAMAGED}")
+    if wrong := [name for name, kind in _FORM.items() if not isinstance(state.get(name), kind)]:
+        raise UserError(f"{folder}/state.json lacks {', '.join(wrong)}, or they are of another form: {_DAMAGED}")
     same_configuration(config, state["config"], f"the checkpoint {folder}")
     if state["data"] != data:
         raise UserError(
@@ -85,8 +88,18 @@ def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any])
     return state
 
 
+def as_saved(folder: str | Path, restore: Callable[[], T]) -> T:
+    """What `restore` makes of the state in `folder`; raises UserError where the state does not have its form."""
+    try:
+        return restore()
+    except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise UserError(f"cannot go on from {folder}/state.json ({error}): {_DAMAGED}") from error
+
+
 def load_model(folder: str | Path, state: dict[str, Any]) -> Any:
-    """The model of the checkpoint in `folder`, its tensors checked against `state`. Raises UserError if damaged."""
+    """The model of the checkpoint in `folder`, checked against `state`: its residual and settings (which the shapes
+    of the tensors do not tell) and the tensors. Raises UserError if damaged.
+    """
     from attnres.models import load
 
     path = Path(folder) / "model"
@@ -95,9 +108,15 @@ def load_model(folder: str | Path, state: dict[str, Any]) -> Any:
             model = load(path)
     except (OSError, SafetensorError, RuntimeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"cannot load the model in {path} ({error}): {_DAMAGED}") from error
+    ours = state["config"]["model"]
+    if (model.config.residual, model.config.residual_settings or {}) != (ours["residual"], ours["settings"]):
+        raise UserError(
+            f"the model in {path} has the residual {model.config.residual} {model.config.residual_settings}, expected "
+            f"{ours['residual']} {ours['settings']}: {_DAMAGED}"
+        )
     for parameter in model.parameters():  # out of the memory-mapped file, aligned as a freshly made tensor is
         parameter.data = parameter.data.clone()
-    if checksum(named_tensors(model)) != state["checksums"]["model"]:
+    if checksum(named_tensors(model)) != state["checksums"].get("model"):
         raise UserError(f"the tensors in {path} are not those that were saved: {_DAMAGED}")
     return model
 
@@ -107,7 +126,7 @@ def load_optimizers(folder: str | Path, state: dict[str, Any], optimizers: list[
     path = Path(folder) / "optimizer.safetensors"
     try:
         tensors = load_file(path)
-        if checksum(tensors.items()) != state["checksums"]["optimizer"]:
+        if checksum(tensors.items()) != state["checksums"].get("optimizer"):
             raise UserError("its tensors are not those that were saved")
         load_state_tensors(optimizers, {name: tensor.clone() for name, tensor in tensors.items()})
     except (OSError, SafetensorError, LookupError, ValueError) as error:

@@ -1,19 +1,16 @@
-"""What a training run is: plain dataclasses, their checks, and their plain-dict, YAML and TOML forms.
+"""What a training run is: plain dataclasses, their checks, and their plain-dict form.
 
 The docstrings below each field are the help texts of the command line (tyro reads them).
 """
 
 import dataclasses
 import math
-import tomllib
 import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
-
-import yaml
 
 from attnres.errors import UserError, unknown
 
@@ -25,7 +22,7 @@ DTYPES = ("auto", "fp32", "bf16")
 TRACKERS = ("none", "trackio", "wandb", "tensorboard")
 
 FREE = ("out", "name", "resume", "track", "save_every", "device")
-"""Fields that may change between a run and its resumption: none of them changes a number that is computed."""
+"""Fields that may change between a run and its resumption; only `device` changes numbers, by their rounding."""
 
 
 @dataclass
@@ -41,7 +38,7 @@ class ModelConfig:
     num_blocks: int | None = None
     """Number of blocks of the block residual; give this or block_size."""
     settings: dict[str, Setting] = field(default_factory=dict)
-    """Further settings of the residual by name, e.g. streams 4 for hyper_connections."""
+    """Further settings of the residual by name, e.g. num_streams=4 for hyper_connections."""
 
 
 @dataclass
@@ -175,8 +172,9 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
     valid_settings = settings_with_defaults(config.model.residual)
     for name in settings_of(config.model):
         if name not in valid_settings:
-            takes = ", ".join(valid_settings) or "none"
-            raise UserError(f"residual '{config.model.residual}' has no setting '{name}': its settings are: {takes}")
+            if not valid_settings:
+                raise UserError(f"residual '{config.model.residual}' takes no settings: '{name}' was given; remove it")
+            raise unknown(f"setting of residual '{config.model.residual}'", name, valid_settings)
     optim, data = config.optim, config.data
     for kind, given, valid in (
         ("optimizer", optim.optimizer, OPTIMIZERS),
@@ -202,6 +200,8 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
     for name, value in not_negative.items():
         if not (value >= 0 and math.isfinite(value)):
             raise UserError(f"{name} is {value}: it must be 0 or more")
+    if config.seed > 2**32 - world_size:  # NumPy's limit; each process adds its rank
+        raise UserError(f"seed is {config.seed}: it must be at most {2**32 - world_size}")
     fractions = {f"optim.{name}": getattr(optim, name) for name in ("min_lr_ratio", "warmup", "decay")}
     for name, value in fractions.items():
         if not 0 <= value <= 1:
@@ -255,29 +255,6 @@ def from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> Tra
     An unknown key is refused with the nearest valid one; a value of a wrong type with what was expected.
     """
     return _overlay(base or TrainConfig(), values, "")
-
-
-def from_file(path: str | Path, base: TrainConfig | None = None) -> TrainConfig:
-    """A configuration from a .yaml, .yml, .json or .toml file, laid over `base`."""
-    path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read the configuration file {path}: {error}") from error
-    if path.suffix not in (".yaml", ".yml", ".json", ".toml"):
-        raise UserError(f"the configuration file {path} must end in .yaml, .yml, .json or .toml")
-    try:
-        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"the configuration file {path} is not valid {path.suffix[1:].upper()}: {error}") from error
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise UserError(f"the configuration file {path} holds a {type(values).__name__}: expected keys and values")
-    try:
-        return from_dict(values, base)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from error
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:

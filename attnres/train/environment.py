@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import attnres
+from attnres.files import read_json, write_json
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -45,6 +46,21 @@ def describe(device: torch.device, dtype: str) -> dict[str, Any]:
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
+
+
+def record(path: Path, found: dict[str, Any], *, resumed: bool) -> None:
+    """Write what `describe` found; a resumed run keeps its first environment and lists later, different ones in it.
+
+    Those stand under the key `resumed`, each once however often the run was resumed there in a row.
+    """
+    first = read_json(path) if resumed and path.exists() else None
+    if not isinstance(first, dict):
+        write_json(path, found)
+        return
+    later = first.get("resumed", [])
+    last = later[-1] if later else first
+    if any(last.get(name) != value for name, value in found.items() if name != "date"):
+        write_json(path, {**first, "resumed": [*later, found]})
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -10,7 +10,8 @@ import random
 import shutil
 import statistics
 import time
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections.abc import Generator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -20,16 +21,17 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from attnres.errors import UserError
-from attnres.files import replaced_folder, write_json
+from attnres.files import locked, replaced_folder, write_json
 from attnres.train import checkpoint, environment, validate
 from attnres.train.config import TrainConfig, check, resolve, to_dict
+from attnres.train.data import data_record, held_out, prepare_from
 from attnres.train.device import tune
 from attnres.train.interrupt import Interrupted, Signals, caught_signals
-from attnres.train.metrics import Metrics, Tracker
+from attnres.train.metrics import Metrics, Tracker, import_tracker
 from attnres.train.optim import build_optimizers, set_learning_rate
 from attnres.train.parallel import Processes, join_processes
 from attnres.train.progress import Bar
-from attnres.train.run_folder import claim, forget_after
+from attnres.train.run_folder import claim, forget_after, same_data
 from attnres.train.schedule import fraction_of_peak
 
 __all__ = ["Interrupted", "train"]
@@ -52,24 +54,39 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
     check(config, who.world_size)
     dtype = config.dtype if config.dtype != "auto" else ("bf16" if environment.has_bf16(who.device) else "fp32")
     config = dataclasses.replace(config, dtype=dtype, device=who.device.type)
-    finished = who.share(claim(_folder(config), to_dict(config), resume=config.resume) if who.first else None)
-    if finished is not None:
-        return finished
-    with closing(Run(config, who, progress=progress and who.first)) as run, caught_signals() as signals:
-        with run.bar:
-            while run.past.step < config.steps:
-                run.step(signals)
-                run.measure()
-                done = run.past.step == config.steps
-                if run.past.step % config.save_every == 0 or run.signalled or done:
-                    run.save()
-                if run.signalled and not done:
-                    raise Interrupted(
-                        f"stopped at step {run.past.step} of {config.steps}, saved in {run.folder / 'checkpoint'}: "
-                        "give the same command with --resume to continue",
-                        run.signalled,
-                    )
-        return run.finish()
+    if config.track != "none" and who.first:
+        import_tracker(config.track)
+    with _claimed(config, who) as finished:
+        if finished is not None:
+            return finished
+        with closing(Run(config, who, progress=progress and who.first)) as run, caught_signals() as signals:
+            with run.bar:
+                while run.past.step < config.steps:
+                    run.step(signals)
+                    run.measure()
+                    done = run.past.step == config.steps
+                    if run.past.step % config.save_every == 0 or run.signalled or done:
+                        run.save()
+                    if run.signalled and not done:
+                        raise Interrupted(
+                            f"stopped at step {run.past.step} of {config.steps}, saved in "
+                            f"{run.folder / 'checkpoint'}: give the same command with --resume to continue",
+                            run.signalled,
+                        )
+            return run.finish()
+
+
+@contextmanager
+def _claimed(config: TrainConfig, who: Processes) -> Generator[dict[str, Any] | None]:
+    """The run's folder, kept from other runs meanwhile; gives the summary if the run is finished already."""
+    with ExitStack() as stack:
+        finished = None
+        if who.first:
+            finished = claim(_folder(config), to_dict(config), resume=config.resume)
+            if finished is None:
+                stack.enter_context(locked(_folder(config)))  # and once more, should another process have been there
+                finished = claim(_folder(config), to_dict(config), resume=config.resume)
+        yield who.share(finished)
 
 
 @dataclass
@@ -87,6 +104,8 @@ class Past:
     """Seconds of the last steps, without validation, saving and the first steps."""
     last_s: float = 0.0
     """Seconds of the last step."""
+    peak_memory_bytes: int = 0
+    """The most that any process took in any session up to the checkpoint."""
 
 
 class Run:
@@ -101,10 +120,14 @@ class Run:
         self.depth: dict[str, list[float]] | None = None  # of the last step, if measured
         self.signalled, self.untimed = 0, UNTIMED
         self.prepared, self.batches, self.windows = _open_data(config, who, progress)
-        header = self.prepared.header
-        data = {name: header[name] for name in ("tokenizer_sha256", "vocab_size", "splits")}
+        self.record = data_record(self.prepared, self.windows)
+        self.data = {name: value for name, value in self.record.items() if name != "windows_sha256"}
         here = self.folder / "checkpoint"
-        state = who.share(checkpoint.read_state(here, to_dict(config), data) if who.first else None)
+        state = None
+        if who.first:
+            same_data(self.folder, self.record)
+            state = checkpoint.read_state(here, to_dict(config), self.data)
+        state = who.share(state)
 
         environment.reset_peak_memory(who.device)
         self.model = (checkpoint.load_model(here, state) if state else _build(config, self.prepared)).to(who.device)
@@ -119,11 +142,11 @@ class Run:
         if config.compile:
             self.forward = cast(torch.nn.Module, torch.compile(self.forward))
         if state:
-            self.past, self.saved = Past(**state["progress"]), state["step"]
+            self.past, self.saved = checkpoint.as_saved(here, lambda: _past(state)), state["step"]
             checkpoint.load_optimizers(here, state, self.optimizers)
             if who.rank < len(state["random"]):  # with more processes than before the new ones start from the seed
-                checkpoint.set_random_state(state["random"][who.rank], who.device)
-        self.data = data
+                numbers = state["random"][who.rank]
+                checkpoint.as_saved(here, lambda: checkpoint.set_random_state(numbers, who.device))
         self.metrics: Metrics | None = None
         if who.first:
             self._open_folder()
@@ -244,6 +267,7 @@ class Run:
         now = time.perf_counter()
         self.past.wall_s, self.since = self.past.wall_s + now - self.since, now
         states = self.who.gather(checkpoint.random_state(self.who.device))
+        self.past.peak_memory_bytes = self._peak_memory()
         if self.metrics:
             self.metrics.sync()
             state = {
@@ -260,7 +284,7 @@ class Run:
     def finish(self) -> dict[str, Any]:
         """Write the model, its routing and, last, the summary."""
         config, past, who = self.config, self.past, self.who
-        memory = max(who.gather(environment.peak_memory(who.device)))
+        memory = self._peak_memory()
         if not who.first:
             return who.share(None)
         routing = validate.mean_routing(self.model, self.windows, who.device, self.cast, self._rows())
@@ -301,17 +325,23 @@ class Run:
 
     def _open_folder(self) -> None:
         config = self.config
+        write_json(self.folder / "config.json", to_dict(config))  # first: it makes the folder one of ours
+        write_json(self.folder / "data.json", self.record)
+        found = environment.describe(self.who.device, config.dtype)
+        environment.record(self.folder / "environment.json", found, resumed=self.past.step > 0)
         forget_after(self.folder, self.past.step)
         tracker = None
         if config.track != "none":
             tracker = Tracker(config.track, self.folder, config.name or "", to_dict(config), self.past.step)
-        write_json(self.folder / "config.json", to_dict(config))
-        write_json(self.folder / "environment.json", environment.describe(self.who.device, config.dtype))
         self.metrics = Metrics(self.folder, self.past.step, tracker)
 
     def _write(self, kind: str, **values: Any) -> None:
         if self.metrics:
             self.metrics.write(kind, self.past.step, **values)
+
+    def _peak_memory(self) -> int:
+        """The most that any process took, in this session or an earlier one."""
+        return max(self.past.peak_memory_bytes, *self.who.gather(environment.peak_memory(self.who.device)))
 
     def _rows(self) -> int:
         """Sequences of a micro-batch on one process: what is known to fit in memory."""
@@ -330,26 +360,29 @@ def _folder(config: TrainConfig) -> Path:
     return Path(config.out or ".")
 
 
+def _past(state: dict[str, Any]) -> Past:
+    """A checkpoint's `progress`; one that the run could not go on from raises ValueError or TypeError."""
+    past = Past(**state["progress"])
+    numbers = [past.step, past.wall_s, past.last_s, past.peak_memory_bytes, past.train_loss or 0, past.val_loss or 0]
+    numbers += [*past.losses, *past.times]
+    if past.step != state["step"] or not all(type(number) in (int, float) for number in numbers):
+        raise ValueError("its progress is not that of its step")
+    return past
+
+
 def _open_data(config: TrainConfig, who: Processes, progress: bool) -> tuple[Any, Any, torch.Tensor]:
     """The prepared data, the batches and the held-out windows; the first process prepares, the others wait."""
-    from attnres.data import Batches, held_out_windows, prepare
+    from attnres.data import Batches
 
     data = config.data
     prepared = None
     for turn in (True, False):
         if who.first is turn:
-            prepared = prepare(
-                data.source,
-                data.tokenizer,
-                held_out=data.held_out,
-                limit=data.limit,
-                column=data.column,
-                progress=progress and who.first,
-            )
+            prepared = prepare_from(data, progress=progress and who.first)
         who.wait()
     assert prepared is not None
     batches = Batches(prepared.tokens("train"), seq_len=data.seq_len, batch_size=config.batch_size, seed=config.seed)
-    return prepared, batches, held_out_windows(prepared.tokens("val"), data.seq_len, data.val_windows)
+    return prepared, batches, held_out(prepared, data)
 
 
 def _build(config: TrainConfig, prepared: Any) -> Any:

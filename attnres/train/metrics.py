@@ -4,8 +4,9 @@ import hashlib
 import importlib
 import json
 import os
+import sys
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,8 @@ class Metrics:
         self.path = Path(folder) / "metrics.jsonl"
         self.tracker = tracker
         write_text(self.path, "".join(f"{json.dumps(line)}\n" for line in read(self.path) if line["step"] <= step))
-        self.file = self.path.open("a", encoding="utf-8")
+        with self._no_room():
+            self.file = self.path.open("a", encoding="utf-8")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append a line; raises UserError when it cannot be written, ValueError for NaN and infinity."""
@@ -41,7 +43,8 @@ class Metrics:
 
     def close(self) -> None:
         """Close the file and the tracker."""
-        self.file.close()
+        with suppress(OSError):  # every line was flushed when it was written, and a failure was raised there
+            self.file.close()
         if self.tracker:
             self.tracker.close()
 
@@ -72,12 +75,15 @@ def read(path: str | Path) -> list[dict[str, Any]]:
 
 
 class Tracker:
-    """The same lines, sent to trackio, wandb or tensorboard. Lists become one value a sublayer."""
+    """The same lines, sent to trackio, wandb or tensorboard. Lists become one value a sublayer.
+
+    A tracker that fails after it has started is reported once on stderr and stops no run.
+    """
 
     def __init__(self, kind: str, folder: str | Path, name: str, config: dict[str, Any], step: int = 0):
         """Open a run called `name`, or go on with it after `step`; UserError if it is not installed or fails."""
-        self.kind = kind
-        module = _import(kind)
+        self.kind, self.failed = kind, False
+        module = import_tracker(kind)
         try:
             if kind == "trackio":
                 self.run = module.init(project="attnres", name=name, config=config, resume="allow")
@@ -99,18 +105,30 @@ class Tracker:
                 flat |= {f"{kind}/{name}/{index}": part for index, part in enumerate(value)}
             elif isinstance(value, int | float):
                 flat[f"{kind}/{name}"] = value
-        if self.kind == "tensorboard":
-            for name, value in flat.items():
-                self.run.add_scalar(name, value, step)
-        else:
-            self.run.log(flat, step=step)
+        with self._not_fatal():
+            if self.kind == "tensorboard":
+                for name, value in flat.items():
+                    self.run.add_scalar(name, value, step)
+            else:
+                self.run.log(flat, step=step)
 
     def close(self) -> None:
         """End the tracker's run."""
-        self.run.close() if self.kind == "tensorboard" else self.run.finish()
+        with self._not_fatal():
+            self.run.close() if self.kind == "tensorboard" else self.run.finish()
+
+    @contextmanager
+    def _not_fatal(self) -> Generator[None]:
+        try:
+            yield
+        except Exception as error:  # whatever the package raises: metrics.jsonl has the numbers
+            if not self.failed:
+                print(f"{self.kind} failed ({error}): the run goes on, its metrics.jsonl is complete", file=sys.stderr)
+            self.failed = True
 
 
-def _import(kind: str) -> ModuleType:
+def import_tracker(kind: str) -> ModuleType:
+    """The package of a tracker; raises UserError if there is none of that name or it is not installed."""
     modules = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "torch.utils.tensorboard"}
     if kind not in modules:
         raise unknown("tracker", kind, ("none", *modules))

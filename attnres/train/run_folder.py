@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from attnres.errors import UserError
-from attnres.files import read_json, recover_folder
+from attnres.files import LOCK, read_json
 from attnres.train.checkpoint import same_configuration
 
 
@@ -12,13 +12,12 @@ def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[s
     """Whether a run of `config` may be (re)started in `folder`; returns the summary if it is finished already.
 
     Raises UserError for a folder that holds something else, a run of another configuration, or a run and no `resume`.
-    Changes nothing but to bring back a checkpoint whose replacement was cut short.
+    Changes nothing, for another process may be working there: see `attnres.files.locked`.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"{folder} is a file: choose another --out")
-    recover_folder(folder / "checkpoint")
-    if not folder.exists() or not any(folder.iterdir()):
+    if not folder.exists() or not any(path.name != LOCK for path in folder.iterdir()):
         return None
     if not (folder / "config.json").exists():
         raise UserError(f"{folder} is not empty and holds no run of ours: choose another --out")
@@ -32,6 +31,19 @@ def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[s
         raise UserError(f"{folder}/config.json is not the configuration of a run of ours: choose another --out")
     same_configuration(config, theirs, f"the run in {folder}")
     return read_json(summary) if summary.exists() else None
+
+
+def same_data(folder: str | Path, record: dict[str, Any]) -> None:
+    """Refuse to go on with a run whose data.json is not `record` (`attnres.train.data.data_record`): UserError.
+
+    A folder without data.json (a new run, or one of an earlier version) passes.
+    """
+    path = Path(folder) / "data.json"
+    if path.exists() and read_json(path) != record:
+        raise UserError(
+            f"the run in {folder} was trained on other data: the text or the tokenizer under the same source have "
+            "changed since; restore them or choose another --out"
+        )
 
 
 def forget_after(folder: str | Path, step: int) -> None:

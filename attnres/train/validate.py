@@ -33,16 +33,17 @@ def window_losses(model: nn.Module, windows: Tensor, who: Processes, cast: Cast,
     """
     losses = torch.zeros(len(windows), dtype=torch.float64, device=who.device)
     model.eval()
-    for chosen in torch.arange(who.rank, len(windows), who.world_size).split(batch):
+    share = torch.arange(len(windows))[who.rank :: who.world_size]
+    for chosen in share.split(batch) if len(share) else ():
         tokens = windows[chosen].to(who.device)
         losses[chosen.to(who.device)] = token_losses(model, tokens[:, :-1], tokens[:, 1:], cast).double().mean(1)
     model.train()
     return who.sum(losses).cpu().numpy()
 
 
-def standard_error(values: np.ndarray) -> float:
-    """Standard error of the mean; 0 for a single value."""
-    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else 0.0
+def standard_error(values: np.ndarray) -> float | None:
+    """Standard error of the mean; None, which JSON can hold, for a single value: nothing is known of its error."""
+    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
 
 
 def save_windows(folder: str | Path, step: int, losses: np.ndarray) -> None:

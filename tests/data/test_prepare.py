@@ -197,6 +197,21 @@ def test_folder_that_holds_something_else_is_left_alone(corpus: Path, tmp_path: 
     assert (prepared.path / "header.json").read_bytes() == before
 
 
+def test_prepared_folder_as_source_keeps_its_settings(prepared: Prepared, tmp_path: Path):
+    made_with = {"tokenizer": "bpe:300", "held_out": 0.2}
+    assert prepare(str(prepared.path), **made_with, progress=False).header == prepared.header
+    assert prepare(str(prepared.path), str(prepared.path / "tokenizer.json")).header == prepared.header
+    for name, value in {"tokenizer": "bpe:301", "held_out": 0.3, "limit": 100, "column": "body"}.items():
+        with pytest.raises(UserError, match=f"was prepared with {name} .*: leave {name} out"):
+            prepare(str(prepared.path), **{name: value}, progress=False)
+    other = tmp_path / "tokenizer.json"
+    other.write_text((prepared.path / "tokenizer.json").read_text() + " ")
+    with pytest.raises(UserError, match="is not the tokenizer that made the tokens in"):
+        prepare(str(prepared.path), str(other), progress=False)
+    with pytest.raises(UserError, match="is prepared already"):
+        prepare(str(prepared.path), out=tmp_path / "new", progress=False)
+
+
 def test_empty_folder_is_taken(corpus: Path, tmp_path: Path):
     (tmp_path / "new").mkdir()
     assert prepare(str(corpus), "bpe:300", out=tmp_path / "new", progress=False).tokens().documents
@@ -212,7 +227,7 @@ def test_header_names_settings_and_counts(prepared: Prepared, corpus: Path):
 
 def test_importing_the_package_loads_no_heavy_library():
     program = (
-        "import sys, attnres.data; from attnres.data import Batches, cache_dir\n"
+        "import sys, attnres.data; from attnres.data import Batches\n"
         "print([name for name in ('tokenizers', 'transformers', 'pyarrow', 'rich', 'datasets') if name in sys.modules])"
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

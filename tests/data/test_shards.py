@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnres.data import Prepared, open_tokens
@@ -15,6 +15,7 @@ from attnres.errors import UserError
 documents = st.lists(st.lists(st.integers(0, 999), min_size=1, max_size=30), min_size=1, max_size=20)
 
 
+@settings(deadline=None)
 @given(texts=documents, file_tokens=st.integers(1, 40), data=st.data())
 def test_any_slice_over_any_split_into_files_reads_what_was_written(tmp_path_factory, texts, file_tokens, data):
     folder: Path = tmp_path_factory.mktemp("shards")
@@ -63,6 +64,15 @@ def test_header_that_disagrees_is_refused(prepared: Prepared, edit_header: Calla
         (lambda header: header.pop("vocab_size"), r"is damaged \(vocab_size\)"),
         (lambda header: header.update(dtype="int8"), "is damaged"),
         (lambda header: header["splits"].update(train={}), r"is damaged \(splits\)"),
+        (lambda header: header["splits"]["train"].update(documents_file="../a.bin"), r"is damaged \(splits\)"),
+        (lambda header: header["splits"]["train"].update(documents_file=".."), r"is damaged \(splits\)"),
+        (lambda header: header["splits"]["train"].update(tokens=True), r"is damaged \(splits\)"),
+        (lambda header: header["splits"]["train"]["files"][0].update(name="/etc/passwd"), r"is damaged \(splits\)"),
+        (lambda header: header["splits"]["train"]["files"][0].update(name="a\\b"), r"is damaged \(splits\)"),
+        (lambda header: header["splits"]["train"]["files"][0].update(name=7), r"is damaged \(splits\)"),
+        (lambda header: header["splits"]["train"]["files"][0].update(tokens=0), r"is damaged \(splits\)"),
+        (lambda header: header["splits"]["train"]["files"][0].update(max_id="9"), r"is damaged \(splits\)"),
+        (lambda header: header["splits"]["train"]["files"][0].update(crc32=-1), r"is damaged \(splits\)"),
     ],
 )
 def test_damaged_header_is_refused(prepared: Prepared, edit_header: Callable, change: Callable, message: str):

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from corpora import document, write_jsonl
 
+from attnres.data import prepare
 from attnres.data.hub import articles
 from attnres.data.readers import pieces
 from attnres.data.sources import open_source, stdlib_files
@@ -123,8 +124,17 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
 
 def test_hub_source_streams_the_named_configuration_and_split(hub: list[tuple]):
     assert read("hub:HuggingFaceFW/fineweb-edu:sample-10BT:train") == ["one", "two"]
-    assert read("hub:fineweb-edu") == ["one", "two"]
-    assert hub == [("HuggingFaceFW/fineweb-edu", "sample-10BT", "train", True)] * 2
+    assert read("hub:fineweb-edu") == read("hub:HuggingFaceFW/fineweb-edu") == ["one", "two"]
+    assert hub == [("HuggingFaceFW/fineweb-edu", "sample-10BT", "train", True)] * 3
+
+
+def test_part_of_a_hub_source_is_streamed_once(hub: list[tuple], tmp_path: Path):
+    made = prepare("hub:x/y", "bpe:257", out=tmp_path / "out", limit=100, progress=False)
+    assert len(hub) == 1
+    assert sum(split["documents"] for split in made.header["splits"].values()) == 2
+    assert not (made.path / "documents.jsonl").exists()
+    prepare("hub:x/y", "bpe:257", out=tmp_path / "whole", progress=False)
+    assert len(hub) > 2  # all of a data set may be too large to keep twice
 
 
 def test_hub_errors_are_sentences(hub: list[tuple], monkeypatch: pytest.MonkeyPatch):

@@ -1,5 +1,6 @@
 """The page: whole, self-contained, escaped; figures that hold what the runs say."""
 
+import html
 import re
 from html.parser import HTMLParser
 
@@ -90,6 +91,30 @@ def test_several_seeds_make_a_page(tmp_path):
     assert "3 seeds" in text
 
 
+def test_a_backslash_in_a_label_stays_one(tmp_path):
+    write_run(tmp_path, "standard", layers=2)
+    write_run(tmp_path, "block", label=r"block\g<1>\1", layers=2)
+    assert r"block\g&lt;1&gt;\1: reads before attention" in page_of(tmp_path)
+
+
+def test_the_page_claims_equal_conditions_only_where_they_are(tmp_path):
+    equal = "the same initial shared weights, the same batches in the same order"
+    assert equal in page_of(write_study(tmp_path / "equal", layers=2))
+    text = page_of(write_study(tmp_path / "deepnorm", ("standard", "deepnorm"), layers=2))
+    assert "the same initial shared weights (deepnorm's branches scaled down)" in html.unescape(text)
+    folder = write_study(tmp_path / "unequal", ("standard", "block"), layers=2)
+    path = folder / "block-seed0" / "config.json"
+    path.write_text(path.read_text().replace("adamw", "muon"))
+    text = page_of(folder)
+    assert "not trained under equal conditions" in text
+    assert "same initial" not in text
+    assert "the same held-out windows for every variant" not in text
+    assert "optim.optimizer" in text
+    write_run(folder, "block", 1, layers=2)
+    path.write_text(path.read_text().replace("muon", "adamw"))
+    assert "same initial" not in page_of(folder)  # one variant has a seed that the other has not
+
+
 def test_runs_without_routing_have_no_heatmap(tmp_path):
     text = page_of(write_study(tmp_path, ("standard", "rescaled")))
     assert "Where each sublayer reads from" not in text
@@ -153,6 +178,16 @@ def test_curves_hold_the_measured_values(tmp_path):
     assert difference[-1] == pytest.approx(
         study.of("block")[0].val[-1]["loss"] - study.of("standard")[0].val[-1]["loss"]
     )
+
+
+def test_an_unknown_error_is_drawn_as_no_bar(tmp_path):
+    study = load_study(write_study(tmp_path, ("standard", "block"), windows=1))
+    with style.style():
+        plots = {plot.name: plot for plot in curve_plots(study, build_table(study))}
+    final = plots["final-difference"]
+    assert [len(line.get_xdata()) for line in final.figure.axes[0].get_lines()[1:]] == [1]
+    assert "No bar: the error is not known." in final.caption
+    assert np.isfinite(plots["difference"].figure.axes[0].get_ylim()).all()
 
 
 def test_magnitudes_have_a_point_for_every_sublayer(tmp_path):

@@ -35,6 +35,15 @@ def test_a_run_that_has_only_its_configuration_is_read(tmp_path):
     assert load_run(folder).last_step == 0
 
 
+def test_environments_of_resumptions_follow_the_first(tmp_path):
+    folder = write_run(tmp_path)
+    (folder / "environment.json").write_text('{"threads": 2, "resumed": [{"threads": 4}]}')
+    assert load_run(folder).environments == [{"threads": 2}, {"threads": 4}]
+    (folder / "environment.json").write_text('{"threads": 2, "resumed": 4}')
+    with pytest.raises(UserError, match=r"environment\.json is damaged"):
+        load_run(folder)
+
+
 def test_steps_that_a_resumed_run_repeated_count_once(tmp_path):
     folder = write_run(tmp_path, stop=100)
     with (folder / "metrics.jsonl").open("a") as file:

@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import math
 
 import numpy as np
@@ -89,8 +90,68 @@ def test_other_held_out_windows_are_never_paired(tmp_path):
     write_run(tmp_path, "block", windows=32)
     study, table = both(tmp_path)
     assert paired(study, "block", "standard") is None
-    assert any("No paired difference for block" in note for note in table.notes)
-    assert "nothing can be said" in verdict(study, table)
+    assert any("No difference to standard for block: they differ in data.val_windows" in note for note in table.notes)
+    text = verdict(study, table)
+    assert text.startswith("No finished variant can be compared with standard: nothing can be said.")
+    assert "block stands beside standard without a verdict: they differ in data.val_windows." in text
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("optim.optimizer", "muon"),
+        ("steps", 2000),
+        ("model.size", "100m"),
+        ("batch_size", 16),
+        ("data.source", "other"),
+    ],
+)
+def test_runs_under_other_conditions_are_never_paired(tmp_path, place, value):
+    write_run(tmp_path, "standard")
+    write_run(tmp_path, "full")
+    change(write_run(tmp_path, "block") / "config.json", place, value)
+    study, table = both(tmp_path)
+    assert table.row("block").paired is None
+    assert table.row("full").paired is not None
+    text = verdict(study, table)
+    assert text.startswith("full beats standard by")
+    assert f"block stands beside standard without a verdict: they differ in {place}." in text
+    assert "block beats" not in text
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [("optim.lr", 0.5), ("optim.muon_lr", 0.5), ("model.settings", {"num_blocks": 2}), ("out", "x"), ("val_every", 7)],
+)
+def test_what_a_variant_may_differ_in_does_not_part_runs(tmp_path, place, value):
+    write_run(tmp_path, "standard")
+    change(write_run(tmp_path, "block") / "config.json", place, value)
+    assert both(tmp_path)[1].row("block").paired is not None
+
+
+def test_runs_on_another_text_are_never_paired(tmp_path):
+    one, two = write_run(tmp_path, "standard"), write_run(tmp_path, "block")
+    record = {"tokenizer_sha256": "t", "splits": {"train": {"tokens": 7}}, "windows_sha256": "w"}
+    (one / "data.json").write_text(json.dumps(record))
+    assert both(tmp_path)[1].row("block").paired is not None  # the other is from an earlier version
+    (two / "data.json").write_text(json.dumps(record))
+    assert both(tmp_path)[1].row("block").paired is not None
+    for changes in ({"windows_sha256": "v"}, {"splits": {"train": {"tokens": 8}}}):
+        (two / "data.json").write_text(json.dumps(record | changes))
+        study, table = both(tmp_path)
+        assert table.row("block").paired is None
+        assert "they differ in text" in verdict(study, table)
+
+
+def change(path, place, value):
+    """Set a field of a JSON file by its dotted name."""
+    values = json.loads(path.read_text())
+    *groups, name = place.split(".")
+    inner = values
+    for group in groups:
+        inner = inner[group]
+    inner[name] = value
+    path.write_text(json.dumps(values))
 
 
 def test_an_unfinished_run_is_paired_at_the_last_common_step_and_claims_nothing(tmp_path):
@@ -165,6 +226,56 @@ def test_in_a_sweep_the_opponent_is_the_best_tuned_one(tmp_path):
     assert any("the best of the standard runs" in note for note in table.notes)
 
 
+def test_the_planned_baseline_stays_where_another_setting_is_better(tmp_path):
+    for blocks, gain in ((2, 0.0), (6, -0.2)):
+        folder = write_run(tmp_path, "block", label=f"block-num_blocks{blocks}", gain=gain)
+        change(folder / "config.json", "model.settings", {"num_blocks": blocks})
+    plan = {"labels": ["block-num_blocks2", "block-num_blocks6"], "seeds": [0], "baseline": "block-num_blocks2"}
+    (tmp_path / "compare.json").write_text(json.dumps(plan))
+    study, table = both(tmp_path)
+    assert table.baseline == "block-num_blocks2"
+    assert verdict(study, table).startswith("block-num_blocks6 beats block-num_blocks2 by 0.")
+
+
+def test_in_a_sweep_each_setting_is_a_variant_of_its_own(tmp_path):
+    for lr in (0.001, 0.01):
+        write_run(tmp_path, "standard", label=f"standard-lr{lr:g}", lr=lr, gain=20 * lr)
+        for blocks in (2, 6):
+            label = f"block-num_blocks{blocks}-lr{lr:g}"
+            folder = write_run(tmp_path, "block", label=label, lr=lr, gain=-0.05 * blocks + 20 * lr)
+            change(folder / "config.json", "model.settings", {"num_blocks": blocks})
+    text = verdict(*both(tmp_path))
+    assert text.startswith("block-num_blocks6-lr0.001 beats standard-lr0.001 by 0.")
+    assert ", block-num_blocks2-lr0.001 by 0." in text
+    for blocks in (2, 6):
+        assert f"At equal learning rates block-num_blocks{blocks} beats standard at 2 of 2." in text
+
+
+def test_a_variant_worse_than_the_control_is_called_that(tmp_path):
+    for residual, gain in (("standard", 0.0), ("rescaled", -0.4), ("full", -0.2)):
+        write_run(tmp_path, residual, gain=gain)
+    text = verdict(*both(tmp_path))
+    assert "Worse than rescaled, the control: full by 0." in text
+    assert "nothing beyond the error" not in text
+
+
+def test_the_better_of_two_is_the_one_that_pairs_better(tmp_path):
+    for residual, gain in (("standard", 0.0), ("full", -0.2), ("block", -0.3)):
+        write_run(tmp_path, residual, gain=gain)
+    write_run(tmp_path, "full", 1, gain=-1.0)  # full's mean is lower, by a seed that block does not have
+    text = verdict(*both(tmp_path))
+    assert "block is ahead of full by 0." in text
+
+
+def test_a_single_window_decides_nothing(tmp_path):
+    write_study(tmp_path, ("standard", "block"), windows=1)
+    study, table = both(tmp_path)
+    pair = table.row("block").paired
+    assert pair is not None
+    assert math.isnan(pair.margin)
+    assert "beats" not in verdict(study, table)
+
+
 # ------------------------------------------------------------------ table
 
 
@@ -176,7 +287,8 @@ def test_the_table_has_what_each_run_cost(tmp_path):
     assert row.extra_parameters == 6400
     assert row.peak_memory == pytest.approx(1.29e9)
     assert table.interleaved
-    assert any("taken in turn" in note for note in table.notes)
+    assert row.tokens_per_s == pytest.approx(8 * 256 / (0.4 * 1.08))
+    assert any("Tokens/s and step time: whole training steps" in note for note in table.notes)
 
 
 def test_without_an_interleaved_timing_the_ratio_says_so(tmp_path):
@@ -184,7 +296,8 @@ def test_without_an_interleaved_timing_the_ratio_says_so(tmp_path):
     (tmp_path / "speed.json").unlink()
     _, table = both(tmp_path)
     assert table.row("full").step_ratio == pytest.approx(0.5 / 0.4)
-    assert any("not interleaved" in note for note in table.notes)
+    assert table.row("full").tokens_per_s == pytest.approx(2048 / 0.5)
+    assert any("not taken in turn" in note for note in table.notes)
 
 
 def test_the_footer_says_which_error_it_is(tmp_path):

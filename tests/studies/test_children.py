@@ -1,5 +1,7 @@
 """Runs in processes of their own: how many at once, what a failure or a Ctrl-C does. Scripts stand for training."""
 
+import io
+import json
 import os
 import signal
 import sys
@@ -7,9 +9,11 @@ import time
 from dataclasses import dataclass
 
 import pytest
+from rich.console import Console
 
 from attnres.errors import UserError
-from attnres.studies.children import Child, available_cores, run_children
+from attnres.studies.children import Child, run_children
+from attnres.studies.progress import Watch, duration
 from attnres.train.interrupt import Interrupted
 
 SAVES_ON_CTRL_C = """
@@ -35,11 +39,12 @@ def script(tmp_path, name, source):
     return Script(name, tmp_path / name, tmp_path / f"{name}.json", steps=10, source=source)
 
 
-def run(children, jobs=1, on_poll=lambda running: None, log_of=lambda child: None):
+def run(children, jobs=1, threads=1, on_poll=lambda running: None, log_of=lambda child: None):
     events = []
     run_children(
         children,
         jobs=jobs,
+        threads=threads,
         on_start=lambda child: events.append(f"+{child.name}"),
         on_end=lambda child: events.append(f"-{child.name}"),
         on_poll=on_poll,
@@ -52,12 +57,29 @@ def test_one_after_the_other(tmp_path):
     assert run([script(tmp_path, name, "pass") for name in "ab"]) == ["+a", "-a", "+b", "-b"]
 
 
-def test_several_at_once_share_the_threads(tmp_path):
+@pytest.mark.parametrize("jobs", [1, 3])
+def test_each_has_the_threads_it_is_given(tmp_path, jobs):
     source = "import os; print(os.environ['OMP_NUM_THREADS'])"
     children = [script(tmp_path, name, source) for name in "abc"]
-    events = run(children, jobs=3, log_of=lambda child: tmp_path / "logs" / f"{child.name}.log")
-    assert events[:3] == ["+a", "+b", "+c"]
-    assert (tmp_path / "logs" / "b.log").read_text().strip() == str(max(1, available_cores() // 3))
+    events = run(children, jobs=jobs, threads=5, log_of=lambda child: tmp_path / "logs" / f"{child.name}.log")
+    assert events[:3] == (["+a", "+b", "+c"] if jobs == 3 else ["+a", "-a", "+b"])
+    assert (tmp_path / "logs" / "b.log").read_text().strip() == "5"
+
+
+def test_a_log_that_cannot_be_written_stops_what_runs(tmp_path):
+    saved, ready = tmp_path / "saved", tmp_path / "ready"
+    source = SAVES_ON_CTRL_C.replace("signal.SIGINT", "signal.SIGTERM").format(saved=saved, ready=ready)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "b.log").mkdir()
+
+    def log_of(child):
+        while child.name == "b" and not ready.exists():
+            time.sleep(0.02)
+        return tmp_path / "logs" / f"{child.name}.log"
+
+    with pytest.raises(UserError, match=r"cannot write .*b\.log: Is a directory"):
+        run([script(tmp_path, "a", source), script(tmp_path, "b", "pass")], jobs=2, log_of=log_of)
+    assert saved.read_text() == "saved"
 
 
 def test_a_failed_run_speaks_for_itself_and_stops_the_others(tmp_path):
@@ -123,9 +145,38 @@ def test_a_second_ctrl_c_leaves_no_process_behind(tmp_path):
     assert not child.running
 
 
-def test_the_step_comes_from_the_last_whole_line(tmp_path):
+def test_the_latest_step_comes_from_the_last_whole_training_line(tmp_path):
     child = script(tmp_path, "a", "")
-    assert child.step() == 0
-    child.folder.mkdir()
-    (child.folder / "metrics.jsonl").write_text('{"kind": "train", "step": 10}\n{"kind": "train", "st')
-    assert child.step() == 10
+    assert child.latest() == (0, None)
+    train(child, 10, 2.5)
+    with (child.folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "val", "step": 10, "loss": 2.0}\n{"kind": "train", "st')
+    assert child.latest() == (10, 2.5)
+
+
+def train(child, step, loss):
+    child.folder.mkdir(exist_ok=True)
+    with (child.folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"kind": "train", "step": step, "loss": loss}) + "\n")
+
+
+def test_without_a_terminal_each_run_gives_a_line_now_and_then(tmp_path, monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("attnres.studies.progress.time.monotonic", lambda: now[0])
+    said = io.StringIO()
+    child = Script("block-seed0", tmp_path / "run", tmp_path / "run.json", steps=100)
+    with Watch(Console(file=said), shown=True) as watch:
+        watch.add(child)
+        for step, seconds in ((5, 5), (10, 5), (15, 5), (16, 60), (16, 5), (20, 5)):
+            train(child, step, 3.0 - step / 100)
+            now[0] += seconds
+            watch.update([child])
+        watch.remove(child)
+    assert said.getvalue().splitlines() == [
+        f"block-seed0  step 10/100  loss 2.900  left {duration(90)}",
+        f"block-seed0  step 16/100  loss 2.840  left {duration(75 / 16 * 84)}",
+    ]
+
+
+def test_durations_read_as_estimates():
+    assert [duration(seconds) for seconds in (42, 310, 8000)] == ["42 s", "5 min", "2 h 13 min"]

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from attnres.errors import UserError
+from attnres.files import locked
 from attnres.report import load_study
-from attnres.studies.compare import CompareConfig, compare, duration, make_plan
+from attnres.studies.compare import CompareConfig, compare, make_plan
 from attnres.studies.speed import step_times
-from attnres.train.config import DataConfig, ModelConfig, OptimConfig, Setting, TrainConfig
+from attnres.train.config import DataConfig, ModelConfig, OptimConfig, Setting, TrainConfig, to_dict
 
 SIZE: dict[str, Setting] = {
     "family": "qwen3",
@@ -63,7 +64,9 @@ def test_a_comparison_leaves_everything_on_disk(done):
     assert all(run.finished for run in study.runs)
     assert (out / "report.html").read_text().startswith("<!doctype html>")
     assert (out / "table.csv").read_text().count("\n") == 3
-    assert json.loads((out / "compare.json").read_text())["baseline"] == "standard"
+    plan = json.loads((out / "compare.json").read_text())
+    assert (plan["baseline"], plan["threads"]) == ("standard", max(1, torch.get_num_threads() // plan["jobs"]))
+    assert {run.environments[0]["threads"] for run in study.runs} == {plan["threads"]}
     speed = json.loads((out / "speed.json").read_text())
     assert speed["variants"]["standard"]["ratio"] == 1.0
     assert len(speed["variants"]["block-num_blocks2"]["times"]) == speed["rounds"] >= 3
@@ -116,7 +119,77 @@ def test_a_run_cut_short_is_continued(done):
     assert (run / "val" / "000004.npy").read_bytes() == before
 
 
+def test_a_continued_comparison_keeps_its_threads(done, monkeypatch):
+    config, _, folder = done
+    path, summary = folder / "out" / "compare.json", folder / "out" / "standard-seed0" / "summary.json"
+    before, finished = path.read_text(), summary.read_text()
+    path.write_text(json.dumps(json.loads(before) | {"jobs": 3, "threads": 5}))
+    summary.unlink()
+    asked = []
+    monkeypatch.setattr("attnres.studies.compare.run_children", lambda children, **given: asked.append(given))
+    compare(dataclasses.replace(config, timing_s=0))
+    compare(dataclasses.replace(config, timing_s=0, jobs=1))
+    assert [(given["jobs"], given["threads"]) for given in asked] == [(3, 5), (1, 5)]
+    path.write_text('{"threads": "many"}')
+    with pytest.raises(UserError, match=r"compare\.json is damaged"):
+        compare(config)
+    path.write_text(before)
+    summary.write_text(finished)
+
+
+def test_runs_on_other_data_are_not_mixed(done):
+    config, _, folder = done
+    path = folder / "out" / "standard-seed0" / "data.json"
+    before = path.read_text()
+    path.write_text(json.dumps(json.loads(before) | {"windows_sha256": "0"}))
+    with pytest.raises(UserError, match="was trained on other data"):
+        compare(config)
+    path.write_text(before)
+
+
+def test_two_do_not_compare_in_one_folder(done):
+    config, _, folder = done
+    with locked(folder / "out"), pytest.raises(UserError, match="another process is working in"):
+        compare(config)
+
+
+def test_however_early_it_is_stopped_the_same_command_continues(done, tmp_path, monkeypatch):
+    config, _, _ = done
+    config = dataclasses.replace(config, out=str(tmp_path / "out"), timing_s=0)
+
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(
+        "attnres.studies.compare.to_dict",
+        lambda run: stop() if (tmp_path / "out" / "compare.json").exists() else to_dict(run),
+    )
+    with pytest.raises(KeyboardInterrupt):
+        compare(config)
+    assert not (tmp_path / "out" / "configs").exists()
+    monkeypatch.undo()
+    monkeypatch.setattr("attnres.studies.compare._train", stop)
+    monkeypatch.setenv("ATTNRES_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(KeyboardInterrupt):  # comes to training: the folder is taken for a comparison
+        compare(config)
+
+
+def test_torchrun_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="compare was started by torchrun"):
+        compare(config_in(tmp_path))
+
+
 # ------------------------------------------------------------------ the plan
+
+
+def test_a_sweep_moves_both_rates_of_muon_alike(tmp_path):
+    config = config_in(tmp_path, variants=["block", "full@lr=0.04"], lrs=[0.005, 0.02])
+    for optimizer, expected in (("muon", [0.001, 0.004, 0.008]), ("adamw", [0.002] * 3)):
+        optim = OptimConfig(optimizer=optimizer, lr=0.01, muon_lr=0.002)
+        plan = make_plan(dataclasses.replace(config, base=dataclasses.replace(config.base, optim=optim)))
+        assert [run.optim.lr for run in plan.runs.values()] == [0.005, 0.02, 0.04]
+        assert [run.optim.muon_lr for run in plan.runs.values()] == pytest.approx(expected)
 
 
 def test_the_plan_differs_only_where_it_should(tmp_path):
@@ -175,7 +248,3 @@ def test_steps_are_timed_in_turn():
 def test_the_time_cap_leaves_the_least_number_of_rounds():
     result = step_times({"a": ("standard", {})}, size=SIZE, vocab_size=64, seq_len=8, batch_size=2, seconds=0, least=2)
     assert result["rounds"] == 2
-
-
-def test_durations_read_as_estimates():
-    assert [duration(seconds) for seconds in (42, 310, 8000)] == ["42 s", "5 min", "2 h 13 min"]

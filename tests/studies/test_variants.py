@@ -34,6 +34,8 @@ def test_a_variant_is_residual_settings_and_rate(text, variant, label):
         ("block@0.003", "only the learning rate can follow '@'"),
         ("block@lr=fast", "expected a number above 0"),
         ("block@lr=-1", "expected a number above 0"),
+        ("full:read_scale=../../x", "the value '../../x' of read_scale has other characters than letters"),
+        ("full:read_scale=a\\b", "has other characters than letters"),
         ("", "is not understood"),
         (":num_blocks=6", "is not understood"),
     ],

@@ -58,6 +58,15 @@ def change_state(folder: Path, **values: Any) -> None:
     (folder / "state.json").write_text(json.dumps(state | values))
 
 
+def change_progress(folder: Path, **values: Any) -> None:
+    change_state(folder, progress=json.loads((folder / "state.json").read_text())["progress"] | values)
+
+
+def change_model(folder: Path, **values: Any) -> None:
+    path = folder / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
 def lose_a_tensor(folder: Path) -> None:
     tensors = load_file(folder / "optimizer.safetensors")
     tensors.pop(next(iter(tensors)))
@@ -76,6 +85,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "state missing": (lambda c: (c / "state.json").unlink(), "cannot read .*state.json"),
     "foreign state": (lambda c: change_state(c, format="other"), "is not a checkpoint of attnres"),
     "state without progress": (lambda c: (c / "state.json").write_text('{"format": "attnres-checkpoint-1"}'), "lacks"),
+    "progress of another form": (lambda c: change_state(c, progress={"pace": 1}), "cannot go on from .*pace"),
+    "progress of another step": (lambda c: change_state(c, step=3), "cannot go on from"),
+    "progress that is no number": (lambda c: change_progress(c, losses=["a"]), "cannot go on from"),
+    "random state of another form": (lambda c: change_state(c, random=[{"python": 3}]), "cannot go on from"),
+    "random state no list": (lambda c: change_state(c, random=7), "lacks random"),
+    "no checksums": (lambda c: change_state(c, checksums={}), "not those that were saved"),
+    "another residual": (lambda c: change_model(c, residual="full", residual_settings={}), "has the residual full"),
+    "another number of blocks": (lambda c: change_model(c, residual_settings={"num_blocks": 4}), "'num_blocks': 4"),
     "other data": (lambda c: change_state(c, data={}), "was trained on other data"),
 }
 
@@ -128,8 +145,34 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     monkeypatch.undo()
     run.close()
     assert content() == before
-    assert [path.name for path in stopped.parent.iterdir() if path.name.startswith(".")] == []
+    assert [path.name for path in stopped.parent.iterdir() if path.name.startswith(".")] == [".lock"]
     assert train(configure(resume=True), progress=False)["step"] == 8
+
+
+def start(config: TrainConfig) -> loop.Run:
+    return loop.Run(loop.resolve(config), loop.Processes(0, 1, torch.device("cpu")), progress=False)
+
+
+def test_queries_are_resumed_as_they_were_saved(configure: Configure, stopped: Path) -> None:
+    saved = load_file(stopped / "model" / "model.safetensors")
+    run = start(configure(resume=True))
+    run.close()
+    query = run.model.get_parameter("residual.query").detach()
+    assert query.any() and torch.equal(query, saved["residual.query"])
+
+
+@pytest.mark.parametrize("residual", ["block", "full"])
+def test_queries_of_a_run_saved_before_its_first_step_are_zero_when_resumed(
+    configure: Configure, residual: str
+) -> None:
+    values = {"model": {"residual": residual, "num_blocks": 2 if residual == "block" else None}}
+    run = start(configure(**values))
+    run.save()
+    run.close()
+    again = start(configure(resume=True, **values))
+    again.close()
+    assert again.saved == 0 and not again.model.get_parameter("residual.query").any()
+    assert checkpoint.checksum(again.model.named_parameters()) == checkpoint.checksum(run.model.named_parameters())
 
 
 def test_random_states_come_back() -> None:

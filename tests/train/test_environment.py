@@ -1,5 +1,8 @@
 """Where a run happens is written down, and what it takes is measured."""
 
+import json
+from pathlib import Path
+
 import torch
 
 from attnres.train import environment
@@ -24,3 +27,14 @@ def test_peak_memory_sees_what_was_used() -> None:
     before = environment.peak_memory(CPU)
     block = torch.ones(16, 1024, 1024)
     assert environment.peak_memory(CPU) >= before + block.nbytes // 2
+
+
+def test_a_resumed_run_keeps_its_first_environment_and_lists_others(tmp_path: Path) -> None:
+    path = tmp_path / "environment.json"
+    first, other = {"threads": 1, "date": "a"}, {"threads": 2, "date": "c"}
+    later = [{**first, "date": "b"}, other, {**other, "date": "d"}]
+    for index, found in enumerate([first, *later]):
+        environment.record(path, found, resumed=index > 0)
+    assert json.loads(path.read_text()) == {**first, "resumed": [other]}
+    environment.record(path, other, resumed=False)
+    assert json.loads(path.read_text()) == other

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from safetensors.torch import load_file
 
 from attnres.data import Batches, open_tokens
 from attnres.errors import UserError
+from attnres.files import locked
 from attnres.models import build, load
 from attnres.train import Interrupted, TrainConfig, loop, to_dict, train, validate
 from attnres.train.metrics import read
@@ -99,7 +101,10 @@ def test_a_run_leaves_what_was_promised(configure: Configure, tmp_path: Path) ->
     assert summary["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert summary["extra_parameters"] == sum(p.numel() for p in model.get_submodule("residual").parameters())
     assert (run / "model" / "tokenizer.json").exists() and (run / "routing.json").exists()
-    assert not list(run.rglob(".*"))
+    assert [path.name for path in run.rglob(".*")] == [".lock"]
+    data = json.loads((run / "data.json").read_text())
+    assert list(data) == ["tokenizer_sha256", "vocab_size", "splits", "windows_sha256"]
+    assert data["splits"]["train"]["tokens"] > data["splits"]["val"]["tokens"] > 0
 
 
 def test_depth_has_a_value_a_sublayer(configure: Configure, tmp_path: Path) -> None:
@@ -304,6 +309,52 @@ def test_a_wrong_configuration_writes_nothing(configure: Configure, tmp_path: Pa
         with pytest.raises(UserError):
             train(configure(**values), progress=False)
     assert not (tmp_path / "run").exists()
+
+
+def test_two_processes_do_not_work_in_one_folder(configure: Configure, tmp_path: Path) -> None:
+    with locked(tmp_path / "run"), pytest.raises(UserError, match="another process is working in"):
+        train(configure(), progress=False)
+    assert not (tmp_path / "run").exists()
+    train(configure(steps=2), progress=False)
+
+
+def test_other_data_than_the_run_began_with_is_refused(configure: Configure, tmp_path: Path) -> None:
+    train(configure(steps=2), progress=False)
+    for name in ("summary.json", "checkpoint"):
+        path = tmp_path / "run" / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    record = json.loads((tmp_path / "run" / "data.json").read_text())
+    (tmp_path / "run" / "data.json").write_text(json.dumps({**record, "windows_sha256": "0"}))
+    with pytest.raises(UserError, match="was trained on other data: the text or the tokenizer"):
+        train(configure(steps=2, resume=True), progress=False)
+    (tmp_path / "run" / "data.json").unlink()  # as of an earlier version
+    train(configure(steps=2, resume=True), progress=False)
+    assert json.loads((tmp_path / "run" / "data.json").read_text()) == record
+
+
+def test_peak_memory_is_of_all_sessions(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnres.train.environment.peak_memory", lambda _: 2_000)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            train(configure(), progress=False)
+    monkeypatch.setattr("attnres.train.environment.peak_memory", lambda _: 1_000)
+    assert train(configure(resume=True), progress=False)["peak_memory_bytes"] == 2_000
+
+
+def test_one_held_out_window_has_no_known_error(configure: Configure, tmp_path: Path) -> None:
+    summary = train(configure(steps=2, data={"val_windows": 1}), progress=False)
+    assert summary["windows"] == 1 and summary["val_se"] is None
+    assert read(tmp_path / "run" / "metrics.jsonl")[-1]["se"] is None
+
+
+def test_more_processes_than_held_out_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Processes, "sum", lambda self, values: values)
+    model, windows = build("nano", "block", vocab_size=16, max_positions=8), torch.zeros(2, 9, dtype=torch.int64)
+    for rank, measured in ((1, 1), (2, 0), (3, 0)):
+        who = Processes(rank, 4, torch.device("cpu"))
+        losses = validate.window_losses(model, windows, who, nullcontext, batch=4)
+        assert losses.shape == (2,) and np.count_nonzero(losses) == measured
 
 
 # ------------------------------------------------------------------ when it goes wrong

@@ -1,5 +1,7 @@
 """metrics.jsonl is appended to, cut back on resuming, and mirrored in a tracker if asked."""
 
+import errno
+import os
 import sys
 import types
 from pathlib import Path
@@ -53,6 +55,32 @@ def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
         Tracker("wandbb", tmp_path, "run", {})
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_said_and_closing_says_nothing_more(tmp_path: Path) -> None:
+    metrics = Metrics(tmp_path)
+    metrics.file.close()
+    metrics.file = open("/dev/full", "a", encoding="utf-8")  # noqa: SIM115
+    with pytest.raises(UserError, match="No space left on device; the last checkpoint is intact"):
+        metrics.write("train", 1, loss=1.0)
+    metrics.close()
+    assert metrics.file.closed
+
+
+def test_a_file_that_cannot_be_opened_or_synced_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    metrics = Metrics(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="No space left"):
+        patch.setattr(os, "fsync", full)
+        metrics.sync()
+    metrics.close()
+    with monkeypatch.context() as patch, pytest.raises(UserError, match="No space left"):
+        patch.setattr("attnres.train.metrics.write_text", lambda *_: None)
+        patch.setattr(Path, "open", full)
+        Metrics(tmp_path)
+
+
 class FakeRun:
     def __init__(self, **given: Any):
         self.given, self.seen, self.open = given, [], True
@@ -96,3 +124,25 @@ def test_a_tracker_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with pytest.raises(UserError, match=r"wandb does not start \(no key\)"):
         Tracker("wandb", tmp_path, "run", {})
+
+
+@pytest.mark.parametrize("kind", ["wandb", "tensorboard"])
+def test_a_tracker_that_fails_later_is_said_once_and_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    class Down(FakeRun):
+        def log(self, *_: Any, **__: Any) -> None:
+            raise ConnectionError("no network")
+
+        add_scalar = finish = close = log
+
+    fake = types.ModuleType("fake")
+    for maker in ("init", "SummaryWriter"):
+        setattr(fake, maker, Down)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if kind == "tensorboard" else kind, fake)
+    metrics = Metrics(tmp_path, tracker=Tracker(kind, tmp_path, "run", {}))
+    for step in (1, 2):
+        metrics.write("train", step, loss=1.0)
+    metrics.close()
+    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert capsys.readouterr().err == f"{kind} failed (no network): the run goes on, its metrics.jsonl is complete\n"
