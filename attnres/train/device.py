@@ -7,14 +7,14 @@ import platform
 import torch
 
 EAGER_UP_TO = 512
-"""Longest sequence for which a CPU multiplies whole score matrices: longer ones cost too much memory."""
+"""Longest sequence for which a CPU multiplies whole score matrices; for longer ones fused attention is faster."""
 
 
 def tune(model: torch.nn.Module, device: torch.device, seq_len: int) -> None:
     """Choose the attention implementation and, on a CPU, let freed memory be reused; for every residual alike.
 
-    PyTorch's fused attention on a CPU is slower than plain matrix products for short sequences, in bf16 several times
-    (`benchmarks/results/attention_cpu.json`); on other devices the fused one is taken.
+    Plain matrix products are faster than PyTorch's fused attention on a CPU for short sequences in bf16, and no slower in
+    fp32 (`benchmarks/results/attention_cpu.json`); on other devices the fused one is taken.
     """
     eager = device.type == "cpu" and seq_len <= EAGER_UP_TO
     model.set_attn_implementation("eager" if eager else "sdpa")  # ty: ignore[not-callable]
