@@ -13,8 +13,8 @@ EAGER_UP_TO = 512
 def tune(model: torch.nn.Module, device: torch.device, seq_len: int) -> None:
     """Choose the attention implementation and, on a CPU, let freed memory be reused; for every residual alike.
 
-    Plain matrix products are faster than PyTorch's fused attention on a CPU for short sequences in bf16, and no slower in
-    fp32 (`benchmarks/results/attention_cpu.json`); on other devices the fused one is taken.
+    Plain matrix products are faster than PyTorch's fused attention on a CPU for short sequences in bf16, and no slower
+    in fp32 (`benchmarks/results/attention_cpu.json`); on other devices the fused one is taken.
     """
     eager = device.type == "cpu" and seq_len <= EAGER_UP_TO
     model.set_attn_implementation("eager" if eager else "sdpa")  # ty: ignore[not-callable]
