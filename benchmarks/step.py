@@ -9,6 +9,7 @@ which takes three steps of one variant alone.
 """
 
 import argparse
+import shlex
 import statistics
 import subprocess
 import sys
@@ -128,7 +129,7 @@ def main() -> None:
         print(take_three_steps(options.peak, batch, length, options.dtypes[0], device))
         return
     result: dict[str, Any] = {
-        "command": "python benchmarks/step.py",
+        "command": shlex.join(["python", "benchmarks/step.py", *sys.argv[1:]]),
         "environment": describe(device, ",".join(options.dtypes)),
         "cpu_kernels": cpu.load() is not None,
         "model": {**SIZE, "vocab_size": VOCABULARY},

@@ -211,8 +211,7 @@ def merge(
 def apply_norm(h: Tensor, norm: Norm) -> Tensor:
     """norm(h) for h (..., d), with a backward of its own that saves h and one scalar a token.
 
-    Several times cheaper on a CPU than the same expression through autograd; every residual of this package uses it,
-    the standard one included, so that comparisons compare residuals.
+    Every residual of this package uses it, the standard one included, so that comparisons compare residuals.
     """
     plain = norm._replace(weight=None, bias=None, out_dtype=norm.out_dtype or h.dtype)
     with torch.autocast(h.device.type, enabled=False):
