@@ -40,6 +40,14 @@ def positive(name: str, value: Any) -> float:
     return float(value)
 
 
+def start_at(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter start values that `torch.nn.init` has no function for; one already loaded is left alone."""
+    nn.init.zeros_(parameter)
+    if not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
+        with torch.no_grad():
+            parameter.copy_(value)
+
+
 class Residual(nn.Module):
     """How the sublayers of one network are connected: their reads and writes, and the parameters these have.
 
@@ -58,7 +66,7 @@ class Residual(nn.Module):
         self.observer: Observer | None = None
 
     def init_parameters(self) -> None:
-        """Set every parameter of this module to its start value (through `torch.nn.init` only)."""
+        """Set every parameter of this module to its start value (through `torch.nn.init` or `start_at`)."""
 
     def branch_scale(self) -> float:
         """Factor on the start values of value, output and MLP weights (DeepNorm asks for one)."""

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .base import NormLike, Residual, full_precision
+from .base import NormLike, Residual, full_precision, start_at
 
 
 class Layers(NamedTuple):
@@ -33,10 +33,8 @@ class DenseFormer(Residual):
         self.init_parameters()
 
     def init_parameters(self) -> None:
-        nn.init.zeros_(self.mix)
-        if not getattr(self.mix, "_is_hf_initialized", False) and not self.mix.is_meta:
-            with torch.no_grad():
-                self.mix[:, 1:].fill_diagonal_(1.0)
+        layers = self.num_sublayers // 2
+        start_at(self.mix, torch.eye(layers + 1)[1:])
 
     def start(self, embedding: Tensor) -> Layers:
         return Layers(embedding, (embedding,))

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..ops import compute_dtype
-from .base import NormLike, Residual, full_precision, positive, whole
+from .base import NormLike, Residual, full_precision, positive, start_at, whole
 
 
 class Streams(NamedTuple):
@@ -56,11 +56,7 @@ class HyperConnections(Residual):
         for index in range(self.num_sublayers):
             start[index, index % n, 0] = 1.0
             start[index, :, 1:] = torch.eye(n)
-        # Through nn.init, so that a parameter already loaded from a checkpoint is left alone.
-        nn.init.zeros_(self.static_alpha)
-        if not getattr(self.static_alpha, "_is_hf_initialized", False) and not self.static_alpha.is_meta:
-            with torch.no_grad():
-                self.static_alpha.copy_(start)
+        start_at(self.static_alpha, start)
         nn.init.ones_(self.static_beta)
         if self.dynamic:
             nn.init.ones_(self.gain)
