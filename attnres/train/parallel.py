@@ -1,6 +1,7 @@
 """The processes of a run: one, or several under `torchrun`, each with its share of every batch."""
 
 import atexit
+import gc
 import json
 import os
 from dataclasses import dataclass
@@ -61,6 +62,15 @@ class Processes:
         return nn.parallel.DistributedDataParallel(model, device_ids=devices)
 
 
+def _leave() -> None:
+    """End the group before the interpreter: a gloo thread that still frees a tensor of Python's after it would abort.
+
+    The group's threads are joined when nothing refers to it any more, and a wrapped model does, in a cycle.
+    """
+    dist.destroy_process_group()
+    gc.collect()
+
+
 def join_processes(device: str = "auto") -> Processes:
     """The processes that `torchrun` started (gloo on the CPU, nccl on CUDA); without it there is one.
 
@@ -84,7 +94,7 @@ def join_processes(device: str = "auto") -> Processes:
     if world_size > 1 and not dist.is_initialized():
         cuda = chosen.type == "cuda"
         dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE, device_id=chosen if cuda else None)
-        atexit.register(dist.destroy_process_group)
+        atexit.register(_leave)
     if dist.is_initialized():
         return Processes(dist.get_rank(), dist.get_world_size(), chosen)
     return Processes(0, 1, chosen)
