@@ -6,6 +6,7 @@ becomes a `Stream`, each pre-norm reads when it is given one, and the residual a
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,25 +21,34 @@ _ADDITIONS = frozenset(
 )
 
 
+def is_addition(func: Callable) -> bool:
+    """Whether a function that torch hands to `__torch_function__` is `+`."""
+    return func in _ADDITIONS
+
+
+@dataclass(eq=False)
 class Stream:
     """One forward pass of a network's depth, before sublayer `index`; never changed in place.
 
     `stream + output` is the stream after that sublayer. What a read hands to its write is kept on the object between
-    the two, and dropped by the write.
+    the two, and dropped by the write. A dataclass, because that is where DDP and FSDP2 look for a layer's tensors.
     """
 
-    def __init__(self, residual: Residual, state: Any, index: int, like: Tensor) -> None:
-        self.residual, self.state, self.index = residual, state, index
-        self.like = like
-        self._after_read: Any = None
+    residual: Residual
+    state: Any
+    index: int
+    like: Tensor
+
+    def __post_init__(self) -> None:
+        self._after_read: Any = None  # no field: `dataclasses.replace` starts it anew
 
     @classmethod
     def start(cls, residual: Residual, embedding: Tensor) -> "Stream":
-        return cls(residual, residual.start(embedding), 0, embedding)
+        return cls(residual, residual.start(embedding), 0, embedding.detach())
 
-    def read(self, norm: nn.Module) -> Tensor:
-        """The normed input of the coming sublayer, or of the head after the last one."""
-        spec = describe_norm(norm, self.like)
+    def read(self, norm: nn.Module | None) -> Tensor:
+        """The input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
+        spec = _as_it_is if norm is None else describe_norm(norm, self.like)
         if self.index == self.residual.num_sublayers:
             return self.residual.finish(self.state, spec)
         x, self._after_read = self.residual.read(self.state, self.index, spec)
@@ -59,7 +69,7 @@ class Stream:
     @classmethod
     def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> "Stream":
         # A tensor on the left (`output + stream`) and torch.compile come here.
-        if func not in _ADDITIONS or kwargs:
+        if not is_addition(func) or kwargs:
             name = getattr(func, "__name__", func)
             raise TypeError(f"a depth stream was given to torch's '{name}': layers may only norm it and add to it")
         left, right = args
@@ -98,6 +108,16 @@ def _unflatten(values: Any, context: tuple[Residual, int]) -> Stream:
 _pytree.register_pytree_node(Stream, _flatten, _unflatten)
 
 
+def _as_it_is(h: Tensor) -> Tensor:
+    return h
+
+
+def _forward(module: nn.Module) -> Callable:
+    """The forward of a norm's own class."""
+    cls: Any = type(module)
+    return (cls.__mro__[2] if issubclass(cls, _ReadingNorm) else cls).forward
+
+
 def describe_norm(module: nn.Module, like: Tensor) -> Norm | nn.Module:
     """A pre-norm as a value, where its arithmetic is known; else the module itself.
 
@@ -105,7 +125,7 @@ def describe_norm(module: nn.Module, like: Tensor) -> Norm | nn.Module:
     """
     device = like.device.type
     out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    if isinstance(module, nn.LayerNorm):
+    if isinstance(module, nn.LayerNorm) and _forward(module) is nn.LayerNorm.forward:
         return Norm(module.weight, module.bias, module.eps, center=True, out_dtype=out_dtype)
     eps = getattr(module, "variance_epsilon", None)  # the RMSNorm that most families copy from each other
     if eps is not None:
@@ -133,3 +153,17 @@ def make_reading(norm: nn.Module) -> None:
     cls = type(norm)
     if not issubclass(cls, _ReadingNorm):
         norm.__class__ = _reading_class(cls)
+
+
+def _read_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    if args and isinstance(args[0], Stream):
+        return (args[0].read(None), *args[1:]), kwargs
+    if isinstance(kwargs.get("hidden_states"), Stream):
+        return args, {**kwargs, "hidden_states": kwargs["hidden_states"].read(None)}
+    return None
+
+
+def make_taking(mixer: nn.Module) -> None:
+    """Let an attention or an MLP that takes the stream with no norm before it read the stream. A hook: an attention's
+    class stays what Transformers takes it for."""
+    mixer.register_forward_pre_hook(_read_input, with_kwargs=True)

@@ -1,17 +1,22 @@
 """A depth read as a function: the oracle, and the two-phase block schedule with its own backward."""
 
+from .dispatch import Plan, explain, in_two_phases
 from .norms import Norm, inverse_rms
 from .reference import compute_dtype, depth_read_reference
-from .two_phase import Merged, SealedReads, apply_norm, depth_read, merge, read_sealed
+from .two_phase import Merged, SealedRead, SealedReads, apply_norm, depth_read, merge, read_sealed
 
 __all__ = [
     "Merged",
     "Norm",
+    "Plan",
+    "SealedRead",
     "SealedReads",
     "apply_norm",
     "compute_dtype",
     "depth_read",
     "depth_read_reference",
+    "explain",
+    "in_two_phases",
     "inverse_rms",
     "merge",
     "read_sealed",

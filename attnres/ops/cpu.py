@@ -1,4 +1,4 @@
-"""The same four functions on C kernels, compiled on first use: several times faster than plain torch on a CPU.
+"""The same five functions on C kernels, compiled on first use: several times faster than plain torch on a CPU.
 
 `cpu_kernels.c` is built with the machine's own compiler (`cc`) into the cache folder, keyed by source, compiler and
 processor. Without a compiler, or with ATTNRES_CPU_KERNELS=0, `load()` is None and plain torch is used.
@@ -12,6 +12,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..cache import cache_dir
-from .eager import MergeGrads, MergeSaved
+from .eager import MergeGrads, MergeSaved, Sealed
 from .norms import Norm
 
 LANES = 16
@@ -31,8 +32,16 @@ _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-class _Rows(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("stride", ctypes.c_int64), ("bf16", ctypes.c_int32)]
+_PROTOTYPES = {
+    "attnres_read_sealed": "qqqq ppf ppppp i",
+    "attnres_read_sealed_backward": "qqqq ppppp pppp i",
+    "attnres_merge": "qqq ppppf ppp ifpp pp ppppp i",
+    "attnres_merge_backward": "qqq ppp pppp ifppp pppp ppp i",
+    "attnres_mix": "qqq ppp i",
+}
+"""Arguments of each kernel: q int64, p pointer, f float, i int."""
+
+_TYPES = {"q": ctypes.c_int64, "p": ctypes.c_void_p, "f": ctypes.c_float, "i": ctypes.c_int}
 
 
 def _processor() -> str:
@@ -69,14 +78,22 @@ def _build(target: Path, compiler: str) -> None:
         built.replace(target)
 
 
+def turned_off() -> bool:
+    """Whether the user asked for plain torch."""
+    return os.environ.get("ATTNRES_CPU_KERNELS", "1") == "0"
+
+
 @functools.cache
-def load() -> Any:
-    """The compiled kernels, or None where they cannot be had. Never raises."""
-    if os.environ.get("ATTNRES_CPU_KERNELS", "1") == "0" or platform.system() != "Linux":
-        return None
-    compiler = shutil.which(os.environ.get("CC", "cc"))
+def _loaded() -> Any:
+    """The compiled kernels, or in a few words why there are none."""
+    if turned_off():
+        return "ATTNRES_CPU_KERNELS is 0"
+    if platform.system() != "Linux":
+        return f"the C kernels are built on Linux, not on {platform.system()}"
+    name = os.environ.get("CC", "cc")
+    compiler = shutil.which(name)
     if compiler is None:
-        return None
+        return f"there is no C compiler '{name}' to build the kernels with"
     try:
         key = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), compiler.encode(), _processor().encode()]))
         target = cache_dir() / "kernels" / f"{key.hexdigest()[:16]}.so"
@@ -84,108 +101,148 @@ def load() -> Any:
             _build(target, compiler)
         for runtime in _torch_openmp():
             ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-        return ctypes.CDLL(str(target))
-    except (OSError, RuntimeError, subprocess.SubprocessError):  # no compiler, no home, no space: plain torch serves
-        return None
+        library = ctypes.CDLL(str(target))
+    except subprocess.CalledProcessError as error:
+        lines = [line for line in error.stderr.decode(errors="replace").splitlines() if "error" in line]
+        return f"the C kernels do not build with {compiler}: {lines[0] if lines else error}"
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # no home, no space, not executable
+        return f"the C kernels cannot be built or loaded ({type(error).__name__}: {error})"
+    for name, codes in _PROTOTYPES.items():
+        function = getattr(library, name)
+        function.argtypes, function.restype = [_TYPES[code] for code in codes.replace(" ", "")], ctypes.c_int
+    return library
+
+
+def load() -> Any:
+    """The compiled kernels, or None where they cannot be had. Never raises."""
+    loaded = _loaded()
+    return None if isinstance(loaded, str) else loaded
+
+
+def why_not(tensors: Sequence[Tensor], compute: torch.dtype, made: Sequence[torch.dtype] = ()) -> str | None:
+    """Why the kernels cannot take these (T, d) tensors or make vectors of these dtypes; None if they can."""
+    if compute is not torch.float32:
+        return f"the C kernels compute in fp32, this call in {_name(compute)}"
+    for dtype in made:
+        if dtype not in _DTYPES:
+            return f"the C kernels make fp32 and bf16 vectors, not {_name(dtype)}"
+    for t in tensors:
+        if not t.is_cpu:
+            return f"the C kernels read tensors on a CPU, not on {t.device.type}"
+        if t.dtype not in _DTYPES:
+            return f"the C kernels read fp32 and bf16 vectors, not {_name(t.dtype)}"
+        if t.shape[-1] % LANES or not t.shape[-1]:
+            return f"width {t.shape[-1]} is not a multiple of {LANES}"
+    if load() is None:
+        loaded = _loaded()
+        return loaded if isinstance(loaded, str) else "there are no C kernels"
+    return None
 
 
 def supports(tensors: Sequence[Tensor], compute: torch.dtype, made: Sequence[torch.dtype] = ()) -> bool:
     """Whether the kernels can take these (T, d) tensors and make vectors of these dtypes."""
-    return (
-        compute == torch.float32
-        and all(dtype in _DTYPES for dtype in made)
-        and all(
-            t.device.type == "cpu" and t.dtype in _DTYPES and t.stride(-1) == 1 and t.shape[-1] % LANES == 0
-            for t in tensors
-        )
-        and load() is not None
-    )
+    return why_not(tensors, compute, made) is None
 
 
-def _rows(tensors: Sequence[Tensor | None]) -> Any:
-    array = (_Rows * max(1, len(tensors)))()
-    for row, tensor in zip(array, tensors):
-        if tensor is not None:
-            row.data, row.stride, row.bf16 = tensor.data_ptr(), tensor.stride(0), tensor.dtype == torch.bfloat16
-    return array
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _pointers(tensors: Sequence[Tensor]) -> Any:
-    return (ctypes.c_void_p * max(1, len(tensors)))(*(t.data_ptr() for t in tensors))
+def _vectors(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """With unit stride along the width, in a dtype that the kernels read; copies only what is not so."""
+    readable = [t if t.dtype in _DTYPES else t.float() for t in tensors]
+    return [t if t.stride(1) == 1 else t.contiguous() for t in readable]
 
 
-def _pointer(tensor: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+def _rows(*tensors: Tensor | None) -> array:
+    """The kernels' `rows` of each matrix: address, bytes from row to row, whether bf16; zeros for None."""
+    words = []
+    for t in tensors:
+        if t is None:
+            words += (0, 0, 0)
+        elif t.dtype is torch.bfloat16:
+            words += (t.data_ptr(), 2 * t.stride(0), 1)
+        else:
+            words += (t.data_ptr(), 4 * t.stride(0), 0)
+    return array("q", words)
 
 
-def _sizes(*values: int) -> list[ctypes.c_int64]:
-    return [ctypes.c_int64(value) for value in values]
+def _at(rows: array, index: int = 0) -> int:
+    """Address of the `rows` of one matrix."""
+    return rows.buffer_info()[0] + 3 * rows.itemsize * index
+
+
+def _float(tensor: Tensor) -> Tensor:
+    if tensor.dtype is not torch.float32:
+        tensor = tensor.float()
+    return tensor if tensor.is_contiguous() else tensor.contiguous()
+
+
+def _optional(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else _float(tensor)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _threads(tokens: int) -> int:
     return max(1, min(torch.get_num_threads(), tokens // 16))
 
 
-def _float(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.float().contiguous()
+def _call(kernel: str, *arguments: Any) -> None:
+    if getattr(load(), kernel)(*arguments):
+        raise MemoryError(f"{kernel} found no memory for its workspace")
 
 
-def _unit(tensor: Tensor) -> Tensor:
-    return tensor if tensor.stride(-1) == 1 and tensor.dtype in _DTYPES else tensor.float().contiguous()
+_new = functools.partial(torch.empty, dtype=torch.float32, device=torch.device("cpu"))
 
 
-def read_sealed(
-    queries: Tensor, sources: Sequence[Tensor], inv_rms: Sequence[Tensor]
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
+def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> Sealed:
     """As `eager.read_sealed`."""
     (tokens, d), n, reads = sources[0].shape, len(sources), queries.shape[0]
-    new = queries.new_empty
-    top, total, logits = new(reads, tokens), new(reads, tokens), new(tokens, n, reads)
-    outputs = [new(tokens, d) for _ in range(reads)]  # apart: what one read keeps must not keep the others alive
-    threads = _threads(tokens)
-    values, weights = new(threads, n, d), new(threads, n, reads)
-    queries, inv_rms = queries.contiguous(), [r.contiguous() for r in inv_rms]
-    load().attnres_read_sealed(
-        *_sizes(tokens, n, reads, d),
-        _rows(sources),
-        _pointers(inv_rms),
-        *map(_pointer, (queries, logits, top, total)),
-        _pointers(outputs),
-        *map(_pointer, (values, weights)),
-        threads,
+    top, total = _new(reads, tokens), _new(reads, tokens)
+    logits, inv_rms = _new(tokens, n, reads), _new(tokens, n)
+    # Apart: what one read keeps must not keep the others alive.
+    outputs = [_new(tokens, d, dtype=dtype) for _ in range(reads)]
+    queries, sources = _float(queries), _vectors(sources)
+    source_rows, output_rows = _rows(*sources), _rows(*outputs)
+    _call(
+        "attnres_read_sealed",
+        *(tokens, n, reads, d, _at(source_rows), queries.data_ptr(), eps),
+        *(logits.data_ptr(), top.data_ptr(), total.data_ptr(), inv_rms.data_ptr(), _at(output_rows)),
+        _threads(tokens),
     )
-    return outputs, top, total, logits
+    return Sealed(outputs, top, total, logits, inv_rms)
 
 
 def read_sealed_backward(
     queries: Tensor,
     sources: Sequence[Tensor],
-    inv_rms: Sequence[Tensor],
+    inv_rms: Tensor,
     logits: Tensor,
     grads: Sequence[Tensor],
     dtop: Sequence[Tensor],
+    carried: Sequence[Tensor | None],
 ) -> tuple[Tensor, list[Tensor]]:
     """As `eager.read_sealed_backward`."""
     (tokens, d), n, reads = sources[0].shape, len(sources), queries.shape[0]
-    threads = _threads(tokens)
-    dqueries = queries.new_zeros(threads, reads, d)
-    workspace = queries.new_empty(threads, (n + reads) * d + 2 * n * reads + n)
-    dsources = [torch.empty_like(source, memory_format=torch.contiguous_format) for source in sources]
-    queries = queries.contiguous()
-    inv_rms, dtop = [r.contiguous() for r in inv_rms], [x.contiguous() for x in dtop]
-    grads = [_unit(grad) for grad in grads]
-    load().attnres_read_sealed_backward(
-        *_sizes(tokens, n, reads, d),
-        _rows(sources),
-        _pointers(inv_rms),
-        *map(_pointer, (queries, logits)),
-        _rows(grads),
-        _pointers(dtop),
-        _rows(dsources),
-        *map(_pointer, (dqueries, workspace)),
-        threads,
+    queries, inv_rms, logits, dtop = _float(queries), _float(inv_rms), _float(logits), [_float(x) for x in dtop]
+    sources, grads = _vectors(sources), _vectors(grads)
+    earlier = [None if c is None else _vectors([c])[0] for c in carried]
+    dsources = [_new(tokens, d, dtype=source.dtype) for source in sources]
+    dqueries = _new(reads, d)
+    source_rows, grad_rows, carried_rows, dsource_rows = (
+        _rows(*vectors) for vectors in (sources, grads, earlier, dsources)
     )
-    return dqueries.sum(0), dsources
+    tops = array("q", [x.data_ptr() for x in dtop])
+    _call(
+        "attnres_read_sealed_backward",
+        *(tokens, n, reads, d, _at(source_rows), inv_rms.data_ptr(), queries.data_ptr(), logits.data_ptr()),
+        *(_at(grad_rows), _at(tops), _at(carried_rows), _at(dsource_rows), dqueries.data_ptr()),
+        _threads(tokens),
+    )
+    return dqueries, dsources
 
 
 def _kind(norm: Norm | None) -> int:
@@ -194,87 +251,94 @@ def _kind(norm: Norm | None) -> int:
 
 def merge(
     opens: Sequence[Tensor],
-    inv_rms: Sequence[Tensor],
+    added: Tensor | None,
     query: Tensor | None,
-    output: Tensor,
+    eps: float,
+    output: Tensor | None,
     top: Tensor | None,
     total: Tensor | None,
     norm: Norm | None,
     dtype: torch.dtype,
-) -> tuple[Tensor, MergeSaved]:
+) -> tuple[Tensor, MergeSaved, Tensor | None]:
     """As `eager.merge`."""
-    (tokens, d), k = output.shape, len(opens)
-    new = functools.partial(torch.empty, dtype=torch.float32)
-    if not k:
-        if norm is None:
-            return output.to(dtype), MergeSaved(output)
-        output = output.to(dtype)
-    h = output if not k else new(tokens, d) if norm is None else torch.empty(tokens, d, dtype=dtype)
-    x = h if norm is None else torch.empty(tokens, d, dtype=norm.out_dtype or dtype)
-    rstd = None if norm is None else new(tokens)
-    weights, sealed, scores = (new(tokens, k), new(tokens), new(tokens, k)) if k else (None, None, None)
-    threads = _threads(tokens)
-    workspace = new(threads, (k + 1) * d)
-    weight, bias = (None, None) if norm is None else (_float(norm.weight), _float(norm.bias))
-    top, total, query = _float(top), _float(total), _float(query)
-    inv_rms = [r.contiguous() for r in inv_rms]
-    load().attnres_merge(
-        *_sizes(tokens, k, d),
-        _rows(opens),
-        _pointers(inv_rms),
-        _pointer(query),
-        _rows([output]),
-        *map(_pointer, (top, total)),
-        _kind(norm),
-        ctypes.c_float(0.0 if norm is None else norm.eps),
-        *map(_pointer, (weight, bias)),
-        *map(_rows, ([h], [x])),
-        *map(_pointer, (rstd, weights, sealed, scores, workspace)),
-        threads,
+    k = len(opens)
+    if not k and norm is None:
+        assert output is not None
+        return output.to(dtype), MergeSaved(output), None
+    tokens, d = (opens[0] if output is None else output).shape
+    opens, vectors = _vectors(opens), _vectors([t for t in (output, added) if t is not None])
+    partial = before = None
+    if added is not None:
+        added, before, partial = vectors.pop(), opens[-1], _new(tokens, d, dtype=dtype)
+        opens[-1] = partial
+    output = vectors[0] if vectors else None
+    top, total, query = _optional(top), _optional(total), _optional(query)
+    weight = bias = rstd = weights = sealed = scores = inv_rms = None
+    if norm is None:  # <dh, h> is then a true term of the gradient: h is kept unrounded
+        h = written = _new(tokens, d)
+        x = h if dtype is torch.float32 else _new(tokens, d, dtype=dtype)
+    else:
+        weight, bias, rstd = _optional(norm.weight), _optional(norm.bias), _new(tokens)
+        keep = not k and output is not None and output.dtype is dtype
+        h = output if keep else _new(tokens, d, dtype=dtype)
+        written = None if keep else h
+        x = _new(tokens, d, dtype=norm.out_dtype or torch.float32)
+    assert h is not None
+    if k:
+        weights, scores, inv_rms = _new(tokens, k), _new(tokens, k), _new(tokens, k)
+        sealed = None if output is None else _new(tokens)
+    open_rows, others = _rows(*opens), _rows(before, added, output, written, None if x is h else x)
+    _call(
+        "attnres_merge",
+        *(tokens, k, d, _at(open_rows), _at(others), _at(others, 1), _pointer(query), eps),
+        *(_at(others, 2), _pointer(top), _pointer(total)),
+        *(_kind(norm), 0.0 if norm is None else norm.eps, _pointer(weight), _pointer(bias)),
+        *(_at(others, 3), _at(others, 4), *map(_pointer, (rstd, weights, sealed, scores, inv_rms))),
+        _threads(tokens),
     )
-    return x if norm is not None else x.to(dtype), MergeSaved(h, rstd, weights, sealed, scores)
+    return x, MergeSaved(h, rstd, weights, sealed, scores, inv_rms), partial
 
 
 def merge_backward(
     grad: Tensor,
+    carried: Sequence[Tensor | None],
     opens: Sequence[Tensor],
-    inv_rms: Sequence[Tensor],
     query: Tensor | None,
     norm: Norm | None,
     saved: MergeSaved,
 ) -> MergeGrads:
     """As `eager.merge_backward`."""
     (tokens, d), k = saved.h.shape, len(opens)
-    threads = _threads(tokens)
-    new = functools.partial(torch.empty, dtype=torch.float32)
-    doutput, dtop = new(tokens, d), new(tokens)
-    dopens = [torch.empty_like(source, memory_format=torch.contiguous_format) for source in opens]
-    dvectors = torch.zeros(threads, 3, d)
-    workspace = new(threads, d)
-    weight = None if norm is None else _float(norm.weight)
-    query, inv_rms, grad = _float(query), [r.contiguous() for r in inv_rms], _unit(grad)
-    load().attnres_merge_backward(
-        *_sizes(tokens, k, d),
-        _rows(opens),
-        _pointers(inv_rms),
-        *map(_pointer, (query, saved.weights, saved.sealed, saved.scores)),
-        _kind(norm),
-        ctypes.c_float(0.0 if norm is None else norm.eps),
-        _pointer(weight),
-        _rows([saved.h]),
-        _pointer(saved.rstd),
-        *map(_rows, ([grad], [doutput])),
-        _pointer(dtop),
-        _rows(dopens),
-        *map(_pointer, (dvectors, workspace)),
-        threads,
+    grad, h, *opens = _vectors([grad, saved.h, *opens])
+    earlier = [None if c is None else _vectors([c])[0] for c in carried]
+    query, weights, sealed, scores, inv_rms, rstd = map(
+        _optional, (query, saved.weights, saved.sealed, saved.scores, saved.inv_rms, saved.rstd)
     )
-    dquery, dweight, dbias = dvectors.sum(0).unbind(0)
-    return MergeGrads(
-        doutput,
-        dtop,
-        dopens,
-        dquery if k else None,
-        dweight if norm is not None and norm.weight is not None else None,
-        dbias if norm is not None and norm.bias is not None else None,
+    weight = None if norm is None else _optional(norm.weight)
+    alone = k > 0 and sealed is None
+    doutput, dtop = (None, None) if alone else (_new(tokens, d), _new(tokens))
+    dopens = [_new(tokens, d, dtype=source.dtype) for source in opens]
+    dquery = _new(d) if k else None
+    dweight = None if weight is None else _new(d)
+    dbias = None if norm is None or norm.bias is None else _new(d)
+    open_rows, carried_rows, dopen_rows = _rows(*opens), _rows(*earlier), _rows(*dopens)
+    others = _rows(h, grad, doutput)
+    _call(
+        "attnres_merge_backward",
+        *(tokens, k, d, _at(open_rows), _at(carried_rows), _pointer(query)),
+        *map(_pointer, (weights, sealed, scores, inv_rms)),
+        *(_kind(norm), 0.0 if norm is None else norm.eps, _pointer(weight), _at(others), _pointer(rstd)),
+        *(_at(others, 1), _at(others, 2), _pointer(dtop), _at(dopen_rows)),
+        *map(_pointer, (dquery, dweight, dbias)),
+        _threads(tokens),
     )
+    return MergeGrads(doutput, dtop, dopens, dquery, dweight, dbias)
+
+
+def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """As `eager.mix`."""
+    (tokens, d), n = sources[0].shape, len(sources)
+    h, sources, weights = _new(tokens, d, dtype=dtype), _vectors(sources), _float(weights)
+    source_rows, out_rows = _rows(*sources), _rows(h)
+    _call("attnres_mix", tokens, n, d, _at(source_rows), weights.data_ptr(), _at(out_rows), _threads(tokens))
+    return h

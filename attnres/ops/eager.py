@@ -1,7 +1,8 @@
 """The arithmetic of both phases and of their backward, in plain torch: any device, any floating dtype.
 
-This is the fallback of every faster backend, each of which is a module with these four functions. Shapes: T tokens,
-n sealed sources, k open sources, S reads, d width. Vectors may have any dtype; arithmetic is in that of `inv_rms`.
+This is the fallback of every faster backend, each of which is a module with these five functions. Shapes: T tokens,
+n sealed sources, k open sources, S reads, d width. Vectors may have any dtype; arithmetic is in the compute dtype: at
+least fp32, fp64 for fp64 sources.
 """
 
 from collections.abc import Sequence
@@ -10,22 +11,47 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .norms import Norm, normalise, normalise_backward
+from .norms import Norm, inverse_rms, normalise, normalise_backward
+
+
+class Sealed(NamedTuple):
+    """Phase 1 of S reads over n sealed sources.
+
+    Attributes:
+        outputs: S tensors (T, d), each read's mixture of the sealed sources.
+        top, total: (S, T), the largest logit and the sum of exp(logit - top). Not their log-sum-exp: rounding that
+            would cost a digit where logits are of order ten.
+        logits: (T, n, S).
+        inv_rms: (T, n), 1 / sqrt(mean(v^2) + eps) of each source.
+    """
+
+    outputs: list[Tensor]
+    top: Tensor
+    total: Tensor
+    logits: Tensor
+    inv_rms: Tensor
 
 
 class MergeSaved(NamedTuple):
-    """What the backward of a merge needs: the read, 1/rms of it, and with k > 0 open sources their weights (T, k), the
-    sealed sources' weight (T,) and the open sources' logits (T, k)."""
+    """What the backward of a merge needs.
+
+    Attributes:
+        h: (T, d), the read before its norm.
+        rstd: (T,), 1 / its deviation, if a norm follows.
+        weights, scores, inv_rms: (T, k), the open sources' weights, logits and 1/rms, if k > 0.
+        sealed: (T,), the weight of the sealed sources together, if there are both kinds.
+    """
 
     h: Tensor
     rstd: Tensor | None = None
     weights: Tensor | None = None
     sealed: Tensor | None = None
     scores: Tensor | None = None
+    inv_rms: Tensor | None = None
 
 
 class MergeGrads(NamedTuple):
-    output: Tensor
+    output: Tensor | None
     top: Tensor | None
     opens: list[Tensor]
     query: Tensor | None
@@ -44,95 +70,121 @@ def _token_major(sources: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return values
 
 
-def read_sealed(
-    queries: Tensor, sources: Sequence[Tensor], inv_rms: Sequence[Tensor]
-) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:
-    """Phase 1: S outputs (T, d), the largest logit and the sum of exponentials relative to it (S, T), logits (T, n, S).
-
-    A maximum and a sum, not their log-sum-exp: rounding that would cost a digit where logits are of order ten.
-    """
-    values = _token_major(sources, inv_rms[0].dtype)
-    logits = (values @ queries.t()).mul_(torch.stack(tuple(inv_rms), 1).unsqueeze(-1))
+def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> Sealed:
+    """Phase 1. queries: (S, d), pseudo-query times key gain, in the compute dtype; outputs are stored in `dtype`."""
+    values = _token_major(sources, queries.dtype)
+    inv_rms = inverse_rms(values, eps)
+    logits = (values @ queries.t()).mul_(inv_rms.unsqueeze(-1))
     top = logits.amax(1)
     p = (logits - top.unsqueeze(1)).exp_()
     total = p.sum(1)
-    outputs = torch.bmm(p.div_(total.unsqueeze(1)).transpose(1, 2), values)
-    return list(outputs.unbind(1)), top.t(), total.t(), logits
+    outputs = torch.bmm(p.div_(total.unsqueeze(1)).transpose(1, 2), values).to(dtype)
+    # A slice of all reads' outputs would keep them all for as long as one is needed.
+    return Sealed([o.contiguous() for o in outputs.unbind(1)], top.t(), total.t(), logits, inv_rms)
 
 
 def read_sealed_backward(
     queries: Tensor,
     sources: Sequence[Tensor],
-    inv_rms: Sequence[Tensor],
+    inv_rms: Tensor,
     logits: Tensor,
     grads: Sequence[Tensor],
     dtop: Sequence[Tensor],
+    carried: Sequence[Tensor | None],
 ) -> tuple[Tensor, list[Tensor]]:
-    """dqueries (S, d) and the gradient of each source, from S gradients (T, d) and (T,)."""
+    """dqueries (S, d) and the gradient of each source, from S gradients (T, d) and (T,).
+
+    `carried[j]` is the gradient that source j already has from later reads: it is added, in the same pass.
+    """
     d = queries.shape[1]
-    values = _token_major(sources, logits.dtype)
-    r = torch.stack(tuple(inv_rms), 1)
+    values = _token_major(sources, queries.dtype)
     p = logits.softmax(1)
-    dh = torch.stack(tuple(grads), 1)
+    dh = torch.stack(tuple(grads), 1).to(queries.dtype)
     ds = torch.bmm(values, dh.transpose(1, 2)).add_(torch.stack(tuple(dtop), 1).unsqueeze(1)).mul_(p)
-    along_query = ds * r.unsqueeze(-1)
+    along_query = ds * inv_rms.unsqueeze(-1)
     dvalues = torch.bmm(p, dh)
     dvalues.flatten(0, 1).addmm_(along_query.flatten(0, 1), queries)
-    along_value = (ds * logits).sum(-1, keepdim=True).mul_(r.square().unsqueeze(-1)).div_(d)
+    along_value = (ds * logits).sum(-1, keepdim=True).mul_(inv_rms.square().unsqueeze(-1)).div_(d)
     dvalues.addcmul_(along_value, values, value=-1.0)
+    for j, grad in enumerate(carried):
+        if grad is not None:
+            dvalues[:, j] += grad
     dqueries = along_query.flatten(0, 1).t() @ values.flatten(0, 1)
     return dqueries, [grad.to(source.dtype) for grad, source in zip(dvalues.unbind(1), sources, strict=True)]
 
 
 def merge(
     opens: Sequence[Tensor],
-    inv_rms: Sequence[Tensor],
+    added: Tensor | None,
     query: Tensor | None,
-    output: Tensor,
+    eps: float,
+    output: Tensor | None,
     top: Tensor | None,
     total: Tensor | None,
     norm: Norm | None,
     dtype: torch.dtype,
-) -> tuple[Tensor, MergeSaved]:
-    """Phase 2 and the norm: x (T, d) and what its backward needs. h is rounded to `dtype` (before a norm, if any).
+) -> tuple[Tensor, MergeSaved, Tensor | None]:
+    """Phase 2 and the norm: x (T, d), what its backward needs, and the last open source once `added` is in it.
 
-    Without open sources it is a norm alone, and `top` and `total` are not used.
+        v_k = opens[-1] + added (rounded to `dtype`);    h = sealed * output + sum_j p_j v_j;    x = norm(h)
+
+    h is rounded to `dtype` (before a norm, if any). Without `added` no source is returned. Without `output` (and `top`
+    and `total`) there are no sealed sources: a whole read in one pass. Without open sources it is a norm alone. `eps`
+    is that of the key norm.
     """
-    h, seen = output, MergeSaved(output)
-    if opens:
-        assert query is not None and top is not None and total is not None
-        values = [source.to(top.dtype) for source in opens]
-        scores = torch.stack([(v @ query).mul_(r) for v, r in zip(values, inv_rms, strict=True)], 1)
-        joint = torch.maximum(top, scores.amax(1))
+    compute = torch.promote_types(dtype, torch.float32)
+    partial = None
+    if added is not None:
+        partial = (opens[-1] + added).to(dtype)
+        opens = [*opens[:-1], partial]
+    if not opens:
+        assert output is not None
+        h, seen = output, MergeSaved(output)
+    else:
+        assert query is not None
+        query = query.to(compute)
+        values = [source.to(compute) for source in opens]
+        inv_rms = torch.stack([inverse_rms(v, eps) for v in values], 1)
+        scores = torch.stack([v @ query for v in values], 1).mul_(inv_rms)
+        sealed = None
+        joint = scores.amax(1)
+        if output is not None:
+            assert top is not None and total is not None
+            joint = torch.maximum(joint, top)
+            sealed = (top - joint).exp_().mul_(total)
         p = (scores - joint.unsqueeze(1)).exp_()
-        sealed = (top - joint).exp_().mul_(total)
-        whole = sealed + p.sum(1)
-        sealed, p = sealed.div_(whole), p.div_(whole.unsqueeze(1))
-        seen = MergeSaved(output, None, p, sealed, scores)
-        if len(opens) == 1:
-            h = torch.lerp(output, values[0], p)
+        whole = p.sum(1) if sealed is None else p.sum(1) + sealed
+        p = p.div_(whole.unsqueeze(1))
+        if output is None:
+            h = p[:, :1] * values[0]
+            first = 1
         else:
-            h = output * sealed.unsqueeze(1)
-            for j, value in enumerate(values):
-                h.addcmul_(p[:, j : j + 1], value)
-    elif not output.is_contiguous():
-        h = output.contiguous()  # a slice of all reads' outputs: keeping it would keep them all
+            assert sealed is not None
+            h = output.to(compute) * sealed.div_(whole).unsqueeze(1)
+            first = 0
+        for j in range(first, len(values)):
+            h.addcmul_(p[:, j : j + 1], values[j])
+        seen = MergeSaved(h, None, p, sealed, scores, inv_rms)
     if norm is None:  # <dh, h> is then a true term of the gradient: h is kept unrounded
-        return h.to(dtype), seen._replace(h=h)
+        return h.to(dtype), seen._replace(h=h), partial
     h = h.to(dtype)
-    x, rstd = normalise(h.to(torch.promote_types(dtype, torch.float32)), norm)
-    return x, seen._replace(h=h, rstd=rstd)
+    x, rstd = normalise(h.to(compute), norm)
+    return x, seen._replace(h=h, rstd=rstd), partial
 
 
 def merge_backward(
     grad: Tensor,
+    carried: Sequence[Tensor | None],
     opens: Sequence[Tensor],
-    inv_rms: Sequence[Tensor],
     query: Tensor | None,
     norm: Norm | None,
     saved: MergeSaved,
 ) -> MergeGrads:
-    """Gradients of a merge; that of `top` follows the convention of two_phase.py."""
+    """Gradients of a merge; that of `top` follows the convention of two_phase.py.
+
+    `opens` are the sources that were scored (the last with `added` in it); `carried[j]` is the gradient that open
+    source j already has from later reads, which is added.
+    """
     h = saved.h.to(torch.promote_types(saved.h.dtype, torch.float32))
     d = h.shape[-1]
     if norm is None:
@@ -143,14 +195,25 @@ def merge_backward(
         dh, dweight, dbias, delta = normalise_backward(grad, h, saved.rstd, norm)
     if not opens:
         return MergeGrads(dh, -delta, [], None, dweight, dbias)
-    assert query is not None and saved.weights is not None and saved.sealed is not None and saved.scores is not None
+    assert query is not None and saved.weights is not None and saved.scores is not None and saved.inv_rms is not None
+    query = query.to(h.dtype)
     dopens, dquery = [], torch.zeros_like(query)
-    for j, (source, r) in enumerate(zip(opens, inv_rms, strict=True)):
-        value, p = source.to(h.dtype), saved.weights[:, j]
+    for j, source in enumerate(opens):
+        value, p, r, earlier = source.to(h.dtype), saved.weights[:, j], saved.inv_rms[:, j], carried[j]
         ds = (dh * value).sum(-1).sub_(delta).mul_(p)
         along_query = ds * r
         along_value = (along_query * r).mul_(saved.scores[:, j]).div_(d)
-        dopen = (dh * p.unsqueeze(1)).addr_(along_query, query)
-        dopens.append(dopen.addcmul_(along_value.unsqueeze(-1), value, value=-1.0).to(source.dtype))
+        dopen = (dh * p.unsqueeze(1)).addr_(along_query, query).addcmul_(along_value.unsqueeze(-1), value, value=-1.0)
+        dopens.append((dopen if earlier is None else dopen.add_(earlier)).to(source.dtype))
         dquery += along_query @ value
+    if saved.sealed is None:
+        return MergeGrads(None, None, dopens, dquery, dweight, dbias)
     return MergeGrads(dh * saved.sealed.unsqueeze(1), -saved.sealed * delta, dopens, dquery, dweight, dbias)
+
+
+def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """sum_j weights[:, j] v_j, (T, d) in `dtype`: a read made again from its weights, (T, n) in the compute dtype."""
+    h = weights[:, :1] * sources[0]
+    for j, source in enumerate(sources[1:], 1):
+        h.addcmul_(weights[:, j : j + 1], source.to(h.dtype))
+    return h.to(dtype)

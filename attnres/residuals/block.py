@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..errors import UserError
@@ -62,8 +61,12 @@ class Block(DepthAttention):
         super().__init__(num_sublayers, width, group=size, key_norm_eps=key_norm_eps, read_scale=read_scale)
         self.block_size = size
 
-    def add_open(self, opens: tuple[Tensor, ...], output: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return (opens[0].to(dtype) + output,) if opens else (output,)
+    @property
+    def max_open(self) -> int:
+        return 1
+
+    def opened(self, state: DepthState, output: Tensor) -> DepthState:
+        return state._replace(added=(output,)) if state.open else state._replace(open=(output,))
 
     def source_names(self, state: DepthState, index: int) -> Sequence[str]:
         blocks = [f"block {i}" for i in range(1, len(state.sealed))]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..ops import Norm, apply_norm, inverse_rms, merge, read_sealed
+from ..ops import Norm, SealedRead, apply_norm, in_two_phases, merge, read_sealed
 from .base import NormLike, Residual, positive
 
 
@@ -15,20 +15,21 @@ class DepthState(NamedTuple):
     """Sources of one forward pass, and phase 1 of the reads that the current group has still to make.
 
     Attributes:
-        sealed, sealed_inv_rms: finished sources (..., d) and one scalar per token for each.
-        open, open_inv_rms: the current group's sources: its partial sum (Block) or its outputs so far (Full).
-        outputs, top, total: phase 1 of the coming reads, the next one first: (T, d), (T,) and (T,).
-        logits: (T, n, reads of the group), no gradient.
+        sealed: finished sources (..., d).
+        open: the current group's sources: its partial sum (Block) or its outputs so far (Full).
+        added: nothing, or what the next read has still to add to the last open source.
+        outputs, top, total: phase 1 of the coming reads, the next one first: (T, d), (T,) and (T,). Empty where the
+            group's reads are made in one pass each.
+        logits: (T, n, reads of the group), no gradient; empty with `outputs`.
     """
 
     sealed: tuple[Tensor, ...]
-    sealed_inv_rms: tuple[Tensor, ...]
-    open: tuple[Tensor, ...]
-    open_inv_rms: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    top: tuple[Tensor, ...]
-    total: tuple[Tensor, ...]
-    logits: Tensor
+    open: tuple[Tensor, ...] = ()
+    added: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    top: tuple[Tensor, ...] = ()
+    total: tuple[Tensor, ...] = ()
+    logits: tuple[Tensor, ...] = ()
 
 
 class DepthAttention(Residual):
@@ -63,6 +64,8 @@ class DepthAttention(Residual):
             raise UserError(f"read_scale is '{read_scale}': expected 'mean' (the paper's) or 'sum' (exact conversion)")
         self.group, self.read_scale = group, read_scale
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
+        self.recompute_reads = False
+        """Keep no read for backward but make it again there: less memory, one more pass over its sources."""
         self.query = nn.Parameter(torch.empty(num_sublayers + 1, width))
         self.gain = nn.Parameter(torch.empty(num_sublayers + 1, width))
         self.init_parameters()
@@ -71,52 +74,71 @@ class DepthAttention(Residual):
         nn.init.zeros_(self.query)
         nn.init.ones_(self.gain)
 
-    def add_open(self, opens: tuple[Tensor, ...], output: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        """The group's open sources once it has one more output; only the last one may be new."""
+    def opened(self, state: DepthState, output: Tensor) -> DepthState:
+        """The state with one more output among, or to be added to, the group's open sources."""
         raise NotImplementedError
+
+    @property
+    def max_open(self) -> int:
+        """The most open sources a read has."""
+        return self.group
 
     def source_names(self, state: DepthState, index: int) -> Sequence[str]:
         """Names of what read `index` mixes, sealed then open."""
         raise NotImplementedError
 
-    def _scaled_queries(self, start: int) -> Tensor:
-        stop = min(start + self.group, self.num_sublayers) if start < self.num_sublayers else start + 1
-        return self.query[start:stop] * self.gain[start:stop]
-
-    def _begin_group(self, sealed: tuple[Tensor, ...], inv_rms: tuple[Tensor, ...], index: int) -> DepthState:
-        phase1 = read_sealed(sealed, inv_rms, self._scaled_queries(index))
-        return DepthState(sealed, inv_rms, (), (), *phase1)
+    def _begin_group(self, sealed: tuple[Tensor, ...], index: int) -> DepthState:
+        """The state before read `index`, the first of a group (or the output's), with phase 1 done if that pays."""
+        stop = min(index + self.group, self.num_sublayers) if index < self.num_sublayers else index + 1
+        first = index + (len(sealed) == 1)  # a read of the embedding alone is the embedding
+        if not in_two_phases(len(sealed), stop - first, training=torch.is_grad_enabled(), opens=self.max_open):
+            return DepthState(sealed)
+        queries = self.query[first:stop] * self.gain[first:stop]
+        sealed, outputs, top, total, logits = read_sealed(sealed, queries, eps=self.key_norm_eps)
+        return DepthState(sealed, outputs=outputs, top=top, total=total, logits=(logits,))
 
     def start(self, embedding: Tensor) -> DepthState:
-        return self._begin_group((embedding,), (inverse_rms(embedding, self.key_norm_eps),), 0)
+        return self._begin_group((embedding,), 0)
 
     def read(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
-        embedding = state.sealed[0]
-        rest = state._replace(outputs=state.outputs[1:], top=state.top[1:], total=state.total[1:])
-        if len(state.sealed) == 1 and not state.open:  # one source: itself, and exactly no gradient for the query
+        embedding, count = state.sealed[0], len(state.sealed) + len(state.open)
+        if count == 1:  # one source: itself, and exactly no gradient for the query
             if self.observer is not None:
                 ones = embedding.new_ones(embedding[..., 0].numel(), 1)
                 self.observer.on_read(index, embedding, ones, self.source_names(state, index))
-            return apply_norm(embedding, norm) if isinstance(norm, Norm) else norm(embedding), rest
-        scaled = (self.query[index] * self.gain[index]) if state.open else self.query[index]
+            return apply_norm(embedding, norm) if isinstance(norm, Norm) else norm(embedding), state
         fused = norm if isinstance(norm, Norm) else None
-        count = len(state.sealed) + len(state.open)
         if fused is not None:
             eps = fused.eps / count**2 if self.read_scale == "sum" else fused.eps
             fused = fused._replace(eps=eps, out_dtype=fused.out_dtype or embedding.dtype)
+        phase1, opens = None, state.open
+        if state.outputs:
+            place = state.logits[0].shape[-1] - len(state.outputs)
+            phase1 = SealedRead(state.outputs[0], state.top[0], state.total[0], state.sealed, state.logits[0], place)
+        else:
+            opens = state.sealed + opens
         merged = merge(
-            state.outputs[0],
-            state.top[0],
-            state.total[0],
-            state.open,
-            state.open_inv_rms,
-            scaled,
+            phase1,
+            opens,
+            state.added[0] if state.added else None,
+            self.query[index] * self.gain[index] if opens else None,
             fused,
+            eps=self.key_norm_eps,
             dtype=embedding.dtype,
+            recompute=self.recompute_reads,
         )
+        if phase1 is None:
+            n = len(state.sealed)
+            rest = DepthState(merged.opens[:n], merged.opens[n:])
+        else:
+            rest = DepthState(
+                state.sealed, merged.opens, (), state.outputs[1:], state.top[1:], state.total[1:], state.logits
+            )
         if self.observer is not None:
-            sealed = state.logits[:, :, -len(state.outputs)].softmax(1) * merged.sealed.unsqueeze(1)
-            weights = torch.cat([sealed, merged.weights], 1)
+            weights = merged.weights
+            if phase1 is not None:
+                sealed = phase1.logits[:, :, phase1.index].softmax(1) * merged.sealed.unsqueeze(1)
+                weights = torch.cat([sealed, weights], 1)
             self.observer.on_read(index, merged.h, weights, self.source_names(state, index))
         x = merged.x.view(embedding.shape)
         if fused is None:
@@ -125,15 +147,20 @@ class DepthAttention(Residual):
         return x, rest
 
     def write(self, state: DepthState, index: int, output: Tensor) -> DepthState:
-        opens = self.add_open(state.open, output, state.sealed[0].dtype)
-        inv_rms = (*state.open_inv_rms[: len(opens) - 1], inverse_rms(opens[-1], self.key_norm_eps))
+        state = self.opened(state, output)
         if (index + 1) % self.group and index + 1 < self.num_sublayers:
-            return state._replace(open=opens, open_inv_rms=inv_rms)
-        return self._begin_group(state.sealed + opens, state.sealed_inv_rms + inv_rms, index + 1)
+            return state
+        return self._begin_group(state.sealed + self._finished(state), index + 1)
+
+    def _finished(self, state: DepthState) -> tuple[Tensor, ...]:
+        """The open sources with nothing left to add."""
+        if not state.added:
+            return state.open
+        return (*state.open[:-1], (state.open[-1] + state.added[0]).to(state.sealed[0].dtype))
 
     def hidden_state(self, state: DepthState) -> Tensor:
         total = state.sealed[0]
-        for source in state.sealed[1:] + state.open:
+        for source in state.sealed[1:] + state.open + state.added:
             total = total + source
         return total
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .base import whole
@@ -25,8 +24,8 @@ class Full(DepthAttention):
         group = max(1, round(math.sqrt(num_sublayers))) if group is None else whole("group", group)
         super().__init__(num_sublayers, width, group=group, key_norm_eps=key_norm_eps, read_scale=read_scale)
 
-    def add_open(self, opens: tuple[Tensor, ...], output: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        return (*opens, output)
+    def opened(self, state: DepthState, output: Tensor) -> DepthState:
+        return state._replace(open=(*state.open, output))
 
     def source_names(self, state: DepthState, index: int) -> Sequence[str]:
         return ["embedding", *(f"{'mlp' if i % 2 else 'attention'} {i // 2}" for i in range(index))]

@@ -114,6 +114,8 @@ class TrainConfig:
     """auto (CUDA where there is one, else the CPU), cpu or cuda."""
     compile: bool = False
     """Compile the model with torch.compile."""
+    recompute_reads: bool = False
+    """Depth reads are made again in the backward pass instead of being kept: less memory, a little more time."""
     val_every: int = 100
     """Steps between validations (there is always one at the end)."""
     log_every: int = 10

@@ -139,6 +139,8 @@ class Run:
         self.optimizers = build_optimizers(self.model, config.optim)
         self.forward = who.wrap(self.model)
         self.eager = self.forward
+        if config.recompute_reads:
+            self.model.residual.recompute_reads = True
         if config.compile:
             self.forward = cast(torch.nn.Module, torch.compile(self.forward))
         if state:

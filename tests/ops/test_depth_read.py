@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from attnres import Norm, depth_read, depth_read_reference
-from attnres.ops import inverse_rms, merge, read_sealed
+from attnres.ops import merge, read_sealed
 
 WIDTH = 32
 
@@ -113,10 +113,9 @@ def test_a_fused_norm_is_the_norm_of_the_read(backend, center):
 
 def test_a_norm_after_the_read_leaves_no_gradient_along_it(backend):
     sources, query, gain = make()
-    inv_rms = [inverse_rms(source, 1e-6) for source in sources]
-    (h,), (top,), (total,), _ = read_sealed(sources, inv_rms, (query * gain).unsqueeze(0))
-    h, top = h.detach().requires_grad_(), top.detach().requires_grad_()
-    out = merge(h, top, total, (), (), query * gain, Norm(torch.rand(WIDTH) + 0.5)).x
+    read = read_sealed(sources, (query * gain).unsqueeze(0)).read(0)
+    h, top = read.output.detach().requires_grad_(), read.top.detach().requires_grad_()
+    out = merge(read._replace(output=h, top=top), (), None, None, Norm(torch.rand(WIDTH) + 0.5)).x
     grad, along_top = torch.autograd.grad((out * torch.randn_like(out)).sum(), (h, top))
     assert along_top.abs().max() < 1e-4 * grad.norm(dim=-1).max()  # -<dh, h>, by the convention of two_phase.py
     h, grad = h.detach(), grad.detach()

@@ -1,0 +1,139 @@
+"""Which implementation a read takes, and why: the one place that decides.
+
+Two decisions. The *schedule*: one pass over all sources of a read, or two phases that share the pass over the sealed
+ones among a block's reads; whichever moves less memory. The *backend*: C kernels on a CPU, Triton kernels on CUDA,
+plain torch everywhere. What a kernel cannot take goes to plain torch, and says so once.
+"""
+
+import functools
+import importlib.util
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import cpu, eager
+from .reference import compute_dtype
+
+MAX_ONE_PASS = 32
+"""Sources that one pass can take: more are read in two phases."""
+
+MAX_WIDTH = 16384
+"""The widest vector of the Triton kernels, which hold a row in registers."""
+
+_log = logging.getLogger("attnres")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a call is made. `str(plan)` is a sentence.
+
+    Attributes:
+        backend: "cpu" (C kernels), "gpu" (Triton kernels) or "eager" (plain torch).
+        schedule: "one pass" or "two phases".
+        reasons: why this backend and why this schedule.
+    """
+
+    backend: str
+    schedule: str
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        names = {"cpu": "the C kernels", "gpu": "the Triton kernels", "eager": "plain torch"}
+        return f"{self.schedule} on {names[self.backend]}: {'; '.join(self.reasons)}"
+
+
+def vectors_moved(sealed: int, reads: int, *, training: bool) -> tuple[int, int]:
+    """Vectors of width d moved per token for the sealed part of `reads` reads: (in one pass each, in two phases).
+
+    Forward, one pass reads n sources a read; two phases read n, and write and read an output for each read. The
+    backward of a pass reads n sources and their gradients so far and writes n gradients; phase 1 does so once for all
+    reads, reads the sources once more for the queries, and the outputs' gradients are written and read. The open
+    sources cost the same either way.
+    """
+    n = sealed
+    one, two = n * reads, n + 2 * reads
+    return (one + 3 * n * reads, two + 4 * n + 2 * reads) if training else (one, two)
+
+
+def in_two_phases(sealed: int, reads: int, *, training: bool, opens: int = 1) -> bool:
+    """Whether `reads` reads over `sealed` sources (and up to `opens` open ones) are better made in two phases."""
+    one, two = vectors_moved(sealed, reads, training=training)
+    return sealed > 0 and (two < one or sealed + opens > MAX_ONE_PASS)
+
+
+@functools.cache
+def _gpu() -> ModuleType | str:
+    """The Triton kernels, or why there are none."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        from . import gpu
+    except Exception as error:  # a Triton that does not fit this torch or driver
+        return f"the Triton kernels cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]})"
+    return gpu
+
+
+def _choose(
+    tensors: Sequence[Tensor], compute: torch.dtype, made: Sequence[torch.dtype]
+) -> tuple[str, ModuleType, str, bool]:
+    """Backend, its module, the reason, and whether the fallback (if it is one) is worth a word to the user."""
+    device, width = tensors[0].device.type, tensors[0].shape[-1]
+    if compute != torch.float32:
+        return "eager", eager, f"the kernels compute in fp32, this call in {compute}", False
+    if device == "cpu":
+        reason = cpu.why_not(tensors, compute, made)
+        if reason is None:
+            return "cpu", cpu, "a CPU with a C compiler", False
+        return "eager", eager, reason, not cpu.turned_off()
+    if device != "cuda":
+        return "eager", eager, f"there are no kernels for device {device}", True
+    module = _gpu()
+    if isinstance(module, str):
+        return "eager", eager, module, True
+    if width > MAX_WIDTH:
+        return "eager", eager, f"width {width} is more than {MAX_WIDTH}", True
+    return "gpu", module, "CUDA with Triton", False
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    _log.warning("attnres: depth reads fall back to plain torch, which is slower: %s", reason)
+
+
+def backend_for(tensors: Sequence[Tensor], compute: torch.dtype, *made: torch.dtype) -> ModuleType:
+    """The module whose five functions (those of eager.py) take these (T, d) tensors and make such vectors."""
+    _, module, reason, loud = _choose(tensors, compute, made)
+    if loud:
+        _say_once(reason)
+    return module
+
+
+def explain(sources: Sequence[Tensor], *, reads: int = 1, opens: int = 0, training: bool | None = None) -> Plan:
+    """Which path `reads` reads over these sources take, and why.
+
+    Args:
+        sources: the sealed sources, (..., d).
+        reads: how many reads share them (`block_size`); 1 for `depth_read`.
+        opens: open sources each of them may have besides (1 in a block, up to the group size in Full).
+        training: whether a backward follows; None asks `torch.is_grad_enabled()`.
+
+    Example:
+        >>> import torch
+        >>> explain([torch.zeros(4, 32, dtype=torch.float64)] * 9).schedule
+        'one pass'
+    """
+    training = torch.is_grad_enabled() if training is None else training
+    name, _, reason, _ = _choose(list(sources), compute_dtype(sources[0].dtype), ())
+    n = len(sources)
+    two = in_two_phases(n, reads, training=training, opens=opens)
+    moved = vectors_moved(n, reads, training=training)
+    kind = "training" if training else "inference"
+    if not two or moved[1] < moved[0]:
+        why = f"{n} sources and {reads} reads move {moved[0]} vectors a token in one pass, {moved[1]} in two phases"
+    else:
+        why = f"one pass takes at most {MAX_ONE_PASS} sources, here are {n + opens}"
+    return Plan(name, "two phases" if two else "one pass", (reason, f"{why} ({kind})"))
