@@ -2,8 +2,22 @@
 
 from .build import build, load
 from .classes import CLASSES, DepthMixin
-from .families import FAMILIES, Family
+from .convert import Conversion, convert
+from .families import FAMILIES, Family, FamilyRow, families_table
 from .sizes import SIZES
 from .stream import Stream
 
-__all__ = ["CLASSES", "FAMILIES", "SIZES", "DepthMixin", "Family", "Stream", "build", "load"]
+__all__ = [
+    "CLASSES",
+    "FAMILIES",
+    "SIZES",
+    "Conversion",
+    "DepthMixin",
+    "Family",
+    "FamilyRow",
+    "Stream",
+    "build",
+    "convert",
+    "families_table",
+    "load",
+]

@@ -10,7 +10,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from ..errors import UserError, unknown
-from .classes import CLASSES, DepthMixin
+from ..files import read_json
+from .classes import CLASSES, DepthMixin, register_stored
 from .families import FAMILIES
 from .sizes import SIZES
 
@@ -46,6 +47,8 @@ def build(
     key = fields.pop("family", None)
     if key not in FAMILIES:
         raise unknown("model family", str(key), FAMILIES)
+    if key not in CLASSES:
+        raise UserError(f"{FAMILIES[key].causal_lm} is not in the installed Transformers: upgrade it")
     config_class, model_class = CLASSES[key]
     # No special tokens: Transformers' defaults for a family are ids of its own tokenizer.
     fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **fields}
@@ -86,15 +89,22 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
-def load(folder: str | Path, **kwargs: Any) -> PreTrainedModel:
+def load(folder: str | Path, *, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedModel:
     """A model saved by `save_pretrained`, in evaluation mode; `kwargs` go to `from_pretrained`.
 
+    Args:
+        trust_remote_code: run code that lies in the folder (a model converted from one that brought its own).
+
     Raises:
-        UserError: the folder is missing, holds no such model, or its weights are damaged.
+        UserError: the folder is missing, holds no such model, its weights are damaged, or it needs code that was not
+            trusted.
     """
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} holds no model: expected a folder with config.json and model.safetensors")
+    raw = read_json(folder / "config.json")
+    if isinstance(raw, dict):
+        register_stored(raw, folder, trust_remote_code=trust_remote_code)
     try:
         config = AutoConfig.from_pretrained(folder)
         if not isinstance(config, tuple(pair[0] for pair in CLASSES.values())):

@@ -5,17 +5,25 @@ module, `model.residual`; every other weight keeps its name, so plain checkpoint
 """
 
 import functools
-from typing import Any
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    register_checkpoint_conversion_mapping,
+)
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..errors import UserError
 from ..residuals import RESIDUALS, Residual, make_residual, settings_of
 from .families import FAMILIES, Family
-from .stream import Stream, make_reading
+from .stream import Stream, make_reading, make_taking
 
 _SETTING_NAMES = frozenset(key for name in RESIDUALS for key in settings_of(name))
 
@@ -41,12 +49,12 @@ class ResidualConfigMixin:
         return make_residual(self.residual, 2 * self.num_hidden_layers, self.hidden_size, **settings)
 
 
-def _start_stream(residual: Residual, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    if not args:
-        raise TypeError(
-            f"{type(layer).__name__} was called without a positional hidden state: its family cannot stream"
-        )
-    return (Stream.start(residual, args[0]), *args[1:])
+def _start_stream(
+    residual: Residual, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args:
+        return (Stream.start(residual, args[0]), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": Stream.start(residual, kwargs["hidden_states"])}
 
 
 def _show_hidden_states(base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
@@ -60,29 +68,53 @@ class DepthMixin(PreTrainedModel):
     """A causal language model whose hidden state is a depth stream; mixed in front of the family's own class."""
 
     family: Family
+    residual: Residual
     _keep_in_fp32_modules_strict = ["residual"]  # noqa: RUF012
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        if self.family.parallel and getattr(config, self.family.parallel):
+            raise UserError(
+                f"{self.family.parallel} is on: attention and MLP read one stream side by side, and depth reads need "
+                f"them one after the other; only models with {self.family.parallel}=False have a place for them"
+            )
         super().__init__(config, *args, **kwargs)
-        base = getattr(self, self.base_model_prefix)
-        layers = getattr(base, self.family.layers)
-        with torch.device(layers[0].parameters().__next__().device):
-            self.residual = config.make_residual()
-        self.residual.float()
-        for layer in layers:
-            for name in self.family.pre_norms:
-                make_reading(getattr(layer, name))
-        make_reading(getattr(base, self.family.final_norm))
-        layers[0].register_forward_pre_hook(functools.partial(_start_stream, self.residual))
-        base.register_forward_hook(_show_hidden_states)
-        self._scale_branches(layers)
+        self.attach_residual()
+        self._scale_branches()
 
-    def _scale_branches(self, layers: nn.ModuleList) -> None:
+    @property
+    def depth_base(self) -> nn.Module:
+        """The module that holds the layers and the final norm."""
+        return getattr(self, self.base_model_prefix, self)
+
+    @property
+    def depth_layers(self) -> nn.ModuleList:
+        return cast(nn.ModuleList, self.depth_base.get_submodule(self.family.layers))
+
+    def attach_residual(self) -> None:
+        """Make the residual's parameters, and let the layers read and write a stream."""
+        base, layers = self.depth_base, self.depth_layers
+        with torch.device(layers[0].parameters().__next__().device):
+            self.residual = self.config.make_residual()
+        self.residual.float()
+        let_read = make_reading if self.family.normed else make_taking
+        for layer in layers:
+            for path in self.family.reads:
+                let_read(layer.get_submodule(path))
+        make_reading(base.get_submodule(self.family.final_norm))
+        layers[0].register_forward_pre_hook(functools.partial(_start_stream, self.residual), with_kwargs=True)
+        base.register_forward_hook(_show_hidden_states)
+
+    def _scale_branches(self) -> None:
         scale = self.residual.branch_scale()
         if scale == 1.0:
             return
+        if not self.family.branch_weights:
+            raise UserError(
+                f"residual '{self.config.residual}' scales the start values of a layer's branches, which is not worked "
+                f"out for {self.family.causal_lm}: choose another residual or a family such as qwen3"
+            )
         with torch.no_grad():
-            for layer in layers:
+            for layer in self.depth_layers:
                 for path in self.family.branch_weights:
                     name, _, part = path.partition("[")
                     weight: Tensor = layer.get_parameter(f"{name}.weight")
@@ -112,27 +144,28 @@ class DepthMixin(PreTrainedModel):
             super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kw)
 
 
-def _make_classes(key: str, family: Family) -> tuple[type, type]:
-    base_config = getattr(transformers, family.config)
-    base_model = getattr(transformers, family.causal_lm)
+def register(key: str, family: Family, base_config: type, base_model: type) -> tuple[type, type]:
+    """Make a family's config and model class: `attnres_{key}` to the Auto classes, `key` in `CLASSES`."""
     config = type(
-        f"AttnRes{family.config}",
+        f"AttnRes{base_config.__name__}",
         (ResidualConfigMixin, base_config),
         {
             "__module__": __name__,
-            "__doc__": f"{family.config} with a residual: `residual`, `residual_settings`.",
+            "__doc__": f"{base_config.__name__} with a residual: `residual`, `residual_settings`.",
             "__annotations__": {"residual": str, "residual_settings": dict | None},
+            "_auto_class": None,  # of code that came with a model; this class did not
             "model_type": f"attnres_{key}",
             "residual": "block",
             "residual_settings": None,
         },
     )
     model = type(
-        f"AttnRes{family.causal_lm}",
+        f"AttnRes{base_model.__name__}",
         (DepthMixin, base_model),
         {
             "__module__": __name__,
-            "__doc__": f"{family.causal_lm} whose sublayers read and write a depth stream.",
+            "__doc__": f"{base_model.__name__} whose sublayers read and write a depth stream.",
+            "_auto_class": None,
             "config_class": config,
             "__annotations__": {"config": config},
             "family": family,
@@ -140,11 +173,53 @@ def _make_classes(key: str, family: Family) -> tuple[type, type]:
     )
     AutoConfig.register(f"attnres_{key}", config)
     AutoModelForCausalLM.register(config, model)
+    # Checkpoints whose names or layout Transformers changes while loading (experts, say) are found by type of model.
+    mapping = get_checkpoint_conversion_mapping(base_model.__name__)
+    mapping = mapping or get_checkpoint_conversion_mapping(getattr(base_config, "model_type", ""))
+    if mapping:
+        register_checkpoint_conversion_mapping(f"attnres_{key}", mapping, overwrite=True)
+    tokenizer = TOKENIZER_MAPPING_NAMES.get(getattr(base_config, "model_type", ""))
+    if tokenizer is not None:
+        TOKENIZER_MAPPING_NAMES[f"attnres_{key}"] = tokenizer
+    # Importable by name, as pickling and `from attnres.models.classes import AttnResQwen3Config` expect.
+    globals()[config.__name__], globals()[model.__name__] = config, model
+    CLASSES[key] = config, model
     return config, model
 
 
-CLASSES: dict[str, tuple[type, type]] = {key: _make_classes(key, family) for key, family in FAMILIES.items()}
-# Importable by name, as pickling and `from attnres.models.classes import AttnResQwen3Config` expect.
-for _pair in CLASSES.values():
-    for _cls in _pair:
-        globals()[_cls.__name__] = _cls
+CLASSES: dict[str, tuple[type, Any]] = {}
+for _key, _family in FAMILIES.items():
+    if hasattr(transformers, _family.causal_lm):  # older versions lack the newer families
+        register(_key, _family, getattr(transformers, _family.config), getattr(transformers, _family.causal_lm))
+
+
+def register_stored(config: Mapping[str, Any], folder: Path, *, trust_remote_code: bool = False) -> None:
+    """Make the classes of a converted model whose family was probed, from what its config.json says of it.
+
+    Raises:
+        UserError: the config does not say, names classes that are not there, or needs code that was not trusted.
+    """
+    key = str(config.get("model_type", "")).removeprefix("attnres_")
+    stored = config.get("residual_family")
+    if key in CLASSES or not isinstance(stored, Mapping):
+        return
+    stored = dict(stored)
+    remote = stored.pop("remote", None)
+    if remote and not trust_remote_code:
+        raise UserError(
+            f"the model in {folder} brings its own code ({remote['causal_lm']}), which is not run unasked: read it, "
+            "then pass trust_remote_code (--trust-remote-code)"
+        )
+    try:
+        fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in stored.items()}
+        family = Family(**fields)
+        names = remote or {}
+        base_config, base_model = (
+            get_class_from_dynamic_module(names[kind], folder) if kind in names else getattr(transformers, plain)
+            for kind, plain in (("config", family.config), ("causal_lm", family.causal_lm))
+        )
+        if not issubclass(base_model, PreTrainedModel):
+            raise TypeError(f"{family.causal_lm} is no model")
+    except (TypeError, AttributeError, KeyError, OSError, ImportError) as error:
+        raise UserError(f"the model in {folder} has a family that cannot be made here ({error})") from error
+    register(key, family, base_config, base_model)

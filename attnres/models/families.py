@@ -1,26 +1,38 @@
-"""Which Hugging Face decoders have depth reads, as data: a further family is one line."""
+"""Which Hugging Face decoders have depth reads, as data: a further family is one line.
+
+A family that is not here is looked at when it is converted (`probe.py`).
+"""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+CHECKED_WITH = "5.23.0"
+"""The version of Transformers that the table was checked with: every family has a test with a small random model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Where a pre-norm decoder keeps its parts.
+    """Where a decoder keeps its parts.
 
     Attributes:
         config, causal_lm: names of the family's classes in `transformers`.
-        layers, final_norm: attributes of the base model.
-        pre_norms: attributes of a layer, in the order in which the layer calls them.
+        layers, final_norm: paths in the base model.
+        reads: paths in a layer, in the order of the calls: what is called on the stream, attention's then the MLP's.
+        normed: whether those are norms. A norm removes the scale of a read. Where the attention and the MLP take the
+            stream itself (OLMo-2), only reads that sum are the standard residual at zero queries.
+        parallel: the config field with which attention and MLP read one stream side by side, which is refused.
         branch_weights: weights of a layer that DeepNorm scales (values, outputs, MLP); "name[2/3:]" is a last part of
-            the output features of a fused projection stored as (in, out).
+            the output features of a fused projection stored as (in, out). Empty: DeepNorm is refused.
         positions: the config field for the longest sequence.
     """
 
     config: str
     causal_lm: str
     layers: str = "layers"
-    pre_norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    reads: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
     final_norm: str = "norm"
+    normed: bool = True
+    parallel: str | None = None
     branch_weights: tuple[str, ...] = (
         "self_attn.v_proj",
         "self_attn.o_proj",
@@ -31,16 +43,96 @@ class Family:
     positions: str = "max_position_embeddings"
 
 
+def _named(name: str, **other) -> Family:
+    """Transformers' usual class names."""
+    return Family(config=f"{name}Config", causal_lm=f"{name}ForCausalLM", **other)
+
+
+_GLM = ("self_attn.v_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
+_STARCODER = ("self_attn.v_proj", "self_attn.o_proj", "mlp.c_fc", "mlp.c_proj")
+_GEMMA2 = ("input_layernorm", "pre_feedforward_layernorm")  # the other two norm what the sublayers wrote
+_OLMO2 = ("self_attn", "mlp")
+
 FAMILIES: dict[str, Family] = {
-    "qwen3": Family(config="Qwen3Config", causal_lm="Qwen3ForCausalLM"),
-    "llama": Family(config="LlamaConfig", causal_lm="LlamaForCausalLM"),
+    "deepseek_v3": _named("DeepseekV3", branch_weights=()),
+    "gemma": _named("Gemma"),
+    "gemma2": _named("Gemma2", reads=_GEMMA2, branch_weights=()),
+    "gemma3_text": Family(config="Gemma3TextConfig", causal_lm="Gemma3ForCausalLM", reads=_GEMMA2, branch_weights=()),
+    "glm": _named("Glm", branch_weights=_GLM),
+    "glm4": _named("Glm4", branch_weights=()),
     "gpt2": Family(
         config="GPT2Config",
         causal_lm="GPT2LMHeadModel",
         layers="h",
-        pre_norms=("ln_1", "ln_2"),
+        reads=("ln_1", "ln_2"),
         final_norm="ln_f",
         branch_weights=("attn.c_attn[2/3:]", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
         positions="n_positions",
     ),
+    "gpt_neox": _named("GPTNeoX", final_norm="final_layer_norm", parallel="use_parallel_residual", branch_weights=()),
+    "gpt_oss": _named("GptOss", branch_weights=()),
+    "granite": _named("Granite"),
+    "hunyuan_v1_dense": _named("HunYuanDenseV1"),
+    "hunyuan_v1_moe": _named("HunYuanMoEV1", branch_weights=()),
+    "kimi_linear": _named("KimiLinear", branch_weights=()),
+    "llama": _named("Llama"),
+    "ministral": _named("Ministral"),
+    "ministral3": _named("Ministral3"),
+    "mistral": _named("Mistral"),
+    "mixtral": _named("Mixtral", branch_weights=()),
+    "olmo": _named("Olmo"),
+    "olmo2": _named("Olmo2", reads=_OLMO2, normed=False, branch_weights=()),
+    "olmo3": _named("Olmo3", reads=_OLMO2, normed=False, branch_weights=()),
+    "phi3": _named("Phi3", branch_weights=()),
+    "qwen2": _named("Qwen2"),
+    "qwen2_moe": _named("Qwen2Moe", branch_weights=()),
+    "qwen3": _named("Qwen3"),
+    "qwen3_moe": _named("Qwen3Moe", branch_weights=()),
+    "qwen3_next": _named("Qwen3Next", branch_weights=()),
+    "smollm3": _named("SmolLM3"),
+    "stablelm": _named("StableLm", parallel="use_parallel_residual"),
+    "starcoder2": _named("Starcoder2", branch_weights=_STARCODER),
 }
+
+BOTH, SUM, PROBED, REFUSED = "mean and sum", "sum only", "probed", "refused"
+
+_PARALLEL = "attention and MLP read one stream side by side (parallel residual)"
+_OTHERS = (
+    ("Cohere, Phi, GPT-J, CodeGen", ("cohere", "cohere2", "phi", "gptj", "codegen"), REFUSED, _PARALLEL),
+    ("Falcon", ("falcon",), PROBED, f"refused with parallel_attn: {_PARALLEL}"),
+    ("GPT-1", ("openai-gpt",), REFUSED, "a norm follows the addition (post-norm)"),
+    ("OPT", ("opt",), REFUSED, "layers reshape the hidden state; in OPT-350m a norm follows the addition"),
+    ("Mamba", ("mamba", "mamba2"), REFUSED, "a layer has one sublayer, and casts the hidden state itself"),
+    ("any other", (), PROBED, "looked at when it is converted, and refused with the reason where it does not fit"),
+)
+
+
+class FamilyRow(NamedTuple):
+    """One row of `attnres families`.
+
+    Attributes:
+        family: what it is called.
+        model_types: `model_type` in config.json.
+        kind: which reads are exact at conversion: "mean and sum" (the mean up to the norms' eps), "sum only", "probed"
+            or "refused".
+        note: the reason or the condition, or "".
+        checked: the version of Transformers it was checked with.
+    """
+
+    family: str
+    model_types: tuple[str, ...]
+    kind: str
+    note: str
+    checked: str = CHECKED_WITH
+
+
+def families_table() -> list[FamilyRow]:
+    """What converts, how exactly, and what is refused and why."""
+    rows = []
+    for key, family in FAMILIES.items():
+        note = "" if family.normed else "attention and MLP take the stream with no norm before them"
+        if family.parallel:
+            note = f"refused with {family.parallel}: {_PARALLEL}"
+        name = family.causal_lm.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
+        rows.append(FamilyRow(name, (key,), BOTH if family.normed else SUM, note))
+    return rows + [FamilyRow(*other) for other in _OTHERS]

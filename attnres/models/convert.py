@@ -1,0 +1,350 @@
+"""A pretrained decoder with depth reads that compute, at first, exactly what it computed without them.
+
+With zero queries a read is the sum of its sources (`read_scale="sum"`), which is the plain residual stream: the logits
+stay, and training starts from the pretrained model. That is measured on every model, not assumed.
+"""
+
+import copy
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, cast, overload
+
+import torch
+import transformers
+from transformers import GenerationConfig, PreTrainedModel
+
+from ..errors import UserError, unknown
+from ..files import replaced_folder, write_json
+from ..residuals import make_residual, settings_of
+from .classes import CLASSES, DepthMixin, register
+from .exactness import compare_logits, fixed_tokens, logits
+from .families import FAMILIES, Family
+from .probe import probe
+from .source import Source, find, load_plain
+
+REPORT = "conversion.json"
+SHARD = "5GB"
+"""Largest file of weights; they are written from where they lie, so its size costs no memory."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did and how exact it is.
+
+    Attributes:
+        source, out: where it came from; the folder that was written, or None.
+        family, model_type: which line of `FAMILIES`, or the class that was probed; `model_type` of the new config.
+        probed: whether the family was found by watching a forward pass.
+        residual, settings: as in the new config.
+        sublayers, width: L and d.
+        parameters, added_parameters: of the source, and queries and gains.
+        dtype: of the weights; queries and gains are always fp32.
+        max_difference, logit_scale, relative_difference, bound, tokens: logits of the converted model against the
+            source's on a fixed batch: the largest difference, the largest logit, their ratio, what it may be.
+        arithmetic: what those were computed in. Models in 16 bits are compared in fp32 on their own weights.
+        own_difference: the largest difference in the weights' own dtype, rounding included.
+        ignored: tensors of the source for which its class has no use; they are not in the converted model.
+        versions: of torch and transformers.
+    """
+
+    source: str
+    out: str | None
+    family: str
+    model_type: str
+    probed: bool
+    residual: str
+    settings: Mapping[str, Any]
+    sublayers: int
+    width: int
+    parameters: int
+    added_parameters: int
+    dtype: str
+    max_difference: float
+    logit_scale: float
+    relative_difference: float
+    bound: float
+    arithmetic: str
+    tokens: int
+    own_difference: float
+    ignored: tuple[str, ...]
+    versions: Mapping[str, str]
+
+    def to_dict(self) -> dict[str, Any]:
+        """As conversion.json."""
+        return asdict(self)
+
+    def __str__(self) -> str:
+        settings = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        family = f"{self.family}{' (probed)' if self.probed else ''}"
+        lines = [
+            f"{self.source} -> {self.out or 'memory'}",
+            f"  family      {family}, {self.sublayers} sublayers of width {self.width}",
+            f"  residual    {self.residual}{f' ({settings})' if settings else ''}",
+            f"  parameters  {self.parameters:,} {self.dtype} + {self.added_parameters:,} fp32 (of the residual)",
+            f"  logits      differ by at most {self.max_difference:.2g} of {self.logit_scale:.3g}, "
+            f"that is {self.relative_difference:.1e} (bound {self.bound:.0e}, {self.arithmetic}, {self.tokens} tokens)",
+        ]
+        if self.arithmetic != self.dtype:
+            lines.append(f"              in {self.dtype} itself, with its rounding, by {self.own_difference:.2g}")
+        if self.ignored:
+            lines.append(
+                f"  left out    {self.ignored[0]} and {len(self.ignored) - 1} other tensors that its class does not use"
+            )
+        return "\n".join(lines)
+
+
+@overload
+def convert(
+    source: PreTrainedModel | str | Path,
+    residual: str = "block",
+    *,
+    out: None = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    **settings: Any,
+) -> DepthMixin: ...
+
+
+@overload
+def convert(
+    source: PreTrainedModel | str | Path,
+    residual: str = "block",
+    *,
+    out: str | Path,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    **settings: Any,
+) -> Conversion: ...
+
+
+def convert(
+    source: PreTrainedModel | str | Path,
+    residual: str = "block",
+    *,
+    out: str | Path | None = None,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+    **settings: Any,
+) -> DepthMixin | Conversion:
+    """A pretrained model with depth reads, its logits unchanged.
+
+    >>> model = convert("Qwen/Qwen3-0.6B", num_blocks=8)                # doctest: +SKIP
+    >>> print(model.conversion)                                         # doctest: +SKIP
+    >>> print(convert("Qwen/Qwen3-0.6B", "full", out="models/full"))    # doctest: +SKIP
+
+    Args:
+        source: a Transformers causal language model in memory, whose weights the converted one shares (training one
+            trains both; `source` itself stays as it is); or a folder, or a name on the hub.
+        residual: a name in `attnres.residuals.RESIDUALS`; `settings` are its settings (`num_blocks`, `block_size`,
+            ...). `read_scale` is "sum" unless given: the mean is exact only up to the norms' eps.
+        out: a folder to write, new or empty: sharded safetensors, config, tokenizer and generation settings of the
+            source, and the report as conversion.json. It is there whole or not at all.
+        dtype: bf16, fp16, fp32 or fp64 weights, for a source on disk; None keeps the source's. Queries and gains are
+            fp32.
+        trust_remote_code: run code that comes with the source. Never unasked.
+
+    Returns:
+        The model, with the report as `.conversion`; with `out`, the report.
+
+    Raises:
+        UserError: an architecture without a place for depth reads (with the reason), unknown names, impossible
+            settings, damaged or missing files, quantised weights, a converted model, a full disk, or logits that would
+            change by more than `exactness.BOUNDS`. Nothing is then written.
+    """
+    # What is cheap to find wrong is found before weights are read.
+    if dtype is not None and dtype not in DTYPES:
+        raise unknown("dtype", str(dtype), DTYPES)
+    make_settings = _with_exact_scale(residual, settings)
+    for name in make_settings:
+        if name not in settings_of(residual):
+            raise unknown(f"setting of residual '{residual}'", name, settings_of(residual))
+    if out is not None:
+        _check_empty(Path(out))
+    if not isinstance(source, str | Path):
+        if dtype is not None:
+            raise UserError(
+                f"dtype '{dtype}' was given with a model in memory, whose weights are shared: cast it first"
+            )
+        new = _convert(source, residual, make_settings, _name_of(source))
+        return new if out is None else _write(new, Path(out), None)
+    found = find(source, trust_remote_code=trust_remote_code)
+    if out is not None:
+        _check_room(found, Path(out), dtype)
+    model, ignored = load_plain(found, None if dtype is None else DTYPES[dtype])
+    new = _convert(model, residual, make_settings, found.name, remote=found.remote, ignored=ignored)
+    return new if out is None else _write(new, Path(out), found)
+
+
+def _check_empty(out: Path) -> None:
+    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+        raise UserError(f"{out} exists and is not empty: choose another folder, or empty it")
+
+
+def _check_room(source: Source, out: Path, dtype: str | None) -> None:
+    """A disk that is too small is found before minutes of work; one that fills up meanwhile, when writing."""
+    size = source.weight_bytes(None if dtype is None else DTYPES[dtype].itemsize)
+    above = next(folder for folder in (out, *out.resolve().parents) if folder.exists())
+    free = shutil.disk_usage(above).free
+    if free < size:
+        raise UserError(
+            f"{out} needs {size / 1e9:.2f} GB and {above} has {free / 1e9:.2f} GB left: make room or choose another"
+        )
+
+
+def _write(new: DepthMixin, out: Path, source: Source | None) -> Conversion:
+    """The folder, whole or not at all."""
+    with replaced_folder(out) as beside:
+        kept = {} if source is None else {file.name: file for file in source.kept_files()}
+        if "generation_config.json" in kept:  # copied as it is; Transformers refuses to write some that it reads
+            new.generation_config = GenerationConfig()
+        new.save_pretrained(beside, max_shard_size=SHARD)
+        for name, file in kept.items():
+            shutil.copyfile(file, beside / name)
+        report: Conversion = replace(cast(Any, new.conversion), out=str(out))
+        write_json(beside / REPORT, report.to_dict())
+    return report
+
+
+def _convert(
+    model: PreTrainedModel,
+    residual: str,
+    settings: Mapping[str, Any],
+    source: str,
+    *,
+    remote: Mapping[str, str] | None = None,
+    ignored: Sequence[str] = (),
+) -> DepthMixin:
+    _check_convertible(model)
+    key, probed = _family_key(model)
+    config_class, model_class = CLASSES[key]
+    family: Family = model_class.family
+    if not family.normed and settings.get("read_scale") == "mean":
+        raise UserError(
+            f"read_scale 'mean' was given, and in {family.causal_lm} attention and MLP take the stream with no norm "
+            "before them, so that its scale counts: leave read_scale at 'sum'"
+        )
+    config = model.config
+    with torch.device("meta"):
+        make_residual(residual, 2 * config.num_hidden_layers, config.hidden_size, **settings)
+    # A copy of every module around the same tensors, which then becomes an instance of the family's own subclass.
+    tensors = [*model.parameters(), *model.buffers()]
+    new: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    new.__class__ = model_class
+    new.config.__class__ = config_class
+    new.config.residual, new.config.residual_settings = residual, dict(settings)
+    if probed:
+        new.config.residual_family = asdict(family)
+        if remote:
+            kinds = {"config": "AutoConfig", "causal_lm": "AutoModelForCausalLM"}
+            new.config.residual_family["remote"] = {k: remote[auto] for k, auto in kinds.items() if auto in remote}
+    for name in ("auto_map", "model_type"):  # some configs keep their own, which would lead back to the plain model
+        vars(new.config).pop(name, None)
+    new._keep_in_fp32_modules_strict = {*(new._keep_in_fp32_modules_strict or ()), "residual"}
+    new.attach_residual()
+    new.residual.train(model.training)
+    new.conversion = _report(model, new, source, probed, ignored)
+    return new
+
+
+def _report(model: PreTrainedModel, new: DepthMixin, source: str, probed: bool, ignored: Sequence[str]) -> Conversion:
+    found = compare_logits(model, new)
+    if not found.within:
+        scale = new.config.residual_settings.get("read_scale")
+        hint = "; read_scale 'mean' is exact only up to the norms' eps: leave it at 'sum'" if scale == "mean" else ""
+        raise UserError(
+            f"residual '{new.config.residual}' would change the logits of {source} by {found.largest:.2g} of "
+            f"{found.scale:.3g}, {found.relative:.1e} of their scale, where at most {found.bound:.0e} is rounding{hint}"
+        )
+    dtype = str(model.dtype).removeprefix("torch.")
+    own = found.largest
+    if dtype != found.arithmetic:
+        tokens = fixed_tokens(model)
+        own = (logits(model, tokens).float() - logits(new, tokens).float()).abs().max().item()
+    return Conversion(
+        source=source,
+        out=None,
+        family=type(model).__name__,
+        model_type=new.config.model_type,
+        probed=probed,
+        residual=new.config.residual,
+        settings=dict(new.config.residual_settings),
+        sublayers=new.residual.num_sublayers,
+        width=new.residual.width,
+        parameters=sum(p.numel() for p in model.parameters()),
+        added_parameters=sum(p.numel() for p in new.residual.parameters()),
+        dtype=dtype,
+        max_difference=found.largest,
+        logit_scale=found.scale,
+        relative_difference=found.relative,
+        bound=found.bound,
+        arithmetic=found.arithmetic,
+        tokens=found.tokens,
+        own_difference=own,
+        ignored=tuple(ignored),
+        versions={"torch": torch.__version__, "transformers": transformers.__version__},
+    )
+
+
+def _with_exact_scale(residual: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    exact = {"read_scale": "sum"} if "read_scale" in settings_of(residual) else {}
+    return {**exact, **{name: value for name, value in settings.items() if value is not None}}
+
+
+def _name_of(model: Any) -> str:
+    return getattr(getattr(model, "config", None), "name_or_path", "") or type(model).__name__
+
+
+def _check_convertible(model: Any) -> None:
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(f"a {type(model).__name__} was given: expected a Transformers causal language model")
+    name, config = type(model).__name__, model.config
+    if isinstance(model, DepthMixin):
+        raise UserError(f"{name} has depth reads already (residual '{config.residual}'): convert the plain model")
+    if model.get_output_embeddings() is None:
+        raise UserError(f"{name} has no language-model head: expected a ...ForCausalLM")
+    if config.get_text_config() is not config:
+        raise UserError(f"{name} holds more than a decoder of text: convert its text model alone")
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(f"{name} has quantised weights: load it dequantised, for example with dtype='bf16'")
+    devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
+    if len(devices) > 1:
+        raise UserError(f"{name} lies on {len(devices)} devices: load it on one, without a device_map")
+    for module in model.modules():
+        options = getattr(getattr(module, "_gradient_checkpointing_func", None), "keywords", {})
+        if getattr(module, "gradient_checkpointing", False) and options.get("use_reentrant"):
+            raise UserError(
+                f"{name} has reentrant gradient checkpointing, which drops gradients of a depth stream: pass "
+                "use_reentrant=False"
+            )
+    for where, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UserError(
+                f"'{where}' of {name} is not in memory (offloaded or on the meta device): load the model whole"
+            )
+        if parameter.dtype not in DTYPES.values():
+            dtype = str(parameter.dtype).removeprefix("torch.")
+            raise UserError(f"'{where}' of {name} has dtype {dtype}: expected {', '.join(DTYPES)}")
+
+
+def _family_key(model: PreTrainedModel) -> tuple[str, bool]:
+    """The key in `CLASSES` of this model's family, and whether it was probed.
+
+    Every model is probed: a listed family whose layers do something else in this configuration is refused too.
+    """
+    found, base = probe(model), type(model)
+    for key, (_, model_class) in CLASSES.items():
+        family = model_class.family
+        if model_class.__mro__[2] is base and _places(family) == _places(found):
+            return key, key not in FAMILIES
+    key = model.config.model_type
+    if key in CLASSES or not key:
+        key = f"{key}_{base.__name__}".lower()
+    register(key, found, type(model.config), base)
+    return key, True
+
+
+def _places(family: Family) -> tuple[Any, ...]:
+    return family.layers, family.reads, family.final_norm, family.normed

@@ -1,0 +1,208 @@
+"""Where a decoder that nobody listed reads and writes its stream, found by watching one forward pass.
+
+The first layer is given a stand-in for its hidden state that notes which module is called on it and when something is
+added to it, and refuses everything else. A decoder whose layers read, write, read and write, and whose final norm reads
+last, has depth reads; any other is refused with what it does instead.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..errors import UserError
+from .families import Family
+from .stream import is_addition
+
+_PATTERN = ["read", "write", "read", "write"]
+_OUTSIDE = -1
+
+
+class _NoFitError(Exception):
+    """Why a decoder does not follow the pattern."""
+
+
+class _Watched:
+    """A hidden state that notes what is done with it."""
+
+    def __init__(self, value: Tensor, note: Callable[[str, str], None]) -> None:
+        self.value, self.note = value, note
+
+    def __add__(self, output: Any) -> "_Watched":
+        if isinstance(output, _Watched):
+            raise _NoFitError("adds its hidden state to itself")
+        self.note("write", "")
+        return _Watched(self.value + output, self.note)
+
+    __radd__ = __add__
+
+    @classmethod
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> "_Watched":
+        if not is_addition(func) or kwargs:
+            raise _NoFitError(f"gives its hidden state to torch's '{getattr(func, '__name__', func)}'")
+        left, right = args
+        return left + right if isinstance(left, _Watched) else right + left
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("shape", "dtype", "device", "size"):
+            return getattr(self.value, name)
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _NoFitError(f"uses '{name}' of its hidden state")
+
+
+def probe(model: PreTrainedModel) -> Family:
+    """The family of this model, by one forward pass over four tokens without gradients.
+
+    Raises:
+        UserError: it does not follow the pattern, with the reason.
+    """
+    name = type(model).__name__
+    base: nn.Module = getattr(model, model.base_model_prefix, model)
+    try:
+        path, layers = _find_layers(base, model.config)
+        events, normed = _watch(model, base, layers)
+        reads = _reads(events, len(layers))
+        final = [place for kind, index, place in events if index == _OUTSIDE and kind == "read"]
+        if len(final) != 1 or not normed[_OUTSIDE, final[0]]:
+            raise _NoFitError("has no final norm that reads the stream after the last layer")
+    except _NoFitError as reason:
+        raise UserError(f"{name} cannot have depth reads: it {reason}") from None
+    return Family(
+        config=type(model.config).__name__,
+        causal_lm=name,
+        layers=path,
+        reads=reads,
+        final_norm=final[0],
+        normed=all(normed[index, place] for index in range(len(layers)) for place in reads),
+        branch_weights=(),
+    )
+
+
+def _find_layers(base: nn.Module, config: Any) -> tuple[str, nn.ModuleList]:
+    count = getattr(config, "num_hidden_layers", None)
+    if getattr(config, "is_encoder_decoder", False):
+        raise _NoFitError("is an encoder with a decoder")
+    lists = [(path, m) for path, m in base.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not lists:
+        raise _NoFitError(f"has no list of {count} layers")
+    return max(lists, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))
+
+
+def _watch(
+    model: PreTrainedModel, base: nn.Module, layers: nn.ModuleList
+) -> tuple[list[tuple[str, int, str]], dict[tuple[int, str], bool]]:
+    """(kind, layer, path) of each read and write, and of each read whether a norm makes it."""
+    events: list[tuple[str, int, str]] = []
+    normed: dict[tuple[int, str], bool] = {}
+    now = _OUTSIDE
+
+    def note(kind: str, place: str) -> None:
+        events.append((kind, now, place))
+
+    def enter(index: int) -> Callable:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+            nonlocal now
+            now = index
+            state = args[0] if args else kwargs.get("hidden_states")
+            if index == 0:
+                if not isinstance(state, Tensor):
+                    raise _NoFitError("does not give its layers a hidden state")
+                return _replaced(args, kwargs, _Watched(state, note))
+            if not isinstance(state, _Watched):
+                raise _NoFitError("changes its hidden state between layers")
+            return None
+
+        return hook
+
+    def leave(module: nn.Module, args: tuple, output: Any) -> None:
+        nonlocal now
+        if not isinstance(output[0] if isinstance(output, tuple) else output, _Watched):
+            raise _NoFitError(
+                "has layers that put out something else than the sum: a norm or a gate follows the addition"
+            )
+        now = _OUTSIDE
+
+    def read(place: str) -> Callable:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> Any:
+            state = args[0] if args else kwargs.get("hidden_states")
+            if not isinstance(state, _Watched):
+                return None
+            note("read", place)
+            alone = len(args) + len(kwargs) == 1
+            normed[now, place] = alone and _removes_scale(module, state.value)
+            return _replaced(args, kwargs, state.value)
+
+        return hook
+
+    def end(module: nn.Module, args: tuple, output: Any) -> None:
+        states = output.values() if hasattr(output, "values") else output if isinstance(output, tuple) else (output,)
+        if any(isinstance(state, _Watched) for state in states):
+            raise _NoFitError("has no final norm that reads the stream after the last layer")
+
+    inside = {id(m) for layer in layers for m in layer.modules()}
+    above = {id(m) for path, m in base.named_modules() if any(x is layers for x in m.modules())} | {id(layers)}
+    training = {module: module.training for module in model.modules()}
+    with ExitStack() as stack:
+        for module, was in training.items():
+            stack.callback(setattr, module, "training", was)
+
+        def hook(handle: Any) -> None:
+            stack.callback(handle.remove)
+
+        model.eval()
+        for index, layer in enumerate(layers):
+            hook(layer.register_forward_pre_hook(enter(index), with_kwargs=True))
+            hook(layer.register_forward_hook(leave))
+            for path, module in layer.named_modules():
+                if path:
+                    hook(module.register_forward_pre_hook(read(path), with_kwargs=True))
+        for path, module in base.named_modules():
+            if id(module) not in inside | above:
+                hook(module.register_forward_pre_hook(read(path), with_kwargs=True))
+        hook(base.register_forward_hook(end))
+        device: Any = model.get_input_embeddings().weight.device
+        try:
+            with torch.no_grad():
+                model(input_ids=torch.arange(1, 5, device=device).unsqueeze(0), use_cache=False)
+        except _NoFitError:
+            raise
+        except Exception as error:  # whatever its code does with what is no tensor
+            raise _NoFitError(f"does not work on four tokens while watched ({error})") from error
+    return events, normed
+
+
+def _replaced(args: tuple, kwargs: dict, state: Any) -> tuple[tuple, dict]:
+    return ((state, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": state})
+
+
+def _removes_scale(module: nn.Module, like: Tensor) -> bool:
+    """Whether module(8x) = module(x), for x so large that an eps does not matter."""
+    x = torch.linspace(-64, 64, like.shape[-1], device=like.device, dtype=like.dtype).cos().mul_(1024).expand_as(like)
+    try:
+        small, large = module.forward(x), module.forward(8 * x)
+    except Exception:  # a module of another kind may refuse such an input in its own way
+        return False
+    return isinstance(small, Tensor) and small.shape == x.shape and torch.allclose(small, large, rtol=1e-2, atol=1e-4)
+
+
+def _reads(events: list[tuple[str, int, str]], count: int) -> tuple[str, str]:
+    """The two reads that all layers share."""
+    found = set()
+    for index in range(count):
+        kinds = [kind for kind, at, _ in events if at == index]
+        if kinds.count("read") != kinds.count("write") or len(kinds) == 2:
+            raise _NoFitError(
+                f"has layers that {', '.join(kinds) or 'do nothing'}: attention and MLP read one stream side by side "
+                f"(parallel residual) or a layer has one sublayer, where {', '.join(_PATTERN)} is needed"
+            )
+        if kinds != _PATTERN:
+            raise _NoFitError(f"has layers that {', '.join(kinds)}: {', '.join(_PATTERN)} is needed")
+        found.add(tuple(place for kind, at, place in events if at == index and kind == "read"))
+    if len(found) != 1:
+        names = " and ".join(sorted("/".join(places) for places in found))
+        raise _NoFitError(f"has layers of several kinds, which read at {names}")
+    return found.pop()  # ty: ignore[invalid-explicit-return]

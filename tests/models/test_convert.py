@@ -1,0 +1,489 @@
+"""Conversion in memory and on disk: what is kept, reported and refused, and that nothing is half-written."""
+
+import importlib
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaModel, MixtralConfig, MixtralForCausalLM
+
+from attnres import UserError
+from attnres.models import load, source
+from attnres.models.convert import DTYPES, convert
+from attnres.models.exactness import Arithmetic, compare_logits, logits
+
+convert_module = importlib.import_module("attnres.models.convert")  # the package has a function of this name
+
+VOCAB = 61
+NARROW = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 64,
+}
+IDS = torch.randint(0, VOCAB, (2, 11), generator=torch.Generator().manual_seed(3))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quiet():
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(level)
+
+
+def llama(**fields):
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**{**NARROW, **fields})).eval()
+
+
+def tokenizer(size):
+    return Tokenizer(models.WordLevel({f"t{i}": i for i in range(size)}, unk_token="t0"))
+
+
+def save_plain(folder, model=None, dtype="bf16", vocabulary=VOCAB, **options):
+    """A checkpoint as it lies on the hub: weights, tokenizer, generation settings."""
+    (model or llama()).to(DTYPES[dtype]).save_pretrained(folder, **options)
+    tokenizer(vocabulary).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    # Transformers reads this, and would refuse to write it: a temperature without sampling.
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "eos_token_id": 2}))
+    (folder / "README.md").write_text("not ours to copy")
+    return folder
+
+
+@pytest.fixture
+def plain(tmp_path):
+    return save_plain(tmp_path / "plain")
+
+
+def left_behind(tmp_path):
+    return sorted(path.name for path in tmp_path.iterdir() if path.name != "plain")
+
+
+# ------------------------------------------------------------------ in memory
+
+
+def test_weights_are_shared_and_the_plain_model_stays_as_it_is():
+    model = llama().train()
+    before = logits(model, IDS)
+    new = convert(model, "full")
+    assert all(p is q for p, q in zip(model.parameters(), list(new.parameters())))
+    assert [name for name, _ in new.named_parameters()][-2:] == ["residual.query", "residual.gain"]
+    assert type(model) is LlamaForCausalLM and type(model.config) is LlamaConfig
+    assert not hasattr(model, "residual") and not hasattr(model.config, "residual")
+    assert model.training and new.training and new.residual.training
+    assert torch.equal(logits(model, IDS), before)
+    with torch.no_grad():
+        new.residual.query.fill_(0.3)
+        model.model.embed_tokens.weight.mul_(2)
+    assert not torch.allclose(logits(new, IDS), logits(model, IDS))
+    assert new.get_input_embeddings().weight is model.get_input_embeddings().weight
+
+
+def test_tied_embeddings_stay_tied():
+    new = convert(llama(tie_word_embeddings=True))
+    assert new.lm_head.weight is new.model.embed_tokens.weight
+
+
+def test_the_config_knows_the_residual():
+    new = convert(llama(), num_blocks=2)
+    assert (new.config.model_type, new.config.residual) == ("attnres_llama", "block")
+    assert new.config.residual_settings == {"read_scale": "sum", "num_blocks": 2}
+    assert new.model.layers[0].self_attn.config is new.config
+    assert new.config.vocab_size == VOCAB and type(new.config).model_type == "attnres_llama"
+
+
+def test_the_report_says_what_was_measured():
+    report = convert(llama()).conversion
+    assert (report.family, report.sublayers, report.width, report.dtype) == ("LlamaForCausalLM", 4, 32, "float32")
+    assert report.added_parameters == 2 * 5 * 32
+    assert 0 <= report.relative_difference == report.max_difference / report.logit_scale < 2e-6
+    assert report.bound == 1e-4 and report.arithmetic == "float32" and report.tokens == 64
+    text = str(report)
+    assert "LlamaForCausalLM" in text and "bound 1e-04" in text and "64 tokens" in text
+
+
+def test_sixteen_bit_models_are_compared_in_fp32_on_their_own_weights():
+    model = llama().to(torch.bfloat16)
+    report = convert(model, "full").conversion
+    assert (report.dtype, report.arithmetic) == ("bfloat16", "float32")
+    assert report.relative_difference < 2e-6 < report.own_difference < 0.1
+    assert "bfloat16 itself" in str(report)
+    expected = logits(llama().to(torch.bfloat16).float(), IDS)
+    torch.testing.assert_close(logits(model, IDS, torch.float32), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_arithmetic_holds_for_experts_and_what_asks_for_less():
+    torch.manual_seed(0)
+    fields = {**NARROW, "num_local_experts": 4}
+    model = MixtralForCausalLM(MixtralConfig(**fields)).to(torch.bfloat16).eval()
+    found = logits(model, IDS, torch.float32)
+    torch.testing.assert_close(found, logits(model.float(), IDS), rtol=1e-5, atol=1e-6)
+    with Arithmetic(torch.float32):
+        x = torch.ones(3, dtype=torch.bfloat16) / 3
+        assert x.dtype == x.to(torch.float16).dtype == torch.float32
+        assert torch.zeros(3).add_(torch.ones(3, dtype=torch.bfloat16)).dtype == torch.float32
+
+
+@pytest.mark.parametrize("residual", ["standard", "full", "denseformer"])
+def test_other_exact_residuals_convert_too(residual):
+    assert convert(llama(), residual).conversion.relative_difference < 2e-6
+
+
+@pytest.mark.parametrize(
+    ("residual", "settings", "says"),
+    [
+        ("deepnorm", {}, "'deepnorm' would change the logits of LlamaForCausalLM by"),
+        ("block", {"read_scale": "mean"}, "leave it at 'sum'"),
+        ("blok", {}, "did you mean 'block'"),
+        ("block", {"num_blockz": 2}, "did you mean 'num_blocks'"),
+        ("block", {"block_size": 2, "num_blocks": 2}, "give one of them"),
+        ("block", {"num_blocks": 7}, "expected 1 to 4"),
+    ],
+)
+def test_what_is_not_exact_or_not_there_is_refused(residual, settings, says):
+    model = llama()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    with pytest.raises(UserError, match=says):
+        convert(model, residual, **settings)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: convert(llama()), r"has depth reads already \(residual 'block'\)"),
+        (lambda: LlamaModel(LlamaConfig(**NARROW)), "has no language-model head"),
+        (lambda: torch.nn.Linear(2, 2), "a Linear was given"),
+        (lambda: llama().to(torch.float8_e4m3fn), "has dtype float8_e4m3fn: expected bf16"),
+        (lambda: on_meta(), "is not in memory"),
+        (lambda: reentrant(), "has reentrant gradient checkpointing"),
+    ],
+    ids=["converted", "headless", "no model", "dtype", "meta", "reentrant"],
+)
+def test_models_that_cannot_be_converted_are_refused(make, says):
+    with pytest.raises(UserError, match=says):
+        convert(make())
+
+
+def reentrant():
+    model = llama()
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)(
+        {"use_reentrant": True}
+    )
+    return model
+
+
+def on_meta():
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(**NARROW))
+
+
+def test_a_dtype_is_for_sources_on_disk():
+    with pytest.raises(UserError, match="whose weights are shared: cast it first"):
+        convert(llama(), dtype="bf16")
+
+
+# ------------------------------------------------------------------ on disk
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+def test_a_folder_converts_with_its_dtype_tokenizer_and_generation_settings(dtype, tmp_path):
+    plain, out = save_plain(tmp_path / "plain", dtype=dtype), tmp_path / "a" / "out"
+    report = convert(plain, out=out, num_blocks=2)
+    before, after = load_file(plain / "model.safetensors"), load_file(out / "model.safetensors")
+    assert set(after) - set(before) == {"residual.query", "residual.gain"}
+    assert all(
+        torch.equal(after[name], tensor) and after[name].dtype == DTYPES[dtype] for name, tensor in before.items()
+    )
+    assert not after["residual.query"].any() and (after["residual.gain"] == 1).all()
+    assert after["residual.query"].dtype == after["residual.gain"].dtype == torch.float32
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (out / name).read_bytes() == (plain / name).read_bytes()
+    assert not (out / "README.md").exists()
+    assert left_behind(tmp_path) == ["a"] and left_behind(tmp_path / "a") == ["out"]
+    assert report.out == str(out) and report.source == str(plain)
+    assert json.loads((out / "conversion.json").read_text()) == json.loads(json.dumps(report.to_dict()))
+    new = load(out)
+    assert new.generation_config.temperature == 0.6
+    assert new.dtype == DTYPES[dtype] and new.residual.query.dtype == torch.float32
+    assert compare_logits(load_plain(plain), new).within
+    assert AutoTokenizer.from_pretrained(out).encode("t5") == [5]
+
+
+def load_plain(folder):
+    return LlamaForCausalLM.from_pretrained(folder, dtype="auto")
+
+
+def test_tokenizers_are_found_without_a_tokenizer_config(plain, tmp_path):
+    (plain / "tokenizer_config.json").unlink()
+    convert(plain, out=tmp_path / "out")
+    ours, theirs = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "out", plain))
+    assert type(ours) is type(theirs) and ours.encode("t5") == theirs.encode("t5")
+
+
+def test_the_dtype_can_be_changed_on_the_way(plain, tmp_path):
+    convert(plain, out=tmp_path / "out", dtype="fp32")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    with pytest.raises(UserError, match=r"unknown dtype 'fp8'.*did you mean"):
+        convert(plain, dtype="fp8")
+
+
+def test_without_out_a_folder_becomes_a_model(plain):
+    assert convert(str(plain), "full").conversion.out is None
+
+
+def test_shards_in_and_shards_out(tmp_path, monkeypatch):
+    plain = save_plain(tmp_path / "plain", max_shard_size="10KB")
+    assert len(list(plain.glob("*.safetensors"))) > 2
+    monkeypatch.setattr(convert_module, "SHARD", "12KB")
+    convert(plain, out=tmp_path / "out")
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 2
+    assert compare_logits(load_plain(plain), load(tmp_path / "out")).within
+
+
+def test_experts_keep_the_layout_of_the_hub(tmp_path):
+    torch.manual_seed(0)
+    plain = save_plain(tmp_path / "plain", MixtralForCausalLM(MixtralConfig(**NARROW, num_local_experts=4)))
+    convert(plain, out=tmp_path / "out")
+    names = set(load_file(plain / "model.safetensors"))
+    assert any("experts.3.w2" in name for name in names)
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) - names == {"residual.query", "residual.gain"}
+    theirs = MixtralForCausalLM.from_pretrained(plain, dtype="auto")
+    assert compare_logits(theirs, load(tmp_path / "out")).within
+
+
+def test_a_model_in_memory_can_be_written_too(tmp_path):
+    model = llama()
+    report = convert(model, out=tmp_path / "out")
+    assert report.source == "LlamaForCausalLM"
+    assert compare_logits(model, load(tmp_path / "out")).within
+
+
+def test_tensors_without_a_use_are_named_in_the_report(plain, tmp_path):
+    tensors = load_file(plain / "model.safetensors")
+    tensors["model.layers.2.extra_head.weight"] = torch.ones(3)
+    save_file(tensors, plain / "model.safetensors", metadata={"format": "pt"})
+    report = convert(plain, out=tmp_path / "out")
+    assert report.ignored == ("model.layers.2.extra_head.weight",)
+    assert "extra_head" in str(report)
+
+
+def test_names_of_the_hub_are_fetched_without_pickles_and_code(plain, monkeypatch):
+    asked = {}
+
+    def snapshot(name, allow_patterns):
+        asked.update(name=name, patterns=allow_patterns)
+        return str(plain)
+
+    monkeypatch.setattr(source, "snapshot_download", snapshot)
+    report = convert("someone/llama").conversion
+    assert report.source == asked["name"] == "someone/llama"
+    assert "*.safetensors" in asked["patterns"] and "tokenizer*" in asked["patterns"]
+    assert not {"*.py", "*.bin"} & set(asked["patterns"])
+
+    def offline(name, allow_patterns):
+        raise OSError("no connection")
+
+    monkeypatch.setattr(source, "snapshot_download", offline)
+    with pytest.raises(UserError, match="'someone/lama' is no folder here and cannot be fetched"):
+        convert("someone/lama")
+
+
+# ------------------------------------------------------------------ bad input
+
+
+def edit_config(folder, **fields):
+    config = json.loads((folder / "config.json").read_text())
+    config.update(fields)
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def cut_short(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def into_pickle(folder):
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+def without_a_tensor(folder):
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def in_eight_bits(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def converted(folder):
+    convert(folder, out=folder.with_name("converted"))
+    shutil.rmtree(folder)
+    folder.with_name("converted").rename(folder)
+
+
+BAD = {
+    "nothing there": (shutil.rmtree, "holds no model: expected a folder with config.json"),
+    "no config": (lambda f: (f / "config.json").unlink(), "holds no model"),
+    "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "holds no object"),
+    "no type": (lambda f: edit_config(f, model_type=None), "names no model_type"),
+    "unknown type": (lambda f: edit_config(f, model_type="lama"), "of type 'lama', which this version of Transformers"),
+    "no language model": (
+        lambda f: edit_config(f, model_type="vit"),
+        "cannot be loaded .*is it a causal language model",
+    ),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has a config.json and no weights"),
+    "pickle": (into_pickle, "in pytorch_model.bin, a pickle, which can run code and is not opened"),
+    "cut short": (cut_short, "model.safetensors of .* is damaged or cut short"),
+    "no safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "is damaged or cut short"),
+    "tensor missing": (without_a_tensor, r"lacks 'model.layers.1.mlp.up_proj.weight' and 0 other tensors"),
+    "dtype": (in_eight_bits, "'lm_head.weight' of .* has dtype F8_E4M3: expected F64, F32, F16, BF16"),
+    "quantised": (
+        lambda f: edit_config(f, quantization_config={"quant_method": "gptq"}),
+        r"quantised weights \(gptq\)",
+    ),
+    "shapes": (lambda f: edit_config(f, hidden_size=64), "cannot be loaded"),
+    "tokenizer": (
+        lambda f: tokenizer(VOCAB + 1).save(str(f / "tokenizer.json")),
+        "ids up to 61 and the embedding 61 rows",
+    ),
+    "tokenizer damaged": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json of .* cannot be read"),
+    "converted": (converted, r"has depth reads already \(residual 'block'\): convert the plain one"),
+    "own code": (
+        lambda f: edit_config(f, model_type="mine", auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"}),
+        r"brings its own code \(modeling_mine.Mine\), which is not run unasked",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_is_one_sentence_and_nothing_is_written(case, plain, tmp_path):
+    spoil, says = BAD[case]
+    spoil(plain)
+    with pytest.raises(UserError, match=says) as caught:
+        convert(plain, out=tmp_path / "out")
+    assert "\n" not in str(caught.value)
+    assert left_behind(tmp_path) == []
+
+
+def test_a_missing_shard_is_named(tmp_path):
+    plain = save_plain(tmp_path / "plain", max_shard_size="10KB")
+    shards = sorted(plain.glob("*.safetensors"))
+    shards[1].unlink()
+    with pytest.raises(UserError, match=f"lacks {shards[1].name}, 1 of the {len(shards)} files"):
+        convert(plain, out=tmp_path / "out")
+    assert left_behind(tmp_path) == []
+
+
+def test_a_folder_that_is_not_empty_is_left_alone(plain, tmp_path):
+    (tmp_path / "out").mkdir()
+    convert(plain, out=tmp_path / "out")
+    files = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    with pytest.raises(UserError, match="exists and is not empty: choose another folder"):
+        convert(plain, "full", out=tmp_path / "out")
+    assert files == {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+
+
+def test_a_disk_too_small_is_found_before_the_work(plain, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(convert_module.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"needs 0.00 GB and .* has 0.00 GB left: make room"):
+        convert(plain, out=tmp_path / "out")
+    assert left_behind(tmp_path) == []
+
+
+@pytest.mark.parametrize("error", [SafetensorError("I/O error: No space left on device"), OSError(28, "No space left")])
+def test_a_disk_that_fills_up_leaves_nothing_behind(error, plain, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
+    with pytest.raises(UserError, match=r"cannot write .*out: .*No space left"):
+        convert(plain, out=tmp_path / "out")
+    assert left_behind(tmp_path) == []
+
+
+# ------------------------------------------------------------------ code that comes with a model
+
+REMOTE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class MineConfig(LlamaConfig):
+    model_type = "mine"
+
+class MineForCausalLM(LlamaForCausalLM):
+    config_class = MineConfig
+"""
+
+
+@pytest.fixture
+def remote(plain, tmp_path, monkeypatch):
+    """A checkpoint with its own classes; what is imported goes to a folder of the test's."""
+    import sys
+
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
+    monkeypatch.syspath_prepend(str(modules))
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
+    (plain / "modeling_mine.py").write_text(REMOTE)
+    auto = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    edit_config(plain, model_type="mine", auto_map=auto, architectures=["MineForCausalLM"])
+    return plain
+
+
+def test_code_runs_only_where_it_is_trusted(remote, tmp_path, monkeypatch):
+    from attnres.models import classes
+
+    out = tmp_path / "out"
+    with pytest.raises(
+        UserError, match=r"brings its own code \(modeling_mine.MineConfig, modeling_mine.MineForCausalLM\)"
+    ):
+        convert(remote, out=out)
+    assert not list((tmp_path / "modules").iterdir())
+    report = convert(remote, out=out, trust_remote_code=True)
+    assert (report.family, report.model_type, report.probed) == ("MineForCausalLM", "attnres_mine", True)
+    assert (out / "modeling_mine.py").read_text() == REMOTE
+    assert "auto_map" not in json.loads((out / "config.json").read_text())
+    assert not (out / "classes.py").exists()  # ours is no code that comes with a model
+    monkeypatch.delitem(classes.CLASSES, "mine")  # as in a new process
+    with pytest.raises(UserError, match=r"brings its own code \(modeling_mine.MineForCausalLM\)"):
+        load(out)
+    new = load(out, trust_remote_code=True)
+    assert compare_logits(load_plain_weights(remote), new).within
+    with pytest.raises(UserError, match="has depth reads already"):
+        convert(out)
+
+
+def test_code_beside_a_known_type_is_not_needed(plain, tmp_path):
+    (plain / "modeling_llama.py").write_text("raise RuntimeError('was run')")
+    edit_config(plain, auto_map={"AutoModelForCausalLM": "modeling_llama.LlamaForCausalLM"})
+    for trusted in (False, True):
+        out = tmp_path / f"out{trusted}"
+        assert not convert(plain, out=out, trust_remote_code=trusted).probed
+        assert not (out / "modeling_llama.py").exists()
+        assert type(load(out)).__name__ == "AttnResLlamaForCausalLM"
+
+
+def load_plain_weights(folder):
+    model = llama().to(torch.bfloat16)
+    model.load_state_dict(load_file(folder / "model.safetensors"))
+    return model
