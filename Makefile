@@ -1,6 +1,9 @@
 # make demo    set up, then compare the standard residual, its control, Block and Full on the text Python ships with
 # make test    set up from nothing, lint, types, tests
 # make bench   the speed of a training step, beside the standard residual and the naive read
+# make peers   other people's kernels, into build/peers, for the benchmarks and tests that compare with them
+# make bench-gpu   every benchmark on a CUDA device, JSON and plots into benchmarks/results
+# make test-gpu    the tests that need a CUDA device
 # make clean   remove the environment (runs/ stays)
 #
 # PYTHON picks another interpreter; PIP_ARGS is given to pip, e.g. an index with smaller builds of torch.
@@ -9,7 +12,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
 
-.PHONY: setup demo test lint types bench clean
+.PHONY: setup demo test lint types bench peers bench-gpu test-gpu clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready
@@ -38,6 +41,16 @@ test: lint types
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/step.py
+
+PEERS := fla-core einops liger-kernel flash-attn-res fast-attnres attn_res
+peers: .venv/ready
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/peers $(PEERS)
+
+bench-gpu: .venv/ready
+	$(BIN)/python benchmarks/all.py --device cuda
+
+test-gpu: .venv/ready
+	$(BIN)/python -m pytest -m gpu tests/gpu
 
 clean:
 	rm -rf .venv build *.egg-info

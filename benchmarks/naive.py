@@ -1,17 +1,32 @@
 """The read as one writes it first: stack the sources, norm, einsum, softmax, einsum, all through autograd.
 
 Registered as residuals `naive_block` and `naive_full` for the benchmarks; same parameters, same function, other costs.
+A peer's read takes the place of the naive one in `peer_residual`.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from peers import Peer
 from torch import Tensor, nn
 
+from attnres.ops import Norm, compute_dtype
 from attnres.residuals import RESIDUALS, NormLike, Residual
 from attnres.residuals.base import full_precision
 from attnres.residuals.block import resolve_block_size
+
+EPS = 1e-6
+"""Of the key norm."""
+
+
+def naive_read(sources: Sequence[Tensor], query: Tensor, gain: Tensor, eps: float = EPS) -> Tensor:
+    """One read of sources (..., d) of one dtype."""
+    values = torch.stack(tuple(sources))
+    keys = F.rms_norm(values.to(compute_dtype(values.dtype)), values.shape[-1:], gain, eps)
+    weights = torch.einsum("d,n...d->n...", query, keys).softmax(0).to(values.dtype)
+    return torch.einsum("n...,n...d->...d", weights, values)
 
 
 class Sources(NamedTuple):
@@ -22,23 +37,26 @@ class Sources(NamedTuple):
 class NaiveBlock(Residual):
     name = "naive_block"
 
-    def __init__(self, num_sublayers: int, width: int, *, num_blocks: int | None = None) -> None:
+    def __init__(
+        self, num_sublayers: int, width: int, *, num_blocks: int | None = None, block_size: int | None = None
+    ) -> None:
         super().__init__(num_sublayers, width)
-        self.block_size = resolve_block_size(num_sublayers, None, num_blocks)
+        self.block_size = resolve_block_size(num_sublayers, block_size, num_blocks)
         self.query = nn.Parameter(torch.zeros(num_sublayers + 1, width))
         self.gain = nn.Parameter(torch.ones(num_sublayers + 1, width))
 
     def start(self, embedding: Tensor) -> Sources:
         return Sources((embedding,))
 
+    def mix(self, sources: list[Tensor], index: int, norm: NormLike) -> Tensor:
+        """The normed read `index`."""
+        return self.normed(naive_read(sources, self.query[index], self.gain[index]), index, norm)
+
     def read(self, state: Sources, index: int, norm: NormLike) -> tuple[Tensor, Sources]:
         embedding = state.blocks[0]
         with full_precision(embedding):
-            values = torch.stack([source.to(embedding.dtype) for source in state.blocks + state.partial])
-            keys = F.rms_norm(values.float(), (self.width,), self.gain[index], 1e-6)
-            weights = torch.einsum("d,n...d->n...", self.query[index], keys).softmax(0).to(values.dtype)
-            h = torch.einsum("n...,n...d->...d", weights, values)
-        return self.normed(h, index, norm), state
+            sources = [source.to(embedding.dtype) for source in state.blocks + state.partial]
+            return self.mix(sources, index, norm), state
 
     def write(self, state: Sources, index: int, output: Tensor) -> Sources:
         partial = state.partial[0].to(state.blocks[0].dtype) + output if state.partial else output
@@ -57,6 +75,33 @@ class NaiveFull(NaiveBlock):
         super().__init__(num_sublayers, width, num_blocks=num_sublayers)
 
 
-def register() -> None:
-    """Make `naive_block` and `naive_full` known by name in this process."""
-    RESIDUALS.update({cls.name: cls for cls in (NaiveBlock, NaiveFull)})
+def peer_residual(peer: Peer) -> type[NaiveBlock]:
+    """Block Attention Residuals with a peer's read, and its norm where the peer fuses one.
+
+    The stream is in the embedding's dtype, or in bf16 for a peer that takes nothing wider.
+    """
+
+    class PeerBlock(NaiveBlock):
+        name = f"{peer.name} block"
+
+        def start(self, embedding: Tensor) -> Sources:
+            return Sources((embedding if embedding.dtype in peer.dtypes else embedding.to(peer.dtypes[0]),))
+
+        def mix(self, sources: list[Tensor], index: int, norm: NormLike) -> Tensor:
+            query, gain = self.query[index], self.gain[index]
+            fused = isinstance(norm, Norm) and norm.weight is not None and norm.bias is None and not norm.center
+            if peer.fuses_norm and fused and norm.eps == EPS:
+                return peer.read(sources, query, gain, EPS, norm.weight).to(norm.out_dtype or sources[0].dtype)
+            return self.normed(peer.read(sources, query, gain, EPS), index, norm)
+
+        def write(self, state: Sources, index: int, output: Tensor) -> Sources:
+            return super().write(state, index, output.to(state.blocks[0].dtype))
+
+    return PeerBlock
+
+
+def register(peers: Sequence[Peer] = ()) -> list[str]:
+    """Make `naive_block`, `naive_full` and the peers' blocks known by name in this process; the peers' names."""
+    made = [peer_residual(peer) for peer in peers]
+    RESIDUALS.update({cls.name: cls for cls in (NaiveBlock, NaiveFull, *made)})
+    return [cls.name for cls in made]

@@ -1,11 +1,13 @@
 """A whole training step of every residual against the standard one: time, memory, bytes kept for backward.
 
     python benchmarks/step.py                      # d=256, 12 layers, 2,048 tokens, fp32 and bf16; about five minutes
-    python benchmarks/step.py --device cuda --out benchmarks/results/step_h100.json
+    python benchmarks/step.py --device cuda --sizes 100m 0.6b deep-narrow --compile
 
-Times are medians of steps taken in turn in one process, ratios are to `standard` in the same run. Kept bytes are those
-of distinct storages that one forward pass saves for backward, without parameters. Peak memory is that of a process
-which takes three steps of one variant alone.
+Times are medians of steps taken in turn in one process, ratios are to `standard` in the same run; with --compile every
+variant is compiled, the standard one too. Kept bytes are those of distinct storages that one forward pass saves for
+backward, without parameters. Peak memory is that of a process which takes three steps of one variant alone. Peers
+(peers.py) take the place of the naive read; those that take bf16 alone get a bf16 stream. Where the models of all
+variants do not fit into a GPU at once, each is timed with the standard one alone.
 """
 
 import argparse
@@ -14,33 +16,66 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import naive
+from naive import register
+from peers import PEERS
 
 from attnres.files import write_json
 from attnres.models import build
+from attnres.models.sizes import SIZES as NAMED
 from attnres.ops import cpu
 from attnres.studies.speed import step_times
 from attnres.train.device import tune
-from attnres.train.environment import describe, peak_memory, reset_peak_memory
+from attnres.train.environment import peak_memory, reset_peak_memory
 
-WIDTH, LAYERS, VOCABULARY = 256, 12, 4096
-SIZE = {
-    "family": "qwen3",
-    "hidden_size": WIDTH,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 32,
-    "intermediate_size": 3 * WIDTH,
-    "tie_word_embeddings": True,
+Variants = dict[str, tuple[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and the batch it is trained with."""
+
+    model: Mapping[str, Any]
+    vocabulary: int
+    batch: int
+    length: int
+
+    @property
+    def width(self) -> int:
+        return self.model["hidden_size"]
+
+    @property
+    def sublayers(self) -> int:
+        return 2 * self.model["num_hidden_layers"]
+
+
+def _qwen3(width: int, layers: int) -> dict[str, Any]:
+    return {
+        "family": "qwen3",
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "intermediate_size": 3 * width,
+        "tie_word_embeddings": True,
+    }
+
+
+# A small vocabulary is a short step, on which depth reads weigh more.
+SIZES = {
+    "nano-bench": Size(_qwen3(256, 12), 4096, 8, 256),
+    "100m": Size(NAMED["100m"], 32_768, 16, 1024),
+    "0.6b": Size(NAMED["0.6b"], 32_768, 4, 2048),
+    "deep-narrow": Size(_qwen3(256, 48), 32_768, 16, 1024),
 }
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+VARIANTS: Variants = {
     "standard": ("standard", {}),
     "rescaled": ("rescaled", {}),
     "block (8 blocks)": ("block", {"num_blocks": 8}),
@@ -49,13 +84,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "naive block (8 blocks)": ("naive_block", {"num_blocks": 8}),
     "naive full": ("naive_full", {}),
 }
+ON_LARGE = ("standard", "block (8 blocks)", "full", "naive block (8 blocks)")
+"""Of these, for all sizes but the first."""
 
 
-def kept_for_backward(label: str, batch: int, length: int, device: torch.device) -> dict[str, float]:
+def variants_of(name: str, dtype: str, device: torch.device) -> tuple[Variants, dict[str, str]]:
+    """What is timed at this size: ours, naive ones and the peers that can; and why the other peers cannot."""
+    found = VARIANTS if name == "nano-bench" else {label: VARIANTS[label] for label in ON_LARGE}
+    source = torch.bfloat16 if dtype == "bf16" else torch.float32
+    reasons = {peer.name: peer.available(device, source, SIZES[name].width) for peer in PEERS}
+    ready = [peer for peer in PEERS if reasons[peer.name] is None]
+    peers = {label: (label, {"num_blocks": 8}) for label in register(ready)}
+    return found | peers, {f"{label} block": reason for label, reason in reasons.items() if reason is not None}
+
+
+def kept_for_backward(size: Size, variant: tuple[str, dict[str, Any]], device: torch.device) -> dict[str, float]:
     """What one fp32 forward pass saves, in MB and in (tokens, width) vectors a sublayer."""
-    residual, settings = VARIANTS[label]
-    model = build(SIZE, residual, vocab_size=VOCABULARY, max_positions=length, settings=settings).to(device)
-    tune(model, device, length)
+    residual, settings = variant
+    model = build(size.model, residual, vocab_size=size.vocabulary, max_positions=size.length, settings=settings)
+    model = model.to(device)
+    tune(model, device, size.length)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     seen: dict[int, int] = {}
     alive = []
@@ -67,35 +115,100 @@ def kept_for_backward(label: str, batch: int, length: int, device: torch.device)
             seen[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    ids = torch.randint(VOCABULARY, (batch, length), device=device)
+    ids = torch.randint(size.vocabulary, (size.batch, size.length), device=device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(input_ids=ids, use_cache=False)
     total = sum(seen.values())
-    return {"MB": total / 1e6, "vectors_per_sublayer": total / (4 * batch * length * WIDTH) / (2 * LAYERS)}
+    vectors = total / (4 * size.batch * size.length * size.width)
+    return {"MB": total / 1e6, "vectors_per_sublayer": vectors / size.sublayers}
 
 
-def peak_of(label: str, batch: int, length: int, dtype: str, device: str) -> int:
-    """Peak bytes of a process of its own that takes three steps."""
-    command = [sys.executable, __file__, "--peak", label, "--batch", str(batch), "--length", str(length)]
-    done = subprocess.run([*command, "--dtypes", dtype, "--device", device], check=True, capture_output=True, text=True)
-    return int(done.stdout.split()[-1])
+@dataclass(frozen=True)
+class Run:
+    """One size in one precision on one device."""
 
+    name: str
+    size: Size
+    dtype: str
+    device: torch.device
+    compile: bool
 
-def take_three_steps(label: str, batch: int, length: int, dtype: str, device: torch.device) -> int:
-    residual, settings = VARIANTS[label]
-    reset_peak_memory(device)
-    step_times(
-        {label: (residual, settings)},
-        size=SIZE,
-        vocab_size=VOCABULARY,
-        seq_len=length,
-        batch_size=batch,
-        dtype=dtype,
-        device=str(device),
-        rounds=1,
-        least=1,
-    )
-    return peak_memory(device)
+    def times(self, variants: Variants, **how: Any) -> dict[str, Any]:
+        """`step_times` of these variants."""
+        return step_times(
+            variants,
+            size=self.size.model,
+            vocab_size=self.size.vocabulary,
+            seq_len=self.size.length,
+            batch_size=self.size.batch,
+            dtype=self.dtype,
+            device=str(self.device),
+            compile=self.compile,
+            **how,
+        )
+
+    def three_steps(self, label: str) -> int:
+        """Peak bytes of this process while it takes three steps of one variant."""
+        variants, _ = variants_of(self.name, self.dtype, self.device)
+        reset_peak_memory(self.device)
+        self.times({label: variants[label]}, rounds=1, least=1)
+        return peak_memory(self.device)
+
+    def peak_of(self, label: str) -> int | str:
+        """The same in a process of its own; or in a line why it failed."""
+        command = [sys.executable, __file__, "--peak", label, "--sizes", self.name, "--dtypes", self.dtype]
+        command += ["--batch", str(self.size.batch), "--length", str(self.size.length), "--device", str(self.device)]
+        command += ["--compile"] if self.compile else []
+        done = subprocess.run(command, check=False, capture_output=True, text=True)
+        if done.returncode == 0:
+            return int(done.stdout.split()[-1])
+        return next((line for line in reversed(done.stderr.splitlines()) if line.strip()), "it died")[:200]
+
+    def together(self) -> int:
+        """How many models fit into half of the device's memory with their optimizer's state."""
+        if self.device.type != "cuda":
+            return len(VARIANTS) + len(PEERS)
+        with torch.device("meta"):
+            model = build(self.size.model, "standard", vocab_size=self.size.vocabulary)
+        state = 16 * sum(parameter.numel() for parameter in model.parameters())
+        return max(2, torch.cuda.get_device_properties(self.device).total_memory // 2 // state)
+
+    def measure(self, seconds: float, progress: harness.Progress) -> dict[str, Any]:
+        """Times and peaks of all variants; a row with a reason for each that does not run."""
+        variants, reasons = variants_of(self.name, self.dtype, self.device)
+        peaks: dict[str, int] = {}
+        for label in variants:
+            peak = self.peak_of(label)
+            if isinstance(peak, int):
+                peaks[label] = peak
+            else:
+                reasons[label] = peak
+            progress.step(f"{self.name}, {self.dtype}: peak of {label}")
+        if "standard" not in peaks:
+            raise SystemExit(f"{self.name}, {self.dtype}: the standard model does not run: {reasons['standard']}")
+        others = [label for label in variants if label in peaks and label != "standard"]
+        size = min(len(others), self.together() - 1) or 1
+        groups = [others[i : i + size] for i in range(0, len(others), size)]
+        speed: dict[str, Any] = {"variants": {}}
+        for group in groups:
+            labels = ["standard", *group]
+            print(f"{self.name}, {self.dtype}: timing {', '.join(labels)} in turn", flush=True)
+            made: list[dict[str, Any]] = []
+            turn = {label: variants[label] for label in labels}
+            how = {"seconds": seconds / len(groups), "rounds": 200}
+            reason = harness.attempt(lambda made=made, turn=turn, how=how: made.append(self.times(turn, **how)))
+            if self.compile:
+                torch.compiler.reset()  # it holds on to the models
+            if reason is not None:
+                reasons |= dict.fromkeys(group, reason)
+                continue
+            part = made[0]
+            new = {label: row for label, row in part["variants"].items() if label not in speed["variants"]}
+            speed = part | {"variants": speed["variants"] | new}  # the first group's standard stays
+        for label, values in speed["variants"].items():
+            values["peak_bytes"] = peaks[label]
+            values["peak_ratio"] = peaks[label] / peaks["standard"]
+        return speed | {"not_timed": reasons}
 
 
 def import_ratio(rounds: int = 7) -> dict[str, float]:
@@ -113,58 +226,79 @@ def import_ratio(rounds: int = 7) -> dict[str, float]:
     }
 
 
+def show(speed: Mapping[str, Any], kept: Mapping[str, Mapping[str, float]]) -> str:
+    """One precision of one size as a table."""
+    rows = [["variant", "ms", "ratio", "quartiles", "peak MB", "peak ratio", "kept MB (fp32)", ""]]
+    for label, values in speed["variants"].items():
+        low, high = values["ratio_quartiles"]
+        mb = f"{kept[label]['MB']:.0f}" if label in kept else "-"
+        row = [f"{values['median_s'] * 1e3:.4g}", f"{values['ratio']:.3f}", f"{low:.3f}-{high:.3f}"]
+        rows.append([label, *row, f"{values['peak_bytes'] / 1e6:.0f}", f"{values['peak_ratio']:.3f}", mb, ""])
+    rows += [[label, *["-"] * 6, reason] for label, reason in speed["not_timed"].items()]
+    return harness.table(rows)
+
+
+def out_path(options: argparse.Namespace) -> Path:
+    """Where the results go: step_cpu.json for the default run."""
+    parts = ["step", torch.device(options.device).type]
+    parts += [] if options.sizes == ["nano-bench"] else options.sizes
+    return harness.RESULTS / ("_".join([*parts, *(["compiled"] if options.compile else [])]) + ".json")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batch", type=int, default=8, help="sequences a step")
-    parser.add_argument("--length", type=int, default=256, help="tokens a sequence")
-    parser.add_argument("--dtypes", nargs="+", default=["fp32", "bf16"], choices=["fp32", "bf16"])
+    parser.add_argument("--sizes", nargs="+", default=["nano-bench"], choices=list(SIZES))
+    parser.add_argument("--batch", type=int, default=None, help="sequences a step, instead of the size's own")
+    parser.add_argument("--length", type=int, default=None, help="tokens a sequence, instead of the size's own")
+    parser.add_argument("--dtypes", nargs="+", default=None, choices=["fp32", "bf16"], help="on a GPU bf16, else both")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--compile", action="store_true", help="compile every variant")
     parser.add_argument("--seconds", type=float, default=90.0, help="of timing for each dtype")
-    parser.add_argument("--out", default="benchmarks/results/step_cpu.json")
+    parser.add_argument("--out", default=None)
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    naive.register()
-    device, batch, length = torch.device(options.device), options.batch, options.length
+    device = torch.device(options.device)
+    dtypes = options.dtypes or (["bf16"] if device.type == "cuda" else ["fp32", "bf16"])
+    given = {name: getattr(options, name) for name in ("batch", "length") if getattr(options, name) is not None}
+    if options.compile:
+        harness.compile_many()
+    sizes = {name: Size(**(vars(SIZES[name]) | given)) for name in options.sizes}
     if options.peak:
-        print(take_three_steps(options.peak, batch, length, options.dtypes[0], device))
+        name, size = next(iter(sizes.items()))
+        print(Run(name, size, dtypes[0], device, options.compile).three_steps(options.peak))
         return
-    result: dict[str, Any] = {
-        "command": shlex.join(["python", "benchmarks/step.py", *sys.argv[1:]]),
-        "environment": describe(device, ",".join(options.dtypes)),
-        "cpu_kernels": cpu.load() is not None,
-        "model": {**SIZE, "vocab_size": VOCABULARY},
-        "tokens": batch * length,
-        "seed": 0,
-        "import": import_ratio(),
-        "kept_for_backward_fp32": {label: kept_for_backward(label, batch, length, device) for label in VARIANTS},
+    result: dict[str, Any] = harness.head("step", device, ",".join(dtypes), 0)
+    result["command"] = shlex.join(["python", "benchmarks/step.py", *sys.argv[1:]])
+    result["cpu_kernels"] = cpu.load() is not None
+    parts: dict[str, dict[str, Any]] = {}
+    counts = [len(variants_of(name, dtype, device)[0]) for name in sizes for dtype in dtypes]
+    progress = harness.Progress("step", sum(counts))
+    for name, size in sizes.items():
+        part: dict[str, Any] = {"model": {**size.model, "vocab_size": size.vocabulary}}
+        part["tokens"] = size.batch * size.length
+        kept: dict[str, dict[str, float]] = {}
+        if name == "nano-bench":
+            part["import"] = import_ratio()
+            print(f"import attnres: {part['import']['ratio']:.2f} times import torch")
+            for label, variant in variants_of(name, "fp32", device)[0].items():
+                kept[label] = kept_for_backward(size, variant, device)
+            part["kept_for_backward_fp32"] = kept
+        parts[name] = part
+        for dtype in dtypes:
+            part[dtype] = Run(name, size, dtype, device, options.compile).measure(options.seconds, progress)
+            print(show(part[dtype], kept), flush=True)
+    result |= parts["nano-bench"] if list(parts) == ["nano-bench"] else {"sizes": parts}
+    out = Path(options.out) if options.out else out_path(options)
+    write_json(out, result)
+    plot = out.with_suffix(".svg")
+    ratios = {
+        f"{name}, {dtype}": {label: row["ratio"] for label, row in part[dtype]["variants"].items()}
+        for name, part in parts.items()
+        for dtype in dtypes
     }
-    for dtype in options.dtypes:
-        print(f"{dtype}: timing {len(VARIANTS)} variants in turn", flush=True)
-        speed = step_times(
-            VARIANTS,
-            size=SIZE,
-            vocab_size=VOCABULARY,
-            seq_len=length,
-            batch_size=batch,
-            dtype=dtype,
-            device=options.device,
-            seconds=options.seconds,
-            rounds=200,
-        )
-        for label, values in speed["variants"].items():
-            values["peak_bytes"] = peak_of(label, batch, length, dtype, options.device)
-        result[dtype] = speed
-        print(f"{'variant':<24}{'ms':>8}{'ratio':>8}{'quartiles':>15}{'peak MB':>10}{'kept MB (fp32)':>16}")
-        for label, values in speed["variants"].items():
-            low, high = values["ratio_quartiles"]
-            kept = result["kept_for_backward_fp32"][label]["MB"]
-            print(
-                f"{label:<24}{values['median_s'] * 1e3:8.0f}{values['ratio']:8.3f}{low:8.3f}-{high:.3f} "
-                f"{values['peak_bytes'] / 1e6:9.0f}{kept:16.0f}"
-            )
-    print(f"import attnres: {result['import']['ratio']:.2f} times import torch")
-    write_json(Path(options.out), result)
-    print(f"wrote {options.out}")
+    title = f"Training step, {'compiled, ' if options.compile else ''}{result['environment']['device']}"
+    harness.bar_chart(plot, ratios, "time, as a ratio to standard", title)
+    print(f"wrote {out} and {plot}")
 
 
 if __name__ == "__main__":

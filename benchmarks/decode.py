@@ -1,0 +1,176 @@
+"""Generation: one-token decode at several batch sizes and prefill, each against the standard residual.
+
+    python benchmarks/decode.py                                     # 0.6b on a GPU, nano on a CPU
+    python benchmarks/decode.py --size 0.6b --batches 1 64 --prefill 8192 --graphs
+
+A decode step is one token for each sequence after `--context` tokens, in a static KV cache, set back before each step;
+with --graphs the step is captured once as a CUDA graph and replayed. Prefill is one sequence without gradients.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import harness
+import torch
+from harness import DTYPES
+from naive import register
+from torch import Tensor
+from transformers import StaticCache
+
+from attnres.files import write_json
+from attnres.models import build
+from attnres.train.device import tune
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "standard": ("standard", {}),
+    "block": ("block", {"num_blocks": 8}),
+    "full": ("full", {}),
+    "naive block": ("naive_block", {"num_blocks": 8}),
+}
+VOCABULARY = 4096
+DEFAULTS = {
+    "cuda": {"size": "0.6b", "batches": [1, 4, 16, 64], "context": 1024, "prefill": 8192},
+    "cpu": {"size": "nano", "batches": [1, 4], "context": 64, "prefill": 256},
+}
+
+
+class Step:
+    """One decode step of a model with a filled static cache."""
+
+    def __init__(self, model: Any, batch: int, context: int, seed: int):
+        self.model, self.context = model, context
+        device = next(model.parameters()).device
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(VOCABULARY, (batch, context + 1), generator=generator).to(device)
+        self.cache = StaticCache(config=model.config, max_cache_len=context + 8)
+        self.token, self.logits = ids[:, -1:].contiguous(), torch.empty(0)
+        self.model(input_ids=ids[:, :-1], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def back(self) -> None:
+        """Forget the token that the last step added."""
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.context)  # ty: ignore
+
+    def eager(self) -> Tensor:
+        return self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True).logits
+
+    def capture(self) -> None:
+        """Record the step as a CUDA graph, after a few steps on another stream as PyTorch asks."""
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.back()
+                self.eager()
+        torch.cuda.current_stream().wait_stream(side)
+        self.back()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.logits = self.eager()
+
+    def __call__(self) -> Tensor:
+        if self.graph is None:
+            return self.eager()
+        self.graph.replay()
+        return self.logits
+
+
+def _models(size: str, device: torch.device, dtype: torch.dtype, positions: int, seed: int) -> dict[str, Any]:
+    register()
+    models = {}
+    for label, (residual, settings) in VARIANTS.items():
+        model = build(size, residual, vocab_size=VOCABULARY, max_positions=positions, seed=seed, settings=settings)
+        tune(model, device, positions)
+        models[label] = model.to(device).to(dtype).eval()
+        models[label].residual.float()
+    return models
+
+
+def decode(
+    models: dict[str, Any], batch: int, context: int, *, graphs: bool, seconds: float, seed: int
+) -> dict[str, dict[str, Any]]:
+    """One decode step of each model, in turn."""
+    steps: dict[str, Step] = {}
+    reasons: dict[str, dict[str, Any]] = {}
+
+    def prepare(label: str) -> None:
+        step = Step(models[label], batch, context, seed)
+        if graphs:
+            step.capture()
+        steps[label] = step
+
+    for label in models:
+        reason = harness.attempt(partial(prepare, label))
+        if reason is not None:
+            reasons[label] = {"reason": reason}
+    device = next(models["standard"].parameters()).device
+    return harness.measure(steps, device, seconds=seconds, before=lambda label: steps[label].back()) | reasons
+
+
+@torch.no_grad()
+def run(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    size: str,
+    batches: list[int],
+    context: int,
+    prefill: int,
+    graphs: bool,
+    seconds: float,
+    seed: int,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """Decode at each batch size and one prefill; `say` is given each table as it is finished."""
+    models = _models(size, device, dtype, max(prefill, context + 8), seed)
+    result: dict[str, Any] = {"decode": {}, "prefill": {}}
+    progress = harness.Progress("decode", len(batches) + 1)
+    for batch in batches:
+        rows = decode(models, batch, context, graphs=graphs, seconds=seconds, seed=seed)
+        result["decode"][str(batch)] = rows
+        say(f"decode, batch {batch}, after {context} tokens{', CUDA graph' if graphs else ''}\n{harness.lines(rows)}\n")
+        progress.step(f"batch {batch}")
+    ids = torch.randint(VOCABULARY, (1, prefill), generator=torch.Generator().manual_seed(seed)).to(device)
+    candidates = {
+        label: partial(model, input_ids=ids, use_cache=True, logits_to_keep=1) for label, model in models.items()
+    }
+    result["prefill"][str(prefill)] = rows = harness.measure(candidates, device, seconds=seconds)
+    say(f"prefill of {prefill} tokens\n{harness.lines(rows)}\n")
+    progress.step("prefill")
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    harness.add_device(parser)
+    parser.add_argument("--size", default=None, help="a name in attnres.models.sizes.SIZES")
+    parser.add_argument("--batches", type=int, nargs="+", default=None)
+    parser.add_argument("--context", type=int, default=None, help="tokens in the cache before the decode step")
+    parser.add_argument("--prefill", type=int, default=None, help="tokens of the prefill")
+    parser.add_argument("--graphs", action="store_true", help="replay the decode step as a CUDA graph")
+    options = parser.parse_args()
+    device = harness.settle(options, "decode")
+    if options.graphs and device.type != "cuda":
+        parser.error("--graphs needs a GPU: CUDA graphs do not exist on a CPU")
+    given = {name: getattr(options, name) for name in DEFAULTS["cpu"]}
+    shape: dict[str, Any] = DEFAULTS[device.type] | {name: value for name, value in given.items() if value is not None}
+    result = harness.head("decode", device, options.dtype, options.seed) | {"shape": shape, "graphs": options.graphs}
+    how: dict[str, Any] = {"graphs": options.graphs, "seconds": options.seconds, "seed": options.seed}
+    result |= run(device, DTYPES[options.dtype], **shape, **how)
+    write_json(options.out, result)
+    panels = {f"decode, batch {batch}": rows for batch, rows in result["decode"].items()}
+    panels |= {f"prefill, {tokens} tokens": rows for tokens, rows in result["prefill"].items()}
+    ratios = {
+        panel: {name: row["ratio"] for name, row in rows.items() if "ratio" in row} for panel, rows in panels.items()
+    }
+    plot = options.out.with_suffix(".svg")
+    title = f"Generation, {shape['size']}, {result['environment']['device']}"
+    harness.bar_chart(plot, ratios, "time, as a ratio to standard", title)
+    print(f"wrote {options.out} and {plot}")
+
+
+if __name__ == "__main__":
+    main()

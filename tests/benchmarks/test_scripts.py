@@ -1,0 +1,146 @@
+"""Each benchmark runs, small, and finds what it is there to find."""
+
+import json
+import re
+
+import all as every
+import decode
+import harness
+import kernels
+import pytest
+import stack
+import step
+import torch
+
+from attnres.studies.progress import duration
+
+CPU = torch.device("cpu")
+
+
+def _quiet(_: str) -> None:
+    pass
+
+
+def test_candidates_take_turns_and_ratios_are_to_the_first():
+    calls = []
+    rows = harness.measure({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, CPU, seconds=0.0)
+    assert rows["a"]["ratio"] == 1.0
+    assert rows["a"]["rounds"] == rows["b"]["rounds"] == 3
+    assert "".join(calls)[6:12] == "abbaab"  # one call each, two rounds of warm-up, then the order turns
+
+
+def test_a_candidate_that_fails_is_a_row_with_its_reason():
+    def broken():
+        raise ValueError("not this width")
+
+    rows = harness.measure({"a": broken, "b": lambda: None}, CPU, seconds=0.0, nbytes=8.0, copy=1e9)
+    assert rows["a"] == {"reason": "ValueError: not this width"}
+    assert rows["b"]["ratio"] == 1.0
+    assert "not this width" in harness.lines(rows)
+
+
+def test_progress_says_how_much_is_left(capsys):
+    progress = harness.Progress("x", 1)
+    progress.step("part")
+    assert re.search(r"x  1/1  part  left 0 s", capsys.readouterr().err)
+    assert duration(0) == "0 s"
+
+
+def test_kernels_times_reads_and_each_stage_of_a_block(tmp_path):
+    shape, block = kernels.Shape(16, 24, 3), kernels.Shape(16, 24, 2, 3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "copy_bandwidth", lambda device: 1e9)
+        found = kernels.run(CPU, torch.float32, (shape,), (block,), seconds=0.0, seed=0, compiled=False, say=_quiet)
+    ours = found["read"][0]["stages"]["forward"]["ours"]
+    assert ours["bytes"] == 4 * 16 * 24 * 4
+    assert ours["max_error"] < 1e-5
+    assert list(found["block"][0]["stages"]) == list(kernels.STAGES)
+    assert "ours (eager)" in found["block"][0]["stages"]["merges"]
+    json.dumps(found, allow_nan=False)
+    harness.bar_chart(tmp_path / "k.svg", kernels.shares(found), "%", "title")
+    assert (tmp_path / "k.svg").read_text().startswith("<?xml")
+
+
+def test_a_block_of_reads_is_the_same_in_two_phases_and_read_by_read():
+    inputs = kernels.Inputs(3, 8, 16, CPU, torch.float64)
+    queries = torch.randn(4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    arguments = inputs.sources, queries, torch.ones(4, 16, dtype=torch.float64), 1e-6
+    torch.testing.assert_close(kernels.our_block(*arguments), kernels.naive_block(*arguments), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("sizes", [{"sublayers": 6, "block_size": 3}, {"sublayers": 5, "block_size": 2}])
+def test_stack_times_only_networks_that_compute_the_same(sizes):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(harness, "copy_bandwidth", lambda device: 1e9)
+        found = stack.run(
+            CPU, torch.float32, **sizes, tokens=80, width=16, seconds=0.0, seed=0, compiled=False, say=_quiet
+        )
+    for rows in found["kinds"].values():
+        for label in ("ours", "standard", "full (ours)", "naive"):
+            assert rows[label]["max_error"] < 1e-5, label
+            assert rows[label]["median_s"] > 0
+        assert set(rows) >= {peer.name for peer in stack.PEERS}
+
+
+def test_stack_gives_no_time_to_a_network_that_computes_something_else(monkeypatch):
+    monkeypatch.setattr(stack, "relative_rms", lambda mine, exact: {"output": float("nan"), "gradient": 0.0})
+    x = torch.randn(8, 16)
+    network = stack.Stack("norm", x, x, sublayers=2, block_size=1, seed=0, compiled=False, peers=[])
+    assert not network.steps
+    assert all(row["reason"].startswith("wrong") for row in network.rows.values())
+
+
+def test_decode_leaves_the_cache_as_long_as_it_was():
+    how = {"size": "nano", "context": 6, "prefill": 8, "graphs": False, "seconds": 0.0, "seed": 0}
+    found = decode.run(CPU, torch.float32, **how, batches=[2], say=_quiet)
+    assert set(found["decode"]["2"]) == set(decode.VARIANTS) == set(found["prefill"]["8"])
+    assert all("median_s" in row for row in found["decode"]["2"].values())
+
+
+def test_a_decode_step_from_a_static_cache_is_the_model_without_a_cache():
+    model = decode._models("nano", CPU, torch.float32, 16, 0)["block"]
+    with torch.no_grad():
+        run = decode.Step(model, 2, 6, 0)
+        first = run()
+        run.back()
+        again = run()
+        ids = torch.randint(decode.VOCABULARY, (2, 7), generator=torch.Generator().manual_seed(0))
+        plain = model(input_ids=ids, use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    torch.testing.assert_close(first, plain, rtol=1e-4, atol=1e-4)
+
+
+def test_step_has_the_published_sizes_and_every_peer_has_a_row():
+    assert set(step.SIZES) == {"nano-bench", "100m", "0.6b", "deep-narrow"}
+    assert step.SIZES["deep-narrow"].sublayers == 96
+    variants, reasons = step.variants_of("0.6b", "fp32", CPU)
+    assert list(variants)[:4] == list(step.ON_LARGE)
+    assert len(variants) + len(reasons) == 4 + len(step.PEERS)
+
+
+def test_step_times_variants_of_a_small_model(monkeypatch):
+    small = step.Size(step._qwen3(32, 2), 64, 2, 8)
+    monkeypatch.setattr(
+        step, "variants_of", lambda *_: ({k: step.VARIANTS[k] for k in ("standard", "full")}, {"x": "y"})
+    )
+    monkeypatch.setattr(step.Run, "peak_of", lambda self, label: 100 if label == "standard" else 110)
+    step.register()
+    run = step.Run("nano-bench", small, "fp32", CPU, False)
+    found = run.measure(0.0, harness.Progress("step", 2))
+    assert list(found["variants"]) == ["standard", "full"]
+    assert found["variants"]["full"]["peak_ratio"] == 1.1
+    assert found["not_timed"] == {"x": "y"}
+    shown = step.show(found, {"full": {"MB": 2.0}})
+    assert "full" in shown
+    assert "y" in shown
+
+
+def test_all_goes_on_after_a_failure_and_reports_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(every, "jobs", lambda *_: {"peers": ["nothing_here.py"], "traffic": ["traffic.py"]})
+    monkeypatch.setattr("sys.argv", ["all.py", "--device", "cpu", "--out", str(tmp_path)])
+    assert every.main() == 1
+    done = json.loads((tmp_path / "all_cpu.json").read_text())
+    assert done["peers"]["status"] != 0
+    assert done["traffic"]["status"] == 0
+    assert "Training" in (tmp_path / "traffic_cpu.txt").read_text()
+    assert "results in" in capsys.readouterr().out

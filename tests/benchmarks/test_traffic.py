@@ -1,0 +1,58 @@
+"""The traffic model gives the counts that it was derived from."""
+
+import pytest
+import torch
+import traffic
+from traffic import Blocks
+
+
+def test_inference_counts_are_those_of_the_papers_table():
+    net = Blocks(8, 16)
+    assert traffic.standard_inference() == 3
+    assert traffic.full_inference(net) == 24
+    assert traffic.block_inference(net) == 5.5
+    assert traffic.block_inference(net, materialised=True) == 6.5
+    assert traffic.hyper_connections_inference(4, 4096) == pytest.approx(34, abs=0.02)
+
+
+# Vectors per token per sublayer, forward and backward, as counted by hand: (N, S) -> lowest and highest.
+TRAINING = {
+    (8, 4): {"ours": (17, 21), "FLA": (44, 49), "FLA Gluon": (36, 36), "Liger": (51, 51), "flash-attn-res": (41, 41)},
+    (9, 6): {"ours": (16, 19), "FLA": (48, 53), "FLA Gluon": (40, 40), "Liger": (56, 56), "flash-attn-res": (41, 41)},
+    (8, 24): {"ours": (14, 15), "FLA": (46, 51), "FLA Gluon": (38, 38), "Liger": (54, 54), "flash-attn-res": (41, 41)},
+}
+
+
+@pytest.mark.parametrize("shape", TRAINING, ids=lambda shape: f"N{shape[0]}-S{shape[1]}")
+@pytest.mark.parametrize("who", ["ours", "FLA", "FLA Gluon", "Liger"])
+def test_training_counts_lie_within_a_vector_of_the_hand_count(shape, who):
+    count = traffic.TRAINING["two phases (ours)" if who == "ours" else who](Blocks(*shape))
+    low, high = TRAINING[shape][who]
+    assert count.low == pytest.approx(low, abs=0.75)
+    assert count.high == pytest.approx(high, abs=0.75)
+
+
+@pytest.mark.parametrize("shape", TRAINING, ids=lambda shape: f"N{shape[0]}-S{shape[1]}")
+def test_flash_attn_res_moves_41_vectors_and_the_copies_at_a_blocks_start(shape):
+    count = traffic.flash_attn_res(Blocks(*shape))
+    assert count.low == pytest.approx(41, abs=0.75)
+    assert count.high - count.low == pytest.approx(8 / shape[1])
+
+
+def test_a_network_of_one_long_block_moves_what_two_phases_need_for_it():
+    assert traffic.two_phase(Blocks(1, 1)).low > traffic.standard().low
+    assert traffic.two_phase(Blocks(8, 1)).low > traffic.two_phase(Blocks(8, 2)).low
+
+
+def test_a_predicted_time_is_bytes_over_bandwidth():
+    vector = 8192 * 7168 * torch.bfloat16.itemsize
+    moved = traffic.seconds(traffic.read(9), tokens=8192, width=7168, itemsize=2, bandwidth=3e12)
+    assert moved == pytest.approx(10 * vector / 3e12)
+
+
+def test_the_tables_are_printed(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["traffic.py", "--bandwidth", "2e12"])
+    traffic.main()
+    shown = capsys.readouterr().out
+    assert "flash-attn-res" in shown
+    assert "2000 GB/s" in shown
