@@ -4,11 +4,31 @@
 attention does in `attnres.inspect`, comparisons in `attnres.studies` and `attnres.report`.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .errors import UserError
 from .ops import Norm, depth_read, depth_read_reference
 from .residuals import RESIDUALS, Residual, make_residual
 
+if TYPE_CHECKING:
+    from .evals.generate import generate
+    from .models import convert
+
 __version__ = "0.1.0"
+
+_LAZY = {"convert": "attnres.models", "generate": "attnres.evals.generate"}
+"""What needs Transformers, and so is imported when it is first asked for."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'attnres' has no attribute '{name}'")
+    return getattr(importlib.import_module(_LAZY[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
 
 __all__ = [
     "RESIDUALS",
@@ -16,7 +36,9 @@ __all__ = [
     "Residual",
     "UserError",
     "__version__",
+    "convert",
     "depth_read",
     "depth_read_reference",
+    "generate",
     "make_residual",
 ]

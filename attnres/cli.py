@@ -1,4 +1,4 @@
-"""The command `attnres`: train, compare, report, prepare.
+"""The command `attnres`: train, compare, report, prepare, eval, generate.
 
 Flags are the fields of the configuration dataclasses (tyro reads their docstrings for the help). `--config FILE` gives
 a YAML, TOML or JSON file whose values the flags override. A user's mistake is one sentence on stderr and exit status 2.
@@ -17,6 +17,7 @@ from typing import Any
 import tyro
 
 from attnres.errors import UserError, unknown
+from attnres.evals.config import EvalConfig, GenerateConfig
 from attnres.flags import Hidden, Settings, Size, config_file, parse
 from attnres.train.config import ModelConfig, OptimConfig, TrainConfig, from_dict
 
@@ -30,6 +31,8 @@ commands:
   compare   train variants side by side under equal conditions; without options: the demo
   report    make the table and report.html again from run folders on disk
   prepare   tokenise a corpus
+  eval      perplexity and tasks, of one model or of several side by side
+  generate  text from a model
 
 attnres COMMAND --help shows a command's options.
 
@@ -39,6 +42,8 @@ examples:
   attnres compare --variants standard block --lrs 5e-4 1e-3 2e-3 --out runs/rates
   attnres train --residual full --source my_text/ --steps 2000 --out runs/mine
   attnres report runs/blocks
+  attnres eval runs/blocks/standard-seed0 runs/blocks/block-seed0 --data eval_files/ --tasks wikitext2 lambada
+  attnres generate runs/mine --prompt "Once upon a time" --show-depth
 """
 
 # ------------------------------------------------------------------ what each command takes
@@ -149,6 +154,43 @@ class Prepare:
     """Folder for the shards; none is one in the cache."""
 
 
+@dataclass
+class Eval(EvalConfig):
+    """Score models on text and tasks; the differences of several are taken item by item, to the first."""
+
+    out: str | None = None
+    """JSON file for the results; the items go beside it, to NAME.items.jsonl."""
+    progress: bool = True
+    """Show a progress bar."""
+
+
+@dataclass
+class Families:
+    """Print which families of decoders convert, how exactly, and what is refused and why."""
+
+
+@dataclass
+class Convert:
+    """Give a pretrained model depth reads without changing its logits, and write it."""
+
+    model: tyro.conf.Positional[str]
+    """Folder or hub name of a Hugging Face causal language model."""
+    out: tyro.conf.Positional[str]
+    """Folder to write, new or empty."""
+    residual: str = "block"
+    """How sublayers read earlier outputs: block, full or rescaled."""
+    block_size: int | None = None
+    """Sublayers (attention and MLP count apart) in a block; give this or num_blocks."""
+    num_blocks: int | None = None
+    """Number of blocks; give this or block_size."""
+    read_scale: str = "sum"
+    """sum is exact; mean, the paper's, is exact only up to the eps of the norms that follow."""
+    dtype: str | None = None
+    """Weights in bf16, fp16, fp32 or fp64; none keeps the model's own."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+
+
 # ------------------------------------------------------------------ the commands
 
 
@@ -224,11 +266,68 @@ def prepare_command(arguments: list[str]) -> None:
     print(f"{prepared.path} (vocabulary {prepared.vocab_size:,})")
 
 
+def eval_command(arguments: list[str]) -> None:
+    chosen = parse("eval", Eval, arguments)
+    if chosen.out is not None and Path(chosen.out).suffix != ".json":
+        raise UserError(f"--out is '{chosen.out}': expected the name of a .json file")
+
+    from attnres.evals.run import evaluate
+    from attnres.evals.table import show
+
+    results = evaluate(EvalConfig(**_fields(chosen, only=EvalConfig)), progress=chosen.progress)
+    show(results.record)
+    if chosen.out is not None:
+        items = results.save(chosen.out)
+        print(f"{chosen.out}, item by item in {items}")
+
+
+def generate_command(arguments: list[str]) -> None:
+    chosen = parse("generate", GenerateConfig, arguments)
+
+    from attnres.evals.generate import speak
+
+    speak(chosen)
+
+
+def convert_command(arguments: list[str]) -> None:
+    chosen = parse("convert", Convert, arguments)
+
+    from attnres.models import convert
+
+    given = {"block_size": chosen.block_size, "num_blocks": chosen.num_blocks, "read_scale": chosen.read_scale}
+    if chosen.residual not in ("block", "full"):
+        given.pop("read_scale")
+    settings = {name: value for name, value in given.items() if value is not None}
+    remote = chosen.trust_remote_code
+    print(
+        convert(chosen.model, chosen.residual, out=chosen.out, dtype=chosen.dtype, trust_remote_code=remote, **settings)
+    )
+
+
+def families_command(arguments: list[str]) -> None:
+    parse("families", Families, arguments)
+
+    from rich.console import Console
+    from rich.table import Table
+
+    from attnres.models import families_table
+
+    table = Table("family", "model types", "converts", "", title="Decoders that depth reads go into")
+    for row in families_table():
+        table.add_row(row.family, ", ".join(row.model_types), row.kind, row.note)
+    Console().print(table)
+    print("Others are probed: what follows a pre-norm decoder's pattern converts, verified by its logits.")
+
+
 COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "train": train_command,
     "compare": compare_command,
     "report": report_command,
     "prepare": prepare_command,
+    "convert": convert_command,
+    "families": families_command,
+    "eval": eval_command,
+    "generate": generate_command,
 }
 
 

@@ -81,6 +81,15 @@ def compared(monkeypatch):
         (["report", "absent"], "absent is not a folder"),
         (["report", ".", "--images", "pdf"], "unknown image format 'pdf'"),
         (["prepare", "--source", "absent.txt"], "source 'absent.txt' does not exist"),
+        (["eval"], "no model given: expected attnres eval MODEL..."),
+        (["eval", "./absent", "--tasks", "text.txt"], "model './absent' does not exist: expected a run folder"),
+        (["eval", ".", "--tasks", "text.txt"], ". holds no model: expected a run folder"),
+        (["eval", ".", "--tasks", "helaswag"], "unknown task 'helaswag': did you mean 'hellaswag'?"),
+        (["eval", ".", "--data", "absent"], "data folder absent does not exist"),
+        (["eval", ".", "--limt", "3"], "unknown option '--limt': did you mean '--limit'?"),
+        (["eval", ".", "--out", "results"], "--out is 'results': expected the name of a .json file"),
+        (["generate", "./absent", "--prompt", "a"], "model './absent' does not exist: expected a run folder"),
+        (["generate", "."], "Missing from attnres generate: --prompt"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_two(capsys, tmp_path, monkeypatch, arguments, message):
@@ -326,3 +335,22 @@ def test_report_prints_the_table_and_writes_beside_the_runs(capsys, tmp_path):
     assert "full" in out
     assert "No variant has finished yet" in out
     assert (tmp_path / "report.html").exists()
+
+
+def test_convert_writes_a_model_and_says_how_exact_it_is(tmp_path, capsys):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    LlamaForCausalLM(LlamaConfig(**size, vocab_size=64)).save_pretrained(tmp_path / "plain")
+    arguments = ["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--num-blocks", "2"]
+    main(arguments)
+    assert "logits" in capsys.readouterr().out and (tmp_path / "out" / "conversion.json").exists()
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2 and "not empty" in capsys.readouterr().err
+
+
+def test_families_names_what_converts_and_what_is_refused(capsys):
+    main(["families"])
+    said = capsys.readouterr().out
+    assert "Qwen3" in said and "refused" in said

@@ -24,6 +24,9 @@ MAX_ONE_PASS = 32
 MAX_WIDTH = 16384
 """The widest vector of the Triton kernels, which hold a row in registers."""
 
+MAX_SHARED = 256
+"""The most sources, and the most reads, of the Triton kernels' phase 1."""
+
 _log = logging.getLogger("attnres")
 
 
@@ -78,7 +81,7 @@ def _gpu() -> ModuleType | str:
 
 
 def _choose(
-    tensors: Sequence[Tensor], compute: torch.dtype, made: Sequence[torch.dtype]
+    tensors: Sequence[Tensor], compute: torch.dtype, made: Sequence[torch.dtype], reads: int = 1, opens: int = 0
 ) -> tuple[str, ModuleType, str, bool]:
     """Backend, its module, the reason, and whether the fallback (if it is one) is worth a word to the user."""
     device, width = tensors[0].device.type, tensors[0].shape[-1]
@@ -96,6 +99,13 @@ def _choose(
         return "eager", eager, module, True
     if width > MAX_WIDTH:
         return "eager", eager, f"width {width} is more than {MAX_WIDTH}", True
+    for name, count, most in (
+        ("sources", len(tensors), MAX_SHARED),
+        ("reads", reads, MAX_SHARED),
+        ("open sources", opens, MAX_ONE_PASS),
+    ):
+        if count > most:
+            return "eager", eager, f"{count} {name} are more than {most}", True
     return "gpu", module, "CUDA with Triton", False
 
 
@@ -104,9 +114,14 @@ def _say_once(reason: str) -> None:
     _log.warning("attnres: depth reads fall back to plain torch, which is slower: %s", reason)
 
 
-def backend_for(tensors: Sequence[Tensor], compute: torch.dtype, *made: torch.dtype) -> ModuleType:
-    """The module whose five functions (those of eager.py) take these (T, d) tensors and make such vectors."""
-    _, module, reason, loud = _choose(tensors, compute, made)
+def backend_for(
+    tensors: Sequence[Tensor], compute: torch.dtype, *made: torch.dtype, reads: int = 1, opens: int = 0
+) -> ModuleType:
+    """The module whose five functions (those of eager.py) take these (T, d) tensors and make such vectors.
+
+    `reads` share them in phase 1, or `opens` of them are the open sources of one merge.
+    """
+    _, module, reason, loud = _choose(tensors, compute, made, reads, opens)
     if loud:
         _say_once(reason)
     return module
@@ -127,7 +142,7 @@ def explain(sources: Sequence[Tensor], *, reads: int = 1, opens: int = 0, traini
         'one pass'
     """
     training = torch.is_grad_enabled() if training is None else training
-    name, _, reason, _ = _choose(list(sources), compute_dtype(sources[0].dtype), ())
+    name, _, reason, _ = _choose(list(sources), compute_dtype(sources[0].dtype), (), reads, opens)
     n = len(sources)
     two = in_two_phases(n, reads, training=training, opens=opens)
     moved = vectors_moved(n, reads, training=training)

@@ -36,7 +36,8 @@ def _apart(made: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.library.custom_op("attnres::read_sealed", mutates_args=())
 def _read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> list[Tensor]:
-    outputs, *rest = backend_for(sources, queries.dtype, dtype).read_sealed(queries, sources, eps, dtype)
+    backend = backend_for(sources, queries.dtype, dtype, reads=len(queries))
+    outputs, *rest = backend.read_sealed(queries, sources, eps, dtype)
     return _apart([*outputs, *rest], sources)
 
 
@@ -63,7 +64,7 @@ def _read_sealed_backward(
     dtop: Sequence[Tensor],
     carried: Sequence[Tensor],
 ) -> list[Tensor]:
-    backend = backend_for([*sources, *grads], queries.dtype)
+    backend = backend_for(sources, queries.dtype, reads=len(queries))
     earlier = [_or_none(grad) for grad in carried]
     dqueries, dsources = backend.read_sealed_backward(queries, sources, inv_rms, logits, grads, dtop, earlier)
     return _apart([dqueries, *dsources], [*grads, *carried])
@@ -125,7 +126,7 @@ def _merge(
 ) -> list[Tensor]:
     vectors = [t for t in (output, added, *opens) if t is not None]
     norm = _norm(kind, weight, bias, norm_eps, out_dtype)
-    backend = backend_for(vectors, compute_dtype(dtype), dtype, out_dtype)
+    backend = backend_for(vectors, compute_dtype(dtype), dtype, out_dtype, opens=len(opens))
     x, saved, partial = backend.merge(opens, added, query, eps, output, top, total, norm, dtype)
     h = saved.h if opens else None  # without open sources it is the output itself
     return _apart([x, *(_filled(t, x) for t in (h, *saved[1:], partial))], vectors)
@@ -228,7 +229,7 @@ def _merge_backward(
 ) -> list[Tensor]:
     saved = MergeSaved(h, rstd, weights, sealed, scores, inv_rms)
     norm = _norm(kind, weight, bias, norm_eps, None)
-    backend = backend_for([h, grad, *opens], compute_dtype(h.dtype))
+    backend = backend_for([h, grad, *opens], compute_dtype(h.dtype), opens=len(opens))
     d = backend.merge_backward(grad, [_or_none(g) for g in carried], opens, query, norm, saved)
     output = None if d.output is None else d.output.to(_dtype_of_phase1(h, grad, kind))
     made = [*(_filled(t, grad) for t in (output, d.top, d.query, d.weight, d.bias)), *d.opens]

@@ -99,8 +99,8 @@ def _handed_on(sources: Sequence[Tensor]) -> list[Tensor]:
     return [source.detach() for source in sources]
 
 
-def _backend(tensors: Sequence[Tensor], compute: torch.dtype, *made: torch.dtype) -> ModuleType:
-    return registered if torch.compiler.is_compiling() else backend_for(tensors, compute, *made)
+def _backend(tensors: Sequence[Tensor], compute: torch.dtype, *made: torch.dtype, **counts: int) -> ModuleType:
+    return registered if torch.compiler.is_compiling() else backend_for(tensors, compute, *made, **counts)
 
 
 class _Unrecorded:
@@ -126,7 +126,7 @@ class _ReadSealed(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         queries, flat = queries.to(compute), _flat(sources)
-        ctx.backend = _backend(flat, compute, dtype)
+        ctx.backend = _backend(flat, compute, dtype, reads=len(queries))
         outputs, top, total, logits, inv_rms = ctx.backend.read_sealed(queries, flat, eps, dtype)
         ctx.save_for_backward(queries, logits, inv_rms, *sources)
         ctx.dtype = dtype
@@ -178,7 +178,7 @@ class _Merge(torch.autograd.Function):
             norm = norm._replace(weight=weight, bias=bias)
         out_dtype = dtype if norm is None else norm.out_dtype or dtype
         vectors = [t for t in (flat_output, flat_added, *flat) if t is not None]
-        ctx.backend = _backend(vectors, compute_dtype(dtype), dtype, out_dtype)
+        ctx.backend = _backend(vectors, compute_dtype(dtype), dtype, out_dtype, opens=k)
         x, saved, partial = ctx.backend.merge(flat, flat_added, query, eps, flat_output, top, total, norm, dtype)
         scored = opens if partial is None else (*opens[:-1], partial.view(shape))
         ctx.save_for_backward(weight, bias, query, None if recompute else saved.h, *saved[1:], *scored, *again)

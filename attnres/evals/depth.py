@@ -1,0 +1,111 @@
+"""Where the prediction of a token read from, seen while it is made."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import UserError
+from ..residuals import Residual
+
+TOP = 3
+"""Sources of the output read that are named."""
+
+PARTS = 8
+"""Parts into which the depth of a network without blocks is cut for the summary: as many as Block has by default."""
+
+
+LEGEND = """\
+each new token | the heaviest sources of the output read | for each block b1, b2, ... of sublayers the source that its
+reads weigh most on average, and its weight
+(emb embedding, part the block's own sum so far, b block, a attention, m mlp)"""
+
+
+@dataclass(frozen=True)
+class TokenDepth:
+    """One new token and where its prediction read from.
+
+    Attributes:
+        token: its id; `text` what it says.
+        output: (source, weight) of the output read, the heaviest first.
+        blocks: a part of the depth each (a block, where the residual has blocks): name, the source that its reads
+            weighed most on average, and that weight.
+    """
+
+    token: int
+    text: str
+    output: list[tuple[str, float]]
+    blocks: list[tuple[str, str, float]]
+
+    def line(self) -> str:
+        """One line: the token, the heaviest sources of the output, and each block's heaviest source."""
+        output = ", ".join(f"{source} {weight:.2f}" for source, weight in self.output[:TOP])
+        blocks = "  ".join(f"{name} {_short(source)} {weight:.2f}" for name, source, weight in self.blocks)
+        return f"{self.text!r:16} output: {output} | {blocks}"
+
+
+class DepthReader:
+    """Watches the reads of a model while it generates, one sequence at a time; changes no number.
+
+    Raises:
+        UserError: the model's residual has no weights to show, or is being recorded already.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+        residual = next((module for module in model.modules() if isinstance(module, Residual)), None)
+        if residual is None:
+            raise UserError(
+                f"{type(model).__name__} has no depth reads to show: give a model of attnres, or leave out --show-depth"
+            )
+        if residual.observer is not None:
+            raise UserError("this model is being recorded already: leave the first recording before a second")
+        self.residual, self.tokenizer = residual, tokenizer
+        self.weights: dict[int, Tensor] = {}
+        self.sources: dict[int, list[str]] = {}
+
+    def __enter__(self) -> Self:
+        self.residual.observer = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.residual.observer = None
+
+    def on_read(self, index: int, h: Tensor, weights: Tensor | None, sources: Sequence[str]) -> None:
+        if weights is None:
+            raise UserError(
+                f"residual '{self.residual.name}' weighs no sources: --show-depth needs one that does, such as block"
+            )
+        # The last position of the pass is the one that predicts.
+        self.weights[index], self.sources[index] = weights[-1].detach(), list(sources)
+
+    def on_write(self, index: int, output: Tensor) -> None:
+        pass
+
+    def read(self, token: int) -> TokenDepth:
+        """What the pass that predicted `token` did; call it before the next pass."""
+        last = self.residual.num_sublayers
+        rows = {index: weights.float().tolist() for index, weights in self.weights.items()}
+        output = sorted(zip(self.sources[last], rows[last]), key=lambda pair: -pair[1])
+        blocks = []
+        size = getattr(self.residual, "block_size", 0) or -(-last // PARTS)
+        for number, start in enumerate(range(0, last, size), 1):
+            reads = range(start, min(start + size, last))
+            sums: dict[str, float] = {}
+            for index in reads:
+                for source, weight in zip(self.sources[index], rows[index]):
+                    sums[source] = sums.get(source, 0.0) + weight / len(reads)
+            source = max(sums, key=lambda name: sums[name])
+            blocks.append((f"b{number}", source, sums[source]))
+        return TokenDepth(token, str(self.tokenizer.decode([token])), output, blocks)
+
+
+def _short(source: str) -> str:
+    """The name of a source in a few letters: emb, b3, part, a4, m4."""
+    kind, _, number = source.partition(" ")
+    short = {"embedding": "emb", "partial": "part", "block": "b", "attention": "a", "mlp": "m"}.get(kind, kind)
+    return f"{short}{number}"

@@ -1,0 +1,166 @@
+"""What a model is asked for a task, and the figures its answers make."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import UserError
+from .measures import Measure, tokens_digest
+from .scoring import Request, Scored, encode_pairs
+from .subject import Subject
+from .tasks import Task
+from .windows import windows
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One task as token ids for one model.
+
+    Attributes:
+        requests: everything to be scored.
+        groups: for an item (or, of a text, for a way of cutting windows) its requests; empty where it was left out.
+        notes: what the reader of the figures should know.
+    """
+
+    task: Task
+    requests: list[Request]
+    groups: list[range]
+    notes: list[str]
+    width: int = 0
+    stride: int = 0
+    bytes: int = 0
+
+
+def ask(task: Task, subject: Subject, *, width: int, stride: int, limit: int | None) -> Asked:
+    """Encode a task; of a text at most `limit` windows.
+
+    Raises:
+        UserError: the tokenizer is not the model's, or a text too short to score.
+    """
+    asked = _ask_text(task, subject, width, stride, limit) if task.kind == "text" else _ask_items(task, subject)
+    subject.check_ids(max(max(max(part, default=0) for part in request) for request in asked.requests))
+    return asked
+
+
+def _ask_text(task: Task, subject: Subject, width: int, stride: int, limit: int | None) -> Asked:
+    tokenizer = subject.tokenizer
+    ids = tokenizer(task.text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    size = len(task.text.encode())
+    if limit is not None and len(ids) > limit * width:
+        ids = ids[: limit * width]
+        size = len(str(tokenizer.decode(ids)).encode())
+    apart = windows(ids, width, width, subject.bos)
+    sliding = windows(ids, width, stride, subject.bos)
+    if not apart:
+        raise UserError(f"{task.source} is too short: expected two tokens or more")
+    groups = [range(len(apart)), range(len(apart), len(apart) + len(sliding))]
+    return Asked(task, apart + sliding, groups, [], width, stride, size)
+
+
+def _ask_items(task: Task, subject: Subject) -> Asked:
+    pairs = [pair for item in task.items for pair in item.pairs]
+    encoded = iter(encode_pairs(subject.tokenizer, pairs, subject.prefix))
+    requests: list[Request] = []
+    groups, cut, left_out = [], 0, 0
+    for item in task.items:
+        own = [next(encoded) for _ in item.pairs]
+        if any(len(request.continuation) > subject.context for request in own):
+            left_out += 1
+            groups.append(range(0))
+            continue
+        cut += any(len(request.context) + len(request.continuation) > subject.context + 1 for request in own)
+        groups.append(range(len(requests), len(requests) + len(own)))
+        requests += own
+    if not requests:
+        raise UserError(f"no item of {task.source} fits into the {subject.context} tokens of {subject.name}")
+    notes = []
+    if cut:
+        notes.append(f"{cut:,} of {len(task.items):,} items cut on the left to {subject.context:,} tokens")
+    if left_out:
+        notes.append(
+            f"{left_out:,} of {len(task.items):,} items left out: an answer alone is longer than "
+            f"{subject.context:,} tokens"
+        )
+    return Asked(task, requests, groups, notes)
+
+
+def figures(asked: Asked, scored: Sequence[Scored]) -> list[Measure]:
+    """The measures of a task from the scores of its requests."""
+    makers = {"text": _text_figures, "word": _word_figures, "choice": _choice_figures}
+    return makers[asked.task.kind](asked, scored)
+
+
+def _text_figures(asked: Asked, scored: Sequence[Scored]) -> list[Measure]:
+    apart, sliding = ([scored[i] for i in group] for group in asked.groups)
+    names = (
+        (
+            "perplexity_non_overlapping",
+            f"perplexity, non-overlapping windows of {asked.width:,}",
+            apart,
+            asked.groups[0],
+        ),
+        (
+            "perplexity_sliding",
+            f"perplexity, sliding windows of {asked.width:,} by {asked.stride:,}",
+            sliding,
+            asked.groups[1],
+        ),
+    )
+    made = []
+    for key, label, scores, group in names:
+        digest = tokens_digest([asked.requests[i] for i in group])
+        loss, count = _losses(scores), np.array([float(len(s.logprobs)) for s in scores])
+        made.append(Measure(key, label, loss, count, exp=True, unit="nats/token", tokens=digest))
+    last = made[-1]
+    # Bytes are shared among the windows by their tokens: the sum is exact, to within the text's first token.
+    share = last.below / last.below.sum() * asked.bytes
+    bits = last.above / math.log(2)
+    made.append(
+        Measure("bits_per_byte", "bits per byte, sliding windows", bits, share, tokens=last.tokens, universal=True)
+    )
+    return made
+
+
+def _word_figures(asked: Asked, scored: Sequence[Scored]) -> list[Measure]:
+    ones = np.ones(len(asked.groups))
+    answers = [scored[group.start] if len(group) else None for group in asked.groups]
+
+    def each(value) -> np.ndarray:
+        return np.array([math.nan if answer is None else float(value(answer)) for answer in answers])
+
+    digest = tokens_digest(asked.requests)
+    return [
+        Measure("acc", "accuracy, whole word", each(lambda s: s.greedy.all()), ones),
+        Measure("perplexity", "perplexity of the word", each(lambda s: -s.total), ones, exp=True, unit="nats/word"),
+        Measure("acc_first_token", "accuracy, first token only", each(lambda s: s.greedy[0]), ones, tokens=digest),
+    ]
+
+
+def _choice_figures(asked: Asked, scored: Sequence[Scored]) -> list[Measure]:
+    task, ones = asked.task, np.ones(len(asked.groups))
+
+    def right(divisor) -> np.ndarray:
+        values = []
+        for item, group in zip(task.items, asked.groups, strict=True):
+            if not len(group):
+                values.append(math.nan)
+                continue
+            totals = [scored[i].total / divisor(item, k, scored[i]) for k, i in enumerate(group)]
+            values.append(float(int(np.argmax(totals)) == item.gold))
+        return np.array(values)
+
+    chance = sum(1 / len(item.pairs) for item in task.items) / len(task.items)
+    made = [Measure("acc", "accuracy", right(lambda item, k, s: 1), ones, chance=chance)]
+    if task.norm:
+        by_length = right(lambda item, k, s: item.characters[k])
+        made.append(Measure("acc_norm", "accuracy, by characters", by_length, ones, chance=chance))
+    if task.per_token:
+        by_tokens = right(lambda item, k, s: len(s.logprobs))
+        made.append(Measure("acc_per_token", "accuracy, by tokens", by_tokens, ones, chance=chance))
+    return made
+
+
+def _losses(scores: Sequence[Scored]) -> np.ndarray:
+    return np.array([-s.total for s in scores])

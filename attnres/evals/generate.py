@@ -1,0 +1,257 @@
+"""Text from a model, token by token, through Transformers' own `generate` and KV cache."""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers.generation.streamers import BaseStreamer
+
+from ..errors import UserError
+from .config import Dtype, GenerateConfig
+from .depth import LEGEND, DepthReader, TokenDepth
+from .subject import context_of, find_subject, pick_device
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen. None takes the model's own setting (generation_config.json), else none is made.
+
+    Attributes:
+        greedy: always the likeliest.
+        temperature: above 0; divides the logits.
+        top_k: only the k likeliest.
+        top_p: only the likeliest whose probabilities sum to p.
+        seed: of the random numbers; the global random state is left as it was.
+    """
+
+    greedy: bool = False
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raise UserError for values that cannot be."""
+        if self.greedy and any(value is not None for value in (self.temperature, self.top_k, self.top_p)):
+            raise UserError("greedy takes the likeliest token: leave out temperature, top_k and top_p, or greedy")
+        if self.temperature is not None and not 0 < self.temperature < float("inf"):
+            raise UserError(
+                f"temperature is {self.temperature}: expected a number above 0, or greedy for the likeliest token"
+            )
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k is {self.top_k}: expected a whole number, at least 1")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p is {self.top_p}: expected a number above 0, at most 1")
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A loaded model with its tokenizer."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    context: int
+
+    def encode(self, prompt: str, *, chat: bool = False) -> Tensor:
+        """Token ids (1, T) of a prompt, or of a user's turn in the model's chat template.
+
+        Raises:
+            UserError: an empty prompt, no chat template, or no room for a token more.
+        """
+        if not prompt:
+            raise UserError("the prompt is empty: expected some text to go on from")
+        if chat:
+            if not self.tokenizer.chat_template:
+                raise UserError(f"the tokenizer of {self.name} has no chat template: leave out --chat")
+            turns = [{"role": "user", "content": prompt}]
+            text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        else:
+            ids = self.tokenizer(prompt, verbose=False)["input_ids"]
+        rows = cast(nn.Embedding, self.model.get_input_embeddings()).num_embeddings
+        if max(ids) >= rows:
+            raise UserError(
+                f"the tokenizer of {self.name} gives id {max(ids)} and the model's embedding has {rows} rows: they "
+                "belong to different models"
+            )
+        if len(ids) >= self.context:
+            raise UserError(
+                f"the prompt has {len(ids):,} tokens and {self.name} takes {self.context:,}: shorten it to leave room"
+            )
+        return torch.tensor([ids], device=self.model.device)
+
+
+def open_speaker(
+    name: str | Path, *, dtype: Dtype = "auto", device: str = "auto", trust_remote_code: bool = False
+) -> Speaker:
+    """Load a run folder, a model folder or a hub model with its tokenizer. Raises UserError."""
+    subject = find_subject(name, trust_remote_code=trust_remote_code)
+    model = subject.load(dtype, str(pick_device(device)))
+    return Speaker(subject.name, model, subject.tokenizer, subject.context)
+
+
+def generate(
+    model: str | Path | PreTrainedModel | Speaker,
+    prompt: str,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    max_new_tokens: int = 128,
+    greedy: bool = False,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    chat: bool = False,
+    on_text: Callable[[str], None] | None = None,
+    on_token: Callable[[TokenDepth], None] | None = None,
+    trust_remote_code: bool = False,
+) -> str:
+    """The text with which a model goes on from `prompt`.
+
+    >>> attnres.generate("runs/mine", "def main():")  # doctest: +SKIP
+
+    Args:
+        model: a run folder, a model folder, a hub name, a model in memory (then with its `tokenizer`), or a Speaker.
+        max_new_tokens: fewer where the model's context ends before, or where the text does.
+        greedy, temperature, top_k, top_p, seed: see `Sampling`.
+        chat: the prompt is a user's turn in the model's chat template.
+        on_text: called with each piece of the text as soon as it is known.
+        on_token: called after each token with where its prediction read from; needs a residual with weights.
+
+    Raises:
+        UserError: see `Speaker.encode`, `Sampling.check`, `find_subject`.
+    """
+    sampling = Sampling(greedy, temperature, top_k, top_p, seed)
+    sampling.check()
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {max_new_tokens}: expected a whole number, at least 1")
+    if isinstance(model, Speaker):
+        speaker = model
+    elif isinstance(model, str | Path):
+        speaker = open_speaker(model, trust_remote_code=trust_remote_code)
+    elif tokenizer is None:
+        raise UserError("a model in memory needs its tokenizer: pass tokenizer=..., or give the model's folder")
+    else:
+        speaker = Speaker(type(model).__name__, model, tokenizer, context_of(model.config, tokenizer))
+    ids = speaker.encode(prompt, chat=chat)
+    new = min(max_new_tokens, speaker.context - ids.shape[1])
+    streamers: list[BaseStreamer] = []
+    if on_text is not None:
+        streamers.append(_Pieces(speaker.tokenizer, on_text))
+    if on_token is None:
+        return _run(speaker, ids, _settings(speaker.model, sampling, new), streamers, seed)
+    with DepthReader(speaker.model, speaker.tokenizer) as reader:
+        streamers.append(_Tokens(lambda token: on_token(reader.read(token))))
+        return _run(speaker, ids, _settings(speaker.model, sampling, new), streamers, seed)
+
+
+def speak(config: GenerateConfig) -> None:
+    """The command: print the prompt and what follows as it comes, or a line a token; then the speeds."""
+    options: dict[str, Any] = {
+        "dtype": config.dtype,
+        "device": config.device,
+        "trust_remote_code": config.trust_remote_code,
+    }
+    names = ("max_new_tokens", "greedy", "temperature", "top_k", "top_p", "seed", "chat")
+    how: dict[str, Any] = {name: getattr(config, name) for name in names}
+    first = open_speaker(config.model, **options)
+    second = open_speaker(config.beside, **options) if config.beside is not None else None
+    if config.show_depth:
+        print(LEGEND, file=sys.stderr)
+        generate(first, config.prompt, on_token=lambda token: print(token.line(), flush=True), **how)
+    else:
+        first.encode(config.prompt, chat=config.chat)  # what is wrong with the prompt is said before it is printed
+        print(config.prompt, end="\n\n" if config.chat else "", flush=True)
+        generate(first, config.prompt, on_text=lambda text: print(text, end="", flush=True), **how)
+        print()
+    if second is not None:
+        from .speed import beside
+
+        print(beside((first, second), config.prompt, config.max_new_tokens).line())
+
+
+def _run(
+    speaker: Speaker, ids: Tensor, settings: GenerationConfig, streamers: Sequence[BaseStreamer], seed: int
+) -> str:
+    model = speaker.model
+    was_training = model.training
+    model.eval()
+    devices = [model.device] if model.device.type == "cuda" else []
+    try:
+        with torch.random.fork_rng(devices=devices), torch.inference_mode():
+            torch.manual_seed(seed)
+            out = model.generate(  # ty: ignore[not-callable]
+                ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=_Several(streamers)
+            )
+    finally:
+        model.train(was_training)
+    return str(speaker.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def _settings(model: PreTrainedModel, sampling: Sampling, new: int) -> GenerationConfig:
+    """What was asked for; where nothing was, the model's own; never Transformers' default of 50 for top_k."""
+    own: Any = model.generation_config
+    end = own.eos_token_id
+    pad = own.pad_token_id if own.pad_token_id is not None else (end[0] if isinstance(end, list) else end)
+
+    def pick(given: Any, theirs: Any, otherwise: Any) -> Any:
+        return next(value for value in (given, theirs, otherwise) if value is not None)
+
+    return GenerationConfig(
+        max_new_tokens=new,
+        do_sample=not sampling.greedy,
+        temperature=1.0 if sampling.greedy else pick(sampling.temperature, own.temperature, 1.0),
+        top_k=50 if sampling.greedy else pick(sampling.top_k, own.top_k, 0),
+        top_p=1.0 if sampling.greedy else pick(sampling.top_p, own.top_p, 1.0),
+        num_beams=1,
+        pad_token_id=0 if pad is None else pad,
+        use_cache=True,
+    )
+
+
+class _Several(BaseStreamer):
+    """Tells several streamers; at least none."""
+
+    def __init__(self, streamers: Sequence[BaseStreamer]) -> None:
+        self.streamers = streamers
+
+    def put(self, value: Tensor) -> None:
+        for streamer in self.streamers:
+            streamer.put(value)
+
+    def end(self) -> None:
+        for streamer in self.streamers:
+            streamer.end()
+
+
+class _Pieces(TextStreamer):
+    """Hands over text as whole words and characters become known."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, on_text: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self.on_text(text)
+
+
+class _Tokens(BaseStreamer):
+    """Hands over the id of each new token."""
+
+    def __init__(self, on_id: Callable[[int], None]) -> None:
+        self.on_id, self.prompt_seen = on_id, False
+
+    def put(self, value: Tensor) -> None:
+        if self.prompt_seen:
+            self.on_id(int(value.flatten()[0]))
+        self.prompt_seen = True
+
+    def end(self) -> None:
+        pass

@@ -1,0 +1,100 @@
+"""Every task that is not built in: lm-eval's own runner on its `HFLM`, the same weights and tokenizer.
+
+lm-eval is an extra. Its figures that are means over documents come with their standard error and are compared document
+by document; of others (a median, a corpus score) only the figure itself is kept.
+"""
+
+import contextlib
+import difflib
+import importlib
+import logging
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedModel
+
+from ..errors import UserError, unknown
+from .measures import Measure
+from .subject import Subject, first_line
+
+
+def find_tasks(names: Sequence[str], folder: str | None) -> Any:
+    """lm-eval's task manager that knows these tasks; `folder` holds task files of the user's own, used alone.
+
+    Raises:
+        UserError: lm-eval is not installed, the folder is missing, or a name is unknown.
+    """
+    try:
+        tasks = importlib.import_module("lm_eval.tasks")
+    except ImportError as error:
+        raise UserError("tasks of lm-eval need its library: pip install 'attnres[eval]'") from error
+    if folder is not None and not Path(folder).is_dir():
+        raise UserError(f"lm-eval task folder {folder} does not exist: expected a folder with YAML files")
+    manager = tasks.TaskManager(include_path=folder, include_defaults=folder is None)
+    for name in names:
+        if name not in manager.all_tasks:
+            raise unknown("lm-eval task", name, manager.all_tasks) if folder else _unknown_of_many(name, manager)
+    return manager
+
+
+def run(
+    model: PreTrainedModel, subject: Subject, names: Sequence[str], manager: Any, *, limit: int | None, batch_size: int
+) -> dict[str, list[Measure]]:
+    """Measures of each task.
+
+    Raises:
+        UserError: lm-eval could not run (no connection to the hub, a task that needs code run, ...).
+    """
+    evaluator = importlib.import_module("lm_eval.evaluator")
+    huggingface = importlib.import_module("lm_eval.models.huggingface")
+    with _quiet():
+        try:
+            wrapped = huggingface.HFLM(
+                pretrained=model, tokenizer=subject.tokenizer, batch_size=batch_size, max_length=subject.context
+            )
+            found = evaluator.simple_evaluate(
+                wrapped, tasks=list(names), task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=True
+            )
+        except Exception as error:  # lm-eval, datasets and connections raise many kinds
+            raise UserError(f"lm-eval could not run {', '.join(names)} ({first_line(error)})") from error
+    samples = found.get("samples", {})
+    return {name: _measures(values, samples.get(name, [])) for name, values in found["results"].items()}
+
+
+def _measures(values: dict[str, Any], samples: Sequence[dict[str, Any]]) -> list[Measure]:
+    made = []
+    for key, value in values.items():
+        name, _, kind = key.partition(",")
+        if name.endswith("_stderr") or not kind or not isinstance(value, int | float):
+            continue
+        label = name if kind == "none" else f"{name}, {kind}"  # which part of an answer a filter took
+        mine = [sample for sample in samples if sample.get("filter", kind) == kind]
+        each = [sample.get(name) for sample in sorted(mine, key=lambda sample: sample["doc_id"])]
+        numbers = np.array([v if isinstance(v, bool | int | float) else np.nan for v in each], dtype=float)
+        if len(numbers) and np.isfinite(numbers).all() and abs(numbers.mean() - value) < 1e-9:
+            made.append(Measure(label, label, numbers, np.ones(len(numbers))))
+        else:
+            made.append(Measure(label, label, numbers[:0], numbers[:0], fixed=(float(value), None)))
+    return made
+
+
+def _unknown_of_many(name: str, manager: Any) -> UserError:
+    near = difflib.get_close_matches(name, manager.all_tasks, n=1, cutoff=0.5)
+    hint = f"did you mean '{near[0]}'? " if near else ""
+    return UserError(
+        f"unknown lm-eval task '{name}': {hint}lm_eval ls tasks prints the {len(manager.all_tasks):,} there are"
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """lm-eval reports every default it takes; its warnings and progress stay."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

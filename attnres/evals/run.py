@@ -1,0 +1,225 @@
+"""Models on tasks: everything is read and checked first, then model after model is loaded, scored and let go."""
+
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import UserError
+from ..files import write_json, write_text
+from ..train import environment
+from . import harness
+from .config import EvalConfig
+from .figures import Asked, ask, figures
+from .measures import Measure, difference
+from .progress import Bar
+from .scoring import Scored, cost, score
+from .subject import Subject, find_subject, pick_device
+from .tasks import LM_EVAL, TASKS, Task, read_task
+
+MAX_WINDOW = 2048
+"""Perplexity windows are as long as the shortest of the models' contexts, but no longer: what published tables use."""
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Results:
+    """The figures of every model.
+
+    Attributes:
+        record: all of it as JSON values: environment, settings, models, tasks.
+        measures: task -> one list of measures a model.
+        items: task -> one list of rows a model, a row an item.
+    """
+
+    record: Row
+    measures: dict[str, list[list[Measure]]] = field(default_factory=dict)
+    items: dict[str, list[list[Row]]] = field(default_factory=dict)
+
+    def save(self, path: str | Path) -> Path:
+        """Write the record to `path`, and the items of our own tasks, a line each, to the file that is returned."""
+        path = Path(path)
+        items = path.with_name(f"{path.stem}.items.jsonl")
+        names = [model["name"] for model in self.record["models"]]
+        lines = [
+            json.dumps({"model": name, "task": task, **row}, ensure_ascii=False)
+            for task, models in self.items.items()
+            for name, rows in zip(names, models, strict=True)
+            for row in rows
+        ]
+        write_text(items, "".join(f"{line}\n" for line in lines))
+        write_json(path, self.record)
+        return items
+
+
+def evaluate(config: EvalConfig, *, progress: bool = True) -> Results:
+    """Score every model on every task.
+
+    Raises:
+        UserError: a model, task, file or setting that does not fit; before any model is loaded where that can be seen.
+    """
+    _check(config)
+    device = pick_device(config.device)
+    foreign = [name.removeprefix(LM_EVAL) for name in config.tasks if name.startswith(LM_EVAL)]
+    tasks = [read_task(name, config.data, config.limit) for name in config.tasks if not name.startswith(LM_EVAL)]
+    _no_twins([task.name for task in tasks])
+    manager = harness.find_tasks(foreign, config.lm_eval_tasks) if foreign else None
+    subjects = [find_subject(name, trust_remote_code=config.trust_remote_code) for name in config.models]
+    width, stride = _window(config, subjects)
+    asked = [
+        [ask(task, subject, width=width, stride=stride, limit=config.limit) for task in tasks] for subject in subjects
+    ]
+    results = Results(
+        {"environment": environment.describe(device, config.dtype), "settings": _settings(config, width, stride)}
+    )
+    models = []
+    for subject, questions in zip(subjects, asked, strict=True):
+        model = subject.load(config.dtype, str(device))
+        models.append(_describe(subject, model))
+        for question, scored in zip(questions, _score(model, subject, questions, config, progress), strict=True):
+            results.measures.setdefault(question.task.name, []).append(figures(question, scored))
+            results.items.setdefault(question.task.name, []).append(_rows(question, scored))
+        if manager is not None:
+            batch = max(1, config.batch_tokens // subject.context)
+            for name, found in harness.run(
+                model, subject, foreign, manager, limit=config.limit, batch_size=batch
+            ).items():
+                results.measures.setdefault(f"{LM_EVAL}{name}", []).append(found)
+        del model  # the next one may need the memory
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    results.record["models"] = models
+    results.record["tasks"] = {
+        name: _task_record(measures, *_origin(name, tasks, asked)) for name, measures in results.measures.items()
+    }
+    return results
+
+
+def _check(config: EvalConfig) -> None:
+    if not config.models:
+        raise UserError("no model given: expected attnres eval MODEL..., run folders, model folders or hub names")
+    if not config.tasks:
+        raise UserError(f"no task given: expected some of {', '.join(TASKS)}")
+    for name, least in (("limit", 1), ("window", 2), ("stride", 1), ("batch_tokens", 1)):
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise UserError(f"{name} is {value}: expected a whole number, at least {least}")
+
+
+def _no_twins(names: Sequence[str]) -> None:
+    twins = sorted({name for name in names if list(names).count(name) > 1})
+    if twins:
+        raise UserError(f"task {twins[0]} is given twice: give each once, and files different names")
+
+
+def _window(config: EvalConfig, subjects: Sequence[Subject]) -> tuple[int, int]:
+    shortest = min(subjects, key=lambda subject: subject.context)
+    width = config.window or min(shortest.context, MAX_WINDOW)
+    if width > shortest.context:
+        raise UserError(
+            f"window is {width} and {shortest.name} takes {shortest.context} tokens: expected no more than that"
+        )
+    stride = config.stride or max(1, width // 2)
+    if stride > width:
+        raise UserError(f"stride is {stride} and the window {width}: expected at most the window")
+    return width, stride
+
+
+def _score(
+    model: PreTrainedModel, subject: Subject, questions: Sequence[Asked], config: EvalConfig, progress: bool
+) -> list[list[Scored]]:
+    limits = {"context": subject.context, "batch_tokens": config.batch_tokens}
+    total = sum(cost(subject.rows or 0, question.requests, **limits) for question in questions)
+    scored = []
+    with Bar(subject.name, total, shown=progress) as bar:
+        for question in questions:
+            name = question.task.name
+            scored.append(
+                score(model, question.requests, on_progress=lambda done, name=name: bar.advance(done, name), **limits)
+            )
+    return scored
+
+
+def _rows(asked: Asked, scored: Sequence[Scored]) -> list[Row]:
+    """What the figures were made from: log-probabilities in nats, of each choice or each window."""
+    if asked.task.kind == "text":
+        kinds = ("non-overlapping", "sliding")
+        return [
+            {"item": k, "windows": kind, "tokens": len(scored[i].logprobs), "logprob": scored[i].total}
+            for kind, group in zip(kinds, asked.groups, strict=True)
+            for k, i in enumerate(group)
+        ]
+    rows = []
+    for k, (item, group) in enumerate(zip(asked.task.items, asked.groups, strict=True)):
+        answers = [scored[i] for i in group]
+        row: Row = {"item": k, "logprobs": [s.total for s in answers], "tokens": [len(s.logprobs) for s in answers]}
+        if asked.task.kind == "choice":
+            row["gold"] = item.gold
+        elif answers:
+            row |= {"greedy": bool(answers[0].greedy.all()), "greedy_first": bool(answers[0].greedy[0])}
+        rows.append(row)
+    return rows
+
+
+def _describe(subject: Subject, model: PreTrainedModel) -> Row:
+    return {
+        "name": subject.name,
+        "folder": str(subject.folder),
+        "model_type": model.config.model_type,
+        "residual": getattr(model.config, "residual", None),
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "context": subject.context,
+        "vocabulary": len(subject.tokenizer),
+    }
+
+
+def _settings(config: EvalConfig, width: int, stride: int) -> Row:
+    return {
+        "tasks": list(config.tasks),
+        "data": config.data,
+        "limit": config.limit,
+        "window": width,
+        "stride": stride,
+        "batch_tokens": config.batch_tokens,
+    }
+
+
+def _origin(name: str, tasks: Sequence[Task], asked: Sequence[Sequence[Asked]]) -> tuple[str, list[list[str]]]:
+    for i, task in enumerate(tasks):
+        if task.name == name:
+            return task.source, [questions[i].notes for questions in asked]
+    return "lm-eval", [[] for _ in asked]
+
+
+def _task_record(models: Sequence[Sequence[Measure]], source: str, notes: list[list[str]]) -> Row:
+    figures: list[Row] = []
+    for column in zip(*models, strict=True):
+        first = column[0]
+        figure: Row = {"key": first.key, "label": first.label, "chance": first.chance, "unit": first.unit, "values": []}
+        for measure in column:
+            value, error = measure.estimate()
+            figure["values"].append({"value": value, "standard_error": error, "items": measure.count})
+        figure["differences"] = [_difference_record(first, other) for other in column[1:]]
+        figures.append(figure)
+    return {"source": source, "figures": figures, "notes": notes}
+
+
+def _difference_record(first: Measure, second: Measure) -> Row:
+    found = difference(first, second)
+    if found.value is None:
+        return {"value": None, "reason": found.reason}
+    return {
+        "value": found.value,
+        "standard_error": found.error,
+        "items": found.count,
+        "paired": found.paired,
+        "unit": second.unit,
+    }

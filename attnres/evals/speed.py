@@ -1,0 +1,104 @@
+"""Decoding speed of two models, side by side in one process: taken in turn, so that what slows one slows the other."""
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from ..errors import UserError
+from .generate import Speaker
+
+ROUNDS = 7
+"""Timed rounds, after one that is not: an odd number, for the median and quartiles of the rounds' ratios."""
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Tokens per second while decoding with a KV cache; the prompt's own pass is not counted.
+
+    Attributes:
+        names, medians: of the two models.
+        ratio, quartiles: first over second, of the rounds' ratios: median, first and third quartile.
+        tokens, rounds, device: decoded in a round; how many rounds; where.
+    """
+
+    names: tuple[str, str]
+    medians: tuple[float, float]
+    ratio: float
+    quartiles: tuple[float, float]
+    tokens: int
+    rounds: int
+    device: str
+
+    def line(self) -> str:
+        """All of it in one sentence."""
+        (one, two), (low, high) = self.medians, self.quartiles
+        return (
+            f"{self.names[0]} {one:,.1f} tokens/s, {self.names[1]} {two:,.1f}: ratio {self.ratio:.3f} (quartiles "
+            f"{low:.3f} to {high:.3f}, {self.rounds} rounds of {self.tokens} tokens in turn, {self.device})"
+        )
+
+
+def beside(speakers: Sequence[Speaker], prompt: str, tokens: int, rounds: int = ROUNDS) -> Speeds:
+    """Time two models greedily decoding `tokens` tokens after `prompt`, in turn, the order changing each round.
+
+    Raises:
+        UserError: the prompt and the tokens do not fit into both.
+    """
+    first, second = speakers
+    prompts = [speaker.encode(prompt) for speaker in speakers]
+    room = min(speaker.context - ids.shape[1] for speaker, ids in zip(speakers, prompts))
+    tokens = min(tokens, room)
+    if tokens < 2:
+        raise UserError("timing needs two tokens or more: raise --max-new-tokens, or shorten the prompt")
+    both = list(zip(speakers, prompts))
+    found: list[list[float]] = [[], []]
+    for i in range(rounds + 1):
+        order = (0, 1) if i % 2 else (1, 0)
+        for k in order:
+            rate = _rate(*both[k], tokens)
+            if i:
+                found[k].append(rate)
+    ratios = [one / two for one, two in zip(*found, strict=True)]
+    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    device = first.model.device
+    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return Speeds(
+        (first.name, second.name),
+        (statistics.median(found[0]), statistics.median(found[1])),
+        statistics.median(ratios),
+        (quartiles[0], quartiles[2]),
+        tokens,
+        rounds,
+        where,
+    )
+
+
+class _Clock(BaseStreamer):
+    """Notes when the prompt and each token came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())  # the value is on the CPU: the device has finished this token
+
+    def end(self) -> None:
+        pass
+
+
+def _rate(speaker: Speaker, ids: Tensor, tokens: int) -> float:
+    clock = _Clock()
+    settings = GenerationConfig(
+        max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, num_beams=1, pad_token_id=0, use_cache=True
+    )
+    with torch.inference_mode():
+        speaker.model.generate(  # ty: ignore[not-callable]
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=clock
+        )
+    return (tokens - 1) / (clock.times[-1] - clock.times[1])

@@ -1,0 +1,302 @@
+"""Tasks as data: where their items come from, and the text in which a model sees them.
+
+The texts are lm-eval's (0.4.13): "Question: ...\\nAnswer:" before a space and the choice, and so on. A local file has
+one JSON object a line, in one of three shapes:
+
+    {"query", "choices", "gold"}                    the choices continue the query after one space
+    {"context_options", "continuation", "gold"}     one continuation after each context (WinoGrande)
+    {"context", "continuation"}                     a word to be foretold (LAMBADA)
+
+or it is plain text (.txt, .raw), whose perplexity is taken. Rows of the hub are brought into the same shapes. Figures
+from a file and from the hub differ where their texts do: some copies of BoolQ lack the passages' titles.
+"""
+
+import importlib
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from ..errors import UserError, unknown
+from .config import TASK_NAMES
+from .subject import first_line
+from .windows import wikitext
+
+LM_EVAL = "lm-eval:"
+"""Begins the name of a task that lm-eval runs."""
+
+Row = dict[str, Any]
+
+
+class Item(NamedTuple):
+    """One question.
+
+    Attributes:
+        pairs: (context, continuation) of each choice; the space between them belongs to the continuation.
+        gold: which is right.
+        characters: of each choice without that space, which length-normalised accuracy divides by.
+    """
+
+    pairs: tuple[tuple[str, str], ...]
+    gold: int
+    characters: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task with its items in memory.
+
+    Attributes:
+        name: as asked for.
+        kind: choice (accuracy), word (LAMBADA), or text (perplexity).
+        source: the file, or repository, configuration and split.
+        items: of `choice` and `word`; `text` of `text`.
+        norm: whether accuracy normalised by length is customary.
+        per_token: whether one normalised by tokens has been published.
+    """
+
+    name: str
+    kind: Literal["choice", "word", "text"]
+    source: str
+    items: tuple[Item, ...] = ()
+    text: str = ""
+    norm: bool = True
+    per_token: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """A task by name: what its file is called, where the hub has it, and how its rows read."""
+
+    title: str
+    files: str
+    hub: tuple[str, str | None, str]
+    row: Callable[[Row], Row] = dict
+    query: Callable[[str], str] = str
+    norm: bool = True
+    per_token: bool = False
+
+
+def _answer(query: str) -> str:
+    return f"{query.rstrip()}\nAnswer:"
+
+
+def _hellaswag(row: Row) -> Row:
+    def clean(text: str) -> str:  # WikiHow's marks
+        return re.sub(r"\[.*?\]", "", text.strip().replace(" [title]", ". ")).replace("  ", " ")
+
+    query = f"{row['activity_label']}: {row['ctx_a']} {row['ctx_b'].capitalize()}"
+    return {"query": clean(query), "choices": [clean(end) for end in row["endings"]], "gold": int(row["label"])}
+
+
+def _arc(row: Row) -> Row:
+    choices = row["choices"]
+    gold = choices["label"].index(row["answerKey"])
+    return {"query": f"Question: {row['question']}", "choices": choices["text"], "gold": gold}
+
+
+def _piqa(row: Row) -> Row:
+    return {"query": f"Question: {row['goal']}", "choices": [row["sol1"], row["sol2"]], "gold": int(row["label"])}
+
+
+def _winogrande(row: Row) -> Row:
+    before, _, after = row["sentence"].partition("_")
+    options = [before + row["option1"], before + row["option2"]]
+    return {"context_options": options, "continuation": after.strip(), "gold": int(row["answer"]) - 1}
+
+
+def _boolq(row: Row) -> Row:
+    query = f"{row['passage']}\nQuestion: {row['question']}?"
+    return {"query": query, "choices": ["no", "yes"], "gold": int(row["label"])}
+
+
+def _lambada(row: Row) -> Row:
+    context, _, word = row["text"].rpartition(" ")
+    return {"context": context, "continuation": word}
+
+
+TASKS: dict[str, Known] = {
+    "wikitext2": Known(
+        title="WikiText-2", files="wikitext2*", hub=("Salesforce/wikitext", "wikitext-2-raw-v1", "test")
+    ),
+    "lambada": Known(
+        title="LAMBADA", files="lambada*.jsonl", hub=("EleutherAI/lambada_openai", "default", "test"), row=_lambada
+    ),
+    "hellaswag": Known(
+        title="HellaSwag",
+        files="hellaswag*.jsonl",
+        hub=("Rowan/hellaswag", None, "validation"),
+        row=_hellaswag,
+        per_token=True,
+    ),
+    "arc_easy": Known(
+        title="ARC easy",
+        files="arc_easy*.jsonl",
+        hub=("allenai/ai2_arc", "ARC-Easy", "test"),
+        row=_arc,
+        query=_answer,
+    ),
+    "arc_challenge": Known(
+        title="ARC challenge",
+        files="arc_challenge*.jsonl",
+        hub=("allenai/ai2_arc", "ARC-Challenge", "test"),
+        row=_arc,
+        query=_answer,
+    ),
+    "piqa": Known(title="PIQA", files="piqa*.jsonl", hub=("baber/piqa", None, "validation"), row=_piqa, query=_answer),
+    "winogrande": Known(
+        title="WinoGrande",
+        files="winogrande*.jsonl",
+        hub=("allenai/winogrande", "winogrande_xl", "validation"),
+        row=_winogrande,
+        norm=False,
+    ),
+    "boolq": Known(
+        title="BoolQ",
+        files="boolq*.jsonl",
+        hub=("aps/super_glue", "boolq", "validation"),
+        row=_boolq,
+        query=lambda query: _answer(query.removeprefix("Passage: ")),
+        norm=False,
+    ),
+}
+assert tuple(TASKS) == TASK_NAMES
+
+
+def read_task(name: str, data: str | Path | None = None, limit: int | None = None) -> Task:
+    """A task by name, from the folder `data` or, without one, from the hub; or from a file given by its path.
+
+    Args:
+        limit: at most so many items; perplexity is limited later, in windows.
+
+    Raises:
+        UserError: an unknown name, a missing or malformed file (with its line), a hub that cannot be read.
+    """
+    if name in TASKS:
+        known = TASKS[name]
+        path = None if data is None else _file_in(Path(data).expanduser(), known.files, name)
+        if known.hub[0] == "Salesforce/wikitext":
+            lines = [row["text"].rstrip("\n") for row in _hub_rows(name, known)] if path is None else None
+            text = wikitext(lines if lines is not None else _text_of(path).splitlines())
+            return Task(name, "text", _source(known, path), text=_some(text, str(path or name)))
+        items = _hub_items(name, known) if path is None else _lines(path, known.query)
+        return _task(name, _source(known, path), items, limit, norm=known.norm, per_token=known.per_token)
+    path = Path(name).expanduser()
+    if path.suffix == ".jsonl":
+        return _task(path.stem, str(path), _lines(path, str), limit)
+    if path.suffix in (".txt", ".raw"):
+        return Task(path.stem, "text", str(path), text=_some(_text_of(path), str(path)))
+    raise unknown("task", name, [*TASKS, f"{LM_EVAL}NAME", "FILE.jsonl", "FILE.txt"])
+
+
+def _task(name: str, source: str, items: Iterator[Item], limit: int | None, **options: Any) -> Task:
+    taken = []
+    for item in items:
+        if limit is not None and len(taken) == limit:
+            break
+        taken.append(item)
+    if not taken:
+        raise UserError(f"{source} has no items")
+    kinds = {len(item.pairs) == 1 for item in taken}
+    if len(kinds) > 1:
+        raise UserError(f"{source} mixes words to foretell and choices: expected one of them in all lines")
+    return Task(name, "word" if kinds.pop() else "choice", source, tuple(taken), **options)
+
+
+def _source(known: Known, path: Path | None) -> str:
+    return str(path) if path is not None else ":".join(part for part in known.hub if part)
+
+
+def _file_in(folder: Path, pattern: str, name: str) -> Path:
+    if not folder.is_dir():
+        raise UserError(
+            f"data folder {folder} does not exist: give the folder of the tasks' files, or none for the hub"
+        )
+    found = sorted(folder.glob(pattern))
+    if len(found) != 1:
+        what = f"has {' and '.join(file.name for file in found)}" if found else f"has no {pattern}"
+        raise UserError(f"{folder} {what}: expected one file for the task {name}")
+    return found[0]
+
+
+def _text_of(path: Path | None) -> str:
+    assert path is not None
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text ({error.reason}): convert it first") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _some(text: str, source: str) -> str:
+    if not text.strip():
+        raise UserError(f"{source} holds no text")
+    return text
+
+
+def _lines(path: Path, query: Callable[[str], str]) -> Iterator[Item]:
+    for number, line in enumerate(_text_of(path).split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{path} line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise UserError(f"{where} is not JSON ({error})") from error
+        yield _item(row, where, query)
+
+
+def _item(row: Any, where: str, query: Callable[[str], str]) -> Item:
+    """One of the three shapes as an item, or a UserError that names the place."""
+    shape = set(row) if isinstance(row, Mapping) else set()
+    if shape >= {"query", "choices", "gold"}:
+        text, choices = row["query"], row["choices"]
+        if isinstance(text, str) and _texts(choices, 2) and _index(row["gold"], len(choices)):
+            context = query(text)
+            pairs = tuple((context, f" {choice}") for choice in choices)
+            return Item(pairs, row["gold"], tuple(len(choice) for choice in choices))
+    elif shape >= {"context_options", "continuation", "gold"}:
+        options, rest = row["context_options"], row["continuation"]
+        if _texts(options, 2) and _texts([rest], 1) and _index(row["gold"], len(options)):
+            pairs = tuple((option, f" {rest}") for option in options)
+            return Item(pairs, row["gold"], (len(rest),) * len(options))
+    elif shape >= {"context", "continuation"} and _texts([row["context"], row["continuation"]], 2):
+        return Item(((row["context"], f" {row['continuation']}"),), 0, (len(row["continuation"]),))
+    raise UserError(
+        f"{where}: expected query (text), choices (two or more texts) and gold (the right one's number, from 0); or "
+        "context_options, continuation and gold; or context and continuation"
+    )
+
+
+def _texts(value: Any, least: int) -> bool:
+    return isinstance(value, list) and len(value) >= least and all(isinstance(v, str) and v for v in value)
+
+
+def _index(value: Any, count: int) -> bool:
+    return type(value) is int and 0 <= value < count
+
+
+def _hub_items(name: str, known: Known) -> Iterator[Item]:
+    for number, row in enumerate(_hub_rows(name, known), 1):
+        yield _item(known.row(row), f"{known.hub[0]} row {number}", known.query)
+
+
+def _hub_rows(name: str, known: Known) -> Iterator[Row]:
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise UserError(
+            f"task {name} comes from the hub and needs the library datasets: pip install 'attnres[data]', or give its "
+            "file's folder with --data"
+        ) from error
+    repository, config, split = known.hub
+    try:
+        yield from datasets.load_dataset(repository, config, split=split)
+    except Exception as error:  # the library, its readers and its connections raise many kinds
+        raise UserError(
+            f"task {name} cannot be read from {repository} on the hub ({first_line(error)}): check the connection, or "
+            "give a folder with its file (--data)"
+        ) from error

@@ -1,0 +1,315 @@
+"""Phase 2, the norm that follows it, and their backward: one pass over memory each, in Triton.
+
+The interface and the formulas are those of ops/eager.py. A program holds a whole row, one token of one vector, in
+registers. Forward: one program a row, and the load of the next source is in flight while one is reduced. Backward: a
+few programs on each multiprocessor walk over the rows, because the gradients of query, weight and bias are sums over
+tokens: each program keeps its share in registers, and the shares are added in a fixed order, so results repeat bit for
+bit.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..eager import MergeGrads, MergeSaved
+from ..norms import Norm
+from .launch import DTYPES, Launch, Specimen, block_of, multiprocessors, rows, shared_memory, warps_for
+from .merge_kernels import WIDE, merge_row, merge_rows_backward, mix_row
+
+MAX_OPENS = 32  # sources of one launch: the loop over them is unrolled
+REGISTERS = 65536  # of a multiprocessor
+PROGRAM_WARPS = 16  # of the backward on each multiprocessor, all its programs together
+
+
+def _strides(tensors: Sequence[Tensor | None], width: int) -> tuple[int | None, ...] | None:
+    """Elements from row to row of each tensor, or None if they are all contiguous."""
+    strides = tuple(None if tensor is None else tensor.stride(0) for tensor in tensors)
+    return None if all(stride is None or stride == width for stride in strides) else strides
+
+
+def _check_opens(count: int) -> None:
+    if count > MAX_OPENS:
+        raise ValueError(
+            f"{count} open sources in one merge: these kernels take at most {MAX_OPENS}. Read the others in phase 1."
+        )
+
+
+def _plan_merge(
+    opens: Sequence[Tensor],
+    added: Tensor | None,
+    query: Tensor | None,
+    eps: float,
+    output: Tensor | None,
+    top: Tensor | None,
+    total: Tensor | None,
+    norm: Norm | None,
+    dtype: torch.dtype,
+) -> tuple[Launch, tuple[Tensor, MergeSaved, Tensor | None]]:
+    """The launch, and what `merge` returns once it has run."""
+    first = opens[0] if opens else output
+    assert first is not None
+    tokens, width = first.shape
+    k, block = len(opens), block_of(width)
+
+    def scalars(*shape: int) -> Tensor:
+        return first.new_empty(shape, dtype=torch.float32)
+
+    opens = [rows(source) for source in opens]
+    added, output = (None if v is None else rows(v) for v in (added, output))
+    partial = None if added is None else first.new_empty((tokens, width), dtype=dtype)
+    if norm is None:  # h is kept unrounded
+        h = scalars(tokens, width)
+        x = h if dtype == torch.float32 else first.new_empty((tokens, width), dtype=dtype)
+        h_out, x_out = h, None if x is h else x
+    else:
+        kept = not opens and output is not None and output.dtype == dtype
+        h = output if kept and output is not None else first.new_empty((tokens, width), dtype=dtype)
+        x = first.new_empty((tokens, width), dtype=norm.out_dtype or torch.float32)
+        h_out, x_out = None if kept else h, x
+    saved = MergeSaved(
+        h,
+        None if norm is None else scalars(tokens),
+        scalars(tokens, k) if k else None,
+        scalars(tokens) if k and output is not None else None,
+        scalars(tokens, k) if k else None,
+        scalars(tokens, k) if k else None,
+    )
+    arguments = {
+        "opens": tuple(opens),
+        "open_strides": _strides(opens, width),
+        "added": added,
+        "added_stride": _strides([added], width),
+        "query": None if query is None else query.contiguous(),
+        "output": output,
+        "output_stride": _strides([output], width),
+        "top": top,
+        "top_stride": None if top is None else top.stride(0),
+        "total": total,
+        "total_stride": None if total is None else total.stride(0),
+        "weight": None if norm is None or norm.weight is None else norm.weight.contiguous(),
+        "bias": None if norm is None or norm.bias is None else norm.bias.contiguous(),
+        "partial_out": partial,
+        "h_out": h_out,
+        "x_out": x_out,
+        "rstd_out": saved.rstd,
+        "weights_out": saved.weights,
+        "sealed_out": saved.sealed,
+        "scores_out": saved.scores,
+        "inv_rms_out": saved.inv_rms,
+        "eps": float(eps),
+        "norm_eps": 0.0 if norm is None else float(norm.eps),
+    }
+    constants = {
+        "K": k,
+        "SLOTS": block_of(max(k, 1)),
+        "NORM": norm is not None,
+        "CENTER": norm is not None and norm.center,
+        "DTYPE": DTYPES[dtype],
+        "D": width,
+        "BLOCK": block,
+    }
+    options = {"num_warps": warps_for(block), "num_stages": 1}
+    if WIDE.value < block <= 2 * WIDE.value:
+        options["maxnreg"] = 64  # two programs on a multiprocessor: one loads while the other ends its row
+    return Launch(merge_row, tokens, arguments, constants, options), (x, saved, partial)
+
+
+def merge(
+    opens: Sequence[Tensor],
+    added: Tensor | None,
+    query: Tensor | None,
+    eps: float,
+    output: Tensor | None,
+    top: Tensor | None,
+    total: Tensor | None,
+    norm: Norm | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, MergeSaved, Tensor | None]:
+    """Phase 2 and the norm in one launch: see eager.merge.
+
+    Raises:
+        ValueError: more than 32 open sources.
+    """
+    _check_opens(len(opens))
+    if not opens and norm is None:
+        assert output is not None
+        return output.to(dtype), MergeSaved(output), None
+    launch, results = _plan_merge(opens, added, query, eps, output, top, total, norm, dtype)
+    if launch.programs:
+        launch.run(results[0].device)
+    return results
+
+
+def _residents(warps: int, row_bytes: int, shared: int, scratch: int = 4096) -> tuple[int, int]:
+    """Programs on a multiprocessor, and stages of their pipeline: at least two rows wait in shared memory, or none.
+
+    All in bytes: a row of every tensor read, the multiprocessor's shared memory, what a program needs of it otherwise.
+    """
+    most = max(1, PROGRAM_WARPS // warps)
+    for resident in range(most, 0, -1):
+        ahead = (shared // resident - scratch) // row_bytes
+        if ahead >= 2:
+            return resident, min(4, 1 + ahead)
+    return most, 1
+
+
+def _plan_backward(
+    grad: Tensor,
+    carried: Sequence[Tensor | None],
+    opens: Sequence[Tensor],
+    query: Tensor | None,
+    norm: Norm | None,
+    saved: MergeSaved,
+) -> tuple[Launch, MergeGrads]:
+    """The launch, and the gradients once it has run: those of query, weight and bias as one row a program."""
+    tokens, width = grad.shape
+    k, block = len(opens), block_of(width)
+    warps = warps_for(block, per_thread=8)  # eight rows or so are in registers at once
+    grad, h = rows(grad), rows(saved.h)
+    opens = [rows(source) for source in opens]
+    carried = [None if earlier is None else rows(earlier) for earlier in carried[:k]]
+
+    streams = [grad, h, *opens, *(earlier for earlier in carried if earlier is not None)]
+    sizes = [stream.element_size() for stream in streams]
+    scratch = 4096 + (4 * block if len(set(sizes)) > 1 else 0)  # rows of unlike dtypes are dealt out unlike
+    resident, stages = _residents(warps, block * sum(sizes), shared_memory(grad.device), scratch)
+    programs = min(tokens, resident * multiprocessors(grad.device))
+
+    def shares(wanted: bool) -> Tensor | None:
+        return grad.new_empty((programs, width), dtype=torch.float32) if wanted else None
+
+    has_sealed = not opens or saved.sealed is not None
+    output_dtype = grad.dtype if norm is None else saved.h.dtype
+    copied = not opens and norm is None  # the gradient of the read is that of its output
+    doutput = torch.empty_like(grad, dtype=output_dtype) if has_sealed and not copied else None
+    grads = MergeGrads(
+        doutput,
+        grad.new_empty((tokens,), dtype=torch.float32) if has_sealed else None,
+        [source.new_empty((tokens, width)) for source in opens],
+        shares(k > 0),
+        shares(norm is not None and norm.weight is not None),
+        shares(norm is not None and norm.bias is not None),
+    )
+    arguments = {
+        "grad": grad,
+        "grad_stride": _strides([grad], width),
+        "opens": tuple(opens),
+        "open_strides": _strides(opens, width),
+        "carried": tuple(carried),
+        "carried_strides": _strides(carried, width),
+        "query": None if not opens or query is None else query.contiguous(),
+        "weight": None if norm is None or norm.weight is None else norm.weight.contiguous(),
+        "h": h,
+        "h_stride": _strides([h], width),
+        "rstd": saved.rstd,
+        "weights": saved.weights,
+        "sealed": saved.sealed,
+        "scores": saved.scores,
+        "inv_rms": saved.inv_rms,
+        "dopens": tuple(grads.opens),
+        "doutput": grads.output,
+        "dtop": grads.top,
+        "dquery": grads.query,
+        "dweight": grads.weight,
+        "dbias": grads.bias,
+        "tokens": tokens,
+        "last": tokens - 1,
+        "norm_eps": 0.0 if norm is None else float(norm.eps),
+    }
+    constants = {
+        "K": k,
+        "NORM": norm is not None,
+        "CENTER": norm is not None and norm.center,
+        "D": width,
+        "BLOCK": block,
+        "STAGES": stages,
+    }
+    options = {"num_warps": warps, "num_stages": 1, "maxnreg": min(255, REGISTERS // (32 * warps * resident))}
+    return Launch(merge_rows_backward, programs, arguments, constants, options), grads
+
+
+def merge_backward(
+    grad: Tensor,
+    carried: Sequence[Tensor | None],
+    opens: Sequence[Tensor],
+    query: Tensor | None,
+    norm: Norm | None,
+    saved: MergeSaved,
+) -> MergeGrads:
+    """Gradients of a merge in one launch and a sum over programs: see eager.merge_backward.
+
+    Raises:
+        ValueError: more than 32 open sources.
+    """
+    _check_opens(len(opens))
+    launch, grads = _plan_backward(grad, carried, opens, query, norm, saved)
+    if launch.programs:
+        launch.run(grad.device)
+    sums = [None if shares is None else shares.sum(0) for shares in (grads.query, grads.weight, grads.bias)]
+    output = grad if not opens and norm is None else grads.output
+    return MergeGrads(output, grads.top, grads.opens, *sums)
+
+
+def _plan_mix(sources: Sequence[Tensor], weights: Tensor, earlier: Tensor | None, dtype: torch.dtype) -> Launch:
+    tokens, width = sources[0].shape
+    block = block_of(width)
+    sources = [rows(source) for source in sources]
+    arguments = {
+        "sources": tuple(sources),
+        "strides": _strides(sources, width),
+        "weights": weights,
+        "weights_stride": weights.stride(0),
+        "earlier": earlier,
+        "out": sources[0].new_empty((tokens, width), dtype=dtype),
+    }
+    constants = {"N": len(sources), "D": width, "BLOCK": block}
+    return Launch(mix_row, tokens, arguments, constants, {"num_warps": warps_for(block), "num_stages": 1})
+
+
+def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
+    """sum_j weights[:, j] v_j, (T, d) in `dtype`: a launch for every 32 sources, the sum so far in fp32."""
+    weights, out = rows(weights), None
+    for start in range(0, len(sources), MAX_OPENS):
+        group = sources[start : start + MAX_OPENS]
+        last = start + len(group) == len(sources)
+        launch = _plan_mix(group, weights[:, start : start + len(group)], out, dtype if last else torch.float32)
+        if launch.programs:
+            launch.run(weights.device)
+        out = launch.arguments["out"]
+    assert out is not None
+    return out
+
+
+def specimens() -> list[Specimen]:
+    """What training, one-pass reads and GPT-2 compile, for the cross-compile check."""
+    found: list[Specimen] = []
+    tokens = 64
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def add(name: str, width: int, k: int, has_sealed: bool, norm: Norm, dtype: torch.dtype = torch.bfloat16) -> None:
+        def vector() -> Tensor:
+            return draw(tokens, width, dtype=dtype)
+
+        opens, query = [vector() for _ in range(k)], draw(width)
+        sealed = (vector(), draw(tokens), draw(tokens)) if has_sealed else (None, None, None)
+        added = vector() if has_sealed else None
+        launch, (x, saved, _) = _plan_merge(opens, added, query, 1e-6, *sealed, norm, dtype)
+        found.append(launch.specimen(f"{name}, forward", width))
+        launch, _ = _plan_backward(x, [vector() for _ in range(k)], opens, query, norm, saved)
+        found.append(launch.specimen(f"{name}, backward", width))
+
+    for width in (896, 1024, 1536, 2048, 2304, 4096, 7168):
+        rms = Norm(draw(width), out_dtype=torch.bfloat16)
+        add("block, 1 open", width, 1, True, rms)
+        add("one pass, 9 opens", width, 9, False, rms)
+    for width in (768, 4096):
+        layer = Norm(draw(width), draw(width), center=True, out_dtype=torch.bfloat16)
+        add("block, LayerNorm", width, 1, True, layer)
+    add("block, fp32", 2048, 1, True, Norm(draw(2048)), torch.float32)
+    for width in (2048, 7168):
+        launch = _plan_mix([draw(tokens, width, dtype=torch.bfloat16)] * 9, draw(tokens, 9), None, torch.bfloat16)
+        found.append(launch.specimen("mix, 9 sources", width))
+    return found

@@ -1,0 +1,293 @@
+"""The kernels of merge.py: a program holds a whole row, one token of one vector, in registers."""
+
+import triton
+import triton.language as tl
+
+WIDE = tl.constexpr(4096)  # elements, beyond which a row of query or weight is fetched anew: registers are short
+
+
+@triton.jit
+def _load(base, start, D: tl.constexpr, BLOCK: tl.constexpr, KEEP: tl.constexpr):
+    """The row at base[start] as it is stored, zero beyond its end. KEEP: other programs will read it as well."""
+    columns = tl.arange(0, BLOCK)
+    if D == BLOCK:
+        values = tl.load(base + (start + columns), eviction_policy="evict_last" if KEEP else "")
+    else:
+        values = tl.load(
+            base + (start + columns), mask=columns < D, other=0.0, eviction_policy="evict_last" if KEEP else ""
+        )
+    return values
+
+
+@triton.jit
+def _store(base, start, values, D: tl.constexpr, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    if D == BLOCK:
+        tl.store(base + (start + columns), values.to(base.dtype.element_ty))
+    else:
+        tl.store(base + (start + columns), values.to(base.dtype.element_ty), mask=columns < D)
+
+
+@triton.jit
+def _start(strides, j: tl.constexpr, t, D: tl.constexpr):
+    """Where row t of tensor j starts. Without strides all are contiguous, and one product serves them all."""
+    if strides is None:
+        start = t * D
+    else:
+        start = t * strides[j]
+    return start
+
+
+@triton.jit
+def _add_pairs(a, b, c, d):
+    return a + c, b + d
+
+
+@triton.jit
+def _sums(a, b):
+    """Two sums over a row in one exchange between warps."""
+    return tl.reduce((a, b), 0, _add_pairs)
+
+
+@triton.jit
+def merge_row(
+    opens,
+    open_strides,
+    added,
+    added_stride,
+    query,
+    output,
+    output_stride,
+    top,
+    top_stride,
+    total,
+    total_stride,
+    weight,
+    bias,
+    partial_out,
+    h_out,
+    x_out,
+    rstd_out,
+    weights_out,
+    sealed_out,
+    scores_out,
+    inv_rms_out,
+    eps,
+    norm_eps,
+    K: tl.constexpr,
+    SLOTS: tl.constexpr,
+    NORM: tl.constexpr,
+    CENTER: tl.constexpr,
+    DTYPE: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token: x, and what the backward needs. SLOTS: the power of two that holds K. Absent tensors are None."""
+    t = tl.program_id(0).to(tl.int64)
+    if K > 0:
+        following = _load(opens[0], _start(open_strides, 0, t, D), D, BLOCK, False)
+    if added is not None:
+        addend = _load(added, _start(added_stride, 0, t, D), D, BLOCK, False)
+    if output is not None:
+        acc = _load(output, _start(output_stride, 0, t, D), D, BLOCK, False).to(tl.float32)
+    if K > 0:
+        if BLOCK <= WIDE:
+            q = _load(query, 0, D, BLOCK, True).to(tl.float32)
+        slots = tl.arange(0, SLOTS)
+        scores = tl.full([SLOTS], float("-inf"), tl.float32)
+        inv_rms = tl.zeros([SLOTS], tl.float32)
+        if output is not None:
+            first_top = tl.load(top + t * top_stride).to(tl.float32)
+            first_total = tl.load(total + t * total_stride).to(tl.float32)
+            highest = first_top
+            mass = first_total
+            acc *= mass
+        for j in tl.static_range(K):
+            current = following
+            if j + 1 < K:
+                following = _load(opens[j + 1], _start(open_strides, j + 1, t, D), D, BLOCK, False)
+            if (j + 1 == K) and (added is not None):
+                current = (current.to(tl.float32) + addend.to(tl.float32)).to(DTYPE)
+                _store(partial_out, t * D, current, D, BLOCK)
+            v = current.to(tl.float32)
+            if BLOCK > WIDE:  # fetched again for each source; without the barrier the compiler would keep it
+                tl.debug_barrier()
+                q = _load(query, 0, D, BLOCK, True).to(tl.float32)
+            squares, along = _sums(v * v, v * q)
+            r = tl.rsqrt(squares / D + eps)
+            s = along * r
+            scores = tl.where(slots == j, s, scores)
+            inv_rms = tl.where(slots == j, r, inv_rms)
+            if (j == 0) and (output is None):
+                acc = v
+                highest = s
+                mass = 1.0
+            else:
+                higher = tl.maximum(highest, s)
+                shrink = tl.exp(highest - higher)
+                p = tl.exp(s - higher)
+                acc = acc * shrink + v * p
+                mass = mass * shrink + p
+                highest = higher
+        acc = acc / mass
+        at = t * K + slots
+        tl.store(weights_out + at, tl.exp(scores - highest) / mass, mask=slots < K)
+        tl.store(scores_out + at, scores, mask=slots < K)
+        tl.store(inv_rms_out + at, inv_rms, mask=slots < K)
+        if output is not None:
+            tl.store(sealed_out + t, tl.exp(first_top - highest) * first_total / mass)
+    if not NORM:
+        _store(h_out, t * D, acc, D, BLOCK)
+        if x_out is not None:
+            _store(x_out, t * D, acc, D, BLOCK)
+    else:
+        rounded = acc.to(DTYPE)
+        if h_out is not None:
+            _store(h_out, t * D, rounded, D, BLOCK)
+        h = rounded.to(tl.float32)
+        if CENTER:
+            h = h - tl.sum(h) / D
+            if D != BLOCK:
+                h = tl.where(tl.arange(0, BLOCK) < D, h, 0.0)
+        rstd = tl.rsqrt(tl.sum(h * h) / D + norm_eps)
+        tl.store(rstd_out + t, rstd)
+        x = h * rstd
+        if weight is not None:
+            x *= _load(weight, 0, D, BLOCK, True).to(tl.float32)
+        if bias is not None:
+            x += _load(bias, 0, D, BLOCK, True).to(tl.float32)
+        _store(x_out, t * D, x, D, BLOCK)
+
+
+@triton.jit
+def merge_rows_backward(
+    grad,
+    grad_stride,
+    opens,
+    open_strides,
+    carried,
+    carried_strides,
+    query,
+    weight,
+    h,
+    h_stride,
+    rstd,
+    weights,
+    sealed,
+    scores,
+    inv_rms,
+    dopens,
+    doutput,
+    dtop,
+    dquery,
+    dweight,
+    dbias,
+    tokens,
+    last,
+    norm_eps,
+    K: tl.constexpr,
+    NORM: tl.constexpr,
+    CENTER: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """A share of the tokens: their gradients, and this program's row of dquery, dweight, dbias. Absent ones are None.
+
+    ds_j = p_j (<dh, v_j> - delta),  dv_j = p_j dh + ds_j r_j (q - s_j r_j v_j / d),  delta = <dh, h>
+    """
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
+    if K > 0:
+        if STAGES > 1:
+            q = _load(query, 0, D, BLOCK, True).to(tl.float32)
+        dq = tl.zeros([BLOCK], tl.float32)
+    if weight is not None and STAGES > 1 and BLOCK <= WIDE:
+        w = _load(weight, 0, D, BLOCK, True).to(tl.float32)
+    if dweight is not None:
+        dw = tl.zeros([BLOCK], tl.float32)
+    if dbias is not None:
+        db = tl.zeros([BLOCK], tl.float32)
+    for turn in tl.range(program, tokens, programs, num_stages=STAGES):
+        # Never more than `last`, which the compiler cannot know: else it keeps an address for every row in registers.
+        t = tl.minimum(turn, last).to(tl.int64)
+        dh = _load(grad, _start(grad_stride, 0, t, D), D, BLOCK, False).to(tl.float32)
+        hat = _load(h, _start(h_stride, 0, t, D), D, BLOCK, False).to(tl.float32)
+        if K > 0 and STAGES == 1:
+            following = _load(opens[0], _start(open_strides, 0, t, D), D, BLOCK, False)
+        if NORM:
+            scale = tl.load(rstd + t)
+            if CENTER:
+                hat -= tl.sum(hat) / D  # beyond the end of the row dh is zero
+            hat *= scale
+            if dbias is not None:
+                db += dh
+            product = dh * hat
+            if dweight is not None:
+                dw += product
+            if weight is not None:
+                if STAGES == 1:
+                    w = _load(weight, 0, D, BLOCK, True).to(tl.float32)
+                elif BLOCK > WIDE:  # under a condition it is not pipelined, which would take shared memory
+                    w = tl.zeros([BLOCK], tl.float32)
+                    if tokens > 0:
+                        w = _load(weight, 0, D, BLOCK, True).to(tl.float32)
+                product *= w
+                dh *= w
+            if CENTER:
+                along, mean = _sums(product, dh)
+                dh = (dh - hat * (along / D) - mean / D) * scale
+            else:
+                along = tl.sum(product)
+                dh = (dh - hat * (along / D)) * scale
+            delta = along * scale * scale * norm_eps
+        else:
+            delta = tl.sum(dh * hat)
+        if K > 0 and STAGES == 1:
+            q = _load(query, 0, D, BLOCK, True).to(tl.float32)
+        for j in tl.static_range(K):
+            if STAGES == 1:
+                current = following
+                if j + 1 < K:
+                    following = _load(opens[j + 1], _start(open_strides, j + 1, t, D), D, BLOCK, False)
+            else:  # the rows are in shared memory by now: fetched before their turn they would fill registers
+                current = _load(opens[j], _start(open_strides, j, t, D), D, BLOCK, False)
+            v = current.to(tl.float32)
+            p = tl.load(weights + t * K + j)
+            r = tl.load(inv_rms + t * K + j)
+            s = tl.load(scores + t * K + j)
+            along_query = (tl.sum(dh * v) - delta) * p * r
+            dv = dh * p + q * along_query - v * (along_query * r * s / D)
+            dq += v * along_query
+            if carried[j] is not None:
+                dv += _load(carried[j], _start(carried_strides, j, t, D), D, BLOCK, False).to(tl.float32)
+            _store(dopens[j], t * D, dv, D, BLOCK)
+        if dtop is not None:
+            share = 1.0
+            if sealed is not None:
+                share = tl.load(sealed + t)
+            tl.store(dtop + t, -share * delta)
+            if doutput is not None:
+                _store(doutput, t * D, dh * share, D, BLOCK)
+    at = program.to(tl.int64) * D
+    if K > 0:
+        _store(dquery, at, dq, D, BLOCK)
+    if dweight is not None:
+        _store(dweight, at, dw, D, BLOCK)
+    if dbias is not None:
+        _store(dbias, at, db, D, BLOCK)
+
+
+@triton.jit
+def mix_row(
+    sources, strides, weights, weights_stride, earlier, out, N: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One token of sum_j weights[:, j] v_j, added to `earlier` (fp32) if there is one."""
+    t = tl.program_id(0).to(tl.int64)
+    acc = tl.zeros([BLOCK], tl.float32)
+    if earlier is not None:
+        acc = _load(earlier, t * D, D, BLOCK, False)
+    for j in tl.static_range(N):
+        v = _load(sources[j], _start(strides, j, t, D), D, BLOCK, False).to(tl.float32)
+        acc += tl.load(weights + t * weights_stride + j) * v
+    _store(out, t * D, acc, D, BLOCK)

@@ -1,0 +1,286 @@
+"""Phase 1 and its backward on a GPU: all S reads over the sealed sources in one pass, in Triton.
+
+The interface and the formulas are those of ops/eager.py. No stack of sources is built: the kernels take their
+addresses. Sums over tokens are kept by program and added up in a fixed order, so results repeat bit for bit.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..eager import Sealed
+from .launch import INTERPRETED, Launch, Specimen, multiprocessors, rows
+from .sealed_kernels import dqueries, read, read_backward
+
+FEW = 256  # tokens, up to which a program takes one each
+MOST = 256  # sources, and reads, of one call: those of a token are one tile
+
+
+class _Bunch(NamedTuple):
+    """Tensors (T, d) of at most two dtypes; bit j of `wide` is set where tensor j has that of tensor `other`.
+
+    One stride stands for all, None for contiguous rows.
+    """
+
+    tensors: tuple[Tensor, ...]
+    strides: tuple[int, ...] | None
+    wide: int
+    other: int
+
+    @property
+    def aligned(self) -> bool:
+        """Whether all rows start at a multiple of 16 bytes."""
+        starts = (t.data_ptr() if t.device.type != "meta" else 0 for t in self.tensors)
+        return not any(start % 16 for start in starts) and not any(
+            t.stride(0) * t.element_size() % 16 for t in self.tensors
+        )
+
+
+def _bunch(tensors: Sequence[Tensor]) -> _Bunch:
+    tensors = [rows(t) for t in tensors]
+    first = tensors[0].dtype
+    if len({t.dtype for t in tensors}) > 2:
+        tensors = [t if t.dtype == first else t.float() for t in tensors]
+    strides = tuple(t.stride(0) for t in tensors)
+    others = [j for j, t in enumerate(tensors) if t.dtype != first]
+    if len(set(strides)) == 1:
+        strides = None if strides[0] == tensors[0].shape[1] else strides[:1]
+    return _Bunch(tuple(tensors), strides, sum(1 << j for j in others), (others or [0])[0])
+
+
+def _check(n: int, reads: int) -> None:
+    for count, of in ((n, "sources"), (reads, "reads")):
+        if not 1 <= count <= MOST:
+            raise ValueError(f"the GPU kernels take 1 to {MOST} {of}, got {count}")
+
+
+def _tile(n: int, reads: int, tokens: int, width: int, of_bf16: bool, backward: bool) -> tuple[dict[str, int], int]:
+    """Sizes of the tile of a program, and its warps: what keeps the accumulators in registers (benchmarks/sm90.py).
+
+    Rows are (token, source) pairs and columns (token, read) pairs: as many tokens as fit, at least one.
+    """
+    most = 64 if of_bf16 or not backward else 32
+    padded = max(8, triton.next_power_of_2(reads))
+    taken = 1 if tokens <= FEW else max(1, min(most // n, most * (2 if padded > 16 and most == 64 else 1) // padded))
+    height = max(16, triton.next_power_of_2(taken * n))
+    columns = max(16, triton.next_power_of_2(taken) * padded)
+    longer = max(height, columns)
+    least, room = (64, 4096) if of_bf16 else (32, most * 32)
+    if longer >= 256:
+        least //= 2
+    block = max(least, min(256, room // longer))
+    sizes = {"TOKENS": taken, "ROWS": height, "COLS": columns, "READS": padded}
+    sizes["BLOCK"] = min(block, max(16, triton.next_power_of_2(width)))
+    return sizes, 8 if longer > 64 or (backward and longer == 64) else 4
+
+
+def _in_bf16(*bunches: _Bunch) -> bool:
+    """Whether products are taken in bf16 pieces; the interpreter's bf16 arithmetic is wrong."""
+    return not INTERPRETED and all(t.dtype == torch.bfloat16 for bunch in bunches for t in bunch.tensors)
+
+
+def _pieces(of_bf16: bool, *made: Tensor) -> dict[str, int]:
+    """Into how many an fp32 factor is cut: three are exact, two do where the result is rounded."""
+    fine = any(t.dtype == torch.float32 for t in made)
+    return {"PIECES": 3 if of_bf16 else 0, "OUT_PIECES": (3 if fine else 2) if of_bf16 else 0}
+
+
+def _plan_read(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> tuple[Launch, Sealed]:
+    (tokens, width), n, reads = sources[0].shape, len(sources), queries.shape[0]
+    bunch = _bunch(sources)
+
+    def scalars(*shape: int) -> Tensor:
+        return queries.new_empty(shape, dtype=torch.float32)
+
+    # Allocated one by one: what one read keeps must not keep the others alive.
+    outputs = [queries.new_empty((tokens, width), dtype=dtype) for _ in range(reads)]
+    result = Sealed(
+        outputs, scalars(reads, tokens), scalars(reads, tokens), scalars(tokens, n, reads), scalars(tokens, n)
+    )
+    sizes, warps = _tile(n, reads, tokens, width, _in_bf16(bunch), backward=False)
+    arguments: dict[str, Any] = {
+        "queries": queries.float().contiguous(),
+        "sources": bunch.tensors,
+        "strides": bunch.strides,
+        "outputs": tuple(outputs),
+        "top": result.top,
+        "total": result.total,
+        "logits": result.logits,
+        "inv_rms": result.inv_rms,
+        "tokens": tokens,
+        "eps": float(eps),
+    }
+    constants = {
+        "N": n,
+        "S": reads,
+        "D": width,
+        "WIDE": bunch.wide,
+        "OTHER": bunch.other,
+        "ALIGNED": bunch.aligned and width * outputs[0].element_size() % 16 == 0,
+        **sizes,
+        **_pieces(_in_bf16(bunch), *outputs),
+        "STAGES": 3,
+    }
+    programs = triton.cdiv(tokens, sizes["TOKENS"])
+    return Launch(read, programs, arguments, constants, {"num_warps": warps, "num_stages": 3}), result
+
+
+def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> Sealed:
+    """Phase 1 in one launch: see eager.read_sealed.
+
+    Raises:
+        ValueError: more than 256 sources or reads.
+    """
+    _check(len(sources), queries.shape[0])
+    launch, result = _plan_read(queries, sources, eps, dtype)
+    if launch.programs:
+        launch.run(queries.device)
+    return result
+
+
+def _plan_backward(
+    queries: Tensor,
+    sources: Sequence[Tensor],
+    inv_rms: Tensor,
+    logits: Tensor,
+    grads: Sequence[Tensor],
+    dtop: Sequence[Tensor],
+    carried: Sequence[Tensor | None],
+) -> tuple[list[Launch], Tensor, tuple[Tensor, ...]]:
+    """One or two launches, the partial sums of dqueries, and the gradients of the sources."""
+    (tokens, width), n, reads = sources[0].shape, len(sources), queries.shape[0]
+    bunch = _bunch(sources)
+    upstream = _bunch(grads)
+    if upstream.wide:
+        upstream = _bunch([grad.float() for grad in grads])
+    present = [grad for grad in carried if grad is not None]
+    # In place of an absent one stands a present one, which is not read.
+    earlier = _bunch([present[0] if grad is None else grad for grad in carried]) if present else None
+    dsources = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in bunch.tensors)
+    of_bf16 = _in_bf16(bunch, upstream)
+    sizes, warps = _tile(n, reads, tokens, width, of_bf16, backward=True)
+    tiles = triton.cdiv(tokens, sizes["TOKENS"])
+    processors = multiprocessors(queries.device)
+
+    # The sum over tokens. Either a program adds to a sum of its own, in the cache, for each of its tiles, or a second
+    # kernel reads the sources again: whichever moves fewer bytes.
+    together = 8 * reads < bunch.tensors[-1].element_size() * n * sizes["TOKENS"]
+    slices = triton.cdiv(width, sizes["BLOCK"])
+    splits = min(tiles, 2 * processors if together else triton.cdiv(4 * processors, slices))
+    partials = queries.new_empty((splits, reads, width), dtype=torch.float32)
+    along = None if together else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    common = {"N": n, "S": reads, "D": width, "WIDE": bunch.wide, "OTHER": bunch.other, "ALIGNED": bunch.aligned}
+    arguments: dict[str, Any] = {
+        "queries": queries.float().contiguous(),
+        "sources": bunch.tensors,
+        "strides": bunch.strides,
+        "inv_rms": inv_rms.contiguous(),
+        "logits": logits.contiguous(),
+        "grads": upstream.tensors,
+        "grad_strides": upstream.strides,
+        "dtop": tuple(t.float().contiguous() for t in dtop),
+        "carried": earlier and earlier.tensors,
+        "carried_strides": earlier and earlier.strides,
+        "dsources": dsources,
+        "along": along,
+        "partials": partials if together else None,
+        "tokens": tokens,
+        "tiles": tiles,
+    }
+    constants = {
+        **common,
+        "CARRIED": sum(1 << j for j, grad in enumerate(carried) if grad is not None),
+        "CARRIED_WIDE": earlier.wide if earlier else 0,
+        "CARRIED_OTHER": earlier.other if earlier else 0,
+        "ALIGNED": all(b is None or b.aligned for b in (bunch, upstream, earlier))
+        and not any(width * t.element_size() % 16 for t in dsources),
+        **sizes,
+        "GROUP": max(16, sizes["READS"]),
+        **_pieces(of_bf16, *dsources),
+        "STAGES": 3,
+    }
+    options = {"num_warps": warps, "num_stages": 3}
+    launches = [Launch(read_backward, splits if together else tiles, arguments, constants, options)]
+    if not together:
+        arguments = {"sources": bunch.tensors, "strides": bunch.strides, "along": along, "partials": partials}
+        arguments |= {"tokens": tokens, "tiles": tiles}
+        constants = common | {name: sizes[name] for name in ("TOKENS", "ROWS", "READS", "BLOCK")}
+        constants |= {"SPLITS": splits, "PIECES": 3 if _in_bf16(bunch) else 0, "STAGES": 3}
+        options = {"num_warps": 4, "num_stages": 3}
+        launches.append(Launch(dqueries, slices * splits, arguments, constants, options))
+    return launches, partials, dsources
+
+
+def read_sealed_backward(
+    queries: Tensor,
+    sources: Sequence[Tensor],
+    inv_rms: Tensor,
+    logits: Tensor,
+    grads: Sequence[Tensor],
+    dtop: Sequence[Tensor],
+    carried: Sequence[Tensor | None],
+) -> tuple[Tensor, list[Tensor]]:
+    """Gradients in one or two launches, and a sum over programs: see eager.read_sealed_backward.
+
+    Raises:
+        ValueError: more than 256 sources or reads.
+    """
+    _check(len(sources), queries.shape[0])
+    if not sources[0].shape[0]:
+        return torch.zeros_like(queries), [source.new_empty(source.shape) for source in sources]
+    launches, partials, dsources = _plan_backward(queries, sources, inv_rms, logits, grads, dtop, carried)
+    for launch in launches:
+        launch.run(queries.device)
+    return partials.sum(0), [grad.to(source.dtype) for grad, source in zip(dsources, sources, strict=True)]
+
+
+def specimens() -> list[Specimen]:
+    """What training compiles, for the cross-compile check."""
+    found: list[Specimen] = []
+
+    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def add(
+        name: str,
+        width: int,
+        n: int,
+        reads: int,
+        dtypes: Sequence[torch.dtype],
+        carried: bool = True,
+        tokens: int = 4096,
+    ) -> None:
+        sources = [draw(tokens, width, dtype=dtypes[min(j, len(dtypes) - 1)]) for j in range(n)]
+        queries, grads = draw(reads, width), [draw(tokens, width, dtype=dtypes[-1]) for _ in range(reads)]
+        launch, result = _plan_read(queries, sources, 1e-6, dtypes[-1])
+        found.append(launch.specimen(f"{name}, forward", width))
+        launches, _, _ = _plan_backward(
+            queries,
+            sources,
+            result.inv_rms,
+            result.logits,
+            grads,
+            [draw(tokens) for _ in range(reads)],
+            [source if carried else None for source in sources],
+        )
+        for launch, what in zip(launches, ("backward", "backward, queries"), strict=False):
+            found.append(launch.specimen(f"{name}, {what}", width))
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+    for width in (896, 2048, 2304, 4096, 7168):
+        for reads in (4, 6, 24):
+            add(f"9 sources, {reads} reads", width, 9, reads, [bf16])
+    for width in (960, 1168, 1264, 1536):
+        add("9 sources, 4 reads", width, 9, 4, [bf16])
+    add("9 sources, 6 reads, few tokens", 2304, 9, 6, [bf16], tokens=FEW)
+    add("9 sources, 6 reads, few tokens, fp32", 2304, 9, 6, [fp32], tokens=FEW)
+    add("9 sources, 24 reads, fp32", 2304, 9, 24, [fp32])
+    add("9 sources, 6 reads, first gradients", 2304, 9, 6, [bf16], carried=False)
+    add("9 sources, 6 reads, fp32", 2304, 9, 6, [fp32])
+    add("9 sources, 6 reads, fp32 embedding", 2304, 9, 6, [fp32, bf16])
+    for n, reads in ((1, 4), (33, 8), (130, 11)):
+        add(f"{n} sources, {reads} reads", 2048, n, reads, [bf16])
+    return found

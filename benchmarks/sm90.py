@@ -1,0 +1,299 @@
+"""What the Triton kernels become on an H100, without one: registers, spills, copies, occupancy.
+
+    python benchmarks/sm90.py                                   # every kernel and width; about two minutes
+    python benchmarks/sm90.py --only merge --width 2048 --sass sass/
+    python benchmarks/sm90.py --json benchmarks/results/sm90.json
+
+Each `Specimen` of `attnres.ops.gpu` is compiled for sm_90 (H100, H200) as the JIT would for aligned tensors, and its
+PTX is given to the `ptxas` that comes with Triton. Counts of loads, stores and copies are of instructions in the PTX,
+whose loops are not unrolled by Triton: they say how wide an access is, not how many are made. Scalars per token
+(logits, weights, statistics) are narrow by nature.
+
+Spills are bytes a thread; shared memory is bytes a CTA. Occupancy is the theoretical one, from registers, shared
+memory and threads.
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnres.ops.gpu.launch import Specimen
+
+# One streaming multiprocessor of compute capability 9.0 (CUDA C++ programming guide, technical specifications).
+REGISTERS, MAX_WARPS, MAX_CTAS = 65536, 64, 32
+SHARED, SHARED_PER_CTA, SHARED_RESERVED = 228 * 1024, 227 * 1024, 1024
+PARTITIONS, REGISTER_UNIT = 4, 256  # a warp lives in one partition; registers come in units of 256 a warp
+
+DIVISIBLE = [["tt.divisibility", 16]]
+
+
+@dataclass(frozen=True)
+class Built:
+    """One kernel at one width, compiled for sm_90.
+
+    Attributes:
+        stages: how deep the kernel's loop over memory is pipelined; 1 is not at all.
+        registers: a thread. spill_stores, spill_loads: bytes a thread.
+        shared: bytes a CTA, static and dynamic.
+        async_16, async_other: asynchronous copies to shared memory of 16 bytes, and of fewer.
+        loads, stores: instructions on global memory by their width in bytes, widest first.
+        dots: tensor-core instructions.
+        ctas, occupancy: CTAs on a multiprocessor, and resident warps as a share of the most possible.
+        seconds: to compile, ptxas included.
+    """
+
+    name: str
+    width: int
+    warps: int
+    stages: int
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    shared: int
+    async_16: int
+    async_other: int
+    loads: dict[int, int]
+    stores: dict[int, int]
+    dots: int
+    ctas: int
+    occupancy: float
+    seconds: float
+
+
+def occupancy(registers: int, shared: int, warps: int) -> int:
+    """CTAs of `warps` warps that fit on one multiprocessor; 0 if not even one does."""
+    if shared > SHARED_PER_CTA:
+        return 0
+    per_warp = -(-registers * 32 // REGISTER_UNIT) * REGISTER_UNIT
+    by_registers = PARTITIONS * (REGISTERS // PARTITIONS // per_warp) // warps
+    by_shared = SHARED // (shared + SHARED_RESERVED)
+    return min(MAX_CTAS, MAX_WARPS // warps, by_registers, by_shared)
+
+
+def source_of(specimen: "Specimen") -> Any:
+    """The specimen as Triton's compiler wants it, specialised as the JIT does for aligned tensors."""
+    from triton.compiler import ASTSource
+
+    names = specimen.kernel.arg_names
+    if set(names) != set(specimen.signature):
+        wrong = sorted(set(names) ^ set(specimen.signature))
+        raise ValueError(f"the specimen {specimen.name} does not fit its kernel: {', '.join(wrong)}")
+    signature = {name: specimen.signature[name] for name in names}  # in the kernel's order
+    constants, attributes = {}, {}
+
+    def place(path: tuple[int, ...], kind: Any, name: str, value: Any) -> None:
+        if isinstance(kind, tuple):
+            for j, part in enumerate(kind):
+                place((*path, j), part, name, value[j] if isinstance(value, Sequence) else None)
+        elif kind == "constexpr":
+            constants[path] = value
+        elif kind.startswith("*") or (kind.startswith("i") and "stride" in name):
+            attributes[path] = DIVISIBLE
+
+    for i, (name, kind) in enumerate(signature.items()):
+        place((i,), kind, name, specimen.constants.get(name))
+    return ASTSource(specimen.kernel, signature, constants, attributes)
+
+
+def tool(name: str) -> str:
+    """A CUDA binary that comes with Triton."""
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    if not path.exists():
+        raise SystemExit(f"this Triton ({triton.__version__}) has no {name}: expected it at {path}")
+    return str(path)
+
+
+def assembled(ptx: str) -> tuple[int, int, int]:
+    """Registers, and bytes of spill stores and loads, that ptxas reports."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.ptx"
+        path.write_text(ptx)
+        # wgmma is only known to the architecture-specific target, which is what Triton itself assembles for.
+        command = [tool("ptxas"), "-v", "--gpu-name", "sm_90a", str(path), "-o", str(path.with_suffix(".cubin"))]
+        done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"ptxas failed:\n{done.stderr}")
+    found = [re.search(p, done.stderr) for p in (r"(\d+) registers", r"(\d+) bytes spill st", r"(\d+) bytes spill lo")]
+    registers, stores, loads = (0 if match is None else int(match[1]) for match in found)
+    return registers, stores, loads
+
+
+def accesses(ptx: str, operation: str) -> dict[int, int]:
+    """How many `ld` or `st` on global memory there are, by bytes a thread, the widest first."""
+    widths: Counter[int] = Counter()
+    for modifiers in re.findall(rf"\b{operation}\.(?:\w+\.)?global((?:\.[\w:]+)+)", ptx):
+        vector = re.search(r"\.v(\d)\b", modifiers)
+        bits = re.search(r"\.[busf](\d+)$", modifiers)
+        if bits is not None:
+            widths[int(bits[1]) // 8 * (int(vector[1]) if vector else 1)] += 1
+    return dict(sorted(widths.items(), reverse=True))
+
+
+def build(specimen: "Specimen", sass: Path | None = None) -> Built:
+    """Compile one specimen. With `sass`, its SASS and PTX are written into that folder."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+
+    started = time.perf_counter()
+    kernel = triton.compile(source_of(specimen), target=GPUTarget("cuda", 90, 32), options=dict(specimen.options))
+    ptx = kernel.asm["ptx"]
+    registers, spill_stores, spill_loads = assembled(ptx)
+    warps, shared = kernel.metadata.num_warps, kernel.metadata.shared
+    copies = Counter(re.findall(r"\bcp\.async\.c[ag]\.shared\.global\S* \[[^]]+\], \[[^]]+\], 0x(\w+)", ptx))
+    ctas = occupancy(registers, shared, warps)
+    if sass is not None:
+        keep_assembly(sass / f"{specimen.name}-{specimen.width}", ptx, kernel.asm["cubin"])
+    return Built(
+        name=specimen.name,
+        width=specimen.width,
+        warps=warps,
+        stages=specimen.constants.get("STAGES", specimen.options.get("num_stages", 1)),
+        registers=registers,
+        spill_stores=spill_stores,
+        spill_loads=spill_loads,
+        shared=shared,
+        async_16=copies.pop("10", 0),
+        async_other=sum(copies.values()),
+        loads=accesses(ptx, "ld"),
+        stores=accesses(ptx, "st"),
+        dots=len(re.findall(r"\b(?:wgmma\.mma_async|mma)\.sync", ptx)),
+        ctas=ctas,
+        occupancy=ctas * warps / MAX_WARPS,
+        seconds=round(time.perf_counter() - started, 2),
+    )
+
+
+def keep_assembly(stem: Path, ptx: str, cubin: bytes) -> None:
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    stem.with_suffix(".ptx").write_text(ptx)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool("nvdisasm"), "-c", file.name], check=True, capture_output=True, text=True)
+    stem.with_suffix(".sass").write_text(done.stdout)
+
+
+def specimens() -> Iterator["Specimen"]:
+    from attnres.ops.gpu.merge import specimens as of_merge
+    from attnres.ops.gpu.sealed import specimens as of_sealed
+
+    yield from of_sealed()
+    yield from of_merge()
+
+
+@contextmanager
+def cache_of_its_own() -> Generator[None]:
+    """Nothing is left in the user's Triton cache, unless TRITON_CACHE_DIR says where to keep it."""
+    if "TRITON_CACHE_DIR" in os.environ:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        try:
+            yield
+        finally:
+            del os.environ["TRITON_CACHE_DIR"]
+
+
+def _by_width(counts: dict[int, int]) -> str:
+    """Accesses of 16 bytes, of 4 to 8 and of fewer."""
+    wide = sum(n for width, n in counts.items() if width >= 16)
+    narrow = sum(n for width, n in counts.items() if width < 4)
+    return f"{wide} / {sum(counts.values()) - wide - narrow} / {narrow}"
+
+
+def show(rows: Sequence[Built]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title="kernels compiled for sm_90")
+    for heading in ("kernel", "d"):
+        table.add_column(heading, justify="left" if heading == "kernel" else "right", no_wrap=True)
+    for heading in (
+        "warps",
+        "stages",
+        "registers",
+        "spilled\nst / ld, B",
+        "shared\nKiB",
+        "cp.async\n16 B / other",
+        "loads\n16 / 4-8 / <4 B",
+        "stores\n16 / 4-8 / <4 B",
+        "dots",
+        "CTAs\nper SM",
+        "occupancy",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        spilled = row.spill_stores or row.spill_loads
+        table.add_row(
+            row.name,
+            str(row.width),
+            str(row.warps),
+            str(row.stages),
+            str(row.registers),
+            f"[red]{row.spill_stores} / {row.spill_loads}[/red]" if spilled else "0",
+            f"{row.shared / 1024:.1f}",
+            f"{row.async_16} / {row.async_other}",
+            _by_width(row.loads),
+            _by_width(row.stores),
+            str(row.dots),
+            str(row.ctas) if row.ctas else "[red]0[/red]",
+            f"{row.occupancy:.0%}",
+        )
+    # A pipe has no width of its own: rows of a record must not wrap.
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def write(path: Path, rows: Sequence[Built]) -> None:
+    """The record: what was built, and with which compilers."""
+    import triton
+
+    from attnres.files import write_json
+
+    release = subprocess.run([tool("ptxas"), "--version"], check=True, capture_output=True, text=True).stdout
+    version = re.search(r"V([\d.]+)", release)
+    made = {"target": "sm_90a", "triton": triton.__version__, "ptxas": version[1] if version else release.strip()}
+    write_json(path, {**made, "kernels": [asdict(row) for row in rows]})
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only kernels whose name starts with one of these")
+    parser.add_argument("--width", nargs="+", type=int, metavar="D", help="only these widths")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the record there")
+    parser.add_argument("--sass", type=Path, metavar="FOLDER", help="keep each kernel's PTX and SASS there")
+    args = parser.parse_args(arguments)
+    if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+        raise SystemExit("TRITON_INTERPRET is set: interpreted kernels cannot be compiled; unset it")
+
+    chosen = [
+        specimen
+        for specimen in specimens()
+        if (args.only is None or specimen.name.startswith(tuple(args.only)))
+        and (args.width is None or specimen.width in args.width)
+    ]
+    if not chosen:
+        known = sorted({(s.name, s.width) for s in specimens()})
+        raise SystemExit(f"no kernel fits; there are {', '.join(f'{name} ({width})' for name, width in known)}")
+    with cache_of_its_own():
+        rows = [build(specimen, args.sass) for specimen in chosen]
+    show(rows)
+    if args.json is not None:
+        write(args.json, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""Text from a model: the tokens that Transformers would generate, streamed, seeded, with the depth they read from."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from attnres import UserError
+from attnres.evals.config import GenerateConfig
+from attnres.evals.generate import Speaker, generate, open_speaker, speak
+from attnres.evals.speed import beside
+from attnres.inspect import record
+
+PROMPT = "the quick brown fox"
+
+
+@pytest.fixture(scope="module")
+def speakers(folders):
+    return {name: open_speaker(folders[name], device="cpu") for name in ("block", "full", "plain", "standard", "other")}
+
+
+def uncached(speaker, prompt, count):
+    """The likeliest tokens, each from a pass over everything before it."""
+    ids = speaker.encode(prompt)
+    for _ in range(count):
+        with torch.no_grad():
+            logits = speaker.model(input_ids=ids, use_cache=False).logits[0, -1]
+        ids = torch.cat([ids, logits.argmax()[None, None]], 1)
+    return ids[0, -count:]
+
+
+@pytest.mark.parametrize("name", ["block", "full", "plain"])
+def test_greedy_text_is_the_likeliest_at_each_step(speakers, name):
+    speaker = speakers[name]
+    expected = speaker.tokenizer.decode(uncached(speaker, PROMPT, 12), skip_special_tokens=True)
+    assert generate(speaker, PROMPT, max_new_tokens=12, greedy=True) == expected
+
+
+def test_a_folder_a_model_in_memory_and_a_speaker_say_the_same(folders, speakers):
+    speaker = speakers["block"]
+    texts = {
+        generate(str(folders["block"]), PROMPT, max_new_tokens=6, greedy=True),
+        generate(folders["block"], PROMPT, max_new_tokens=6, greedy=True),
+        generate(speaker, PROMPT, max_new_tokens=6, greedy=True),
+        generate(speaker.model, PROMPT, tokenizer=speaker.tokenizer, max_new_tokens=6, greedy=True),
+    }
+    assert len(texts) == 1
+    with pytest.raises(UserError, match="a model in memory needs its tokenizer"):
+        generate(speaker.model, PROMPT)
+
+
+def test_sampling_is_seeded_and_leaves_the_random_state_alone(speakers):
+    def say(seed):
+        return generate(speakers["block"], PROMPT, max_new_tokens=12, seed=seed, temperature=1.5)
+
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    assert say(1) == say(1)
+    assert len({say(seed) for seed in range(4)}) > 1
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_the_narrowest_sampling_is_greedy(speakers):
+    greedy = generate(speakers["block"], PROMPT, max_new_tokens=8, greedy=True)
+    assert generate(speakers["block"], PROMPT, max_new_tokens=8, top_k=1) == greedy
+    assert generate(speakers["block"], PROMPT, max_new_tokens=8, top_p=1e-6) == greedy
+    assert generate(speakers["block"], PROMPT, max_new_tokens=8, temperature=1e-4) == greedy
+
+
+def test_the_models_own_settings_hold_where_none_are_given(speakers, monkeypatch):
+    speaker = speakers["block"]
+    seen = []
+    real = speaker.model.generate
+    monkeypatch.setattr(
+        speaker.model, "generate", lambda *a, **kw: (seen.append(kw["generation_config"]), real(*a, **kw))[1]
+    )
+    generate(speaker, PROMPT, max_new_tokens=2)
+    assert (seen[-1].top_k, seen[-1].top_p, seen[-1].temperature, seen[-1].do_sample) == (0, 1.0, 1.0, True)
+    monkeypatch.setattr(speaker.model.generation_config, "top_k", 7)
+    monkeypatch.setattr(speaker.model.generation_config, "temperature", 0.6)
+    generate(speaker, PROMPT, max_new_tokens=2, temperature=0.9)
+    assert (seen[-1].top_k, seen[-1].temperature) == (7, 0.9)
+
+
+def test_pieces_are_the_text(speakers):
+    pieces = []
+    text = generate(speakers["block"], PROMPT, max_new_tokens=20, seed=3, on_text=pieces.append)
+    assert "".join(pieces) == text
+    assert len(pieces) > 1
+
+
+def test_it_stops_where_the_context_ends(speakers):
+    speaker = speakers["block"]
+    tokens = []
+    generate(speaker, PROMPT, max_new_tokens=500, greedy=True, on_token=lambda depth: tokens.append(depth.token))
+    assert len(tokens) <= speaker.context - speaker.encode(PROMPT).shape[1]
+
+
+@pytest.mark.parametrize("name", ["block", "full"])
+def test_depth_is_what_the_predicting_pass_read(speakers, name):
+    speaker = speakers[name]
+    seen = []
+    generate(speaker, PROMPT, max_new_tokens=5, greedy=True, on_token=seen.append)
+    assert speaker.model.residual.observer is None
+    ids = speaker.encode(PROMPT)
+    for depth in seen:
+        rows = []
+
+        class Last:
+            def on_read(self, index, h, weights, sources):
+                rows.append(dict(zip(sources, weights[-1].tolist())))  # noqa: B023
+
+            def on_write(self, index, output):
+                pass
+
+        speaker.model.residual.observer = Last()
+        with torch.no_grad():
+            logits = speaker.model(input_ids=ids, use_cache=False).logits[0, -1]
+        speaker.model.residual.observer = None
+        assert depth.token == logits.argmax()
+        assert depth.text == speaker.tokenizer.decode([depth.token])
+        assert dict(depth.output) == pytest.approx(rows[-1], abs=1e-5)
+        weights = [weight for _, weight in depth.output]
+        assert weights == sorted(weights, reverse=True)
+        size = 2 if name == "block" else 1  # of a part of the depth: two sublayers a block, or six in up to eight parts
+        assert len(depth.blocks) == 6 // size
+        for i, (_, source, weight) in enumerate(depth.blocks):
+            reads = rows[i * size : (i + 1) * size]
+            means = {key: sum(row.get(key, 0) for row in reads) / size for row in reads for key in row}
+            assert weight == pytest.approx(max(means.values()), abs=1e-5)
+            assert means[source] == pytest.approx(weight, abs=1e-5)
+        assert depth.text.strip() in depth.line() or "\\" in depth.line()
+        ids = torch.cat([ids, torch.tensor([[depth.token]])], 1)
+
+
+def test_depth_needs_weights_and_one_recording_at_a_time(speakers):
+    with pytest.raises(UserError, match="residual 'standard' weighs no sources"):
+        generate(speakers["standard"], PROMPT, max_new_tokens=2, on_token=print)
+    assert speakers["standard"].model.residual.observer is None
+    with pytest.raises(UserError, match="Qwen3ForCausalLM has no depth reads to show"):
+        generate(speakers["plain"], PROMPT, max_new_tokens=2, on_token=print)
+    with record(speakers["block"].model), pytest.raises(UserError, match="is being recorded already"):
+        generate(speakers["block"], PROMPT, max_new_tokens=2, on_token=print)
+
+
+def test_a_chat_template_frames_the_prompt(speakers):
+    speaker = speakers["block"]
+    with pytest.raises(UserError, match="has no chat template: leave out --chat"):
+        speaker.encode(PROMPT, chat=True)
+    template = "{% for m in messages %}the {{ m.content }} dog{% endfor %}"
+    speaker.tokenizer.chat_template = template
+    try:
+        framed = speaker.encode("lazy", chat=True)
+        assert framed.tolist() == speaker.encode("the lazy dog").tolist()
+    finally:
+        speaker.tokenizer.chat_template = None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"greedy": True, "top_k": 3}, "greedy takes the likeliest token: leave out"),
+        ({"temperature": 0.0}, "temperature is 0.0: expected a number above 0, or greedy"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": 0}, "top_k is 0: expected a whole number"),
+        ({"top_p": 1.5}, "top_p is 1.5: expected a number above 0, at most 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": "the lazy dog " * 60}, "tokens and .* takes 64: shorten it"),
+    ],
+)
+def test_mistakes(speakers, options, message):
+    options = {"prompt": PROMPT, **options}
+    with pytest.raises(UserError, match=message):
+        generate(speakers["block"], **options)
+
+
+def test_a_tokenizer_of_another_model_is_refused(speakers):
+    small = speakers["other"]
+    wrong = Speaker("small", small.model, speakers["block"].tokenizer, 64)
+    high = next(text for text, id in wrong.tokenizer.get_vocab().items() if id == 319).replace("Ġ", " ")
+    with pytest.raises(UserError, match=r"gives id 3\d\d and the model's embedding has 300 rows"):
+        generate(wrong, high)
+
+
+def test_two_models_are_timed_in_turn(speakers):
+    order = []
+    watched = []
+    for name in ("block", "plain"):
+        speaker = speakers[name]
+
+        class Model:
+            def __init__(self, speaker, name):
+                self.real, self.name = speaker.model, name
+
+            def __getattr__(self, attribute):
+                return getattr(self.real, attribute)
+
+            def generate(self, *args, **kwargs):
+                order.append(self.name)
+                return self.real.generate(*args, **kwargs)
+
+        watched.append(dataclasses.replace(speaker, model=Model(speaker, name)))
+    found = beside(watched, PROMPT, 6, rounds=3)
+    assert order == ["plain", "block", "block", "plain", "plain", "block", "block", "plain"]
+    assert found.tokens == 6
+    assert found.quartiles[0] <= found.ratio <= found.quartiles[1]
+    assert found.medians[0] > 0
+    assert "3 rounds of 6 tokens in turn, CPU" in found.line()
+    with pytest.raises(UserError, match="timing needs two tokens or more"):
+        beside(watched, PROMPT, 1)
+
+
+def test_the_command_prints_prompt_text_and_depth(folders, capsys):
+    folder = str(folders["block"])
+    how = {"max_new_tokens": 5, "greedy": True}
+    speak(GenerateConfig(folder, PROMPT, **how))
+    text = generate(folder, PROMPT, **how)
+    assert capsys.readouterr().out == f"{PROMPT}{text}\n"
+    speak(GenerateConfig(folder, PROMPT, show_depth=True, **how))
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(" output: " in line and "| b1 emb" in line for line in lines) == 5
+    speak(GenerateConfig(folder, PROMPT, beside=str(folders["plain"]), **how))
+    assert "ratio" in capsys.readouterr().out.splitlines()[-1]

@@ -1,0 +1,187 @@
+"""Task files and hub rows become the same questions; what is wrong with a file is said with its line."""
+
+import json
+import os
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from attnres import UserError
+from attnres.evals.tasks import TASKS, read_task
+
+DATA = Path(os.environ.get("ATTNRES_TEST_DATA", "absent")) / "eval"
+needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="ATTNRES_TEST_DATA does not name a folder with eval/")
+
+ROWS = {
+    "hellaswag": {
+        "activity_label": "Roof [substeps] repair",
+        "ctx_a": "A man sits. [title] On a roof.",
+        "ctx_b": "he",
+        "endings": ["[step] waits.", "works.", "sleeps.", "eats."],
+        "label": "1",
+    },
+    "arc_easy": {
+        "question": "Why?",
+        "choices": {"text": ["a", "b", "c", "d"], "label": ["1", "2", "3", "4"]},
+        "answerKey": "3",
+    },
+    "piqa": {"goal": "Open it.", "sol1": "Pull.", "sol2": "Push.", "label": 0},
+    "winogrande": {"sentence": "Ann met Bo because _ was late.", "option1": "Ann", "option2": "Bo", "answer": "2"},
+    "boolq": {"passage": "Ice floats.", "question": "does ice float", "label": 1},
+    "lambada": {"text": "I came to see the king"},
+}
+FIRST = {
+    "hellaswag": ("Roof repair: A man sits.. On a roof. He", "  waits.", 1),
+    "arc_easy": ("Question: Why?\nAnswer:", " a", 2),
+    "piqa": ("Question: Open it.\nAnswer:", " Pull.", 0),
+    "winogrande": ("Ann met Bo because Ann", " was late.", 1),
+    "boolq": ("Ice floats.\nQuestion: does ice float?\nAnswer:", " no", 1),
+    "lambada": ("I came to see the", " king", 0),
+}
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A library `datasets` that holds one row of each data set, in the hub's own shape."""
+    asked = []
+
+    def load_dataset(repository, config, split):
+        asked.append((repository, config, split))
+        if repository == "Salesforce/wikitext":
+            return [{"text": ""}, {"text": " = A = \n"}, {"text": " words .\n"}]
+        (name,) = [name for name, known in TASKS.items() if known.hub == (repository, config, split)]
+        return [ROWS[name]]
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = load_dataset
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return asked
+
+
+@pytest.mark.parametrize("name", sorted(ROWS))
+def test_rows_of_the_hub_read_as_lm_eval_reads_them(hub, name):
+    task = read_task(name)
+    context, continuation, gold = FIRST[name]
+    assert task.items[0].pairs[0] == (context, continuation)
+    assert task.items[0].gold == gold
+    assert task.source == ":".join(part for part in TASKS[name].hub if part)
+    assert task.kind == ("word" if name == "lambada" else "choice")
+
+
+def test_wikitext_from_the_hub_and_from_a_file_are_the_same_text(hub, tmp_path):
+    (tmp_path / "wikitext2_test.raw").write_text(" \n = A = \n words .", "utf-8")
+    assert read_task("wikitext2").text == read_task("wikitext2", tmp_path).text == "\n\n = A = \n\n\n words .\n"
+
+
+LOCAL = {
+    "hellaswag_val": {"query": "Roof: He", "choices": ["a.", "b."], "gold": 1},
+    "arc_easy": {"query": "Question: Why?", "choices": ["a", "b"], "gold": 0},
+    "piqa": {"query": "Question: Open it.\n", "choices": ["a", "b"], "gold": 0},
+    "boolq": {"query": "Passage: Ice floats.\nQuestion: does ice float?", "choices": ["no", "yes"], "gold": 1},
+    "winogrande": {"context_options": ["x Ann", "x Bo"], "continuation": "was late.", "gold": 1},
+    "lambada_openai": {"context": "see the", "continuation": "king"},
+}
+PROMPTS = {
+    "hellaswag": "Roof: He",
+    "arc_easy": "Question: Why?\nAnswer:",
+    "piqa": "Question: Open it.\nAnswer:",
+    "boolq": "Ice floats.\nQuestion: does ice float?\nAnswer:",
+    "winogrande": "x Ann",
+    "lambada": "see the",
+}
+
+
+@pytest.mark.parametrize("file", sorted(LOCAL))
+def test_local_files_make_the_same_prompts(tmp_path, file):
+    (tmp_path / f"{file}.jsonl").write_text(f"\n{json.dumps(LOCAL[file])}\n\n", "utf-8")
+    name = file.removesuffix("_val").removesuffix("_openai")
+    task = read_task(name, tmp_path)
+    assert task.items[0].pairs[0][0] == PROMPTS[name]
+    assert all(continuation.startswith(" ") for _, continuation in task.items[0].pairs)
+    assert task.source.endswith(f"{file}.jsonl")
+
+
+def test_a_file_of_ones_own_is_a_task(tmp_path):
+    path = tmp_path / "mine.jsonl"
+    path.write_text('{"query": "It is ", "choices": ["so", "not so"], "gold": 0}\n' * 3)
+    task = read_task(str(path), limit=2)
+    assert (task.name, task.kind, len(task.items)) == ("mine", "choice", 2)
+    assert task.items[0].characters == (2, 6)
+    (tmp_path / "mine.txt").write_text("some words")
+    assert read_task(str(tmp_path / "mine.txt")).text == "some words"
+
+
+GOOD = '{"query": "q", "choices": ["a", "b"], "gold": 0}'
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"{GOOD}\n{{\n", r"mine.jsonl line 2 is not JSON"),
+        (f"{GOOD}\n[1]\n", r"mine.jsonl line 2: expected query \(text\)"),
+        (f'{GOOD}\n\n{{"query": "q", "choices": ["a", "b"], "gold": 2}}', "mine.jsonl line 3: expected"),
+        ('{"query": "q", "choices": ["a", "b"], "gold": true}', "line 1: expected"),
+        ('{"query": "q", "choices": ["a"], "gold": 0}', "line 1: expected"),
+        ('{"query": "q", "choices": ["a", ""], "gold": 0}', "line 1: expected"),
+        ('{"query": 3, "choices": ["a", "b"], "gold": 0}', "line 1: expected"),
+        ('{"context": "a"}', "line 1: expected"),
+        ("", "mine.jsonl has no items"),
+        (f'{GOOD}\n{{"context": "a", "continuation": "b"}}', "mixes words to foretell and choices"),
+    ],
+)
+def test_a_malformed_file_is_named_with_its_line(tmp_path, text, message):
+    (tmp_path / "mine.jsonl").write_text(text)
+    with pytest.raises(UserError, match=message):
+        read_task(str(tmp_path / "mine.jsonl"))
+
+
+def test_other_mistakes(tmp_path, monkeypatch):
+    with pytest.raises(UserError, match=r"unknown task 'helaswag': did you mean 'hellaswag'"):
+        read_task("helaswag")
+    with pytest.raises(UserError, match=r"has no piqa\*\.jsonl: expected one file for the task piqa"):
+        read_task("piqa", tmp_path)
+    with pytest.raises(UserError, match=r"data folder .* does not exist"):
+        read_task("piqa", tmp_path / "absent")
+    for name in ("piqa_a.jsonl", "piqa_b.jsonl"):
+        (tmp_path / name).write_text(GOOD)
+    with pytest.raises(UserError, match=r"has piqa_a.jsonl and piqa_b.jsonl: expected one file"):
+        read_task("piqa", tmp_path)
+    with pytest.raises(UserError, match=r"cannot read .*absent.jsonl: No such file"):
+        read_task(str(tmp_path / "absent.jsonl"))
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match=r"bad.txt is not UTF-8"):
+        read_task(str(tmp_path / "bad.txt"))
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(UserError, match=r"holds no text"):
+        read_task(str(tmp_path / "empty.txt"))
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match=r"pip install 'attnres\[data\]'"):
+        read_task("piqa")
+
+
+def test_a_hub_out_of_reach_is_one_sentence(hub, monkeypatch):
+    def fail(*_, **__):
+        raise ConnectionError("no route\nmore")
+
+    monkeypatch.setattr(sys.modules["datasets"], "load_dataset", fail)
+    with pytest.raises(UserError, match=r"task piqa cannot be read from baber/piqa on the hub \(no route\)"):
+        read_task("piqa")
+
+
+@needs_data
+@pytest.mark.parametrize("name", list(TASKS))
+def test_the_real_files_are_read(name):
+    task = read_task(name, DATA)
+    counts = {"lambada": 5153, "hellaswag": 10042, "arc_easy": 2376, "arc_challenge": 1172}
+    counts |= {"piqa": 1838, "winogrande": 1267, "boolq": 3270, "wikitext2": 0}
+    assert len(task.items) == counts[name]
+
+
+@needs_data
+def test_wikitext2_has_the_tokens_it_is_known_by():
+    from attnres.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(DATA.parent / "tokenizers" / "gpt2")
+    assert len(tokenizer.encode(read_task("wikitext2", DATA).text).ids) == 287_644

@@ -1,0 +1,78 @@
+"""The Triton kernels as an H100 would run them, compiled without one: no spills, and pipelining that happens."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+NARROW_ENOUGH = 4096
+
+# Each kernel at its narrowest width and at the widest that must not spill.
+SCRIPT = """
+import sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[1])
+import sm90
+
+kernels = {}
+for specimen in sm90.specimens():
+    if specimen.width <= int(sys.argv[3]):
+        kernels.setdefault(specimen.name, {})[specimen.width] = specimen
+chosen = [widths[w] for widths in kernels.values() for w in sorted({min(widths), max(widths)})]
+sm90.write(Path(sys.argv[2]), [sm90.build(specimen) for specimen in chosen])
+"""
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed: there is nothing to compile")
+    folder = tmp_path_factory.mktemp("sm90")
+    # A process of its own: an interpreted kernel cannot be compiled. It leaves nothing in the user's cache.
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(folder / "cache")
+    command = [sys.executable, "-c", SCRIPT, str(BENCHMARKS), str(folder / "sm90.json"), str(NARROW_ENOUGH)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "sm90.json").read_text())["kernels"]
+
+
+def named(kernel: dict[str, Any]) -> str:
+    return f"{kernel['name']} at d={kernel['width']}"
+
+
+def test_nothing_spills(built: list[dict[str, Any]]) -> None:
+    spilled = [
+        f"{named(k)}: {k['spill_stores']} B stored, {k['spill_loads']} B loaded"
+        for k in built
+        if k["spill_stores"] or k["spill_loads"]
+    ]
+    assert built
+    assert not spilled, "\n".join(spilled)
+
+
+def test_every_kernel_fits_on_a_multiprocessor(built: list[dict[str, Any]]) -> None:
+    assert not [f"{named(k)}: {k['shared']} B shared, {k['registers']} registers" for k in built if not k["ctas"]]
+
+
+def test_software_pipelines_copy_16_bytes_at_a_time_and_asynchronously(built: list[dict[str, Any]]) -> None:
+    pipelined = [k for k in built if k["stages"] > 1]
+    assert pipelined
+    assert not [named(k) for k in pipelined if not k["async_16"]]
+
+
+def test_vectors_are_loaded_and_stored_16_bytes_at_a_time(built: list[dict[str, Any]]) -> None:
+    # What is narrower are scalars per token: never as many as there are wide accesses, never of 2 bytes.
+    narrow = [
+        f"{named(k)}: loads {k['loads']}, stores {k['stores']}"
+        for k in built
+        if "2" in k["loads"] or "2" in k["stores"] or not ("16" in k["loads"] or k["async_16"])
+    ]
+    assert not narrow
