@@ -343,14 +343,14 @@ def test_convert_writes_a_model_and_says_how_exact_it_is(tmp_path, capsys):
     size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
     LlamaForCausalLM(LlamaConfig(**size, vocab_size=64)).save_pretrained(tmp_path / "plain")
     arguments = ["convert", str(tmp_path / "plain"), str(tmp_path / "out"), "--num-blocks", "2"]
-    main(arguments)
+    cli.main(arguments)
     assert "logits" in capsys.readouterr().out and (tmp_path / "out" / "conversion.json").exists()
     with pytest.raises(SystemExit) as stop:
-        main(arguments)
+        cli.main(arguments)
     assert stop.value.code == 2 and "not empty" in capsys.readouterr().err
 
 
 def test_families_names_what_converts_and_what_is_refused(capsys):
-    main(["families"])
+    cli.main(["families"])
     said = capsys.readouterr().out
     assert "Qwen3" in said and "refused" in said
