@@ -88,7 +88,8 @@ class _Comparison:
     """What a comparison has and a run has not; a base class, so that the help begins with it."""
 
     variants: tuple[str, ...] = ("standard", "rescaled", "block", "full")
-    """RESIDUAL[:SETTING=VALUE,...][@lr=RATE], e.g. standard block:num_blocks=6 full@lr=0.003."""
+    """RESIDUAL[:SETTING=VALUE,...][@NAME=VALUE,...], e.g. standard block:num_blocks=6 full@lr=0.003; the names after @
+    are lr and those of fine-tuning (train_only, residual_lr, distill_weight, ...)."""
     seeds: tuple[int, ...] = (0,)
     """Every variant is trained with each; from three on the errors are over seeds."""
     lrs: tuple[float, ...] = ()

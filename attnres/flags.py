@@ -66,7 +66,7 @@ Settings = Annotated[
 def parse(command: str, kind: type[T], arguments: list[str], default: T | None = None) -> T:
     """Flags as a `kind`; raises UserError where tyro would print a box and leave."""
     # `--optim.lr` is the same as `--lr`: messages and files name fields with their group.
-    groups = ("model", "data", "optim")
+    groups = ("model", "data", "optim", "finetune")
     arguments = [_without_group(argument, groups) for argument in arguments]
     options: dict[str, Any] = {} if default is None else {"default": default}
     said = io.StringIO()

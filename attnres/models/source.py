@@ -64,7 +64,7 @@ class Source:
     def weight_bytes(self, itemsize: int | None = None) -> int:
         """Bytes of the weights on disk; of `itemsize` each, where that is given."""
         total = 0
-        for file in _weight_files(self):
+        for file in weight_files(self):
             with safe_open(file, framework="pt") as tensors:
                 for key in tensors.keys():  # noqa: SIM118
                     part = tensors.get_slice(key)
@@ -83,6 +83,16 @@ def find(source: str | Path, *, trust_remote_code: bool = False) -> Source:
     Raises:
         UserError: nothing there, or what keeps it from being converted.
     """
+    found = locate(source, trust_remote_code=trust_remote_code)
+    _check_config(found)
+    files = weight_files(found)
+    check_weights(found, files)
+    _check_tokenizer(found)
+    return found
+
+
+def locate(source: str | Path, *, trust_remote_code: bool = False) -> Source:
+    """A folder with a config.json, or that of a model of the hub, which is fetched; nothing else is looked at."""
     name, folder = str(source), Path(source).expanduser()
     if not folder.exists() and _HUB_NAME.fullmatch(name):
         folder = _fetched(name, code=trust_remote_code)
@@ -91,12 +101,7 @@ def find(source: str | Path, *, trust_remote_code: bool = False) -> Source:
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise UserError(f"config.json of {name} holds no object: it is damaged, copy it again")
-    found = Source(name, folder, config, trust_remote_code)
-    _check_config(found)
-    files = _weight_files(found)
-    _check_weights(found, files)
-    _check_tokenizer(found)
-    return found
+    return Source(name, folder, config, trust_remote_code)
 
 
 def load_plain(source: Source, dtype: torch.dtype | None) -> tuple[PreTrainedModel, list[str]]:
@@ -161,7 +166,8 @@ def _check_config(source: Source) -> None:
         )
 
 
-def _weight_files(source: Source) -> list[Path]:
+def weight_files(source: Source) -> list[Path]:
+    """Its safetensors, all there. Raises UserError where there are none, or one that the index names is missing."""
     folder, name = source.folder, source.name
     if (folder / INDEX).is_file():
         weights = read_json(folder / INDEX).get("weight_map", {})
@@ -184,7 +190,8 @@ def _weight_files(source: Source) -> list[Path]:
     raise UserError(f"{name} has a config.json and no weights: expected {SINGLE} or {INDEX}")
 
 
-def _check_weights(source: Source, files: list[Path]) -> None:
+def check_weights(source: Source, files: list[Path]) -> None:
+    """Raises UserError for files that are cut short, and for dtypes that are not `FLOATS`."""
     for file in files:
         try:
             with safe_open(file, framework="pt") as tensors:

@@ -78,8 +78,9 @@ def _section(title: str, body: str, lead: str = "") -> str:
 def _kicker(study: Study) -> str:
     seeds = sorted({run.seed for run in study.runs})
     size, source, steps = (_of_all(study, name) for name in ("model.size", "data.source", "steps"))
+    pretrained = _of_all(study, "finetune.init_from")
     facts = [
-        f"model {size}" if isinstance(size, str) else None,
+        f"from {pretrained}" if pretrained else f"model {size}" if isinstance(size, str) else None,
         f"data {Path(str(source)).name}" if source else None,
         f"{steps:,} steps" if steps else None,
         f"{len(seeds)} seeds" if len(seeds) > 1 else "one seed",

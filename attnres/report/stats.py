@@ -21,7 +21,11 @@ T_975 = (
 )
 SEEDS_FOR_SEED_ERROR = 3
 
-COMPARED = ("model.residual", "model.settings", "model.block_size", "model.num_blocks", "optim.lr", "optim.muon_lr")
+COMPARED = (
+    *("model.residual", "model.settings", "model.block_size", "model.num_blocks"),
+    *("optim.lr", "optim.muon_lr", "optim.residual_lr"),
+    *("finetune.train_only", "finetune.lora_", "finetune.distill_"),
+)
 """Fields of the configuration in which variants may differ."""
 CHECKSUMS = ("windows_sha256", "tokenizer_sha256", "splits")
 """Keys of data.json that tell one text from another."""

@@ -21,12 +21,13 @@ from attnres.report.show import show
 from attnres.studies.children import Child, run_children
 from attnres.studies.progress import Watch, duration
 from attnres.studies.speed import step_times
-from attnres.studies.variants import Variant, parse_variants
-from attnres.train.config import OptimConfig, TrainConfig, check, resolve, to_dict
+from attnres.studies.variants import TRAINING, Variant, parse_variants
+from attnres.train.config import OptimConfig, TrainConfig, check, from_dict, resolve, to_dict
 from attnres.train.data import data_record, held_out, prepare_from
 from attnres.train.environment import has_bf16
 from attnres.train.interrupt import Interrupted
 from attnres.train.run_folder import claim, same_data
+from attnres.train.start import check_start, parameter_count
 
 VERSION = 1
 
@@ -99,7 +100,9 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
         if children:
             walls = [float(summary.get("wall_s") or 0) for summary in finished.values()]
             _train(children, out, len(plan.runs), walls, jobs, threads, say)
-        if config.timing_s > 0:
+        if config.timing_s > 0 and config.base.finetune.init_from is not None:
+            say.print("no timing in turn for a pretrained model: the table has each run's own step time")
+        elif config.timing_s > 0:
             _time(out, plan, vocabulary, config.timing_s, say)
         return show(out, out=out)
 
@@ -111,7 +114,7 @@ def make_plan(config: CompareConfig) -> Plan:
         raise UserError(f"seeds are {config.seeds}: expected different whole numbers from 0, e.g. 0 1 2")
     if config.jobs is not None and config.jobs < 1:
         raise UserError(f"jobs is {config.jobs}: expected 1 or more runs at a time")
-    check(resolve(base))
+    check(base)
     variants = {variant.label: variant for variant in parse_variants(config.variants, config.lrs)}
     device = ("cuda" if torch.cuda.is_available() else "cpu") if base.device == "auto" else base.device
     dtype = ("bf16" if has_bf16(torch.device(device)) else "fp32") if base.dtype == "auto" else base.dtype
@@ -137,14 +140,25 @@ def make_plan(config: CompareConfig) -> Plan:
                 dtype=dtype,
                 resume=True,
             )
-            runs[name] = resolve(run)
+            runs[name] = resolve(from_dict(_training(variant), run))
             check(runs[name])
-    for variant in variants.values():
-        _try_building(base, variant)
+    for label, variant in variants.items():
+        if base.finetune.init_from is None:
+            _try_building(base, variant)
+        else:
+            check_start(runs[f"{label}-seed{config.seeds[0]}"])
     baseline = next(
         (label for label, variant in variants.items() if variant.residual == "standard"), next(iter(variants))
     )
     return Plan(variants, runs, baseline)
+
+
+def _training(variant: Variant) -> dict[str, dict[str, Any]]:
+    """What a variant trains in a way of its own, as values to lay over the base configuration."""
+    values: dict[str, dict[str, Any]] = {}
+    for name, value in variant.training.items():
+        values.setdefault(TRAINING[name], {})[name] = value
+    return values
 
 
 def _at_rate(optim: OptimConfig, lr: float | None) -> OptimConfig:
@@ -324,11 +338,15 @@ def _fits(models: int, plan: Plan, vocabulary: int) -> bool:
     from attnres.models import build
 
     run = next(iter(plan.runs.values()))
-    with torch.device("meta"):
-        model = build(
-            size=run.model.size, residual="standard", vocab_size=vocabulary, max_positions=run.data.seq_len, seed=0
-        )
-    needed = 16 * sum(parameter.numel() for parameter in model.parameters()) * models
+    if run.finetune.init_from is not None:
+        parameters = parameter_count(run.finetune.init_from)
+    else:
+        with torch.device("meta"):
+            model = build(
+                size=run.model.size, residual="standard", vocab_size=vocabulary, max_positions=run.data.seq_len, seed=0
+            )
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+    needed = 16 * parameters * models
     if run.device.startswith("cuda"):
         return needed < torch.cuda.mem_get_info()[0] / 2
     try:

@@ -1,28 +1,40 @@
-"""What is compared: a residual with its settings, possibly at a learning rate of its own, as one short text."""
+"""What is compared: a residual with its settings, possibly trained in a way of its own, as one short text."""
 
+import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from attnres.errors import UserError, unknown
 from attnres.residuals import RESIDUALS, settings_of
 
-SYNTAX = "RESIDUAL[:SETTING=VALUE,...][@lr=RATE], e.g. standard, block:num_blocks=6 or block@lr=0.003"
+SYNTAX = "RESIDUAL[:SETTING=VALUE,...][@NAME=VALUE,...], e.g. standard, block:num_blocks=6 or block@lr=0.003"
+
+TRAINING = {
+    "residual_lr": "optim",
+    "train_only": "finetune",
+    "lora_rank": "finetune",
+    "lora_alpha": "finetune",
+    "distill_weight": "finetune",
+    "distill_temperature": "finetune",
+}
+"""What may follow '@' besides lr, and the part of the configuration that it belongs to."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One column of a comparison. `lr` None: that of the base configuration."""
+    """One column of a comparison. `lr` None: that of the base configuration; `training` holds names in `TRAINING`."""
 
     residual: str
     settings: dict[str, Any] = field(default_factory=dict)
     lr: float | None = None
+    training: dict[str, Any] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        """Its name in tables and folders: `block`, `block-num_blocks6`, `block-lr0.003`."""
-        parts = [self.residual, *(f"{name}{value}" for name, value in self.settings.items())]
+        """Its name in tables and folders: `block`, `block-num_blocks6`, `block-train_onlylora`, `block-lr0.003`."""
+        parts = [self.residual, *(f"{name}{value}" for name, value in {**self.settings, **self.training}.items())]
         return "-".join([*parts, f"lr{self.lr:g}"] if self.lr is not None else parts)
 
 
@@ -33,35 +45,38 @@ def parse_variant(text: str) -> Variant:
     'block-num_blocks6-lr0.003'
 
     Raises:
-        UserError: another syntax; an unknown residual or setting, with the nearest valid name.
+        UserError: another syntax; an unknown residual, setting or name after '@', with the nearest valid one.
     """
-    match = re.fullmatch(r"(?P<residual>[^:@]*)(:(?P<settings>[^@]*))?(@(?P<lr>.*))?", text.strip())
+    match = re.fullmatch(r"(?P<residual>[^:@]*)(:(?P<settings>[^@]*))?(@(?P<training>.*))?", text.strip())
     if match is None or not match["residual"]:
         raise UserError(f"variant '{text}' is not understood: expected {SYNTAX}")
     residual = match["residual"]
     if residual not in RESIDUALS:
         raise unknown("residual", residual, RESIDUALS)
-    valid, settings = settings_of(residual), {}
-    for part in (match["settings"] or "").split(",") if match["settings"] is not None else []:
+    valid = settings_of(residual)
+    if match["settings"] is not None and not valid:
+        raise UserError(f"variant '{text}': residual '{residual}' takes no settings, remove ':{match['settings']}'")
+    settings = _pairs(text, match["settings"], "SETTING", f"setting of residual '{residual}'", valid)
+    training = _pairs(text, match["training"], "NAME", "name after '@'", ("lr", *TRAINING))
+    lr = training.pop("lr", None)
+    return Variant(residual, settings, None if lr is None else _rate(lr, f"variant '{text}'"), training)
+
+
+def _pairs(text: str, given: str | None, what: str, kind: str, valid: Iterable[str]) -> dict[str, Any]:
+    """The values in `NAME=VALUE,...` by name; none where nothing was given."""
+    found: dict[str, Any] = {}
+    for part in [] if given is None else given.split(","):
         name, equals, value = part.partition("=")
         if not equals or not value:
-            raise UserError(f"variant '{text}': '{part}' is not SETTING=VALUE; expected {SYNTAX}")
+            raise UserError(f"variant '{text}': '{part}' is not {what}=VALUE; expected {SYNTAX}")
         if name not in valid:
-            if not valid:
-                raise UserError(f"variant '{text}': residual '{residual}' takes no settings, remove ':{part}'")
-            raise unknown(f"setting of residual '{residual}'", name, valid)
+            raise unknown(kind, name, valid)
         if not re.fullmatch(r"[\w.+-]+", value):  # it becomes part of a folder's name
             raise UserError(
                 f"variant '{text}': the value '{value}' of {name} has other characters than letters, digits and _ . + -"
             )
-        settings[name] = setting_value(value)
-    lr = None
-    if match["lr"] is not None:
-        name, _, value = match["lr"].partition("=")
-        if name != "lr":
-            raise UserError(f"variant '{text}': only the learning rate can follow '@', as in {residual}@lr=0.003")
-        lr = _rate(value, f"variant '{text}'")
-    return Variant(residual, settings, lr)
+        found[name] = setting_value(value)
+    return found
 
 
 def parse_variants(texts: Sequence[str], lrs: Sequence[float] = ()) -> list[Variant]:
@@ -75,7 +90,7 @@ def parse_variants(texts: Sequence[str], lrs: Sequence[float] = ()) -> list[Vari
     variants = []
     for variant in map(parse_variant, texts):
         if variant.lr is None and lrs:
-            variants += [Variant(variant.residual, variant.settings, _rate(lr, "lrs")) for lr in lrs]
+            variants += [dataclasses.replace(variant, lr=_rate(lr, "lrs")) for lr in lrs]
         else:
             variants.append(variant)
     labels = [variant.label for variant in variants]

@@ -1,6 +1,7 @@
 """Everything a run needs to continue bit for bit, in one folder that is whole or not there.
 
     checkpoint/model/                 the model in Hugging Face layout (safetensors)
+    checkpoint/adapter.safetensors    LoRA's tensors, where there are any; the model is then as it was without them
     checkpoint/optimizer.safetensors  PARAMETER::ENTRY -> tensor
     checkpoint/state.json             step, configuration, data, random-number states, checksums
 
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.files import read_json, recover_folder, replaced_folder, write_json
+from attnres.train import regimes
 from attnres.train.config import differences
 from attnres.train.optim import load_state_tensors, state_tensors
 
@@ -39,16 +41,19 @@ def save(folder: str | Path, model: Any, optimizers: list[torch.optim.Optimizer]
     """
     tensors = state_tensors(optimizers)
     sums = {"model": checksum(named_tensors(model)), "optimizer": checksum(tensors.items())}
+    if adapter := regimes.adapter_tensors(model):
+        sums["adapter"] = checksum(adapter.items())
     with replaced_folder(folder) as beside:
         save_model(model, beside / "model")
+        regimes.save_adapter(model, beside)
         save_file(tensors, beside / "optimizer.safetensors")
         write_json(beside / "state.json", {"format": FORMAT, **state, "checksums": sums})
 
 
 def save_model(model: Any, folder: Path) -> None:
-    """Write the model in Hugging Face layout."""
+    """Write the model in Hugging Face layout; LoRA's tensors are no part of it."""
     with quiet_transformers():
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=regimes.base_state(model))
 
 
 @contextmanager
@@ -119,6 +124,16 @@ def load_model(folder: str | Path, state: dict[str, Any]) -> Any:
     if checksum(named_tensors(model)) != state["checksums"].get("model"):
         raise UserError(f"the tensors in {path} are not those that were saved: {_DAMAGED}")
     return model
+
+
+def load_adapter(folder: str | Path, state: dict[str, Any], model: nn.Module) -> None:
+    """Fill LoRA's tensors, if the model has any, from the checkpoint in `folder`. Raises UserError if it is damaged."""
+    try:
+        regimes.load_adapter(model, Path(folder))
+        if (adapter := regimes.adapter_tensors(model)) and checksum(adapter.items()) != state["checksums"]["adapter"]:
+            raise ValueError("its tensors are not those that were saved")
+    except (OSError, SafetensorError, LookupError, ValueError) as error:
+        raise UserError(f"cannot load {Path(folder) / regimes.ADAPTER} ({error}): {_DAMAGED}") from error
 
 
 def load_optimizers(folder: str | Path, state: dict[str, Any], optimizers: list[torch.optim.Optimizer]) -> None:
@@ -194,8 +209,8 @@ def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
 
 
 def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """The model's parameters by name; tied ones count once."""
-    return model.named_parameters()
+    """The model's parameters by name, without LoRA's; tied ones count once."""
+    return regimes.base_parameters(model)
 
 
 def _at(values: Any, name: str) -> Any:

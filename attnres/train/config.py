@@ -20,6 +20,7 @@ OPTIMIZERS = ("adamw", "muon")
 SCHEDULES = ("cosine", "wsd")
 DTYPES = ("auto", "fp32", "bf16")
 TRACKERS = ("none", "trackio", "wandb", "tensorboard")
+TRAINED = ("all", "residual", "lora")
 
 FREE = ("out", "name", "resume", "track", "save_every", "device")
 """Fields that may change between a run and its resumption; only `device` changes numbers, by their rounding."""
@@ -69,6 +70,8 @@ class OptimConfig:
     """adamw, or muon: Muon for the weight matrices and AdamW for everything else."""
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
+    residual_lr: float | None = None
+    """Peak learning rate of the residual's own parameters (queries, gains, ...); none is lr."""
     muon_lr: float = 2e-3
     """Peak learning rate of Muon, scaled per matrix so that an update has the RMS of an AdamW update."""
     min_lr_ratio: float = 0.1
@@ -90,12 +93,34 @@ class OptimConfig:
 
 
 @dataclass
+class FinetuneConfig:
+    """What a run starts from, and what of it is trained."""
+
+    init_from: str | None = None
+    """Start from this model instead of a new one: a folder or hub name of a Hugging Face model, converted to
+    model.residual; or a model or run folder of attnres. Takes the place of size, and brings its tokenizer."""
+    inexact: bool = False
+    """Start even where the residual changes the logits of the model it starts from (other layouts, biases, gates)."""
+    train_only: str = "all"
+    """all parameters; residual: its own, the rest frozen; lora: those and low-rank changes of the layers' matrices."""
+    lora_rank: int = 8
+    """Rank of those changes."""
+    lora_alpha: float = 16.0
+    """They are scaled by lora_alpha / lora_rank."""
+    distill_weight: float = 0.0
+    """Share w of the loss (1-w) cross-entropy + w T^2 KL(model as it started from || this one)."""
+    distill_temperature: float = 1.0
+    """Temperature T of both distributions there."""
+
+
+@dataclass
 class TrainConfig:
     """One training run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     out: str | None = None
     """Folder of the run; none is runs/NAME."""
     name: str | None = None
@@ -150,11 +175,19 @@ def settings_of(model: ModelConfig) -> dict[str, Setting]:
 
 
 def resolve(config: TrainConfig) -> TrainConfig:
-    """A copy in which every default is filled in: settings merged, name and folder given."""
+    """A copy in which every default is filled in: settings merged, name and folder given.
+
+    With `finetune.init_from` the model it names is looked at, for what it settles (see `attnres.train.start.settle`).
+    """
     settings = settings_of(config.model)
     name = config.name or f"{config.model.residual}-seed{config.seed}"
     model = dataclasses.replace(config.model, settings=settings, block_size=None, num_blocks=None)
-    return dataclasses.replace(config, model=model, name=name, out=str(config.out or Path("runs") / name))
+    config = dataclasses.replace(config, model=model, name=name, out=str(config.out or Path("runs") / name))
+    if config.finetune.init_from is None:
+        return config
+    from attnres.train.start import settle
+
+    return settle(config)
 
 
 # ------------------------------------------------------------------ checking
@@ -177,13 +210,14 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
             if not valid_settings:
                 raise UserError(f"residual '{config.model.residual}' takes no settings: '{name}' was given; remove it")
             raise unknown(f"setting of residual '{config.model.residual}'", name, valid_settings)
-    optim, data = config.optim, config.data
+    optim, data, finetune = config.optim, config.data, config.finetune
     for kind, given, valid in (
         ("optimizer", optim.optimizer, OPTIMIZERS),
         ("schedule", optim.schedule, SCHEDULES),
         ("dtype", config.dtype, DTYPES),
         ("tracker", config.track, TRACKERS),
         ("device", config.device.split(":")[0], ("auto", "cpu", "cuda")),
+        ("choice of train_only", finetune.train_only, TRAINED),
     ):
         if given not in valid:
             raise unknown(kind, given, valid)
@@ -192,6 +226,9 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
     positive: dict[str, float] = {name: getattr(config, name) for name in whole}
     positive |= {"data.seq_len": data.seq_len, "data.val_windows": data.val_windows}
     positive |= {"optim.lr": optim.lr, "optim.muon_lr": optim.muon_lr}
+    if optim.residual_lr is not None:
+        positive["optim.residual_lr"] = optim.residual_lr
+    positive |= {f"finetune.{n}": getattr(finetune, n) for n in ("lora_rank", "lora_alpha", "distill_temperature")}
     if data.limit is not None:
         positive["data.limit"] = data.limit
     for name, value in positive.items():
@@ -205,6 +242,7 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
     if config.seed > 2**32 - world_size:  # NumPy's limit; each process adds its rank
         raise UserError(f"seed is {config.seed}: it must be at most {2**32 - world_size}")
     fractions = {f"optim.{name}": getattr(optim, name) for name in ("min_lr_ratio", "warmup", "decay")}
+    fractions["finetune.distill_weight"] = finetune.distill_weight
     for name, value in fractions.items():
         if not 0 <= value <= 1:
             raise UserError(f"{name} is {value}: it is a fraction, from 0 to 1")
@@ -212,6 +250,12 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
     for name, rates in decay_rates.items():
         if not all(0 <= rate < 1 for rate in rates):
             raise UserError(f"{name} is {rates}: decay rates lie from 0 to below 1")
+    for name in ("train_only", "distill_weight", "inexact"):
+        if finetune.init_from is None and getattr(finetune, name) not in ("all", 0, False):
+            raise UserError(
+                f"finetune.{name} is {getattr(finetune, name)} and the model is new: give init_from, the pretrained "
+                "model it is about"
+            )
     if not 0 < data.held_out < 1:
         raise UserError(f"data.held_out is {data.held_out}: it is the fraction of documents held out, between 0 and 1")
     if optim.schedule == "wsd" and optim.warmup + optim.decay > 1:
@@ -261,7 +305,8 @@ def from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> Tra
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Dotted names of the fields in which two `to_dict` forms differ and which change what is computed."""
-    left, right = dict(_leaves(ours)), dict(_leaves(theirs))
+    known = dict(_leaves(to_dict(TrainConfig())))  # what an earlier version did not have, it did as by default
+    left, right = {**known, **dict(_leaves(ours))}, {**known, **dict(_leaves(theirs))}
     names = [name for name in dict.fromkeys([*left, *right]) if name not in FREE]
     return [name for name in names if left.get(name) != right.get(name)]
 

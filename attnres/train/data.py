@@ -5,10 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attnres.train.config import DataConfig
+from attnres.train.config import DataConfig, TrainConfig
+from attnres.train.parallel import Processes
 
 if TYPE_CHECKING:
-    from attnres.data import Prepared
+    from attnres.data import Batches, Prepared
 
 
 def prepare_from(data: DataConfig, *, progress: bool = True) -> "Prepared":
@@ -30,6 +31,21 @@ def held_out(prepared: "Prepared", data: DataConfig) -> Tensor:
     from attnres.data import held_out_windows
 
     return held_out_windows(prepared.tokens("val"), data.seq_len, data.val_windows)
+
+
+def open_data(config: TrainConfig, who: Processes, *, progress: bool) -> tuple["Prepared", "Batches", Tensor]:
+    """The prepared data, the batches and the held-out windows; the first process prepares, the others wait."""
+    from attnres.data import Batches
+
+    data = config.data
+    prepared = None
+    for turn in (True, False):
+        if who.first is turn:
+            prepared = prepare_from(data, progress=progress and who.first)
+        who.wait()
+    assert prepared is not None
+    batches = Batches(prepared.tokens("train"), seq_len=data.seq_len, batch_size=config.batch_size, seed=config.seed)
+    return prepared, batches, held_out(prepared, data)
 
 
 def data_record(prepared: "Prepared", windows: Tensor) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import statistics
 import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,15 +20,16 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from attnres.errors import UserError
-from attnres.files import locked, replaced_folder, write_json
-from attnres.train import checkpoint, environment, validate
+from attnres.files import locked, read_json, replaced_folder, write_json
+from attnres.train import checkpoint, distill, environment, regimes, start, validate
 from attnres.train.config import TrainConfig, check, resolve, to_dict
-from attnres.train.data import data_record, held_out, prepare_from
+from attnres.train.data import data_record, open_data
 from attnres.train.device import tune
 from attnres.train.interrupt import Interrupted, Signals, caught_signals
 from attnres.train.metrics import Metrics, Tracker, import_tracker
 from attnres.train.optim import build_optimizers, set_learning_rate
 from attnres.train.parallel import Processes, join_processes
+from attnres.train.past import Past, past_of
 from attnres.train.progress import Bar
 from attnres.train.run_folder import claim, forget_after, same_data
 from attnres.train.schedule import fraction_of_peak
@@ -61,6 +61,7 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
             return finished
         with closing(Run(config, who, progress=progress and who.first)) as run, caught_signals() as signals:
             with run.bar:
+                run.begin()
                 while run.past.step < config.steps:
                     run.step(signals)
                     run.measure()
@@ -89,25 +90,6 @@ def _claimed(config: TrainConfig, who: Processes) -> Generator[dict[str, Any] | 
         yield who.share(finished)
 
 
-@dataclass
-class Past:
-    """What a run knows of its past besides tensors; saved with every checkpoint."""
-
-    step: int = 0
-    wall_s: float = 0.0
-    train_loss: float | None = None
-    """Of the last training line."""
-    val_loss: float | None = None
-    losses: list[float] = field(default_factory=list)
-    """Since the last training line."""
-    times: list[float] = field(default_factory=list)
-    """Seconds of the last steps, without validation, saving and the first steps."""
-    last_s: float = 0.0
-    """Seconds of the last step."""
-    peak_memory_bytes: int = 0
-    """The most that any process took in any session up to the checkpoint."""
-
-
 class Run:
     """A run in progress: the model, its optimizers, its data and what has been measured."""
 
@@ -116,10 +98,10 @@ class Run:
         self.config, self.who, self.folder = config, who, _folder(config)
         self.past = Past()
         self.saved: int | None = None  # step of the last checkpoint
-        self.loss = self.rate = self.norm = 0.0  # of the last step
+        self.loss = self.rate = self.norm = self.divergence = 0.0  # of the last step
         self.depth: dict[str, list[float]] | None = None  # of the last step, if measured
         self.signalled, self.untimed = 0, UNTIMED
-        self.prepared, self.batches, self.windows = _open_data(config, who, progress)
+        self.prepared, self.batches, self.windows = open_data(config, who, progress=progress)
         self.record = data_record(self.prepared, self.windows)
         self.data = {name: value for name, value in self.record.items() if name != "windows_sha256"}
         here = self.folder / "checkpoint"
@@ -130,8 +112,16 @@ class Run:
         state = who.share(state)
 
         environment.reset_peak_memory(who.device)
-        self.model = (checkpoint.load_model(here, state) if state else _build(config, self.prepared)).to(who.device)
-        self.model.train()
+        if state:
+            self.model = checkpoint.load_model(here, state)
+            self.start = read_json(self.folder / "start.json") if config.finetune.init_from is not None else None
+        else:
+            self.model, self.start = start.first_model(config, self.prepared)
+        self.teacher = distill.load_teacher(config, self.start or {}, who.device)
+        regimes.choose_trained(self.model, config.finetune, config.seed)
+        if state:
+            checkpoint.load_adapter(here, state, self.model)
+        self.model = self.model.to(who.device).train()
         tune(self.model, who.device, config.data.seq_len)
         torch.manual_seed(config.seed + who.rank)  # after building, which may draw more for one residual than another
         random.seed(config.seed + who.rank)
@@ -144,14 +134,14 @@ class Run:
         if config.compile:
             self.forward = cast(torch.nn.Module, torch.compile(self.forward))
         if state:
-            self.past, self.saved = checkpoint.as_saved(here, lambda: _past(state)), state["step"]
+            self.past, self.saved = checkpoint.as_saved(here, lambda: past_of(state)), state["step"]
             checkpoint.load_optimizers(here, state, self.optimizers)
             if who.rank < len(state["random"]):  # with more processes than before the new ones start from the seed
                 numbers = state["random"][who.rank]
                 checkpoint.as_saved(here, lambda: checkpoint.set_random_state(numbers, who.device))
         self.metrics: Metrics | None = None
         if who.first:
-            self._open_folder()
+            self._open_folder(self.past.step if state else -1)
         name = config.name or ""
         self.bar = Bar(name, config.steps, self.past.step, shown=progress)
         if state:
@@ -159,6 +149,11 @@ class Run:
         self.since = time.perf_counter()
 
     # -------------------------------------------------------------- one step
+
+    def begin(self) -> None:
+        """Before the first step of a pretrained model: its held-out loss, as it was started from."""
+        if self.start is not None and self.past.step == 0:
+            self._validate()
 
     def step(self, signals: Signals) -> None:
         """One update: the mean loss over all tokens of the batch, its gradient, clipping, the optimizers.
@@ -182,7 +177,8 @@ class Run:
         set_learning_rate(self.optimizers, rate)
 
         by_depth = bool(config.depth_every) and (step % config.depth_every == 0 or step == config.steps)
-        total = torch.zeros((), dtype=torch.float64, device=who.device)
+        total = torch.zeros((), dtype=torch.float64, device=who.device)  # the cross-entropy, whatever is minimised
+        apart = torch.zeros_like(total)
         self.depth = None
         parts = list(zip(x.chunk(config.accumulation), y.chunk(config.accumulation)))
         for index, (inputs, targets) in enumerate(parts):
@@ -192,9 +188,12 @@ class Run:
                 if not last and isinstance(self.eager, DistributedDataParallel):
                     stack.enter_context(self.eager.no_sync())
                 forward = self.eager if trace else self.forward  # hooks would make torch.compile start again
-                loss = validate.token_losses(forward, inputs, targets, self.cast).sum() / y.numel()
+                losses = distill.losses(forward, inputs, targets, self.cast, self.teacher)
+                loss = losses.objective.sum() / y.numel()
                 loss.backward()  # DDP averages over the processes what `y.numel()` divides by this one's share
-            total += loss.detach()
+            total += losses.cross_entropy.detach().sum() / y.numel()
+            if losses.divergence is not None:
+                apart += losses.divergence.detach().sum() / y.numel()
             if trace:
                 unit = len(parts)  # to the gradient of the mean loss of the recorded micro-batch
                 self.depth = {
@@ -205,8 +204,9 @@ class Run:
         limit = config.optim.clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
         counts = [signals.interrupts, signals.terminations]
-        shared = who.sum(torch.stack([total / who.world_size, *total.new_tensor(counts)])).tolist()
-        loss_value, interrupts, terminations = shared
+        means = torch.stack([total, apart]) / who.world_size
+        shared = who.sum(torch.cat([means, means.new_tensor(counts)])).tolist()
+        loss_value, self.divergence, interrupts, terminations = shared
         if not (math.isfinite(loss_value) and math.isfinite(norm)):
             raise self._diverged(step, loss_value, norm)
         for optimizer in self.optimizers:
@@ -250,17 +250,12 @@ class Run:
                 grad_norm=self.norm,
                 tokens_per_s=tokens / seconds,
                 step_s=seconds,
+                **({"divergence": self.divergence} if self.teacher else {}),
             )
         if self.depth:
             self._write("depth", **self.depth)
         if past.step % config.val_every == 0 or last:
-            losses = validate.window_losses(self.model, self.windows, self.who, self.cast, self._rows())
-            past.val_loss, error = float(losses.mean()), validate.standard_error(losses)
-            if not math.isfinite(past.val_loss):
-                raise self._diverged(past.step, past.val_loss, self.norm)
-            if self.who.first:
-                validate.save_windows(self.folder, past.step, losses)
-            self._write("val", loss=past.val_loss, windows=len(losses), se=error)
+            self._validate()
         seconds = statistics.median(past.times[-20:] or [past.last_s])
         self.bar.update(past.step, self.loss, past.val_loss, tokens / seconds)
 
@@ -292,11 +287,11 @@ class Run:
         routing = validate.mean_routing(self.model, self.windows, who.device, self.cast, self._rows())
         if routing:
             write_json(self.folder / "routing.json", routing)
+        regimes.merge_adapter(self.model)
         with replaced_folder(self.folder / "model") as beside:
             checkpoint.save_model(self.model, beside)
-            for name in ("tokenizer.json", "tokenizer_config.json"):
-                if (self.prepared.path / name).exists():
-                    shutil.copyfile(self.prepared.path / name, beside / name)
+            for name, file in start.kept_files(config, self.prepared).items():
+                shutil.copyfile(file, beside / name)
         losses = np.load(validate.windows_path(self.folder, past.step), allow_pickle=False)
         seconds = statistics.median(past.times or [past.last_s])
         tokens = config.batch_size * config.data.seq_len
@@ -325,17 +320,32 @@ class Run:
 
     # -------------------------------------------------------------- details
 
-    def _open_folder(self) -> None:
+    def _validate(self) -> None:
+        """The held-out loss, to metrics.jsonl and val/STEP.npy."""
+        past = self.past
+        losses = validate.window_losses(self.model, self.windows, self.who, self.cast, self._rows())
+        past.val_loss, error = float(losses.mean()), validate.standard_error(losses)
+        if not math.isfinite(past.val_loss):
+            raise self._diverged(past.step, past.val_loss, self.norm)
+        if self.who.first:
+            validate.save_windows(self.folder, past.step, losses)
+        self._write("val", loss=past.val_loss, windows=len(losses), se=error)
+
+    def _open_folder(self, kept: int) -> None:
+        """Make it, or make it what it was at step `kept` (-1: before anything was measured)."""
         config = self.config
         write_json(self.folder / "config.json", to_dict(config))  # first: it makes the folder one of ours
         write_json(self.folder / "data.json", self.record)
         found = environment.describe(self.who.device, config.dtype)
         environment.record(self.folder / "environment.json", found, resumed=self.past.step > 0)
-        forget_after(self.folder, self.past.step)
+        if self.start is not None:
+            trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+            write_json(self.folder / "start.json", {**self.start, "trainable": trainable})
+        forget_after(self.folder, kept)
         tracker = None
         if config.track != "none":
             tracker = Tracker(config.track, self.folder, config.name or "", to_dict(config), self.past.step)
-        self.metrics = Metrics(self.folder, self.past.step, tracker)
+        self.metrics = Metrics(self.folder, kept, tracker)
 
     def _write(self, kind: str, **values: Any) -> None:
         if self.metrics:
@@ -360,49 +370,6 @@ class Run:
 
 def _folder(config: TrainConfig) -> Path:
     return Path(config.out or ".")
-
-
-def _past(state: dict[str, Any]) -> Past:
-    """A checkpoint's `progress`; one that the run could not go on from raises ValueError or TypeError."""
-    past = Past(**state["progress"])
-    numbers = [past.step, past.wall_s, past.last_s, past.peak_memory_bytes, past.train_loss or 0, past.val_loss or 0]
-    numbers += [*past.losses, *past.times]
-    if past.step != state["step"] or not all(type(number) in (int, float) for number in numbers):
-        raise ValueError("its progress is not that of its step")
-    return past
-
-
-def _open_data(config: TrainConfig, who: Processes, progress: bool) -> tuple[Any, Any, torch.Tensor]:
-    """The prepared data, the batches and the held-out windows; the first process prepares, the others wait."""
-    from attnres.data import Batches
-
-    data = config.data
-    prepared = None
-    for turn in (True, False):
-        if who.first is turn:
-            prepared = prepare_from(data, progress=progress and who.first)
-        who.wait()
-    assert prepared is not None
-    batches = Batches(prepared.tokens("train"), seq_len=data.seq_len, batch_size=config.batch_size, seed=config.seed)
-    return prepared, batches, held_out(prepared, data)
-
-
-def _build(config: TrainConfig, prepared: Any) -> Any:
-    """A new model for the data: same seed, same shared weights, whatever the residual."""
-    from attnres.models import build
-
-    model = build(
-        size=config.model.size,
-        residual=config.model.residual,
-        vocab_size=prepared.vocab_size,
-        max_positions=config.data.seq_len,
-        seed=config.seed,
-        settings=config.model.settings,
-    )
-    for described in (model.config, model.generation_config):
-        if described is not None:
-            described.bos_token_id = described.eos_token_id = prepared.eos_id
-    return model
 
 
 def _record(model: Any) -> AbstractContextManager[Any]:

@@ -5,6 +5,7 @@
     vector      norm weights, biases, scalars          AdamW                 no
     embedding   token and position tables              AdamW                 no
     head        an untied output projection            AdamW                 yes
+    lora        low-rank changes of frozen matrices    AdamW                 yes
     matrix      every other weight                     AdamW, or Muon if 2-D yes
 
 Why the residual stands apart: pseudo-queries and gains are stored as (reads, d) tensors, which a rule by rank would
@@ -22,12 +23,13 @@ import torch
 from torch import Tensor, nn
 
 from attnres.train.config import OptimConfig
+from attnres.train.regimes import is_adapter
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def kinds(model: nn.Module) -> dict[str, list[str]]:
-    """Names of the trainable parameters of `model` by kind: residual, vector, embedding, head, matrix (in this order).
+    """Names of the trainable parameters of `model` by kind: residual, vector, embedding, head, lora, matrix.
 
     `model` has the attribute `residual`, a module. A parameter shared by two modules (tied embeddings) counts once.
     """
@@ -36,12 +38,14 @@ def kinds(model: nn.Module) -> dict[str, list[str]]:
     find_head = getattr(model, "get_output_embeddings", None)
     output = find_head() if callable(find_head) else None
     head = {id(parameter) for parameter in output.parameters()} if isinstance(output, nn.Module) else set()
-    found: dict[str, list[str]] = {"residual": [], "vector": [], "embedding": [], "head": [], "matrix": []}
+    found: dict[str, list[str]] = {"residual": [], "vector": [], "embedding": [], "head": [], "lora": [], "matrix": []}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if id(parameter) in residual:
             kind = "residual"
+        elif is_adapter(name):
+            kind = "lora"
         elif parameter.ndim < 2:
             kind = "vector"
         elif id(parameter) in tables:
@@ -65,10 +69,11 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
     adamw: list[dict[str, Any]] = []
     muon: list[dict[str, Any]] = []
     for kind, names in kinds(model).items():
-        decay = config.weight_decay if kind in ("head", "matrix") else 0.0
+        decay = config.weight_decay if kind in ("head", "lora", "matrix") else 0.0
+        base = config.residual_lr if kind == "residual" and config.residual_lr is not None else config.lr
         orthogonal = [n for n in names if config.optimizer == "muon" and kind == "matrix" and parameters[n].ndim == 2]
         plain = [name for name in names if name not in set(orthogonal)]
-        for groups, chosen, lr in ((adamw, plain, config.lr), (muon, orthogonal, config.muon_lr)):
+        for groups, chosen, lr in ((adamw, plain, base), (muon, orthogonal, config.muon_lr)):
             if chosen:
                 group = {"params": [parameters[name] for name in chosen], "names": chosen, "kind": kind}
                 groups.append({**group, "weight_decay": decay, "lr": lr, "peak_lr": lr})

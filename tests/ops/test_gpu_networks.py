@@ -1,12 +1,8 @@
 """Whole networks of depth reads on the Triton kernels: what plain torch makes of them, forward and backward."""
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
 from attnres import Norm, depth_read, make_residual

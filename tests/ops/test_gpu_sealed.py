@@ -1,15 +1,10 @@
 """Triton's phase 1 is the plain one, forward and backward: in Triton's interpreter, or on a GPU if there is one."""
 
-import os
-
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 pytest.importorskip("triton")
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -20,27 +15,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 EPS = 1e-6
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rounding_of_a_gpu():
-    """Triton 3.7's interpreter cuts fp32 to bf16 where a GPU rounds to nearest."""
-    if ON_GPU:
-        yield
-        return
-    from triton.runtime import interpreter
-
-    cut = interpreter._convert_float
-
-    def rounded(values, given_type, wanted, mode):
-        if str(given_type) != "fp32" or str(wanted) != "bf16":
-            return cut(values, given_type, wanted, mode)
-        bits = np.frombuffer(values.tobytes(), dtype=np.uint32).astype(np.uint64)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).reshape(values.shape)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(interpreter, "_convert_float", rounded)
-        yield
+pytestmark = pytest.mark.usefixtures("rounding_of_a_gpu")
 
 
 @pytest.fixture

@@ -14,6 +14,11 @@ from attnres.studies.variants import Variant, parse_variant, parse_variants
         ("block@lr=0.003", Variant("block", {}, 0.003), "block-lr0.003"),
         ("block:block_size=2@lr=3e-3", Variant("block", {"block_size": 2}, 0.003), "block-block_size2-lr0.003"),
         ("block:block_size=2,key_norm_eps=1e-5", Variant("block", {"block_size": 2, "key_norm_eps": 1e-5}), None),
+        (
+            "full@train_only=lora,lr=0.01,residual_lr=0.1",
+            Variant("full", {}, 0.01, {"train_only": "lora", "residual_lr": 0.1}),
+            "full-train_onlylora-residual_lr0.1-lr0.01",
+        ),
         ("full:read_scale=sum", Variant("full", {"read_scale": "sum"}), "full-read_scalesum"),
     ],
 )
@@ -31,7 +36,8 @@ def test_a_variant_is_residual_settings_and_rate(text, variant, label):
         ("block:num_blocks", "is not SETTING=VALUE"),
         ("block:", "is not SETTING=VALUE"),
         ("block:num_blocks=6,", "is not SETTING=VALUE"),
-        ("block@0.003", "only the learning rate can follow '@'"),
+        ("block@0.003", "'0.003' is not NAME=VALUE"),
+        ("block@train_onyl=lora", "unknown name after '@' 'train_onyl': did you mean 'train_only'"),
         ("block@lr=fast", "expected a number above 0"),
         ("block@lr=-1", "expected a number above 0"),
         ("full:read_scale=../../x", "the value '../../x' of read_scale has other characters than letters"),

@@ -1,0 +1,346 @@
+"""Where a run's first weights come from: drawn for a size, or a pretrained model with the wanted residual.
+
+A plain Hugging Face model is converted in memory (`attnres.models.convert`). A model of attnres is continued as it is,
+or, if its residual is `standard`, gets the wanted one. What was done is written to start.json in the run folder:
+
+    init_from   as it was given
+    kind        "plain" (a Hugging Face model) or "attnres"
+    residual    of that model; null for a plain one
+    settings    of its residual
+    crc32       of its weights (parameters' names and bytes, in fp32)
+    logits      how far the first logits are from its own on a fixed batch (see `attnres.models.exactness`): "largest"
+                difference, "scale" (largest logit), "relative" (their ratio), "bound" (what counts as rounding),
+                "tokens"; null where the model is continued as it is
+    trainable   number of parameters that the run trains
+"""
+
+import copy
+import dataclasses
+import functools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import safe_open
+
+from attnres.errors import UserError
+from attnres.files import read_json
+from attnres.residuals import make_residual
+from attnres.residuals import settings_of as settings_with_defaults
+from attnres.train.config import DataConfig, ModelConfig, TrainConfig
+
+if TYPE_CHECKING:
+    from attnres.data import Prepared
+
+NAMES = ("tokenizer.json", "tokenizer_config.json")
+
+
+@dataclass(frozen=True)
+class Start:
+    """A pretrained model on disk, before its weights are read.
+
+    Attributes:
+        name: as the user gave it.
+        folder: where config.json and the weights lie.
+        config: config.json.
+    """
+
+    name: str
+    folder: Path
+    config: dict[str, Any]
+
+    @property
+    def own(self) -> bool:
+        """Whether it is a model of attnres."""
+        return str(self.config.get("model_type", "")).startswith("attnres_")
+
+    @property
+    def residual(self) -> str | None:
+        return self.config.get("residual") if self.own else None
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        found = (self.config.get("residual_settings") or {}) if self.own else {}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def continued(self) -> bool:
+        """Whether it has depth reads (or another residual than the standard one), which can only be kept."""
+        return self.own and self.residual != "standard"
+
+
+def find_start(init_from: str) -> Start:
+    """Look at the model that a run starts from. No weight is read; a name on the hub is fetched.
+
+    Raises:
+        UserError: nothing there, an unfinished run, or a model that cannot be used (see `attnres.models.source.find`).
+    """
+    folder = Path(init_from).expanduser()
+    if (folder / "model" / "config.json").is_file():  # a run folder
+        folder = folder / "model"
+    elif (folder / "checkpoint").is_dir():
+        raise UserError(f"the run in {init_from} is not finished and has no model yet: continue it with --resume first")
+    if (folder / "config.json").is_file():
+        config = read_json(folder / "config.json")
+        if not isinstance(config, dict):
+            raise UserError(f"config.json of {init_from} holds no object: it is damaged, copy it again")
+        start = Start(init_from, folder, config)
+        code = (config.get("residual_family") or {}).get("remote") if start.own else config.get("auto_map")
+        if code and not _known(config):
+            raise UserError(
+                f"{init_from} brings its own code, which training does not run: start from a model that needs none"
+            )
+        if start.own:
+            return start
+    found = _found(init_from)
+    return Start(init_from, found.folder, found.config)
+
+
+def _known(config: dict[str, Any]) -> bool:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return config.get("model_type") in CONFIG_MAPPING
+
+
+@functools.cache
+def _found(init_from: str) -> Any:
+    """A plain model, looked at once in a process: its checksums and the hub are slow to ask."""
+    from attnres.models.source import find
+
+    return find(init_from)
+
+
+# ------------------------------------------------------------------ what it settles
+
+
+def settle(config: TrainConfig) -> TrainConfig:
+    """`config` with what the model of `init_from` settles filled in: settings of the residual, and the tokenizer.
+
+    A converted model gets `read_scale="sum"` unless the settings say otherwise, which is what keeps its logits; one
+    that is continued keeps its settings. A tokenizer that was not chosen is the model's own.
+
+    Raises:
+        UserError: a size besides `init_from`, or another residual or setting than the model can have.
+    """
+    name, model = config.finetune.init_from, config.model
+    assert name is not None
+    if model.size != ModelConfig().size:
+        raise UserError(
+            f"both size {model.size} and init_from {name} are given: the model has its size, leave size out"
+        )
+    start = find_start(name)
+    if start.continued:
+        settings = _kept_settings(start, model)
+    else:
+        exact = {"read_scale": "sum"} if "read_scale" in settings_with_defaults(model.residual) else {}
+        settings = {**exact, **model.settings}
+    data = config.data
+    prepared = (Path(data.source).expanduser() / "header.json").is_file()
+    if data.tokenizer == DataConfig().tokenizer and not prepared:
+        data = dataclasses.replace(data, tokenizer=str(start.folder))
+    return dataclasses.replace(config, model=dataclasses.replace(model, settings=settings), data=data)
+
+
+def _kept_settings(start: Start, model: ModelConfig) -> dict[str, Any]:
+    if model.residual != start.residual:
+        raise UserError(
+            f"{start.name} has the residual '{start.residual}' and '{model.residual}' was asked for: give residual "
+            f"{start.residual}, or start from a plain or standard model, which any residual can be put on"
+        )
+    theirs = {**settings_with_defaults(model.residual), **start.settings}
+    for name, value in model.settings.items():
+        if name in theirs and theirs[name] != value:
+            raise UserError(
+                f"{name} is {value!r} and {start.name} was made with {theirs[name]!r}: leave it out to continue the "
+                "model as it is, or start from a plain or standard one"
+            )
+    return {**start.settings, **{name: value for name, value in model.settings.items() if name not in theirs}}
+
+
+def check_start(config: TrainConfig) -> None:
+    """Refuse settings that the residual refuses for this model's depth and width; no weight is read."""
+    from transformers import AutoConfig
+
+    import attnres.models  # noqa: F401 (registers the classes)
+
+    assert config.finetune.init_from is not None
+    start = find_start(config.finetune.init_from)
+    try:
+        found = AutoConfig.from_pretrained(start.folder)
+        layers, width = found.num_hidden_layers, found.hidden_size
+    except (AttributeError, ValueError, OSError):
+        return  # what cannot be told from the config shows when the model is loaded
+    with torch.device("meta"):
+        make_residual(config.model.residual, 2 * layers, width, **config.model.settings)
+
+
+def parameter_count(init_from: str) -> int:
+    """How many numbers its files of weights hold."""
+    total = 0
+    for path in find_start(init_from).folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            total += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
+    return total
+
+
+# ------------------------------------------------------------------ the model
+
+
+def first_model(config: TrainConfig, prepared: "Prepared") -> tuple[Any, dict[str, Any] | None]:
+    """The model that a run begins with, fp32, and what start.json says of it (None for a new one).
+
+    Raises:
+        UserError: sizes or settings that are impossible, a model that cannot be loaded or converted, whose logits the
+            residual would change (without `inexact`), or that does not fit the data.
+    """
+    if config.finetune.init_from is None:
+        return _new(config, prepared), None
+    start = find_start(config.finetune.init_from)
+    check_tokenizer(start, prepared)
+    source = load_start(start)
+    _check_fit(start, source, config, prepared)
+    record: dict[str, Any] = {
+        "init_from": start.name,
+        "kind": "attnres" if start.own else "plain",
+        "residual": start.residual,
+        "settings": start.settings,
+        "crc32": weights_crc32(source),
+        "logits": None,
+    }
+    if start.continued or (start.residual, config.model.residual) == ("standard", "standard"):
+        source.config.residual_settings = dict(config.model.settings)
+        return source, record
+    model = _with_residual(source, config)
+    record["logits"] = _measured(source, model, start, config)
+    if (start.folder / "generation_config.json").is_file():  # copied at the end; Transformers writes not all it reads
+        from transformers import GenerationConfig
+
+        model.generation_config = GenerationConfig()
+    return model, record
+
+
+def load_start(start: Start) -> Any:
+    """The model as it is, in fp32 and evaluation mode; weights that no other model shares."""
+    from attnres.models import load
+    from attnres.models.source import load_plain
+    from attnres.train.checkpoint import quiet_transformers
+
+    with quiet_transformers():
+        if start.own:
+            return load(start.folder, dtype=torch.float32)
+        return load_plain(_found(start.name), torch.float32)[0]
+
+
+def weights_crc32(model: Any) -> int:
+    """Of the names and bytes of the parameters, as in a checkpoint."""
+    from attnres.train.checkpoint import checksum
+
+    return checksum(model.named_parameters())
+
+
+def kept_files(config: TrainConfig, prepared: "Prepared") -> dict[str, Path]:
+    """Files that go beside the trained model, by name: the tokenizer, and what else came with the pretrained model."""
+    files = {name: prepared.path / name for name in NAMES}
+    if config.finetune.init_from is not None:
+        from attnres.models.source import KEPT
+
+        folder = find_start(config.finetune.init_from).folder
+        files |= {file.name: file for pattern in KEPT for file in sorted(folder.glob(pattern))}
+    return {name: file for name, file in files.items() if file.is_file()}
+
+
+def _new(config: TrainConfig, prepared: "Prepared") -> Any:
+    """A new model for the data: same seed, same shared weights, whatever the residual."""
+    from attnres.models import build
+
+    model = build(
+        size=config.model.size,
+        residual=config.model.residual,
+        vocab_size=prepared.vocab_size,
+        max_positions=config.data.seq_len,
+        seed=config.seed,
+        settings=config.model.settings,
+    )
+    for described in (model.config, model.generation_config):
+        if described is not None:
+            described.bos_token_id = described.eos_token_id = prepared.eos_id
+    return model
+
+
+def _with_residual(source: Any, config: TrainConfig) -> Any:
+    """`source`, plain or standard, with the residual of the configuration; its other weights are copies."""
+    from attnres.models import DepthMixin, convert
+
+    standard: Any = source if isinstance(source, DepthMixin) else convert(source, "standard")
+    if config.model.residual == "standard":
+        return standard if standard is not source else copy.deepcopy(source)
+    wanted = copy.deepcopy(standard.config)
+    wanted.residual, wanted.residual_settings = config.model.residual, dict(config.model.settings)
+    wanted.dtype = torch.float32
+    with torch.random.fork_rng(devices=[]):
+        model = type(standard)(wanted)
+    found = model.load_state_dict(standard.state_dict(), strict=False)
+    strange = [name for name in found.missing_keys if not name.startswith("residual.")] + found.unexpected_keys
+    if strange:
+        raise UserError(
+            f"{config.finetune.init_from} has no weights for '{strange[0]}' of {type(model).__name__}: convert it with "
+            "attnres convert and start from that"
+        )
+    return model.eval()
+
+
+def _measured(source: Any, model: Any, start: Start, config: TrainConfig) -> dict[str, Any]:
+    """How far the logits moved; UserError where that is more than rounding and was not allowed."""
+    from attnres.models.exactness import compare_logits
+
+    found = compare_logits(source, model)
+    if not found.within and not config.finetune.inexact:
+        raise UserError(
+            f"residual '{config.model.residual}' {json.dumps(config.model.settings)} changes the logits of "
+            f"{start.name} by {found.largest:.2g} of {found.scale:.3g}, so that training would start from "
+            "another function: choose block or full with read_scale 'sum', or give --inexact"
+        )
+    names = ("largest", "scale", "relative", "bound", "tokens")
+    return {name: getattr(found, name) for name in names}
+
+
+# ------------------------------------------------------------------ whether it fits the data
+
+
+def check_tokenizer(start: Start, prepared: "Prepared") -> None:
+    """Refuse tokens that another tokenizer made than the model's: it would read them as other words.
+
+    What counts is what makes ids out of text: vocabulary and merges, added tokens, normalisation and splitting.
+    """
+    from attnres.data import load_tokenizer
+
+    ours, theirs = (_makes_ids(load_tokenizer(folder)) for folder in (prepared.path, start.folder))
+    different = [name for name in ours if ours[name] != theirs[name]]
+    if different:
+        raise UserError(
+            f"the tokens in {prepared.path} were made by another tokenizer than that of {start.name} (they differ in "
+            f"{different[0]}): prepare the text with --tokenizer {start.folder}"
+        )
+
+
+def _makes_ids(tokenizer: Any) -> dict[str, Any]:
+    parts = json.loads(tokenizer.to_str())
+    return {name: parts.get(name) for name in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
+
+
+def _check_fit(start: Start, model: Any, config: TrainConfig, prepared: "Prepared") -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if prepared.vocab_size > rows:
+        raise UserError(
+            f"the tokenizer of {start.name} has ids up to {prepared.vocab_size - 1} and its embedding {rows} rows: "
+            "they belong to different models, or it has no end-of-text token and one was added"
+        )
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and config.data.seq_len > longest:
+        raise UserError(
+            f"data.seq_len is {config.data.seq_len} and {start.name} was made for at most {longest} tokens: give "
+            f"--seq-len {longest} or less"
+        )

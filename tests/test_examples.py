@@ -1,0 +1,71 @@
+"""The examples run as they stand, on a tiny model and generated text."""
+
+import importlib.util
+import random
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from attnres.models import load
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+WORDS = ["stream", "read", "write", "source", "block", "depth", "query", "norm", "head", "layer", "<eos>"]
+
+
+def example(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    config = LlamaConfig(
+        vocab_size=len(WORDS),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(WORDS)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+def test_finetune_trainer(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("accelerate")
+    text = " ".join(random.Random(0).choices(WORDS[:4], k=2000))
+    (tmp_path / "text.txt").write_text(text, encoding="utf-8")
+    paths = {"model": str(model), "text": tmp_path / "text.txt", "out": tmp_path / "out"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Trainer's own
+        trainer = example("finetune_trainer").main(**paths, steps=20, length=16, blocks=2, lr=1e-2, query_lr=1e-2)
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses[-1] < losses[0]
+    by_rate = {group["weight_decay"]: group for group in trainer.optimizer.param_groups}
+    assert set(by_rate) == {0.0, 0.1}
+    trained = load(tmp_path / "out")
+    assert trained.config.residual_settings == {"read_scale": "sum", "num_blocks": 2}
+    assert trained.get_submodule("residual").get_parameter("query").any()
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<eos>"
+    assert "logits" in capsys.readouterr().out
+
+
+def test_examples_are_short() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text(encoding="utf-8").splitlines()) < 60, path

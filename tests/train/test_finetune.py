@@ -1,0 +1,467 @@
+"""A run that starts from a pretrained model begins where it was, trains what it says, and goes on bit for bit."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from attnres import cli
+from attnres.data import prepare
+from attnres.errors import UserError
+from attnres.models import build, convert, load
+from attnres.report.stats import equal_conditions
+from attnres.studies.compare import CompareConfig, compare, make_plan
+from attnres.studies.variants import parse_variants
+from attnres.train import TrainConfig, distill, from_dict, loop, regimes, to_dict, train
+from attnres.train.config import FinetuneConfig, OptimConfig, differences
+from attnres.train.metrics import read
+from attnres.train.optim import build_optimizers
+from attnres.train.parallel import Processes
+
+Configure = Callable[..., TrainConfig]
+ONE = Processes(0, 1, torch.device("cpu"))
+
+
+@pytest.fixture(scope="session")
+def plain(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Llama in bf16, as one finds them, with the tokenizer of the corpus."""
+    folder = tmp_path_factory.mktemp("plain")
+    config = LlamaConfig(
+        vocab_size=json.loads((corpus / "header.json").read_text())["vocab_size"],
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=32,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(corpus / name, folder / name)
+    (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def tune(configure: Configure, plain: Path) -> Configure:
+    """Makes the configuration of a small run that starts from `plain` with Block."""
+
+    def make(out: str = "run", **values: Any) -> TrainConfig:
+        config = configure(out=out, **{"model": {"size": "nano"}, **values})
+        if config.finetune.init_from is None:
+            config.finetune.init_from = str(plain)
+        return config
+
+    return make
+
+
+def begun(config: TrainConfig) -> loop.Run:
+    run = loop.Run(loop.resolve(config), ONE, progress=False)
+    run.close()
+    return run
+
+
+def base_weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: t for n, t in load_file(folder / "model.safetensors").items() if not n.startswith("residual.")}
+
+
+def loss_of(model: Any, windows: torch.Tensor) -> float:
+    with torch.no_grad():
+        logits = model.eval()(input_ids=windows[:, :-1]).logits.float()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
+
+
+# ------------------------------------------------------------------ where it starts
+
+
+def test_a_plain_model_starts_where_it_was(tune: Configure, plain: Path, tmp_path: Path) -> None:
+    config = tune()
+    summary = train(config, progress=False)
+    run = tmp_path / "run"
+    vals = [line for line in read(run / "metrics.jsonl") if line["kind"] == "val"]
+    assert [line["step"] for line in vals] == [0, 4, 8] and (run / "val" / "000000.npy").exists()
+    before = LlamaForCausalLM.from_pretrained(plain, dtype=torch.float32)
+    assert vals[0]["loss"] == pytest.approx(loss_of(before, begun(tune(out="other")).windows), rel=1e-5)
+    assert vals[-1]["loss"] < vals[0]["loss"] and summary["val_loss"] == vals[-1]["loss"]
+
+    model = load(run / "model")
+    assert model.config.residual == "block" and model.config.residual_settings == {"num_blocks": 2, "read_scale": "sum"}
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert (run / "model" / "chat_template.jinja").exists() and (run / "model" / "tokenizer.json").exists()
+    said = json.loads((run / "start.json").read_text())
+    assert said["init_from"] == str(plain) and said["kind"] == "plain" and said["residual"] is None
+    assert said["logits"]["relative"] <= said["logits"]["bound"]
+    assert said["trainable"] == summary["parameters"]
+
+
+@pytest.mark.parametrize("residual", ["standard", "block", "full"])
+def test_every_residual_starts_at_the_same_weights(tune: Configure, residual: str) -> None:
+    config = tune()
+    config.model.residual, config.model.num_blocks = residual, None
+    run = begun(config)
+    assert not any(p.any() for n, p in run.model.residual.named_parameters() if "query" in n)
+    plain = LlamaForCausalLM.from_pretrained(config.finetune.init_from, dtype=torch.float32)
+    ours = {n: p for n, p in run.model.named_parameters() if not n.startswith("residual.")}
+    theirs = dict(plain.named_parameters())
+    assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_standard_run_gets_depth_reads_and_a_run_with_them_goes_on(configure: Configure, tmp_path: Path) -> None:
+    first = configure(out="first", steps=4)
+    first.model.residual, first.model.num_blocks = "standard", None
+    trained = train(first, progress=False)["val_loss"]
+
+    second = configure(out="second", steps=4, model={"size": "nano"}, finetune={"init_from": str(tmp_path / "first")})
+    train(second, progress=False)
+    vals = [line["loss"] for line in read(tmp_path / "second" / "metrics.jsonl") if line["kind"] == "val"]
+    assert vals[0] == pytest.approx(trained, rel=1e-5)
+    assert json.loads((tmp_path / "second" / "start.json").read_text())["kind"] == "attnres"
+
+    third = configure(out="third", steps=4, model={"size": "nano", "num_blocks": None})
+    third.finetune.init_from = str(tmp_path / "second" / "model")
+    train(third, progress=False)
+    found = [line["loss"] for line in read(tmp_path / "third" / "metrics.jsonl") if line["kind"] == "val"]
+    assert found[0] == vals[-1]  # queries and all
+    written = json.loads((tmp_path / "third" / "config.json").read_text())["model"]
+    assert written["settings"] == {"num_blocks": 2, "read_scale": "sum"}
+    assert json.loads((tmp_path / "third" / "start.json").read_text())["logits"] is None
+
+
+def test_a_converted_model_in_16_bits_is_trained_in_32(tune: Configure, plain: Path, tmp_path: Path) -> None:
+    convert(str(plain), "full", out=tmp_path / "converted")
+    config = tune(finetune={"init_from": str(tmp_path / "converted")})
+    config.model.residual, config.model.num_blocks = "full", None
+    assert {parameter.dtype for parameter in begun(config).model.parameters()} == {torch.float32}
+
+
+def test_the_tokenizer_is_the_models_unless_one_is_given(
+    tune: Configure, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNRES_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text").mkdir()
+    for index in range(40):
+        (tmp_path / "text" / f"{index}.txt").write_text(f"stream {index} reads a block of sources " * 8)
+    config = loop.resolve(tune(data={"source": str(tmp_path / "text"), "held_out": 0.2}))
+    assert config.data.tokenizer == str(plain) and loop.resolve(config) == config
+    assert begun(config).prepared.vocab_size <= 280
+
+
+def test_a_change_of_function_is_only_made_on_demand(tune: Configure, tmp_path: Path) -> None:
+    config = tune(steps=2)
+    config.model.residual, config.model.num_blocks = "deepnorm", None
+    with pytest.raises(UserError, match=r"residual 'deepnorm' .* changes the logits of .*give --inexact"):
+        train(config, progress=False)
+    assert not (tmp_path / "run").exists() or not (tmp_path / "run" / "config.json").exists()
+    config.finetune.inexact = True
+    train(config, progress=False)
+    said = json.loads((tmp_path / "run" / "start.json").read_text())["logits"]
+    assert said["relative"] > said["bound"]
+
+
+# ------------------------------------------------------------------ what is trained
+
+
+def test_only_the_residual_is_trained(tune: Configure, plain: Path, tmp_path: Path) -> None:
+    summary = train(tune(finetune={"train_only": "residual"}), progress=False)
+    before = LlamaForCausalLM.from_pretrained(plain, dtype=torch.float32).state_dict()
+    after = base_weights(tmp_path / "run" / "model")
+    assert after and all(torch.equal(after[name], before[name]) for name in after)
+    assert load(tmp_path / "run" / "model").get_submodule("residual").get_parameter("query").any()
+    assert json.loads((tmp_path / "run" / "start.json").read_text())["trainable"] == summary["extra_parameters"]
+
+
+def test_low_rank_changes_are_merged_at_the_end(tune: Configure, plain: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    summary = train(tune(finetune={"train_only": "lora", "lora_rank": 2}), progress=False)
+    run = tmp_path / "run"
+    before = LlamaForCausalLM.from_pretrained(plain, dtype=torch.float32).state_dict()
+    kept, after = base_weights(run / "checkpoint" / "model"), base_weights(run / "model")
+    assert sorted(kept) == sorted(after)
+    assert all(torch.equal(kept[name], before[name]) for name in kept)
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {n for n in after if "proj" in n}
+    name = "model.layers.0.mlp.up_proj"
+    adapter = load_file(run / "checkpoint" / "adapter.safetensors")
+    a, b = (adapter[f"{name}.lora_{part}.default.weight"] for part in "AB")
+    torch.testing.assert_close(after[f"{name}.weight"], before[f"{name}.weight"] + 16.0 / 2 * b @ a)
+    model, windows = load(run / "model"), begun(tune(out="other")).windows
+    assert loss_of(model, windows) == pytest.approx(summary["val_loss"], rel=1e-4)
+    vals = [line["loss"] for line in read(run / "metrics.jsonl") if line["kind"] == "val"]
+    assert vals[0] == pytest.approx(
+        loss_of(LlamaForCausalLM.from_pretrained(plain, dtype=torch.float32), windows), rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("size", ["nano", {"family": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}], ids=str)
+def test_merging_changes_no_logit_and_leaves_no_trace(size: Any) -> None:
+    pytest.importorskip("peft")
+    model = build(size, "full", vocab_size=16, max_positions=8).eval()
+    names, tokens = [name for name, _ in model.named_parameters()], torch.arange(8)[None]
+    before = model(input_ids=tokens).logits
+    regimes.choose_trained(model, FinetuneConfig(train_only="lora", lora_rank=2), seed=0)
+    assert [name for name, _ in regimes.base_parameters(model)] == names
+    assert torch.equal(model(input_ids=tokens).logits, before)
+    for name, tensor in regimes.adapter_tensors(model).items():
+        torch.nn.init.normal_(tensor, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    changed = model(input_ids=tokens).logits
+    regimes.merge_adapter(model)
+    assert [name for name, _ in model.named_parameters()] == names and not torch.allclose(changed, before, atol=1e-3)
+    torch.testing.assert_close(model(input_ids=tokens).logits, changed, rtol=1e-4, atol=1e-4)
+
+
+def test_low_rank_changes_need_peft(tune: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> None:
+        raise ImportError(name)
+
+    monkeypatch.setattr(regimes.importlib, "import_module", missing)
+    with pytest.raises(UserError, match=r"pip install 'attnres\[finetune\]'"):
+        regimes.import_peft()
+
+
+def test_queries_have_a_rate_of_their_own() -> None:
+    model = build("nano", "full", vocab_size=16, max_positions=8)
+    for rate, expected in ((None, 0.1), (0.5, 0.5)):
+        (adamw,) = build_optimizers(model, OptimConfig(lr=0.1, residual_lr=rate))
+        rates = {group["kind"]: (group["lr"], group["peak_lr"]) for group in adamw.param_groups}
+        assert rates.pop("residual") == (expected, expected)
+        assert set(rates.values()) == {(0.1, 0.1)}
+
+
+def test_divergence_is_the_formula_and_zero_for_equals() -> None:
+    generator = torch.Generator().manual_seed(0)
+    z, t = torch.randn(2, 3, 7, generator=generator), torch.randn(2, 3, 7, generator=generator)
+    p, q = torch.softmax(t / 2, -1), torch.softmax(z / 2, -1)
+    torch.testing.assert_close(distill.divergence(z, t, 2.0), 4 * (p * (p / q).log()).sum(-1))
+    assert not distill.divergence(z, z, 3.0).any()
+
+
+def test_distillation_pulls_towards_the_model_it_started_from(tune: Configure, tmp_path: Path) -> None:
+    for out, weight in (("alone", 0.0), ("taught", 1.0)):
+        train(tune(out=out, steps=6, finetune={"distill_weight": weight}), progress=False)
+    first = {out: read(tmp_path / out / "metrics.jsonl") for out in ("alone", "taught")}
+    taught = [line for line in first["taught"] if line["kind"] == "train"]
+    assert all("divergence" in line for line in taught)
+    assert not any("divergence" in line for line in first["alone"])
+    losses = {out: [line["loss"] for line in lines if line["kind"] == "val"] for out, lines in first.items()}
+    assert losses["alone"][0] == losses["taught"][0]
+    # Alone it learns the text; a teacher that nothing but the start agrees with leaves it there.
+    assert losses["alone"][-1] < losses["alone"][0] - 0.1 and abs(losses["taught"][-1] - losses["taught"][0]) < 0.05
+
+
+def test_the_teacher_must_be_what_it_was(tune: Configure, plain: Path, tmp_path: Path) -> None:
+    shutil.copytree(plain, tmp_path / "teacher")
+    config = tune(finetune={"init_from": str(tmp_path / "teacher"), "distill_weight": 0.5})
+    train(config, progress=False)
+    (tmp_path / "run" / "summary.json").unlink()
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "teacher")
+    torch.nn.init.zeros_(model.lm_head.weight)
+    model.save_pretrained(tmp_path / "teacher")
+    config.resume = True
+    with pytest.raises(UserError, match="has changed since the run started from it"):
+        train(config, progress=False)
+
+
+# ------------------------------------------------------------------ going on
+
+
+@pytest.mark.parametrize(
+    "finetune",
+    [{}, {"train_only": "residual"}, {"train_only": "lora"}, {"distill_weight": 0.5, "distill_temperature": 2.0}],
+    ids=["all", "residual", "lora", "distilled"],
+)
+def test_an_interrupted_run_goes_on_bit_for_bit(
+    tune: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finetune: dict[str, Any]
+) -> None:
+    if finetune.get("train_only") == "lora":
+        pytest.importorskip("peft")
+    train(tune(out="whole", finetune=finetune), progress=False)
+    measure = loop.Run.measure
+
+    def stop(run: loop.Run) -> None:
+        measure(run)
+        if run.past.step == 6:  # two steps after the checkpoint
+            raise RuntimeError("power cut")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "measure", stop)
+        with pytest.raises(RuntimeError, match="power cut"):
+            train(tune(out="parts", finetune=finetune), progress=False)
+    train(tune(out="parts", resume=True, finetune=finetune), progress=False)
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for file in whole.glob("**/*.safetensors"):
+        left, right = load_file(file), load_file(parts / file.relative_to(whole))
+        assert list(left) == list(right) and all(torch.equal(left[key], right[key]) for key in left), file
+    times = ("tokens_per_s", "step_s")
+    ours, theirs = (
+        [{k: v for k, v in line.items() if k not in times} for line in read(run / "metrics.jsonl")]
+        for run in (whole, parts)
+    )
+    assert ours == theirs
+    for path in (whole / "val").iterdir():
+        assert np.array_equal(np.load(path), np.load(parts / "val" / path.name))
+    assert (whole / "start.json").read_text() == (parts / "start.json").read_text()
+
+
+def test_a_run_that_stopped_before_its_first_checkpoint_measures_step_0_once(tune: Configure, tmp_path: Path) -> None:
+    train(tune(), progress=False)
+    shutil.rmtree(tmp_path / "run" / "checkpoint")
+    (tmp_path / "run" / "summary.json").unlink()
+    train(tune(resume=True), progress=False)
+    assert [line["step"] for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "val"] == [0, 4, 8]
+
+
+def test_a_damaged_adapter_is_named(tune: Configure, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    config = tune(finetune={"train_only": "lora"})
+    train(config, progress=False)
+    (tmp_path / "run" / "summary.json").unlink()
+    path = tmp_path / "run" / "checkpoint" / "adapter.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 64
+    path.write_bytes(content)
+    config.resume = True
+    with pytest.raises(UserError, match=r"adapter\.safetensors .*not those that were saved"):
+        train(config, progress=False)
+
+
+def test_a_run_of_an_earlier_version_had_the_defaults() -> None:
+    ours = to_dict(TrainConfig())
+    theirs = {name: value for name, value in ours.items() if name != "finetune"}
+    assert differences(ours, theirs) == []
+    assert differences({**ours, "finetune": {**ours["finetune"], "train_only": "lora"}}, theirs) == [
+        "finetune.train_only"
+    ]
+
+
+# ------------------------------------------------------------------ side by side
+
+
+def test_regimes_are_compared(tune: Configure, tmp_path: Path) -> None:
+    base = tune(steps=2, val_every=2)
+    base.model.residual, base.model.num_blocks = "standard", None
+    variants = ["standard", "full@train_only=residual,residual_lr=0.02"]
+    study = compare(CompareConfig(variants=variants, base=base, out=str(tmp_path / "all"), jobs=2, timing_s=1.0))
+    names = ["standard", "full-train_onlyresidual-residual_lr0.02"]
+    assert study.labels == names and study.baseline == "standard" and equal_conditions(study)
+    standard, full = study.runs if study.runs[0].label == "standard" else study.runs[::-1]
+    assert full.val[0]["step"] == 0 and full.val[0]["loss"] == pytest.approx(standard.val[0]["loss"], rel=1e-5)
+    assert full.config["finetune"]["train_only"] == "residual" and full.config["optim"]["residual_lr"] == 0.02
+    assert not (tmp_path / "all" / "speed.json").exists()
+
+
+def test_mistakes_in_a_comparison_show_first(tune: Configure) -> None:
+    base = tune()
+    base.model.residual, base.model.num_blocks = "standard", None
+    for variant, message in (
+        ("block:num_blocks=40", "num_blocks"),
+        ("block@train_only=lorra", "did you mean 'lora'"),
+        ("block@distill_weight=2", "finetune.distill_weight is 2.0: it is a fraction"),
+    ):
+        with pytest.raises(UserError, match=message):
+            make_plan(CompareConfig(variants=["standard", variant], base=base))
+
+
+@pytest.mark.parametrize(
+    "path", sorted(Path(__file__).parents[2].glob("recipes/finetune_*.yaml")), ids=lambda p: p.stem
+)
+def test_recipes_can_be_read(path: Path) -> None:
+    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    if "variants" in values:
+        parse_variants(values.pop("variants"))
+    for name in ("seeds", "jobs", "timing_s", "lrs"):
+        values.pop(name, None)
+    from_dict(values)
+
+
+# ------------------------------------------------------------------ what cannot be
+
+
+def refused(capsys: pytest.CaptureFixture[str], message: str, config: TrainConfig, tmp_path: Path, *more: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(to_dict(config)))
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        cli.main(["train", "--config", str(path), "--no-progress", *more])
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and said.startswith("attnres: error: ") and said.count("\n") == 1
+    assert message in said, said
+
+
+def test_models_that_are_none(
+    capsys: pytest.CaptureFixture[str], tune: Configure, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "unfinished" / "checkpoint").mkdir(parents=True)
+    shutil.copytree(plain, tmp_path / "code")
+    config = json.loads((plain / "config.json").read_text())
+    auto = {"AutoConfig": "a.Config", "AutoModelForCausalLM": "a.Model"}
+    (tmp_path / "code" / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": auto}))
+    for name, message in (
+        (str(tmp_path / "none" / "there"), "holds no model"),
+        (str(tmp_path / "empty"), "holds no model: expected a folder with config.json"),
+        (str(tmp_path / "unfinished"), "is not finished and has no model yet"),
+        (str(tmp_path / "code"), "brings its own code, which training does not run"),
+    ):
+        refused(capsys, message, tune(), tmp_path, "--init-from", name)
+    assert not (tmp_path / "run" / "config.json").exists()
+
+
+def test_settings_that_contradict_the_model(
+    capsys: pytest.CaptureFixture[str], tune: Configure, plain: Path, tmp_path: Path
+) -> None:
+    refused(capsys, "both size 100m and init_from", tune(model={"size": "100m"}), tmp_path)
+    refused(capsys, "Valid: all, lora, residual", tune(finetune={"train_only": "lorra"}), tmp_path)
+    refused(capsys, "did you mean 'lora'", tune(finetune={"train_only": "lorra"}), tmp_path)
+    refused(capsys, "must be a number above 0", tune(finetune={"lora_rank": 0}), tmp_path)
+    refused(capsys, "it is a fraction", tune(finetune={"distill_weight": 1.5}), tmp_path)
+    refused(capsys, "made for at most 32 tokens: give --seq-len 32", tune(data={"seq_len": 40}), tmp_path)
+    config = tune(finetune={"train_only": "residual"})
+    config.model.residual, config.model.num_blocks = "standard", None
+    refused(capsys, "has no parameters to train", config, tmp_path)
+
+    convert(str(plain), "block", out=tmp_path / "converted", num_blocks=2)
+    config = tune(finetune={"init_from": str(tmp_path / "converted")})
+    config.model.num_blocks = 1
+    refused(capsys, "num_blocks is 1 and", config, tmp_path)
+    config.model.residual, config.model.num_blocks = "full", None
+    refused(capsys, "has the residual 'block' and 'full' was asked for", config, tmp_path)
+
+
+def test_a_regime_without_a_model(capsys: pytest.CaptureFixture[str], configure: Configure, tmp_path: Path) -> None:
+    for name, value in (("train_only", "residual"), ("distill_weight", 0.5), ("inexact", True)):
+        refused(capsys, "the model is new: give init_from", configure(finetune={name: value}), tmp_path)
+
+
+def test_another_tokenizer(
+    capsys: pytest.CaptureFixture[str], tune: Configure, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNRES_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "text").mkdir()
+    for index in range(40):
+        (tmp_path / "text" / f"{index}.txt").write_text(f"other words {index} make another vocabulary " * 8)
+    other = prepare(str(tmp_path / "text"), "bpe:270", out=tmp_path / "other", held_out=0.2, progress=False).path
+    refused(capsys, "were made by another tokenizer than that of", tune(data={"source": str(other)}), tmp_path)
+    bare = shutil.copytree(plain, tmp_path / "bare")
+    (bare / "tokenizer.json").unlink()
+    refused(capsys, "holds no tokenizer", tune(finetune={"init_from": str(bare)}), tmp_path)
+
+
+def test_fewer_rows_than_ids(tune: Configure, plain: Path, tmp_path: Path) -> None:
+    small = shutil.copytree(plain, tmp_path / "small")
+    model = LlamaForCausalLM.from_pretrained(plain)
+    model.resize_token_embeddings(100)
+    model.save_pretrained(small)
+    with pytest.raises(UserError, match="ids up to"):
+        begun(tune(finetune={"init_from": str(small)}))
