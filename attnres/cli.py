@@ -1,4 +1,4 @@
-"""The command `attnres`: train, compare, report, prepare, eval, generate.
+"""The command `attnres`: train, compare, report, prepare, convert, families, eval, generate.
 
 Flags are the fields of the configuration dataclasses (tyro reads their docstrings for the help). `--config FILE` gives
 a YAML, TOML or JSON file whose values the flags override. A user's mistake is one sentence on stderr and exit status 2.
@@ -31,6 +31,8 @@ commands:
   compare   train variants side by side under equal conditions; without options: the demo
   report    make the table and report.html again from run folders on disk
   prepare   tokenise a corpus
+  convert   give a pretrained model depth reads, its logits unchanged
+  families  which families of decoders convert
   eval      perplexity and tasks, of one model or of several side by side
   generate  text from a model
 

@@ -6,6 +6,8 @@ from typing import Any
 from ..errors import UserError, unknown
 from .base import NormLike, Observer, Residual
 from .block import Block
+from .boundary import Boundary, BoundaryNormed
+from .cumulative import Cumulative
 from .deepnorm import DeepNorm
 from .denseformer import DenseFormer
 from .full import Full
@@ -14,7 +16,19 @@ from .rescaled import Rescaled
 from .standard import Standard
 
 RESIDUALS: dict[str, type[Residual]] = {
-    cls.name: cls for cls in (Standard, Rescaled, Full, Block, DeepNorm, HyperConnections, DenseFormer)
+    cls.name: cls
+    for cls in (
+        Standard,
+        Rescaled,
+        Full,
+        Block,
+        Cumulative,
+        Boundary,
+        BoundaryNormed,
+        DeepNorm,
+        HyperConnections,
+        DenseFormer,
+    )
 }
 
 
@@ -46,6 +60,9 @@ def make_residual(name: str, num_sublayers: int, width: int, **settings: Any) ->
 __all__ = [
     "RESIDUALS",
     "Block",
+    "Boundary",
+    "BoundaryNormed",
+    "Cumulative",
     "DeepNorm",
     "DenseFormer",
     "Full",

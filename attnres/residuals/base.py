@@ -92,10 +92,14 @@ class Residual(nn.Module):
         """The state as one vector (..., d), for `output_hidden_states`: of depth reads, the sum of all sources."""
         raise NotImplementedError
 
-    def normed(self, h: Tensor, index: int, norm: NormLike) -> Tensor:
+    def normed(
+        self, h: Tensor, index: int, norm: NormLike, weights: Tensor | None = None, sources: Sequence[str] = ()
+    ) -> Tensor:
         """norm(h) as read `index`, shown to the observer: for mechanisms whose read is not fused with its norm."""
         if self.observer is not None:
-            self.observer.on_read(index, h, None, ())
+            if weights is None and len(sources) == 1:
+                weights = h.new_ones(h[..., 0].numel(), 1)
+            self.observer.on_read(index, h, weights, sources)
         return apply_norm(h, norm) if isinstance(norm, Norm) else norm(h)
 
 

@@ -1,7 +1,7 @@
 """What Full and Block Attention Residuals share: pseudo-queries, the two-phase schedule, the state."""
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..errors import UserError
 from ..ops import Norm, SealedRead, apply_norm, in_two_phases, merge, read_sealed
 from .base import NormLike, Residual, positive
+from .gates import Gates
 
 
 class DepthState(NamedTuple):
@@ -46,9 +47,15 @@ class DepthAttention(Residual):
         read_scale: "mean" is the formula above. "sum" multiplies the read by its number of sources, as if the following
             norm's eps were divided by its square: with zero queries logits are then those of the standard residual
             exactly, with no change of eps. For training the two differ by eps alone.
+        gates: settings of `Gates`, which hold reads back towards the running sum of all sources.
 
     Source: arXiv 2603.15031.
     """
+
+    output_read: ClassVar[bool] = True
+    """Whether the output has a read of its own."""
+    carries: ClassVar[bool] = False
+    """Whether the last open source stays open after it was sealed."""
 
     def __init__(
         self,
@@ -58,6 +65,7 @@ class DepthAttention(Residual):
         group: int,
         key_norm_eps: float = 1e-6,
         read_scale: Literal["mean", "sum"] = "mean",
+        **gates: Any,
     ) -> None:
         super().__init__(num_sublayers, width)
         if read_scale not in ("mean", "sum"):
@@ -66,13 +74,16 @@ class DepthAttention(Residual):
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
         self.recompute_reads = False
         """Keep no read for backward but make it again there: less memory, one more pass over its sources."""
-        self.query = nn.Parameter(torch.empty(num_sublayers + 1, width))
-        self.gain = nn.Parameter(torch.empty(num_sublayers + 1, width))
+        reads = num_sublayers + self.output_read
+        self.query = nn.Parameter(torch.empty(reads, width))
+        self.gain = nn.Parameter(torch.empty(reads, width))
+        self.gates = Gates(reads, width, **gates)
         self.init_parameters()
 
     def init_parameters(self) -> None:
         nn.init.zeros_(self.query)
         nn.init.ones_(self.gain)
+        self.gates.init_parameters()
 
     def opened(self, state: DepthState, output: Tensor) -> DepthState:
         """The state with one more output among, or to be added to, the group's open sources."""
@@ -89,13 +100,18 @@ class DepthAttention(Residual):
 
     def _begin_group(self, sealed: tuple[Tensor, ...], index: int) -> DepthState:
         """The state before read `index`, the first of a group (or the output's), with phase 1 done if that pays."""
-        stop = min(index + self.group, self.num_sublayers) if index < self.num_sublayers else index + 1
-        first = index + (len(sealed) == 1)  # a read of the embedding alone is the embedding
-        if not in_two_phases(len(sealed), stop - first, training=torch.is_grad_enabled(), opens=self.max_open):
-            return DepthState(sealed)
+        last = self.num_sublayers + self.output_read
+        stop = min(index + self.group, self.num_sublayers) if index < self.num_sublayers else last
+        first = index + (len(sealed) == 1 and not self.carries)  # a read of the embedding alone is the embedding
+        two = stop > first and self.gates.idle
+        if not (
+            two and in_two_phases(len(sealed), stop - first, training=torch.is_grad_enabled(), opens=self.max_open)
+        ):
+            return DepthState(sealed, sealed[-1:] if self.carries else ())
         queries = self.query[first:stop] * self.gain[first:stop]
         sealed, outputs, top, total, logits = read_sealed(sealed, queries, eps=self.key_norm_eps)
-        return DepthState(sealed, outputs=outputs, top=top, total=total, logits=(logits,))
+        opens = sealed[-1:] if self.carries else ()
+        return DepthState(sealed, opens, outputs=outputs, top=top, total=total, logits=(logits,))
 
     def start(self, embedding: Tensor) -> DepthState:
         return self._begin_group((embedding,), 0)
@@ -107,6 +123,8 @@ class DepthAttention(Residual):
                 ones = embedding.new_ones(embedding[..., 0].numel(), 1)
                 self.observer.on_read(index, embedding, ones, self.source_names(state, index))
             return apply_norm(embedding, norm) if isinstance(norm, Norm) else norm(embedding), state
+        if not self.gates.idle:
+            return self._gated(state, index, norm)
         fused = norm if isinstance(norm, Norm) else None
         if fused is not None:
             eps = fused.eps / count**2 if self.read_scale == "sum" else fused.eps
@@ -145,6 +163,23 @@ class DepthAttention(Residual):
             assert not isinstance(norm, Norm)
             x = norm(x * count if self.read_scale == "sum" else x)
         return x, rest
+
+    def _gated(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
+        """A read with gates, which no kernel has."""
+        state = state._replace(open=self._finished(state), added=())
+        sources = state.sealed + state.open
+        h, weights = self.gates.read(
+            sources,
+            self.query[index] * self.gain[index],
+            index,
+            stream=self.hidden_state(state) if self.carries else None,
+            scale=len(sources) + self.gates.null_source if self.read_scale == "sum" else 1.0,
+            eps=self.key_norm_eps,
+        )
+        if self.observer is not None:
+            null = ["null"] if self.gates.null_source else []
+            self.observer.on_read(index, h, weights, [*self.source_names(state, index), *null])
+        return apply_norm(h, norm) if isinstance(norm, Norm) else norm(h), state
 
     def write(self, state: DepthState, index: int, output: Tensor) -> DepthState:
         state = self.opened(state, output)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .base import whole
 from .depth_attention import DepthAttention, DepthState
+from .gates import AlphaKind, GateKind
 
 
 class Full(DepthAttention):
@@ -19,10 +20,36 @@ class Full(DepthAttention):
     name = "full"
 
     def __init__(
-        self, num_sublayers: int, width: int, *, group: int | None = None, key_norm_eps: float = 1e-6, read_scale="mean"
+        self,
+        num_sublayers: int,
+        width: int,
+        *,
+        group: int | None = None,
+        key_norm_eps: float = 1e-6,
+        read_scale="mean",
+        recency_bias: float | None = None,
+        recency_bias_frozen: bool = False,
+        gate: GateKind = "none",
+        gate_init: float = -2.0,
+        alpha: AlphaKind = "none",
+        read_temperature: float = 1.0,
+        null_source: bool = False,
     ) -> None:
         group = max(1, round(math.sqrt(num_sublayers))) if group is None else whole("group", group)
-        super().__init__(num_sublayers, width, group=group, key_norm_eps=key_norm_eps, read_scale=read_scale)
+        super().__init__(
+            num_sublayers,
+            width,
+            group=group,
+            key_norm_eps=key_norm_eps,
+            read_scale=read_scale,
+            recency_bias=recency_bias,
+            recency_bias_frozen=recency_bias_frozen,
+            gate=gate,
+            gate_init=gate_init,
+            alpha=alpha,
+            read_temperature=read_temperature,
+            null_source=null_source,
+        )
 
     def opened(self, state: DepthState, output: Tensor) -> DepthState:
         return state._replace(open=(*state.open, output))

@@ -49,7 +49,7 @@ def test_batches_change_no_number(loaded, batch_tokens):
     got = score(model, requests, context=subject.context, batch_tokens=batch_tokens)
     for request, scored in zip(requests, got, strict=True):
         logprobs, greedy = oracle(model, request, subject.context)
-        np.testing.assert_allclose(scored.logprobs, logprobs, atol=1e-5)
+        np.testing.assert_allclose(scored.logprobs, logprobs, atol=1e-4)
         assert scored.greedy.tolist() == greedy.tolist()
         assert scored.total == pytest.approx(logprobs.sum(), abs=1e-4)
 
@@ -74,18 +74,18 @@ def test_learned_positions_and_a_bf16_model_are_scored_in_fp32():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=16, n_layer=2, n_head=2)).eval()
     requests = some_requests(10)
     for scored, request in zip(score(model, requests, context=32, batch_tokens=100), requests, strict=True):
-        np.testing.assert_allclose(scored.logprobs, oracle(model, request, 32)[0], atol=1e-5)
+        np.testing.assert_allclose(scored.logprobs, oracle(model, request, 32)[0], atol=1e-4)
     # A sum of bf16 log-probabilities over 300 words would be off by about 1e-2.
     low = model.bfloat16()
     for scored, request in zip(score(low, requests, context=32, batch_tokens=1), requests, strict=True):
-        np.testing.assert_allclose(scored.logprobs, oracle(low, request, 32)[0], atol=1e-5)
+        np.testing.assert_allclose(scored.logprobs, oracle(low, request, 32)[0], atol=1e-4)
 
 
 def test_too_long_an_input_loses_tokens_on_the_left(loaded):
     subject, model = loaded
     long = Request(list(range(1, 200)), [5, 6, 7])
     (got,) = score(model, [long], context=subject.context, batch_tokens=4096)
-    np.testing.assert_allclose(got.logprobs, oracle(model, long, subject.context)[0], atol=1e-5)
+    np.testing.assert_allclose(got.logprobs, oracle(model, long, subject.context)[0], atol=1e-4)
     with pytest.raises(ValueError, match="scores 70 tokens, the context is 64"):
         score(model, [Request([1], [2] * 70)], context=64, batch_tokens=4096)
 
@@ -98,7 +98,7 @@ def test_one_question_is_run_once(loaded):
     assert ran == [3]
     assert cost(VOCAB, requests, context=subject.context, batch_tokens=4096) == 3
     for request, scored in zip(requests, got, strict=True):
-        np.testing.assert_allclose(scored.logprobs, oracle(model, request, 64)[0], atol=1e-5)
+        np.testing.assert_allclose(scored.logprobs, oracle(model, request, 64)[0], atol=1e-4)
 
 
 def test_progress_adds_up_to_the_cost_and_batches_stay_small(loaded, monkeypatch):

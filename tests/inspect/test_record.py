@@ -53,7 +53,8 @@ def test_magnitudes_are_there_for_every_depth(residual):
     assert [len(values) for values in (trace.output_rms, trace.input_rms, trace.grad_rms)] == [6, 7, 6]
     assert all(value > 0 for values in (trace.output_rms, trace.input_rms, trace.grad_rms) for value in values)
     assert trace.tokens == 18
-    assert (trace.routing is None) == (residual not in ("block", "full"))
+    reads_depth = residual in ("block", "full", "cumulative", "boundary", "boundary_normed")
+    assert (trace.routing is None) != reads_depth
 
 
 def test_magnitudes_are_root_mean_squares_of_what_sublayers_wrote_and_read():

@@ -54,7 +54,7 @@ def test_a_step_calls_the_reads_kernels_once_a_block_and_once_a_sublayer(residua
             calls.append(name)
             return getattr(self.module, name)
 
-    monkeypatch.setattr(two_phase, "backend_for", lambda *a: Counting(dispatch.backend_for(*a)))
+    monkeypatch.setattr(two_phase, "backend_for", lambda *a, **k: Counting(dispatch.backend_for(*a, **k)))
     settings = {"block_size": 4} if residual == "block" else {"group": 4}
     size = {**SIZE, "num_hidden_layers": 8}
     model = build(size, residual, vocab_size=97, max_positions=32, seed=0, settings=settings).eval()

@@ -1,13 +1,8 @@
-"""Triton's kernels without a GPU: in its interpreter, which has to be chosen before triton is imported."""
-
-import os
+"""Triton's kernels in its interpreter."""
 
 import numpy as np
 import pytest
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="module")

@@ -158,6 +158,7 @@ def check_merge(k, tokens, width, kind, dtype, out_dtype, has_added, has_output,
     seed=st.integers(0, 100),
 )
 def test_a_merge_and_its_backward(k, tokens, width, kind, dtype, out_dtype, has_added, has_output, seed):
+    k = k if has_output else max(k, 2)  # a read of one source has no gradient for its query but rounding
     check_merge(k, tokens, width, kind, dtype, out_dtype, has_added, has_output, seed)
 
 

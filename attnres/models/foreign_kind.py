@@ -1,0 +1,141 @@
+"""What a foreign format of depth reads is: both ways between its config and names, and ours."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
+
+from ..errors import UserError
+from ..residuals import Residual
+from .classes import CLASSES
+
+Config = dict[str, Any]
+
+
+class Target(NamedTuple):
+    """What a foreign config is here: a family, its fields, a residual and its settings."""
+
+    family: str
+    fields: Config
+    residual: str
+    settings: Config
+
+
+class Row(NamedTuple):
+    """One foreign tensor of the depth reads: row `index` of our `residual.{ours}`, of the shape it has there."""
+
+    ours: str
+    index: int
+    theirs: str
+    shape: tuple[int, ...]
+
+
+class Kind:
+    """One project's format.
+
+    Attributes:
+        name: what it is called here.
+        renamed: parts of names of the other weights, (theirs, ours).
+        transposed: ends of names of matrices that lie the other way round there.
+        ignored: ends of names of buffers that are no weights.
+        optional: ends of names, ours, of weights that are zero where they are missing there.
+        table: our name of the token embedding.
+    """
+
+    name: ClassVar[str]
+    renamed: ClassVar[tuple[tuple[str, str], ...]] = ()
+    transposed: ClassVar[tuple[str, ...]] = ()
+    ignored: ClassVar[tuple[str, ...]] = ()
+    optional: ClassVar[tuple[str, ...]] = ()
+    table: ClassVar[str] = "model.embed_tokens.weight"
+
+    def says(self, config: Config) -> bool:
+        """Whether a config is of this kind."""
+        raise NotImplementedError
+
+    def read(self, config: Config) -> Target:
+        """Raises UserError for what our classes do not compute."""
+        raise NotImplementedError
+
+    def rows(self, residual: Residual) -> list[Row]:
+        """All foreign tensors of the depth reads."""
+        raise NotImplementedError
+
+    def write(self, config: Any, residual: Residual, stored: Config) -> Config:
+        """Our model's config as theirs. `stored` is the one it was loaded from, or {}.
+
+        Raises UserError for what they cannot say.
+        """
+        raise NotImplementedError
+
+    def kept(self, tensors: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
+        """Which of our tensors (without a tied head) are written beside `config`, which may be added to."""
+        return tensors
+
+    def ours(self, name: str) -> str:
+        """Our name of one of the other weights."""
+        for theirs, ours in self.renamed:
+            name = name.replace(theirs, ours)
+        return name
+
+    def theirs(self, name: str) -> str:
+        """Their name of one of the other weights."""
+        for theirs, ours in self.renamed:
+            name = name.replace(ours, theirs)
+        return name
+
+
+def cannot(kind: Kind, reason: str) -> UserError:
+    """An error for a model that this format has no words for."""
+    return UserError(f"'{kind.name}' cannot hold this model: {reason}")
+
+
+def serve(name: str, config: Config, fields: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raises UserError for a field with a value whose computation our class does not have."""
+    for field, served in fields.items():
+        value = config.get(field)
+        if value is not None and value not in served:
+            expected = " or ".join(repr(v) for v in served) or "none"
+            raise UserError(f"{name} has {field}={value!r}, which is computed by no class here: expected {expected}")
+
+
+def need(kind: Kind, config: Config, *fields: str) -> None:
+    """Raises UserError for a field that is not there."""
+    for field in fields:
+        if config.get(field) is None:
+            raise UserError(f"config.json has no '{field}', which a '{kind.name}' checkpoint needs: copy it again")
+
+
+def plain_reads(kind: Kind, residual: Any) -> None:
+    """The paper's layout and nothing besides."""
+    if residual.name not in ("block", "full"):
+        raise cannot(kind, f"its residual is '{residual.name}', expected 'block' or 'full'")
+    if not residual.gates.idle:
+        raise cannot(kind, "its reads have gates, a recency bias or a null source")
+    if residual.read_scale != "mean":
+        raise cannot(kind, "its reads are sums (read_scale 'sum'), which differ from theirs by the norms' eps")
+
+
+def same_eps(kind: Kind, residual: Any, eps: float) -> None:
+    """Raises UserError where the key norms have an eps of their own."""
+    if residual.key_norm_eps != eps:
+        raise cannot(kind, f"key_norm_eps is {residual.key_norm_eps}, and theirs is that of the other norms, {eps}")
+
+
+def plain_config(config: Any) -> Config:
+    """The family's own config, without what makes it ours."""
+    key = config.model_type.removeprefix("attnres_")
+    classes: Any = CLASSES[key]
+    base, model = (next(c for c in cls.__mro__ if c.__module__.startswith("transformers.")) for cls in classes)
+    fields = config.to_dict()
+    for name in ("residual", "residual_settings", "residual_family", "foreign_config", "_name_or_path"):
+        fields.pop(name, None)
+    return {**fields, "model_type": base.model_type, "architectures": [model.__name__]}
+
+
+def query_and_gain(starts: list[str], d: int) -> list[Row]:
+    """Rows of reads whose names start with these, a projection (1, d) and a norm (d,) each."""
+    found = []
+    for index, start in enumerate(starts):
+        found += [Row("query", index, f"{start}proj.weight", (1, d)), Row("gain", index, f"{start}norm.weight", (d,))]
+    return found
