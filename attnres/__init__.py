@@ -13,12 +13,13 @@ from .residuals import RESIDUALS, Residual, make_residual
 
 if TYPE_CHECKING:
     from .evals.generate import generate
+    from .inspect import record
     from .models import convert
 
 __version__ = "0.1.0"
 
-_LAZY = {"convert": "attnres.models", "generate": "attnres.evals.generate"}
-"""What needs Transformers, and so is imported when it is first asked for."""
+_LAZY = {"convert": "attnres.models", "generate": "attnres.evals.generate", "record": "attnres.inspect"}
+"""What is imported when it is first asked for: it needs Transformers, or NumPy."""
 
 
 def __getattr__(name: str) -> Any:
@@ -42,4 +43,5 @@ __all__ = [
     "depth_read_reference",
     "generate",
     "make_residual",
+    "record",
 ]

@@ -60,6 +60,10 @@ class DepthReader:
             raise UserError(
                 f"{type(model).__name__} has no depth reads to show: give a model of attnres, or leave out --show-depth"
             )
+        if not residual.weighs:
+            raise UserError(
+                f"residual '{residual.name}' weighs no sources: --show-depth needs one that does, such as block"
+            )
         if residual.observer is not None:
             raise UserError("this model is being recorded already: leave the first recording before a second")
         self.residual, self.tokenizer = residual, tokenizer
@@ -75,11 +79,13 @@ class DepthReader:
     ) -> None:
         self.residual.observer = None
 
-    def on_read(self, index: int, h: Tensor, weights: Tensor | None, sources: Sequence[str]) -> None:
-        if weights is None:
-            raise UserError(
-                f"residual '{self.residual.name}' weighs no sources: --show-depth needs one that does, such as block"
-            )
+    def on_start(self, embedding: Tensor) -> None:
+        pass
+
+    def on_read(
+        self, index: int, h: Tensor, weights: Tensor | None, sources: Sequence[str], values: Sequence[Tensor]
+    ) -> None:
+        assert weights is not None
         # The last position of the pass is the one that predicts.
         self.weights[index], self.sources[index] = weights[-1].detach(), list(sources)
 

@@ -1,50 +1,172 @@
-"""What a forward (and backward) pass really did: magnitudes by depth, and where each read came from."""
+"""What a forward (and backward) pass really did: where each read came from, magnitudes and gradients by depth."""
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..residuals import Residual
+from ..errors import UserError
+from ..residuals import Residual, sublayer_name
 
 
 def read_names(num_sublayers: int) -> list[str]:
     """Names of the L+1 reads: "attention 0", "mlp 0", ..., "output"."""
-    return [f"{'mlp' if i % 2 else 'attention'} {i // 2}" for i in range(num_sublayers)] + ["output"]
+    return [*(sublayer_name(index) for index in range(num_sublayers)), "output"]
+
+
+def find_residual(model: nn.Module) -> Residual:
+    """The residual of a model of this package.
+
+    Raises:
+        UserError: it has none.
+    """
+    residual = next((module for module in model.modules() if isinstance(module, Residual)), None)
+    if residual is None:
+        raise UserError(
+            f"{type(model).__name__} has no residual of attnres: build or load it with attnres.models, or convert it"
+        )
+    return residual
 
 
 class Trace:
     """Running means over everything recorded; memory does not grow with the number of batches.
 
+    Rows of `sources`, `weights`, `source_rms` and `source_cosine` belong to reads and have the read's number of
+    sources. In `mixing`, outputs are numbered: 0 is the embedding, i the output of sublayer i-1.
+
+    Args:
+        residual: whose reads are recorded.
+        tokens: keep the weights of every token of the last forward pass.
+        labels: number of labels of tokens; the mean weights of each are kept (see `label`).
+
     Attributes:
-        num_sublayers: L.
+        num_sublayers: L. width: d. residual: its name.
+        reads: names of the L+1 reads.
         tokens: tokens recorded so far.
+        sources: names of what each read mixes.
     """
 
-    def __init__(self, num_sublayers: int, width: int) -> None:
-        self.num_sublayers, self.width = num_sublayers, width
+    def __init__(self, residual: Residual, *, tokens: bool = False, labels: int = 0) -> None:
+        self.num_sublayers, self.width, self.residual = residual.num_sublayers, residual.width, residual.name
+        self.reads = read_names(self.num_sublayers)
         self.tokens = 0
-        self._output_squares = [0.0] * num_sublayers
-        self._input_squares = [0.0] * (num_sublayers + 1)
-        self._grad_squares = [0.0] * num_sublayers
+        reads = self.num_sublayers + 1
+        self.sources: list[list[str]] = [[] for _ in range(reads)]
+        self._mechanism = residual
+        self._output_squares = [0.0] * self.num_sublayers
+        self._grad_squares = [0.0] * self.num_sublayers
         self._has_grads = False
-        self._weights: list[Tensor | None] = [None] * (num_sublayers + 1)
-        self._sources: list[list[str]] = [[] for _ in range(num_sublayers + 1)]
+        self._input_squares = [0.0] * reads
+        self._weights: list[Any] = [0.0] * reads
+        self._entropy = [0.0] * reads
+        self._mixing: list[Any] = [0.0] * reads
+        self._source_squares: list[Any] = [0.0] * reads
+        self._cosines: list[Any] = [0.0] * reads
+        self._key_cosine: Any = 0.0
+        self._rows: list[Tensor] = []
+        self._lengths: dict[str, Tensor] = {}
+        self._keep, self._labels = tokens, labels
+        self._label_ids: Tensor | None = None
+        self._label_sums: list[Any] = [0.0] * reads
+        self._label_tokens = torch.zeros(labels, dtype=torch.float64)
+        self._shape = torch.Size()
+        self._token_weights: dict[int, Tensor] = {}
+        self._token_norms: dict[int, Tensor] = {}
+
+    def label(self, ids: Tensor) -> None:
+        """Labels (B, T) of the tokens of the coming forward pass: 0 .. labels-1; negative ones are not counted.
+
+        Raises:
+            UserError: labels outside that range, or a recording without labels.
+        """
+        if not self._labels or int(ids.max()) >= self._labels:
+            raise UserError(
+                f"label {int(ids.max())} in a recording of {self._labels} labels: pass record(model, labels=...) their "
+                "number"
+            )
+        self._label_ids = ids.flatten().cpu()
 
     # -- the observer of a residual ------------------------------------------------------------------------------
-    def on_read(self, index: int, h: Tensor, weights: Tensor | None, sources: Sequence[str]) -> None:
-        if index == 0:
-            self.tokens += h.numel() // h.shape[-1]
+    def on_start(self, embedding: Tensor) -> None:
+        if _in_backward():
+            return
+        self._shape = torch.Size(embedding.shape[:-1])
+        self.tokens += self._shape.numel()
+        self._rows.clear()
+        self._lengths.clear()
+        if self._labels:
+            if self._label_ids is None or len(self._label_ids) != self._shape.numel():
+                given = "none" if self._label_ids is None else str(len(self._label_ids))
+                raise UserError(
+                    f"labels for {given} of the pass's {self._shape.numel()} tokens: call trace.label(ids) before each "
+                    "forward pass, with one label a token"
+                )
+            ids = self._label_ids[self._label_ids >= 0]
+            self._label_tokens += torch.bincount(ids, minlength=self._labels)
+
+    @torch.no_grad()
+    def on_read(
+        self, index: int, h: Tensor, weights: Tensor | None, sources: Sequence[str], values: Sequence[Tensor]
+    ) -> None:
+        if _in_backward():
+            return
+        h = h.detach()
         self._input_squares[index] += _sum_of_squares(h)
-        if weights is not None:
-            total = weights.detach().sum(0, dtype=torch.float64).cpu()
-            seen = self._weights[index]
-            self._weights[index] = total if seen is None else seen + total
-            self._sources[index] = list(sources)
+        if self._keep:
+            self._token_norms[index] = h.float().square().mean(-1).sqrt().cpu()
+        if weights is None:
+            return
+        weights = weights.detach().float()
+        self.sources[index] = list(sources)
+        self._weights[index] += weights.sum(0, dtype=torch.float64).cpu()
+        shares = weights.abs() / weights.abs().sum(1, keepdim=True)
+        self._entropy[index] += torch.special.entr(shares).sum(dtype=torch.float64).item()
+        if self._mechanism.feeds_back:
+            row = self._mechanism.mixing_row(index, weights, sources, self._rows)
+            if row is not None:
+                self._rows.append(row)
+                self._mixing[index] += row.sum(0, dtype=torch.float64).cpu()
+        if self._mechanism.weighs:
+            self._geometry(index, sources, values)
+        if self._keep:
+            self._token_weights[index] = weights.view(*self._shape, -1).cpu()
+        if self._labels and self._label_ids is not None:
+            chosen = self._label_ids >= 0
+            sums = torch.zeros(self._labels, weights.shape[1], dtype=torch.float64)
+            self._label_sums[index] += sums.index_add_(0, self._label_ids[chosen], weights.double().cpu()[chosen])
+
+    def _geometry(self, index: int, sources: Sequence[str], values: Sequence[Tensor]) -> None:
+        """Lengths of the sources, and their angles to the pseudo-query and, at the last read, to one another."""
+        flat = [value.detach().flatten(0, -2) for value in values]
+        lengths = []
+        for name, value in zip(sources, flat, strict=True):
+            length = self._lengths.get(name)
+            if length is None:
+                length = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32)
+                if name not in ("partial", "stream"):  # the others are finished: the same at every read
+                    self._lengths[name] = length
+            lengths.append(length)
+        squares = torch.stack(lengths).square().sum(1, dtype=torch.float64)
+        self._source_squares[index] += squares.cpu()
+        query = self._mechanism.direction(index)
+        if query is not None:
+            query = query / query.norm().clamp_min(1e-30)
+            dots = torch.stack([value @ query.to(value) for value in flat]).float()
+            self._cosines[index] += _ratio(dots, torch.stack(lengths)).sum(1, dtype=torch.float64).cpu()
+        if index == self.num_sublayers and len(flat) > 1:
+            gram = torch.eye(len(flat), dtype=torch.float64) * flat[0].shape[0]
+            for i, a in enumerate(flat):
+                for j in range(i):
+                    cosines = _ratio((a.float() * flat[j]).sum(-1), lengths[i] * lengths[j])
+                    gram[i, j] = gram[j, i] = cosines.sum(dtype=torch.float64).item()
+            self._key_cosine += gram
 
     def on_write(self, index: int, output: Tensor) -> None:
+        if _in_backward():
+            return
         self._output_squares[index] += _sum_of_squares(output)
         if output.requires_grad and torch.is_grad_enabled():
             output.register_hook(lambda grad: self._on_grad(index, grad))
@@ -53,8 +175,8 @@ class Trace:
         self._grad_squares[index] += _sum_of_squares(grad)
         self._has_grads = True
 
-    # -- what was seen --------------------------------------------------------------------------------------------
-    def _rms(self, squares: list[float]) -> list[float]:
+    # -- magnitudes -----------------------------------------------------------------------------------------------
+    def _rms(self, squares: Sequence[float]) -> list[float]:
         return [(s / max(1, self.tokens * self.width)) ** 0.5 for s in squares]
 
     @property
@@ -73,16 +195,112 @@ class Trace:
         return self._rms(self._grad_squares) if self._has_grads else []
 
     @property
-    def routing(self) -> dict[str, Any] | None:
-        """Mean weights over tokens, or None for a residual without weights.
+    def source_rms(self) -> list[list[float]]:
+        """Root mean square of each source of each read; rows are empty where no softmax weighs them."""
+        return [self._rms(row.tolist()) if torch.is_tensor(row) else [] for row in self._source_squares]
 
-        Rows have different lengths, since deeper reads have more sources; each row sums to one.
+    # -- weights --------------------------------------------------------------------------------------------------
+    @property
+    def weights(self) -> list[list[float]]:
+        """Mean over tokens of each read's weights; rows of a softmax sum to one. Without a softmax they are what the
+        residual implies (standard: ones); rows are empty where it implies none."""
+        return [_mean(row, self.tokens) for row in self._weights]
+
+    @property
+    def routing(self) -> dict[str, Any] | None:
+        """Mean weights over tokens, or None for a residual without a softmax over its sources.
+
         `{"weights": L+1 rows, "sources": the names of each row's sources, "reads": L+1 names}`.
         """
-        if any(weights is None for weights in self._weights):
+        if not self._mechanism.weighs or not all(self.sources):
             return None
-        rows = [(weights / self.tokens).tolist() for weights in self._weights if weights is not None]
-        return {"weights": rows, "sources": self._sources, "reads": read_names(self.num_sublayers)}
+        return {"weights": self.weights, "sources": self.sources, "reads": self.reads}
+
+    @property
+    def entropy(self) -> list[float]:
+        """L+1 values in nats: mean over tokens of -sum_i p_i ln p_i, p the weights' absolute values over their sum; NaN
+        where nothing is weighed."""
+        return [
+            total / max(1, self.tokens) if names else float("nan") for total, names in zip(self._entropy, self.sources)
+        ]
+
+    @property
+    def mixing(self) -> np.ndarray | None:
+        """(L+1, L+1): mean over tokens of the depth mixing matrix, h_l = sum_i M[l, i] v_i; None where reads are not
+        such sums (a norm in between, or a gate that is a vector)."""
+        rows = []
+        for index, names in enumerate(self.sources):
+            if not names:
+                return None
+            row = self._mixing[index] / self.tokens if torch.is_tensor(self._mixing[index]) else None
+            if row is None:
+                weights = (self._weights[index] / self.tokens).unsqueeze(0)
+                row = self._mechanism.mixing_row(index, weights, names, [])
+                if row is None:
+                    return None
+                row = row[0]
+            rows.append(np.pad(row.detach().numpy(), (0, self.num_sublayers + 1 - len(row))))
+        return np.stack(rows)
+
+    @property
+    def source_cosine(self) -> list[list[float]]:
+        """Mean cosine of each source with the read's pseudo-query times its key gain: the logit is sqrt(d) times the
+        query's length times this. Rows are empty where a read has no query."""
+        return [_mean(row, self.tokens) for row in self._cosines]
+
+    @property
+    def key_cosine(self) -> list[list[float]]:
+        """(n, n) mean cosine between the sources of the output's read; empty where it has no softmax."""
+        return (self._key_cosine / self.tokens).tolist() if torch.is_tensor(self._key_cosine) else []
+
+    # -- by label -------------------------------------------------------------------------------------------------
+    @property
+    def label_tokens(self) -> np.ndarray:
+        """(labels,): how many tokens had each label."""
+        return self._label_tokens.numpy().copy()
+
+    @property
+    def label_weights(self) -> list[np.ndarray]:
+        """For each read (labels, sources): mean weights of the tokens with each label; NaN where there were none."""
+        count = np.where(self.label_tokens > 0, self.label_tokens, np.nan)[:, None]
+        empty = np.zeros((self._labels, 0))
+        return [sums.numpy() / count if torch.is_tensor(sums) else empty for sums in self._label_sums]
+
+    # -- token by token -------------------------------------------------------------------------------------------
+    @property
+    def token_weights(self) -> list[Tensor]:
+        """Weights (B, T, sources) of every read of the last forward pass, fp32 on the CPU; for `tokens=True`."""
+        return [self._token_weights[index] for index in sorted(self._token_weights)]
+
+    @property
+    def token_norms(self) -> Tensor:
+        """(B, T, L+1): root mean square over the width of what each read of the last pass made, before its norm."""
+        return torch.stack([self._token_norms[index] for index in sorted(self._token_norms)], -1)
+
+    @property
+    def token_mixing(self) -> list[Tensor] | None:
+        """For each read (B, T, L+1): the mixing rows of the last pass's tokens; None where `mixing` is."""
+        rows: list[Tensor] = []
+        for index, weights in enumerate(self.token_weights):
+            flat = weights.flatten(0, -2)
+            row = self._mechanism.mixing_row(index, flat, self.sources[index], rows)
+            if row is None:
+                return None
+            rows.append(row.detach().expand(flat.shape[0], -1))
+        return [row.view(*self._shape, -1) for row in rows]
+
+
+def _mean(row: Any, tokens: int) -> list[float]:
+    return (row / tokens).tolist() if torch.is_tensor(row) else []
+
+
+def _ratio(dots: Tensor, lengths: Tensor) -> Tensor:
+    return dots / lengths.clamp_min(1e-30)
+
+
+def _in_backward() -> bool:
+    """Whether a checkpointed layer is being run again: what it does was recorded the first time."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _sum_of_squares(x: Tensor) -> float:
@@ -90,22 +308,24 @@ def _sum_of_squares(x: Tensor) -> float:
 
 
 @contextmanager
-def record(model: nn.Module) -> Generator[Trace]:
+def record(model: nn.Module, *, tokens: bool = False, labels: int = 0) -> Generator[Trace]:
     """Record what `model`'s residual does while the block runs; logits and gradients stay bit for bit the same.
+
+    Args:
+        tokens: keep the weights of every token of the last forward pass (`Trace.token_weights` and others).
+        labels: keep mean weights by label, of so many labels (`Trace.label`).
 
     >>> with record(model) as trace:  # doctest: +SKIP
     ...     model(input_ids=ids)
     >>> trace.routing["weights"][-1]  # doctest: +SKIP
 
     Raises:
-        ValueError: the model has no residual of this package, or is being recorded already.
+        UserError: the model has no residual of this package, or is being recorded already.
     """
-    residual = next((module for module in model.modules() if isinstance(module, Residual)), None)
-    if residual is None:
-        raise ValueError(f"{type(model).__name__} has no residual of attnres: build or load it with attnres.models")
+    residual = find_residual(model)
     if residual.observer is not None:
-        raise ValueError("this model is being recorded already: leave the first `record` block before a second")
-    trace = Trace(residual.num_sublayers, residual.width)
+        raise UserError("this model is being recorded already: leave the first `record` block before a second")
+    trace = Trace(residual, tokens=tokens, labels=labels)
     residual.observer = trace
     try:
         yield trace

@@ -5,7 +5,8 @@ module, `model.residual`; every other weight keeps its name, so plain checkpoint
 """
 
 import functools
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from ..errors import UserError
-from ..residuals import RESIDUALS, Residual, make_residual, settings_of
+from ..residuals import RESIDUALS, Observer, Residual, make_residual, settings_of
 from .families import FAMILIES, Family
 from .stream import Stream, make_reading, make_taking
 
@@ -144,7 +145,58 @@ class DepthMixin(PreTrainedModel):
             super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kw)
 
 
-def register(key: str, family: Family, base_config: type, base_model: type) -> tuple[type, type]:
+class _Weights:
+    """Keeps a forward pass's routing weights, and hands on to the observer that was there."""
+
+    def __init__(self, before: Observer | None) -> None:
+        self.before, self.reads = before, list[Tensor]()
+        self.shape = torch.Size()
+
+    def on_start(self, embedding: Tensor) -> None:
+        self.shape = embedding.shape[:-1]
+        if self.before is not None:
+            self.before.on_start(embedding)
+
+    def on_read(
+        self, index: int, h: Tensor, weights: Tensor | None, sources: Sequence[str], values: Sequence[Tensor]
+    ) -> None:
+        if weights is None:
+            raise UserError("output_routing_weights was asked of a residual that weighs no sources: leave it out")
+        self.reads.append(weights.detach().view(*self.shape, -1))
+        if self.before is not None:
+            self.before.on_read(index, h, weights, sources, values)
+
+    def on_write(self, index: int, output: Tensor) -> None:
+        if self.before is not None:
+            self.before.on_write(index, output)
+
+
+def _routing_forward(base_forward: Callable) -> Callable:
+    """A family's forward with one more argument, `output_routing_weights`."""
+
+    @functools.wraps(base_forward)
+    def forward(self: Any, *args: Any, output_routing_weights: bool = False, **kwargs: Any) -> Any:
+        if not output_routing_weights:
+            return base_forward(self, *args, **kwargs)
+        residual = self.residual
+        weights = _Weights(residual.observer)
+        residual.observer = weights
+        try:
+            output = base_forward(self, *args, **{**kwargs, "return_dict": True})
+        finally:
+            residual.observer = weights.before
+        output["routing_weights"] = tuple(weights.reads)
+        return output
+
+    own = inspect.signature(base_forward)
+    extra = inspect.Parameter("output_routing_weights", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
+    *first, last = own.parameters.values()
+    places = [*first, extra, last] if last.kind is last.VAR_KEYWORD else [*first, last, extra]
+    forward.__signature__ = own.replace(parameters=places)  # ty: ignore[missing-attribute]
+    return forward
+
+
+def register(key: str, family: Family, base_config: type, base_model: Any) -> tuple[type, type]:
     """Make a family's config and model class: `attnres_{key}` to the Auto classes, `key` in `CLASSES`."""
     config = type(
         f"AttnRes{base_config.__name__}",
@@ -169,6 +221,7 @@ def register(key: str, family: Family, base_config: type, base_model: type) -> t
             "config_class": config,
             "__annotations__": {"config": config},
             "family": family,
+            "forward": _routing_forward(base_model.forward),
         },
     )
     AutoConfig.register(f"attnres_{key}", config)

@@ -44,6 +44,9 @@ class Stream:
 
     @classmethod
     def start(cls, residual: Residual, embedding: Tensor) -> "Stream":
+        for watcher in (residual.observer, residual.editor):
+            if watcher is not None:
+                watcher.on_start(embedding)
         return cls(residual, residual.start(embedding), 0, embedding.detach())
 
     def read(self, norm: nn.Module | None) -> Tensor:
@@ -60,8 +63,9 @@ class Stream:
             raise TypeError(
                 f"sublayer {self.index} wrote before it read: is each of its pre-norms named in its family?"
             )
-        if self.residual.observer is not None:
-            self.residual.observer.on_write(self.index, output)
+        for watcher in (self.residual.observer, self.residual.editor):
+            if watcher is not None:
+                watcher.on_write(self.index, output)
         return Stream(self.residual, self.residual.write(state, self.index, output), self.index + 1, self.like)
 
     __radd__ = __add__

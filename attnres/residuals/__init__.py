@@ -4,7 +4,7 @@ import inspect
 from typing import Any
 
 from ..errors import UserError, unknown
-from .base import NormLike, Observer, Residual
+from .base import Editor, NormLike, Observer, Residual, output_names, sublayer_name
 from .block import Block
 from .boundary import Boundary, BoundaryNormed
 from .cumulative import Cumulative
@@ -65,6 +65,7 @@ __all__ = [
     "Cumulative",
     "DeepNorm",
     "DenseFormer",
+    "Editor",
     "Full",
     "HyperConnections",
     "NormLike",
@@ -73,5 +74,7 @@ __all__ = [
     "Residual",
     "Standard",
     "make_residual",
+    "output_names",
     "settings_of",
+    "sublayer_name",
 ]

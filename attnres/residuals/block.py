@@ -92,3 +92,11 @@ class Block(DepthAttention):
     def source_names(self, state: DepthState, index: int) -> Sequence[str]:
         blocks = [f"block {i}" for i in range(1, len(state.sealed))]
         return ["embedding", *blocks, *(["partial"] if state.open else [])]
+
+    def expand(self, source: str, index: int, rows: Sequence[Tensor]) -> Tensor:
+        if source == "partial":
+            return self._span(index - index % self.block_size + 1, index + 1)
+        if source.startswith("block "):
+            end = int(source.split()[1]) * self.block_size
+            return self._span(end - self.block_size + 1, min(end, self.num_sublayers) + 1)
+        return super().expand(source, index, rows)

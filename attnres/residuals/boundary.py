@@ -1,13 +1,14 @@
 """Depth reads at block boundaries alone, whose mix becomes the stream: the layout of a nanoGPT study and its blog."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..ops import compute_dtype, depth_read
+from ..ops import Norm, apply_norm, compute_dtype, depth_read
 from .base import NormLike, Residual, full_precision, positive, whole
 from .block import DEFAULT_BLOCKS
 
@@ -35,6 +36,8 @@ class Boundary(Residual):
     """
 
     name = "boundary"
+    weighs = True
+    feeds_back = True
 
     def __init__(
         self,
@@ -57,28 +60,52 @@ class Boundary(Residual):
         nn.init.zeros_(self.query)
         nn.init.ones_(self.gain)
 
-    def mix(self, sources: tuple[Tensor, ...], block: int) -> tuple[Tensor, Tensor]:
-        """The stream after block `block`, and the weights (sources, ...)."""
+    def mix(self, sources: tuple[Tensor, ...], block: int) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        """The stream after block `block`, the weights (sources, ...), and what they weigh."""
         query, gain = self.query[block], self.gain[block]
         h, weights = depth_read(sources, query, gain, eps=self.key_norm_eps, return_weights=True)
-        return h, weights
+        return h, weights, sources
 
     def start(self, embedding: Tensor) -> Boundaries:
         return Boundaries(embedding, (embedding,))
 
     def read(self, state: Boundaries, index: int, norm: NormLike) -> tuple[Tensor, Boundaries]:
-        stream, weights, names = state.stream, None, ["stream"]
-        if index and (index % self.block_size == 0 or index == self.num_sublayers):
-            stream, weights = self.mix(state.ends, len(state.ends) - 2)
-            weights = weights.flatten(1).T
+        if self._inside(index):
+            names, values = ["stream"], [state.stream]
+            return self.normed(state.stream, index, norm, None, names, values), state
+        stream, weights, values = self.mix(state.ends, len(state.ends) - 2)
+        if self.watched:
             names = ["embedding", *(f"block {i}" for i in range(1, len(state.ends)))]
-        return self.normed(stream, index, norm, weights, names), Boundaries(stream, state.ends)
+            stream = self._watched(stream, index, weights.flatten(1).T, names, values)
+        return apply_norm(stream, norm) if isinstance(norm, Norm) else norm(stream), Boundaries(stream, state.ends)
+
+    def _inside(self, index: int) -> bool:
+        """Whether read `index` is of the plain stream: no block ends before it."""
+        return index == 0 or (index % self.block_size != 0 and index < self.num_sublayers)
 
     def write(self, state: Boundaries, index: int, output: Tensor) -> Boundaries:
         stream = state.stream + output
         if (index + 1) % self.block_size == 0 or index + 1 == self.num_sublayers:
             return Boundaries(stream, (*state.ends, stream))
         return Boundaries(stream, state.ends)
+
+    @torch.no_grad()
+    def direction(self, index: int) -> Tensor | None:
+        if self._inside(index):
+            return None
+        block = math.ceil(index / self.block_size) - 1
+        return self.query[block] * self.gain[block]
+
+    def expand(self, source: str, index: int, rows: Sequence[Tensor]) -> Tensor:
+        if source == "embedding":
+            return self._span(0, 1)
+        if source == "stream":
+            start, stop = index - index % self.block_size, index
+        else:
+            stop = int(source.split()[1]) * self.block_size
+            start, stop = stop - self.block_size, min(stop, self.num_sublayers)
+        entered = rows[start] if start else self._span(0, 1)
+        return entered + self._span(start + 1, stop + 1).to(entered)
 
     def hidden_state(self, state: Boundaries) -> Tensor:
         return state.stream
@@ -97,7 +124,7 @@ class BoundaryNormed(Boundary):
 
     name = "boundary_normed"
 
-    def mix(self, sources: tuple[Tensor, ...], block: int) -> tuple[Tensor, Tensor]:
+    def mix(self, sources: tuple[Tensor, ...], block: int) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         dtype = compute_dtype(sources[0].dtype)
         with full_precision(sources[0]):
             gain = self.gain[block].to(dtype)
@@ -106,7 +133,10 @@ class BoundaryNormed(Boundary):
             keys = [v * (v.square().mean(-1, keepdim=True) + self.key_norm_eps).rsqrt() * gain for v in values]
             weights = torch.stack([key @ query for key in keys]).softmax(0)
             h = torch.stack([w.unsqueeze(-1) * key for w, key in zip(weights, keys, strict=True)]).sum(0)
-        return h.to(sources[0].dtype), weights.detach()
+        return h.to(sources[0].dtype), weights.detach(), keys
+
+    def mixing_row(self, index: int, weights: Tensor, sources: Sequence[str], rows: Sequence[Tensor]) -> Tensor | None:
+        return None  # the values are normed: a number for each channel
 
 
 def _resolve(num_sublayers: int, block_size: int | None, num_blocks: int | None) -> int:

@@ -84,8 +84,16 @@ class Cumulative(DepthAttention):
     def source_names(self, state: DepthState, index: int) -> Sequence[str]:
         return ["embedding", *(f"state {i * self.block_size}" for i in range(1, len(state.sealed))), "stream"]
 
+    def expand(self, source: str, index: int, rows: Sequence[Tensor]) -> Tensor:
+        if source == "stream":
+            return self._span(0, index + 1)
+        if source.startswith("state "):
+            return self._span(0, int(source.split()[1]) + 1)
+        return super().expand(source, index, rows)
+
     def hidden_state(self, state: DepthState) -> Tensor:
         return self._finished(state)[-1]
 
     def finish(self, state: DepthState, norm: NormLike) -> Tensor:
-        return self.normed(self.hidden_state(state), self.num_sublayers, norm, sources=["stream"])
+        stream = self.hidden_state(state)
+        return self.normed(stream, self.num_sublayers, norm, sources=["stream"], values=[stream])

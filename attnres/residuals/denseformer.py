@@ -54,6 +54,17 @@ class DenseFormer(Residual):
                 mixed = torch.addcmul(mixed, past[j], row[j])
         return Layers(mixed, past)
 
+    @torch.no_grad()
+    def implied(self, index: int) -> Tensor:
+        rows = torch.eye(self.num_sublayers + 1)
+        stream, past = rows[0], [rows[0]]
+        for sublayer in range(index):
+            stream = stream + rows[sublayer + 1]
+            if sublayer % 2:
+                past.append(stream)
+                stream = self.mix[sublayer // 2, : len(past)].float().cpu() @ torch.stack(past)
+        return stream[: index + 1]
+
     def hidden_state(self, state: Layers) -> Tensor:
         return state.stream
 

@@ -52,6 +52,7 @@ class DepthAttention(Residual):
     Source: arXiv 2603.15031.
     """
 
+    weighs = True
     output_read: ClassVar[bool] = True
     """Whether the output has a read of its own."""
     carries: ClassVar[bool] = False
@@ -103,7 +104,7 @@ class DepthAttention(Residual):
         last = self.num_sublayers + self.output_read
         stop = min(index + self.group, self.num_sublayers) if index < self.num_sublayers else last
         first = index + (len(sealed) == 1 and not self.carries)  # a read of the embedding alone is the embedding
-        two = stop > first and self.gates.idle
+        two = stop > first and self.gates.idle and self.editor is None
         if not (
             two and in_two_phases(len(sealed), stop - first, training=torch.is_grad_enabled(), opens=self.max_open)
         ):
@@ -119,11 +120,9 @@ class DepthAttention(Residual):
     def read(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
         embedding, count = state.sealed[0], len(state.sealed) + len(state.open)
         if count == 1:  # one source: itself, and exactly no gradient for the query
-            if self.observer is not None:
-                ones = embedding.new_ones(embedding[..., 0].numel(), 1)
-                self.observer.on_read(index, embedding, ones, self.source_names(state, index))
-            return apply_norm(embedding, norm) if isinstance(norm, Norm) else norm(embedding), state
-        if not self.gates.idle:
+            names = self.source_names(state, index) if self.watched else ()
+            return self.normed(embedding, index, norm, None, names, [embedding]), state
+        if not self.gates.idle or self.editor is not None:
             return self._gated(state, index, norm)
         fused = norm if isinstance(norm, Norm) else None
         if fused is not None:
@@ -157,7 +156,9 @@ class DepthAttention(Residual):
             if phase1 is not None:
                 sealed = phase1.logits[:, :, phase1.index].softmax(1) * merged.sealed.unsqueeze(1)
                 weights = torch.cat([sealed, weights], 1)
-            self.observer.on_read(index, merged.h, weights, self.source_names(state, index))
+            h = merged.h.view_as(embedding)
+            h = h * count if self.read_scale == "sum" else h  # the fused norm does without the factor
+            self.observer.on_read(index, h, weights, self.source_names(state, index), rest.sealed + rest.open)
         x = merged.x.view(embedding.shape)
         if fused is None:
             assert not isinstance(norm, Norm)
@@ -165,9 +166,11 @@ class DepthAttention(Residual):
         return x, rest
 
     def _gated(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
-        """A read with gates, which no kernel has."""
+        """A read with gates or an editor, which no kernel has."""
         state = state._replace(open=self._finished(state), added=())
         sources = state.sealed + state.open
+        names = [*self.source_names(state, index), *(["null"] if self.gates.null_source else [])]
+        editor = self.editor
         h, weights = self.gates.read(
             sources,
             self.query[index] * self.gain[index],
@@ -175,10 +178,11 @@ class DepthAttention(Residual):
             stream=self.hidden_state(state) if self.carries else None,
             scale=len(sources) + self.gates.null_source if self.read_scale == "sum" else 1.0,
             eps=self.key_norm_eps,
+            edit=None if editor is None else lambda weights: editor.edit(index, weights, names),
         )
         if self.observer is not None:
-            null = ["null"] if self.gates.null_source else []
-            self.observer.on_read(index, h, weights, [*self.source_names(state, index), *null])
+            null = (torch.zeros_like(sources[0]),) if self.gates.null_source else ()
+            self.observer.on_read(index, h, weights, names, sources + null)
         return apply_norm(h, norm) if isinstance(norm, Norm) else norm(h), state
 
     def write(self, state: DepthState, index: int, output: Tensor) -> DepthState:
@@ -192,6 +196,25 @@ class DepthAttention(Residual):
         if not state.added:
             return state.open
         return (*state.open[:-1], (state.open[-1] + state.added[0]).to(state.sealed[0].dtype))
+
+    @torch.no_grad()
+    def direction(self, index: int) -> Tensor | None:
+        return self.query[index] * self.gain[index] if index < len(self.query) else None
+
+    def mixing_row(self, index: int, weights: Tensor, sources: Sequence[str], rows: Sequence[Tensor]) -> Tensor | None:
+        row = super().mixing_row(index, weights, sources, rows)
+        if (
+            row is None or len(sources) == 1 or index >= len(self.query)
+        ):  # a read of one source has neither scale nor gate
+            return row
+        if self.read_scale == "sum":
+            row = row * len(sources)
+        return self.gates.held_back(row, self._span(0, index + 1).to(row), index)
+
+    def expand(self, source: str, index: int, rows: Sequence[Tensor]) -> Tensor:
+        if source == "null":
+            return self._span(0, 0)
+        return super().expand(source, index, rows)
 
     def hidden_state(self, state: DepthState) -> Tensor:
         total = state.sealed[0]

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from .base import whole
+from .base import output_names, whole
 from .depth_attention import DepthAttention, DepthState
 from .gates import AlphaKind, GateKind
 
@@ -55,4 +55,4 @@ class Full(DepthAttention):
         return state._replace(open=(*state.open, output))
 
     def source_names(self, state: DepthState, index: int) -> Sequence[str]:
-        return ["embedding", *(f"{'mlp' if i % 2 else 'attention'} {i // 2}" for i in range(index))]
+        return output_names(index + 1)

@@ -4,7 +4,7 @@ Each changes the read's formula inside its softmax or after it, so that reads wi
 torch, one pass each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -96,12 +96,14 @@ class Gates(nn.Module):
         stream: Tensor | None = None,
         scale: float = 1.0,
         eps: float = 1e-6,
+        edit: Callable[[Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Read `index`.
 
         Args:
             sources: (..., d) each. query: (d,), pseudo-query times key gain.
             stream: (..., d); None is the sum of the sources.
+            edit: makes the weights (tokens, sources) that are used out of the softmax's.
 
         Returns:
             h (..., d) in the first source's dtype, and the softmax's weights (tokens, sources), with no gradient; the
@@ -118,6 +120,8 @@ class Gates(nn.Module):
             if self.null_source:
                 logits.append(torch.zeros_like(logits[0]))
             weights = torch.stack(logits, -1).softmax(-1)
+            if edit is not None:
+                weights = edit(weights.flatten(0, -2)).view_as(weights)
             h = values[0] * (weights[..., 0:1] * scale)
             for i in range(1, len(values)):
                 h = torch.addcmul(h, values[i], weights[..., i : i + 1] * scale)
@@ -126,6 +130,13 @@ class Gates(nn.Module):
                 plain = _sum(values) if stream is None else stream.to(dtype)
                 h = torch.lerp(plain, h, share)
         return h.to(first.dtype), weights.detach().flatten(0, -2)
+
+    def held_back(self, read: Tensor, stream: Tensor, index: int) -> Tensor | None:
+        """(1 - s) stream + s read for rows of coefficients; None where s is a vector."""
+        if self.gate_kind == "vector":
+            return None
+        share = self._share([read.new_zeros(())], None, index)
+        return read if share is None else torch.lerp(stream.expand_as(read), read, share.detach())
 
     def _share(self, values: Sequence[Tensor], stream: Tensor | None, index: int) -> Tensor | None:
         """s, of a shape that fits (..., d)."""

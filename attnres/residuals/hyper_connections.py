@@ -12,10 +12,14 @@ from .base import NormLike, Residual, full_precision, positive, start_at, whole
 
 
 class Streams(NamedTuple):
-    """The n streams (..., n, d), and after a read how much of the coming output each receives: one tensor (..., n)."""
+    """The n streams (..., n, d), and after a read how much of the coming output each receives: one tensor (..., n).
+
+    While someone watches, `made_of` (..., n, outputs so far) says what the streams are sums of.
+    """
 
     streams: Tensor
     beta: tuple[Tensor, ...] = ()
+    made_of: tuple[Tensor, ...] = ()
 
 
 class HyperConnections(Residual):
@@ -66,7 +70,9 @@ class HyperConnections(Residual):
             nn.init.constant_(self.beta_scale, 0.01)
 
     def start(self, embedding: Tensor) -> Streams:
-        return Streams(embedding.unsqueeze(-2).expand(*embedding.shape[:-1], self.num_streams, self.width))
+        shape = (*embedding.shape[:-1], self.num_streams)
+        made_of = (embedding.new_ones(*shape, 1),) if self.watched else ()
+        return Streams(embedding.unsqueeze(-2).expand(*shape, self.width), made_of=made_of)
 
     def read(self, state: Streams, index: int, norm: NormLike) -> tuple[Tensor, Streams]:
         streams = state.streams.to(compute_dtype(state.streams.dtype))
@@ -82,15 +88,21 @@ class HyperConnections(Residual):
                 beta = beta + own(self.beta_scale) * torch.tanh(keys @ own(self.beta_weight)).squeeze(-1)
             mixed = (alpha.transpose(-1, -2) @ streams).to(state.streams.dtype)
             beta = beta.to(state.streams.dtype)
-        x = self.normed(mixed[..., 0, :], index, norm)
-        return x, Streams(mixed[..., 1:, :], (beta,))
+            made_of = tuple(alpha.transpose(-1, -2) @ old.to(alpha) for old in state.made_of)
+        weights = made_of[0][..., 0, :].flatten(0, -2) if made_of else None
+        x = self.normed(mixed[..., 0, :], index, norm, weights)
+        return x, Streams(mixed[..., 1:, :], (beta,), tuple(new[..., 1:, :] for new in made_of))
 
     def write(self, state: Streams, index: int, output: Tensor) -> Streams:
         (beta,) = state.beta  # a write follows its read
-        return Streams(state.streams + beta.unsqueeze(-1) * output.unsqueeze(-2))
+        made_of = tuple(
+            torch.cat([old, beta.unsqueeze(-1).to(old).expand(*old.shape[:-1], 1)], -1) for old in state.made_of
+        )
+        return Streams(state.streams + beta.unsqueeze(-1) * output.unsqueeze(-2), made_of=made_of)
 
     def hidden_state(self, state: Streams) -> Tensor:
         return state.streams.sum(-2)
 
     def finish(self, state: Streams, norm: NormLike) -> Tensor:
-        return self.normed(state.streams.sum(-2), self.num_sublayers, norm)
+        weights = state.made_of[0].sum(-2).flatten(0, -2) if state.made_of else None
+        return self.normed(state.streams.sum(-2), self.num_sublayers, norm, weights)

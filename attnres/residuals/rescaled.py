@@ -17,3 +17,6 @@ class Rescaled(Standard):
 
     def write(self, state: Tensor, index: int, output: Tensor) -> Tensor:
         return torch.lerp(state, output.to(state.dtype), 1.0 / (index + 2))
+
+    def implied(self, index: int) -> Tensor:
+        return torch.full((index + 1,), 1.0 / (index + 1))

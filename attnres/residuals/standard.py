@@ -1,5 +1,6 @@
 """The plain running sum that every pre-norm transformer has."""
 
+import torch
 from torch import Tensor
 
 from .base import NormLike, Residual
@@ -21,6 +22,9 @@ class Standard(Residual):
 
     def write(self, state: Tensor, index: int, output: Tensor) -> Tensor:
         return state + output
+
+    def implied(self, index: int) -> Tensor:
+        return torch.ones(index + 1)
 
     def hidden_state(self, state: Tensor) -> Tensor:
         return state

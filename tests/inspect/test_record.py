@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attnres import RESIDUALS, depth_read_reference
+from attnres import RESIDUALS, UserError, depth_read_reference
 from attnres.inspect import read_names, record
 from attnres.models import build
 
@@ -27,9 +27,12 @@ def make(residual, **settings):
     return model
 
 
-def forward(model):
-    ids = torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(2))
-    return model(input_ids=ids, use_cache=False).logits
+def some_ids(rows=2, seed=2):
+    return torch.randint(0, 50, (rows, 9), generator=torch.Generator().manual_seed(seed))
+
+
+def forward(model, **kwargs):
+    return model(input_ids=some_ids(), use_cache=False, **kwargs).logits
 
 
 @pytest.mark.parametrize("residual", sorted(RESIDUALS))
@@ -128,3 +131,224 @@ def test_two_recordings_of_one_model_and_foreign_models_are_refused():
         pass
     with pytest.raises(ValueError, match="no residual"), record(torch.nn.Linear(2, 2)):
         pass
+
+
+SETTINGS = {
+    "block": {"num_blocks": 2},
+    "cumulative": {"num_blocks": 2},
+    "boundary": {"block_size": 2},
+    "boundary_normed": {"block_size": 2},
+}
+NO_SUMS = ("deepnorm", "boundary_normed")
+GATED = [
+    ("block", {"num_blocks": 2, "read_scale": "sum"}),
+    ("block", {"num_blocks": 2, "gate": "scalar", "read_scale": "sum", "null_source": True}),
+    ("full", {"alpha": "learnable"}),
+    ("cumulative", {"num_blocks": 2, "gate": "scalar", "recency_bias": 3.0}),
+]
+
+
+class Values:
+    """Keeps every output and every read of one pass."""
+
+    def on_start(self, embedding):
+        self.outputs, self.reads = [embedding], []
+
+    def on_write(self, index, output):
+        self.outputs.append(output)
+
+    def on_read(self, index, h, weights, sources, values):
+        self.reads.append(h)
+
+
+@pytest.mark.parametrize(
+    ("residual", "settings"),
+    [(name, SETTINGS.get(name, {})) for name in sorted(RESIDUALS) if name not in NO_SUMS] + GATED,
+)
+def test_the_mixing_matrix_makes_every_read_out_of_the_outputs(residual, settings):
+    model = make(residual, **settings)
+    model.residual.observer = values = Values()
+    forward(model)
+    model.residual.observer = None
+    with record(model, tokens=True) as trace:
+        forward(model)
+    for index, rows in enumerate(trace.token_mixing):
+        parts = torch.stack([*values.outputs, *(7 - len(values.outputs)) * [values.outputs[0]]], -1)
+        made = (parts * rows.unsqueeze(-2)).sum(-1)
+        torch.testing.assert_close(made, values.reads[index], rtol=1e-4, atol=1e-5)
+        assert not rows[..., index + 1 :].any()
+        torch.testing.assert_close(torch.tensor(trace.mixing[index]), rows.double().mean((0, 1)), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("residual", NO_SUMS)
+def test_what_is_no_sum_of_outputs_has_no_mixing_matrix(residual):
+    model = make(residual, **SETTINGS.get(residual, {}))
+    with record(model) as trace:
+        forward(model)
+    assert trace.mixing is None
+
+
+def test_the_standard_residual_reads_ones():
+    with record(model := make("standard")) as trace:
+        forward(model)
+    assert trace.weights == [[1.0] * (index + 1) for index in range(7)]
+    assert trace.entropy == pytest.approx([torch.tensor(index + 1.0).log().item() for index in range(7)], abs=1e-6)
+    assert trace.sources[3] == ["embedding", "attention 0", "mlp 0", "attention 1"]
+
+
+def test_entropies_and_geometry_are_those_of_the_tokens_weights_and_sources():
+    model = make("full")
+    model.residual.observer = values = Values()
+    forward(model)
+    model.residual.observer = None
+    with record(model, tokens=True) as trace:
+        forward(model)
+    weights, outputs = trace.token_weights[-1], torch.stack(values.outputs)
+    entropy = -(weights * weights.log()).sum(-1).mean().item()
+    assert trace.entropy[-1] == pytest.approx(entropy, rel=1e-5)
+    rms = outputs.square().mean((1, 2, 3)).sqrt().tolist()
+    assert trace.source_rms[-1] == pytest.approx(rms, rel=1e-5)
+    query = model.residual.query[-1] * model.residual.gain[-1]
+    cosines = torch.cosine_similarity(outputs, query, -1).mean((1, 2)).tolist()
+    assert trace.source_cosine[-1] == pytest.approx(cosines, rel=1e-4, abs=1e-6)
+    between = torch.cosine_similarity(outputs[2], outputs[4], -1).mean().item()
+    assert trace.key_cosine[2][4] == trace.key_cosine[4][2] == pytest.approx(between, rel=1e-4, abs=1e-6)
+    norms = values.reads[3].square().mean(-1).sqrt()
+    torch.testing.assert_close(trace.token_norms[..., 3], norms)
+
+
+def test_weights_by_label_are_means_over_the_tokens_with_it():
+    model = make("block", num_blocks=2)
+    labels = torch.randint(-1, 3, (2, 9), generator=torch.Generator().manual_seed(5))
+    with record(model, tokens=True, labels=4) as trace:
+        trace.label(labels)
+        forward(model)
+    assert trace.label_tokens.tolist() == [*((labels == k).sum().item() for k in range(3)), 0]
+    for index, weights in enumerate(trace.token_weights):
+        for k in range(3):
+            expected = weights[labels == k].mean(0).tolist()
+            assert trace.label_weights[index][k] == pytest.approx(expected, rel=1e-5)
+    assert all(bool((rows[3] != rows[3]).all()) for rows in trace.label_weights)
+
+
+def test_labels_that_do_not_fit_are_refused():
+    model = make("full")
+    with record(model, labels=2) as trace:
+        with pytest.raises(UserError, match="call trace"):
+            forward(model)
+        with pytest.raises(UserError, match="label 2 in a recording of 2"):
+            trace.label(torch.full((2, 9), 2))
+        trace.label(torch.zeros(2, 4, dtype=torch.long))
+        with pytest.raises(UserError, match="labels for 8 of the pass's 18"):
+            forward(model)
+
+
+def test_memory_does_not_grow_with_what_was_recorded():
+    model = make("full")
+
+    def held(trace):
+        found = [v for value in vars(trace).values() for v in (value if isinstance(value, list) else [value])]
+        return sum(v.numel() for v in found if torch.is_tensor(v)) + sum(v.numel() for v in trace._lengths.values())
+
+    with record(model, labels=3) as trace, torch.no_grad():
+        sizes = []
+        for _ in range(3):
+            trace.label(torch.zeros(2, 9, dtype=torch.long))
+            forward(model)
+            sizes.append(held(trace))
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+def test_layers_that_run_again_in_backward_are_recorded_once():
+    model = make("block", num_blocks=2).train()
+    with record(model) as plain:
+        forward(model).square().mean().backward()
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    with record(model) as again:
+        forward(model).square().mean().backward()
+    assert again.tokens == plain.tokens
+    assert again.input_rms == pytest.approx(plain.input_rms)
+    assert again.output_rms == pytest.approx(plain.output_rms)
+    assert again.grad_rms == pytest.approx(plain.grad_rms, rel=1e-4)
+
+
+@pytest.mark.parametrize("residual", ["standard", "block", "full"])
+def test_routing_weights_can_be_asked_of_the_model(residual):
+    model = make(residual)
+    with record(model, tokens=True) as trace:
+        out = model(input_ids=some_ids(), use_cache=False, output_routing_weights=True)
+    assert len(out.routing_weights) == 7
+    assert all(torch.equal(a, b) for a, b in zip(out.routing_weights, trace.token_weights))
+    assert torch.equal(out.logits, forward(model))
+    assert model.residual.observer is None
+
+
+def test_asking_a_residual_without_weights_for_them_says_so():
+    model = make("deepnorm")
+    with pytest.raises(UserError, match="weighs no sources"):
+        model(input_ids=some_ids(), output_routing_weights=True)
+    assert model.residual.observer is None
+
+
+class Editing:
+    """An editor that changes nothing, or the weights of one read."""
+
+    def __init__(self, change=lambda index, weights, sources: weights):
+        self.change = change
+
+    def on_start(self, embedding):
+        self.outputs = [embedding]
+
+    def on_write(self, index, output):
+        self.outputs.append(output)
+
+    def edit(self, index, weights, sources):
+        return self.change(index, weights, sources)
+
+
+EVERY = [(name, SETTINGS.get(name, {})) for name in sorted(RESIDUALS) if name != "deepnorm"] + GATED
+
+
+@pytest.mark.parametrize(("residual", "settings"), EVERY)
+def test_an_editor_that_changes_nothing_changes_nothing(residual, settings):
+    model = make(residual, **settings)
+    expected = forward(model)
+    model.residual.editor = Editing()
+    torch.testing.assert_close(forward(model), expected, rtol=1e-4, atol=1e-5)
+    model.residual.editor = None
+    assert torch.equal(forward(model), expected)
+
+
+@pytest.mark.parametrize(("residual", "settings"), EVERY)
+def test_an_edited_read_is_the_read_less_what_was_taken_out(residual, settings):
+    """Half of the second source's weight goes: the read loses half of that source, times its factor."""
+    model = make(residual, **settings)
+
+    def run(editor):
+        model.residual.editor = editor
+        with record(model, tokens=True) as trace:
+            forward(model)
+        model.residual.editor = None
+        return trace
+
+    def halve(index, weights, sources):
+        if index != 4:
+            return weights
+        return torch.cat([weights[:, :-1], weights[:, -1:] / 2], 1)
+
+    before, after = run(Editing()), run(Editing(halve))
+    for index in range(4):
+        assert torch.equal(before.token_weights[index], after.token_weights[index])
+    torch.testing.assert_close(after.token_weights[4][..., -1], before.token_weights[4][..., -1] / 2)
+    assert not torch.equal(before.token_norms[..., 4], after.token_norms[..., 4]) or "null" in before.sources[4]
+    if residual not in NO_SUMS:
+        plain = after.token_mixing[4]
+        assert not torch.equal(plain, before.token_mixing[4]) or "null" in before.sources[4]
+
+
+def test_deepnorm_cannot_be_edited():
+    model = make("deepnorm")
+    model.residual.editor = Editing()
+    with pytest.raises(UserError, match="nothing to edit"):
+        forward(model)

@@ -223,7 +223,10 @@ class Seen:
     def __init__(self):
         self.reads = {}
 
-    def on_read(self, index, h, weights, sources):
+    def on_start(self, embedding):
+        pass
+
+    def on_read(self, index, h, weights, sources, values):
         self.reads[index] = (weights, list(sources))
 
     def on_write(self, index, output):
