@@ -99,7 +99,7 @@ class Run:
         self.past = Past()
         self.saved: int | None = None  # step of the last checkpoint
         self.loss = self.rate = self.norm = self.divergence = 0.0  # of the last step
-        self.depth: dict[str, list[float]] | None = None  # of the last step, if measured
+        self.depth: dict[str, Any] | None = None  # of the last step, if measured
         self.signalled, self.untimed = 0, UNTIMED
         self.prepared, self.batches, self.windows = open_data(config, who, progress=progress)
         self.record = data_record(self.prepared, self.windows)
@@ -195,12 +195,8 @@ class Run:
             if losses.divergence is not None:
                 apart += losses.divergence.detach().sum() / y.numel()
             if trace:
-                unit = len(parts)  # to the gradient of the mean loss of the recorded micro-batch
-                self.depth = {
-                    "output_rms": list(trace.output_rms),
-                    "input_rms": list(trace.input_rms),
-                    "grad_rms": [value * unit for value in trace.grad_rms],
-                }
+                # `len(parts)`: to the gradient of the mean loss of the recorded micro-batch
+                self.depth = _by_depth(trace, self.model, len(parts))
         limit = config.optim.clip or math.inf
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
         counts = [signals.interrupts, signals.terminations]
@@ -376,3 +372,19 @@ def _record(model: Any) -> AbstractContextManager[Any]:
     from attnres.inspect import record
 
     return record(model)
+
+
+def _by_depth(trace: Any, model: Any, unit: int) -> dict[str, Any]:
+    """What one step did by depth, a value a sublayer or read: magnitudes, and of depth reads how they choose."""
+    from attnres.inspect import find_residual
+    from attnres.inspect.geometry import learned_mixing, sharpness
+
+    found: dict[str, Any] = {
+        "output_rms": trace.output_rms,
+        "input_rms": trace.input_rms,
+        "grad_rms": [value * unit for value in trace.grad_rms],
+    }
+    residual = find_residual(model)
+    if residual.weighs:
+        found |= {"entropy": trace.entropy, "sharpness": sharpness(residual), **(learned_mixing(residual) or {})}
+    return found

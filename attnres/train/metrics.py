@@ -102,7 +102,7 @@ class Tracker:
         flat: dict[str, float] = {}
         for name, value in values.items():
             if isinstance(value, list):
-                flat |= {f"{kind}/{name}/{index}": part for index, part in enumerate(value)}
+                flat |= {f"{kind}/{name}/{index}": part for index, part in enumerate(value) if part is not None}
             elif isinstance(value, int | float):
                 flat[f"{kind}/{name}"] = value
         with self._not_fatal():

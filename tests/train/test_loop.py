@@ -117,6 +117,16 @@ def test_depth_has_a_value_a_sublayer(configure: Configure, tmp_path: Path) -> N
     assert all(sum(row) == pytest.approx(1, abs=1e-5) for row in routing["weights"])
 
 
+def test_depth_says_how_reads_choose_where_there_are_reads(configure: Configure, tmp_path: Path) -> None:
+    settings = {"residual": "block", "settings": {"num_blocks": 2, "gate": "scalar"}}
+    config = configure(out=tmp_path / "run", steps=4, depth_every=4)
+    config.model.residual, config.model.settings = settings["residual"], settings["settings"]
+    train(config, progress=False)
+    (depth,) = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "depth"]
+    assert [len(depth[name]) for name in ("entropy", "sharpness", "gate")] == [5, 5, 5]
+    assert depth["entropy"][0] == 0 and all(0 < value <= 1.2 for value in depth["entropy"][1:])
+
+
 def test_measuring_depth_changes_no_number(configure: Configure, tmp_path: Path) -> None:
     for out, every in (("with", 1), ("without", 0)):
         train(configure(out=out, depth_every=every), progress=False)
