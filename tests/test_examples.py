@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from attnres.models import load
+from attnres.models import convert, load
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORDS = ["stream", "read", "write", "source", "block", "depth", "query", "norm", "head", "layer", "<eos>"]
@@ -64,6 +64,13 @@ def test_finetune_trainer(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert trained.get_submodule("residual").get_parameter("query").any()
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token == "<eos>"
     assert "logits" in capsys.readouterr().out
+
+
+def test_look_inside(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert(model, "block", out=tmp_path / "block", num_blocks=2)
+    example("look_inside").main(str(tmp_path / "block"), text="stream read write source block depth query norm")
+    out = capsys.readouterr().out
+    assert "attention 1" in out and "nats per token" in out and "rank correlation" in out
 
 
 def test_examples_are_short() -> None:

@@ -208,9 +208,10 @@ class Residual(nn.Module):
             if weights is None:
                 raise UserError(f"residual '{self.name}' mixes its sources by no weights: there is nothing to edit")
             edited = self.editor.edit(index, weights, sources)
-            change = (edited - weights).to(h).view(*h.shape[:-1], -1)
-            for i, value in enumerate(values or self.editor.outputs):
-                h = h + change[..., i : i + 1] * value
+            if edited is not weights:
+                change = (edited - weights).to(h).view(*h.shape[:-1], -1)
+                for i, value in enumerate(values or self.editor.outputs):
+                    h = h + change[..., i : i + 1] * value
             weights = edited.detach()
         if self.observer is not None:
             self.observer.on_read(index, h, weights, sources, values)

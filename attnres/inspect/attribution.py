@@ -1,0 +1,257 @@
+"""Which (read, source) edges a prediction depends on: by taking each away, and by gradient."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError
+from ..files import write_json
+from ..residuals import Residual
+from .edits import KnockOut
+from .effects import evaluating, prompt_ids
+from .intervene import Watch, intervene
+from .record import find_residual, read_names
+
+TOP = 10
+"""Edges whose overlap between both methods is reported."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """One source of one read, and what its removal does to ln p of the prediction: measured, and to first order."""
+
+    read: str
+    source: str
+    knockout: float
+    gradient: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far the two methods agree, over edges of reads with a choice (more than one source).
+
+    Attributes:
+        edges: how many.
+        spearman: rank correlation of the changes; None where one method gives a constant.
+        overlap: share of the `top` edges largest in absolute value that are among both methods' (of all edges, where
+            there are fewer).
+    """
+
+    edges: int
+    spearman: float | None
+    overlap: float
+    top: int
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """Changes of ln p(target) when edges are removed, in nats: negative where the prediction relied on the edge.
+
+    Attributes:
+        position, target: p is that of token `target` after tokens 0 .. position. log_probability: ln p, unedited.
+        everywhere: edges were removed at all tokens, else at `position` alone.
+        reads: L+1 names. sources: names of each read's sources.
+        knockout: measured changes, rows parallel to `sources`.
+        gradient: the same to first order.
+        agreement: of the two.
+    """
+
+    position: int
+    target: int
+    log_probability: float
+    everywhere: bool
+    reads: list[str]
+    sources: list[list[str]]
+    knockout: list[list[float]]
+    gradient: list[list[float]]
+    agreement: Agreement
+
+    def top(self, k: int = TOP, *, by: str = "knockout") -> list[Edge]:
+        """The k edges with the largest changes, `by` "knockout" or "gradient". Reads with one source are left out:
+        without it they have no input at all."""
+        if by not in ("knockout", "gradient"):
+            raise UserError(f"by is '{by}': expected 'knockout' or 'gradient'")
+        edges = [
+            Edge(read, *edge)
+            for read, *rows in zip(self.reads, self.sources, self.knockout, self.gradient)
+            if len(rows[0]) > 1
+            for edge in zip(*rows)
+        ]
+        return sorted(edges, key=lambda edge: -abs(getattr(edge, by)))[:k]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON. Raises UserError."""
+        write_json(path, {"format": 1, **self.to_dict()})
+
+
+def attribute(
+    model: nn.Module,
+    input_ids: Tensor | Sequence[int],
+    *,
+    position: int = -1,
+    target: int | None = None,
+    everywhere: bool = True,
+    batch_size: int = 32,
+    progress: Callable[[int, int], None] | None = None,
+) -> Attribution:
+    """How ln p(target | tokens 0 .. position) changes when source i is removed from read l, for every edge (l, i).
+
+    Removing is `KnockOut`: the other weights of a softmax are renormalised. *Knock-out* runs copies of the text, each
+    with its own edge removed. *Gradient* is the first-order estimate of the same,
+
+        d(l, i) = sum_t < dL/dh_l,t , h'_l,t - h_l,t > = sum_t sum_j (p'_j - p_j) dL/dp_l,j,t,    L = ln p(target),
+
+    for all edges from one backward pass, h' and p' the edited read and weights. It cannot see what saturates, nor the
+    removal of a read's only source (the norm after the read hides its length), and it overshoots where a source has
+    nearly all the weight of a softmax: renormalising then multiplies the others by much.
+
+    Args:
+        input_ids: (T,) or (1, T); tokens after `position` play no part.
+        target: a token id. None is the token that follows `position` in the text; after the last one, the model's
+            likeliest.
+        everywhere: remove edges at all tokens 0 .. position; else at `position` alone.
+        batch_size: copies in one forward pass.
+        progress: called with the edges done and all.
+
+    Raises:
+        UserError: as `effect`; a position or a target that is not there; a residual that mixes by no weights.
+    """
+    ids = prompt_ids(model, input_ids)
+    length = ids.shape[1]
+    if not -length <= position < length:
+        raise UserError(
+            f"position {position} in a text of {length} tokens: expected 0 to {length - 1}, or -1, the last"
+        )
+    position %= length
+    if target is None and position + 1 < length:
+        target = int(ids[0, position + 1])
+    ids = ids[:, : position + 1]
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}: expected at least 1")
+    residual = find_residual(model)
+    with evaluating(model):
+        probe, log_p, target = _backward(model, residual, ids, target)
+        edges = [(index, source) for index, names in enumerate(probe.sources) for source in names]
+        knockout = []
+        for start in range(0, len(edges), batch_size):
+            part = edges[start : start + batch_size]
+            knockout += [value - log_p for value in _removed(model, ids, part, target, everywhere)]
+            if progress is not None:
+                progress(start + len(part), len(edges))
+    gradient = [probe.estimate(index, source, everywhere) for index, source in edges]
+    choice = np.array([len(probe.sources[index]) > 1 for index, _ in edges], dtype=bool)
+    return Attribution(
+        position=position,
+        target=target,
+        log_probability=log_p,
+        everywhere=everywhere,
+        reads=read_names(residual.num_sublayers),
+        sources=probe.sources,
+        knockout=_as_rows(knockout, probe.sources),
+        gradient=_as_rows(gradient, probe.sources),
+        agreement=agreement(np.array(knockout)[choice], np.array(gradient)[choice]),
+    )
+
+
+def agreement(first: np.ndarray, second: np.ndarray, top: int = TOP) -> Agreement:
+    """How far two lists of changes of the same edges agree."""
+    k = min(top, len(first))
+    best = [set(np.argsort(-np.abs(values), kind="stable")[:k].tolist()) for values in (first, second)]
+    return Agreement(len(first), spearman(first, second), len(best[0] & best[1]) / k if k else 0.0, k)
+
+
+def spearman(first: np.ndarray, second: np.ndarray) -> float | None:
+    """Spearman's rank correlation: Pearson's of the ranks, ties sharing their mean rank; None for a constant."""
+    if len(first) < 2:
+        return None
+    a, b = _ranks(first), _ranks(second)
+    if not a.std() or not b.std():
+        return None
+    return float(np.corrcoef(a, b)[0, 1])
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    _, place, count = np.unique(values, return_inverse=True, return_counts=True)
+    last = np.cumsum(count)
+    return (last - (count - 1) / 2)[place]
+
+
+def _as_rows(values: Sequence[float], sources: Sequence[Sequence[str]]) -> list[list[float]]:
+    rest = iter(values)
+    return [[next(rest) for _ in names] for names in sources]
+
+
+class _Probe(Watch):
+    """Adds zero to all weights, whose gradients are then those of the weights: dL/dp_i = <dL/dh, v_i>."""
+
+    def __init__(self, residual: Residual) -> None:
+        super().__init__(residual)
+        self.sources: list[list[str]] = []
+        self.weights: list[Tensor] = []
+        self.zeros: list[Tensor] = []
+        self.grads: Sequence[Tensor] = ()
+
+    def edit(self, index: int, weights: Tensor, sources: Sequence[str]) -> Tensor:
+        zeros = torch.zeros_like(weights, requires_grad=True)
+        self.sources.append(list(sources))
+        self.weights.append(weights.detach().clone())
+        self.zeros.append(zeros)
+        return weights + zeros
+
+    def estimate(self, index: int, source: str, everywhere: bool) -> float:
+        """d(l, i) of one edge, from one text's weights and their gradients (T, n)."""
+        weights, grad = self.weights[index], self.grads[index]
+        edited = KnockOut(source).rewrite(weights, self.sources[index], 0, self.residual.weighs)
+        products = ((edited - weights) * grad).sum(-1, dtype=torch.float64)
+        return (products.sum() if everywhere else products[-1]).item()
+
+
+def _backward(model: nn.Module, residual: Residual, ids: Tensor, target: int | None) -> tuple[_Probe, float, int]:
+    """The gradients of ln p(target), ln p(target), and the target."""
+    if residual.editor is not None:
+        raise UserError("this model is being edited: leave the `intervene` block before asking for attributions")
+    probe = residual.editor = _Probe(residual)
+    try:
+        with torch.enable_grad():
+            log_probs = _last_log_probs(model, ids)[0]
+            if target is None:
+                target = int(log_probs.argmax())
+            if not 0 <= target < len(log_probs):
+                raise UserError(f"target is {target}: expected a token id from 0 to {len(log_probs) - 1}")
+            grads = torch.autograd.grad(log_probs[target], probe.zeros, allow_unused=True, materialize_grads=True)
+            probe.grads = grads
+    finally:
+        residual.editor = None
+    return probe, log_probs[target].item(), target
+
+
+def _removed(
+    model: nn.Module, ids: Tensor, edges: Sequence[tuple[int, str]], target: int, everywhere: bool
+) -> list[float]:
+    """ln p(target) with each of the edges removed from a copy of the text of its own."""
+    shape = (len(edges), ids.shape[1])
+    edits = []
+    for row, (index, source) in enumerate(edges):
+        mask = torch.zeros(shape, dtype=torch.bool)
+        mask[row, 0 if everywhere else -1 :] = True
+        edits.append(KnockOut(source, reads=index, tokens=mask))
+    with torch.no_grad(), intervene(model, *edits):
+        return _last_log_probs(model, ids.expand(shape))[:, target].tolist()
+
+
+def _last_log_probs(model: nn.Module, ids: Tensor) -> Tensor:
+    """(B, V) after the last token, in at least fp32."""
+    forward: Any = model.forward
+    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(forward).parameters else {}
+    logits = model(input_ids=ids, use_cache=False, **keep).logits[:, -1]
+    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)

@@ -1,0 +1,320 @@
+"""Edits of the weights of reads: knock a source out, pin, swap, or add to a logit."""
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError, unknown
+from ..residuals import Residual, output_names
+from .record import Trace, read_names
+
+Reads = str | int | Collection[str | int] | None
+"""Which reads: names ("mlp 3", "output"), numbers 0 .. L (negative ones count from the end), a range; None is all."""
+
+Tokens = Tensor | int | Sequence[int] | None
+"""Which tokens: a bool mask (B, T) or (T,), or positions in each row (negative ones from the end); None is all."""
+
+LARGEST_DELTA = 80.0
+"""exp of more than this is no fp32 number."""
+
+
+@dataclass(frozen=True, eq=False)
+class Edit:
+    """A change of the weights of some reads at some tokens.
+
+    Weights p are those of a read's softmax, or the coefficients that a residual without one implies (standard: ones;
+    see `Residual.implied`). The latter need not sum to one and are never renormalised. Where reads are scaled or held
+    back by gates, that happens after the edit.
+    """
+
+    @property
+    def of_reads(self) -> Reads:
+        return getattr(self, "reads", None)
+
+    @property
+    def of_tokens(self) -> Tokens:
+        return getattr(self, "tokens", None)
+
+    @property
+    def positional(self) -> bool:
+        """Whether it matters which tokens a forward pass holds."""
+        return self.of_tokens is not None
+
+    def check(self, chosen: Sequence[int], rows: Sequence[Sequence[str]], residual: Residual) -> None:
+        """Raise a UserError if the edit cannot be made at the reads `chosen`; `rows` are each read's sources."""
+
+    def rewrite(self, weights: Tensor, sources: Sequence[str], place: int, softmax: bool) -> Tensor:
+        """The edited weights (B, T, n) of the `place`-th of the edit's reads; of all tokens, whatever `tokens` says."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class KnockOut(Edit):
+    """Remove sources K from reads: p'_i = 0 for i in K, and p'_j = p_j / sum_{k not in K} p_k elsewhere.
+
+    Without `renormalise`, and for coefficients that no softmax made, the others stay as they are. A read of which
+    nothing is left reads zeros. Reads without these sources stay as they are.
+
+    Args:
+        source: "embedding", "mlp 3", "block 2", "partial", ..., or several.
+    """
+
+    source: str | Sequence[str]
+    reads: Reads = None
+    tokens: Tokens = None
+    renormalise: bool = True
+
+    def check(self, chosen: Sequence[int], rows: Sequence[Sequence[str]], residual: Residual) -> None:
+        _check_sources(_several(self.source), chosen, rows, residual)
+
+    def rewrite(self, weights: Tensor, sources: Sequence[str], place: int, softmax: bool) -> Tensor:
+        gone = torch.tensor([name in _several(self.source) for name in sources], device=weights.device)
+        if not gone.any():
+            return weights
+        kept = weights.masked_fill(gone, 0.0)
+        if not (self.renormalise and softmax):
+            return kept
+        rest = kept.sum(-1, keepdim=True)
+        return torch.where(rest > 0, kept / rest.clamp_min(torch.finfo(rest.dtype).tiny), 0.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Uniform(Edit):
+    """All sources the same: p'_i = (sum_j p_j) / n, which for a softmax is 1 / n."""
+
+    reads: Reads = None
+    tokens: Tokens = None
+
+    def rewrite(self, weights: Tensor, sources: Sequence[str], place: int, softmax: bool) -> Tensor:
+        return weights.mean(-1, keepdim=True).expand_as(weights)
+
+
+@dataclass(frozen=True, eq=False)
+class Recency(Edit):
+    """The last source alone: p'_i = 1 for the newest source (never the null source), 0 for the others."""
+
+    reads: Reads = None
+    tokens: Tokens = None
+
+    def rewrite(self, weights: Tensor, sources: Sequence[str], place: int, softmax: bool) -> Tensor:
+        last = len(sources) - 1 - (sources[-1] == "null")
+        edited = torch.zeros_like(weights)
+        edited[..., last] = 1.0
+        return edited
+
+
+@dataclass(frozen=True, eq=False)
+class Pin(Edit):
+    """Weights from elsewhere: p' = weights, whatever the input.
+
+    Args:
+        weights: of each of `reads` in turn, or of the one read: a row of n numbers, or (T, n), or (B, T, n), used as
+            they are. `pin_from` takes them from a recording.
+    """
+
+    weights: Any
+    reads: Reads
+    tokens: Tokens = None
+
+    def _rows(self) -> list[Tensor]:
+        rows = [self.weights] if isinstance(self.reads, str | int | Integral) else list(self.weights)
+        try:
+            return [torch.as_tensor(row) for row in rows]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"weights to pin are not numbers ({error}): give a row of weights for each of the reads"
+            ) from error
+
+    @property
+    def positional(self) -> bool:
+        return self.tokens is not None or any(row.dim() > 1 for row in self._rows())
+
+    def check(self, chosen: Sequence[int], rows: Sequence[Sequence[str]], residual: Residual) -> None:
+        given, names = self._rows(), read_names(residual.num_sublayers)
+        if len(given) != len(chosen):
+            raise UserError(f"{len(given)} rows of weights to pin for {len(chosen)} reads: give one for each read")
+        for row, index in zip(given, chosen):
+            if row.dim() not in (1, 2, 3) or row.shape[-1] != len(rows[index]):
+                raise UserError(
+                    f"weights of shape {tuple(row.shape)} to pin at read '{names[index]}': expected "
+                    f"{len(rows[index])} a token, of {', '.join(rows[index])}"
+                )
+
+    def rewrite(self, weights: Tensor, sources: Sequence[str], place: int, softmax: bool) -> Tensor:
+        row = self._rows()[place].to(weights)
+        try:
+            return row.expand_as(weights)
+        except RuntimeError:
+            raise UserError(
+                f"weights to pin have shape {tuple(row.shape)}, this forward pass needs {tuple(weights.shape)}: pin "
+                "weights of as many tokens, or mean weights, which fit any text"
+            ) from None
+
+
+@dataclass(frozen=True, eq=False)
+class Swap(Edit):
+    """Tokens at positions a and b exchange their weights, in every row of the batch."""
+
+    a: int
+    b: int
+    reads: Reads = None
+
+    @property
+    def positional(self) -> bool:
+        return True
+
+    def rewrite(self, weights: Tensor, sources: Sequence[str], place: int, softmax: bool) -> Tensor:
+        length = weights.shape[1]
+        order = torch.arange(length, device=weights.device)
+        a, b = _position(self.a, length), _position(self.b, length)
+        order[a], order[b] = b, a
+        return weights[:, order]
+
+
+@dataclass(frozen=True, eq=False)
+class AddLogit(Edit):
+    """Add `delta` to a source's logit: p'_i = p_i e^delta / Z for the source, p'_j = p_j / Z elsewhere, rows summing to
+    one. A coefficient that no softmax made is multiplied by e^delta, the others stay."""
+
+    source: str
+    delta: float
+    reads: Reads = None
+    tokens: Tokens = None
+
+    def check(self, chosen: Sequence[int], rows: Sequence[Sequence[str]], residual: Residual) -> None:
+        _check_sources((self.source,), chosen, rows, residual)
+        if isinstance(self.delta, bool) or not isinstance(self.delta, int | float) or abs(self.delta) > LARGEST_DELTA:
+            raise UserError(f"delta is {self.delta!r}: expected a number from -{LARGEST_DELTA:g} to {LARGEST_DELTA:g}")
+        if math.isnan(self.delta):
+            raise UserError("delta is nan: expected a number")
+
+    def rewrite(self, weights: Tensor, sources: Sequence[str], place: int, softmax: bool) -> Tensor:
+        chosen = torch.tensor([name == self.source for name in sources], device=weights.device)
+        if not chosen.any():
+            return weights
+        if not softmax:
+            return torch.where(chosen, weights * math.exp(self.delta), weights)
+        # Only factors of at most one: none can overflow.
+        factor = math.exp(-abs(self.delta))
+        scaled = torch.where(chosen if self.delta < 0 else ~chosen, weights * factor, weights)
+        total = scaled.sum(-1, keepdim=True)
+        return torch.where(total > 0, scaled / total.clamp_min(torch.finfo(total.dtype).tiny), 0.0)
+
+
+def pin_from(trace: Trace, reads: Reads = None, *, each_token: bool = False) -> Pin:
+    """Pin the weights that a recording saw: their means, which fit any text, or with `each_token` those of each token
+    of its last forward pass (recorded with `tokens=True`), which fit texts of as many tokens.
+
+    Raises:
+        UserError: nothing was recorded, the residual weighs nothing, or `tokens=True` is missing.
+    """
+    chosen = choose_reads(reads, trace.reads)
+    rows = trace.token_weights if each_token else trace.weights
+    if each_token and not rows and trace.tokens:
+        raise UserError("this recording kept no weights of single tokens: record(model, tokens=True), or pin the means")
+    if not trace.tokens or any(not trace.sources[index] for index in chosen):
+        raise UserError(f"this recording of residual '{trace.residual}' holds no weights to pin: run a text first")
+    return Pin([rows[index] for index in chosen], chosen)
+
+
+def choose_reads(reads: Reads, names: Sequence[str]) -> list[int]:
+    """The numbers of the reads meant by `reads`, out of those called `names`.
+
+    Raises:
+        UserError: there is no such read, one is given twice, or none at all.
+    """
+    if reads is None:
+        return list(range(len(names)))
+    chosen = []
+    given: Any = [reads] if isinstance(reads, str | int | Integral) else reads
+    for read in given:
+        if isinstance(read, str):
+            if read not in names:
+                raise unknown("read", read, names)
+            chosen.append(list(names).index(read))
+        elif _is_number(read) and -len(names) <= read < len(names):
+            chosen.append(int(read) % len(names))
+        else:
+            raise UserError(f"read {read!r}: expected a name such as 'mlp 0', or a number from 0 to {len(names) - 1}")
+    if not chosen:
+        raise UserError("no reads are given: name one, or pass None for all")
+    if len(set(chosen)) < len(chosen):
+        raise UserError(f"a read is given twice in {', '.join(names[index] for index in chosen)}: name each once")
+    return chosen
+
+
+def token_mask(tokens: Tokens, shape: Sequence[int], device: torch.device) -> Tensor | None:
+    """(B, T) or (T,) bool: which of a pass's tokens are meant; None is all.
+
+    Raises:
+        UserError: a mask of another shape, or a position that is not in the pass.
+    """
+    if tokens is None:
+        return None
+    length = shape[1]
+    if isinstance(tokens, Tensor) and tokens.dtype == torch.bool:
+        if tuple(tokens.shape) not in ((length,), tuple(shape)):
+            raise UserError(
+                f"the edit's mask of tokens has shape {tuple(tokens.shape)}, the forward pass {tuple(shape)}: give one "
+                "of the pass's shape"
+            )
+        return tokens.to(device)
+    positions = tokens.flatten().tolist() if isinstance(tokens, Tensor) else tokens
+    mask = torch.zeros(length, dtype=torch.bool)
+    for position in [positions] if isinstance(positions, int | Integral) else positions:
+        mask[_position(position, length)] = True
+    return mask.to(device)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a whole number, numpy's included."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _position(position: Any, length: int) -> int:
+    if not _is_number(position) or not -length <= position < length:
+        raise UserError(f"token position {position!r} in a pass of {length} tokens: expected 0 to {length - 1}")
+    return int(position) % length
+
+
+def _several(source: str | Sequence[str]) -> Sequence[str]:
+    return (source,) if isinstance(source, str) else source
+
+
+def _check_sources(
+    given: Sequence[str], chosen: Sequence[int], rows: Sequence[Sequence[str]], residual: Residual
+) -> None:
+    """Each source must be among those of at least one chosen read."""
+    names, outputs = read_names(residual.num_sublayers), output_names(residual.num_sublayers + 1)
+    if not given:
+        raise UserError("no source is given: name one, such as 'embedding'")
+    for source in given:
+        if any(source in rows[index] for index in chosen):
+            continue
+        last = max(chosen)
+        has = f"'{names[last]}' reads {', '.join(rows[last])}"
+        if source in outputs:
+            number = outputs.index(source)
+            if number > last:
+                raise UserError(f"source '{source}' is written after read '{names[last]}': choose a later read")
+            inside = _inside(number, last, rows[last], residual)
+            where = f"inside {inside}" if inside else "inside other sources"
+            raise UserError(f"'{source}' is no source of its own but {where}: {has}; give one of these")
+        if first := next((index for index, row in enumerate(rows) if source in row), None):
+            raise UserError(
+                f"no selected read has the source '{source}': '{names[first]}' is the first that has it; {has}"
+            )
+        raise unknown("source", source, {name for index in chosen for name in rows[index]})
+
+
+def _inside(number: int, read: int, sources: Sequence[str], residual: Residual) -> str:
+    """Names of the sources of `read` that hold output `number`."""
+    if residual.feeds_back:
+        return ""
+    holds = [source for source in sources if residual.expand(source, read, [])[0, number] != 0]
+    return " and ".join(f"'{source}'" for source in holds)

@@ -1,0 +1,302 @@
+"""What an edit does: to the loss of each token, to the next-token distribution, and over a corpus."""
+
+import math
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UserError
+from .edits import Edit
+from .intervene import intervene
+
+Edits = Edit | Sequence[Edit]
+
+
+@dataclass(frozen=True, eq=False)
+class Prediction:
+    """What a model says of one text: `ids` (T,) and the log-probabilities (T, V) of each next token, fp32, CPU."""
+
+    ids: Tensor
+    log_probs: Tensor
+
+    @property
+    def losses(self) -> Tensor:
+        """(T - 1,) nats: -ln p of token t + 1 after tokens 0 .. t."""
+        return token_losses(self.log_probs[None, :-1], self.ids[None, 1:])[0]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One text with and without an edit; losses and differences in nats, differences are after - before.
+
+    Attributes:
+        loss_before, loss_after: (T - 1) of the tokens after the first.
+        difference, error: mean difference per token, and its standard error over this text's tokens (they are not
+            independent: it says how uneven the effect is). None where there are too few tokens.
+        kl: (T) sum_x p(x) ln(p(x) / p'(x)) of the next-token distributions before (p) and after (p') the edit.
+        top: the likeliest next tokens after the text, by the larger of both probabilities:
+            {"id": ..., "before": p, "after": p'}.
+        before: the unedited prediction, for `effect(..., before=)`; not in `to_dict`.
+    """
+
+    loss_before: list[float]
+    loss_after: list[float]
+    difference: float | None
+    error: float | None
+    kl: list[float]
+    top: list[dict[str, Any]]
+    before: Prediction = field(repr=False, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {name: value for name, value in vars(self).items() if name != "before"}
+
+
+@dataclass(frozen=True)
+class LabelEffect:
+    """Mean loss difference after tokens of one label, over the documents that have some; None where too few do."""
+
+    name: str
+    tokens: int
+    documents: int
+    difference: float | None
+    error: float | None
+
+
+@dataclass(frozen=True)
+class CorpusEffect:
+    """The mean over documents of each document's mean loss per token, in nats; differences are after - before.
+
+    Attributes:
+        documents, tokens: how many were scored (a document's first token is predicted by nothing).
+        before, after: mean losses. difference, error: of the paired difference, standard error over documents.
+        differences: of every document.
+        labels: the same by label of the token that the prediction was made at.
+    """
+
+    documents: int
+    tokens: int
+    before: float
+    after: float
+    difference: float
+    error: float | None
+    differences: list[float] = field(repr=False)
+    labels: list[LabelEffect]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def predict(model: nn.Module, input_ids: Tensor | Sequence[int]) -> Prediction:
+    """The model's predictions for one text (T,) or (1, T).
+
+    Raises:
+        UserError: an empty text, several at once, one longer than the model's context, or ids outside its vocabulary.
+    """
+    ids = prompt_ids(model, input_ids)
+    with evaluating(model), torch.no_grad():
+        logits = model(input_ids=ids, use_cache=False).logits
+    return Prediction(ids[0].cpu(), logits[0].float().log_softmax(-1).cpu())
+
+
+def effect(
+    model: nn.Module,
+    input_ids: Tensor | Sequence[int],
+    edits: Edits,
+    *,
+    top: int = 10,
+    before: Prediction | None = None,
+) -> Effect:
+    """What `edits` do to the predictions for one text.
+
+    Args:
+        input_ids: (T,) or (1, T).
+        top: how many likely next tokens to list.
+        before: the prediction without edits (`predict`, or an earlier `Effect.before`) for the same text and model; it
+            is made where it is not given.
+
+    Raises:
+        UserError: as `predict` and `intervene`; or `before` belongs to another text.
+    """
+    ids = prompt_ids(model, input_ids)
+    if before is None:
+        before = predict(model, ids)
+    elif not torch.equal(before.ids, ids[0].cpu()):
+        raise UserError("the prediction given as `before` is of another text: leave it out, or pass that of this text")
+    with intervene(model, *several(edits)):
+        after = predict(model, ids)
+    losses = before.losses, after.losses
+    difference, error = mean_and_error((losses[1] - losses[0]).tolist())
+    last, edited = before.log_probs[-1].exp(), after.log_probs[-1].exp()
+    likeliest = torch.maximum(last, edited).topk(min(top, len(last))).indices.tolist()
+    return Effect(
+        loss_before=losses[0].tolist(),
+        loss_after=losses[1].tolist(),
+        difference=difference,
+        error=error,
+        kl=nn.functional.kl_div(after.log_probs, before.log_probs, reduction="none", log_target=True).sum(-1).tolist(),
+        top=[{"id": i, "before": last[i].item(), "after": edited[i].item()} for i in likeliest],
+        before=before,
+    )
+
+
+def corpus_effect(
+    model: nn.Module,
+    documents: Iterable[Tensor | Sequence[int]],
+    edits: Edits | Callable[[Tensor], Edits],
+    *,
+    batch_size: int = 8,
+    labels: Callable[[Tensor], Sequence[int] | Tensor] | None = None,
+    label_names: Sequence[str] = (),
+    progress: Callable[[int], None] | None = None,
+) -> CorpusEffect:
+    """What `edits` do to the loss over a corpus; of each document a few numbers are kept and nothing more.
+
+    Args:
+        documents: token ids (T,) each; those with fewer than two tokens are left out. Padded on the right to the
+            longest of a batch, which changes nothing for a causal model.
+        edits: or a function of a batch's ids (B, T) that makes them, for edits of chosen tokens.
+        labels: a function of a document's ids (T,) that gives each token a label: an index of `label_names`, or a
+            negative number for none. The loss after token t, of token t + 1, counts for the label of t.
+        progress: called with the number of documents after each batch.
+
+    Raises:
+        UserError: no document has two tokens; one is longer than the context or has ids outside the vocabulary; a label
+            that has no name; as `intervene`.
+    """
+    before, after = [], []
+    by_label: list[list[float]] = [[] for _ in label_names]
+    label_tokens = [0] * len(label_names)
+    tokens = 0
+    for batch in _batches(model, documents, batch_size):
+        width = max(map(len, batch))
+        ids = torch.stack([nn.functional.pad(document, (0, width - len(document))) for document in batch])
+        with evaluating(model), torch.no_grad():
+            plain = _losses(model, ids)
+            with intervene(model, *several(edits if isinstance(edits, Edit | Sequence) else edits(ids))):
+                edited = _losses(model, ids)
+        for row, document in enumerate(batch):
+            scored = len(document) - 1
+            tokens += scored
+            before.append(plain[row, :scored].mean(dtype=torch.float64).item())
+            after.append(edited[row, :scored].mean(dtype=torch.float64).item())
+            if labels is None:
+                continue
+            change = (edited[row, :scored] - plain[row, :scored]).double()
+            label = torch.as_tensor(labels(document.cpu()))[:scored]
+            if len(label) != scored or int(label.max()) >= len(label_names):
+                raise UserError(
+                    f"{len(label)} labels up to {int(label.max())} for {scored + 1} tokens and {len(label_names)} "
+                    "names: give one label a token, below the number of label_names"
+                )
+            for k in range(len(label_names)):
+                if count := int((label == k).sum()):
+                    label_tokens[k] += count
+                    by_label[k].append(change[label == k].mean().item())
+        if progress is not None:
+            progress(len(before))
+    if not before:
+        raise UserError("no document has two tokens: an edit's effect on the loss needs at least one prediction")
+    differences = [b - a for a, b in zip(before, after)]
+    difference, error = mean_and_error(differences)
+    assert difference is not None
+    return CorpusEffect(
+        documents=len(before),
+        tokens=tokens,
+        before=math.fsum(before) / len(before),
+        after=math.fsum(after) / len(after),
+        difference=difference,
+        error=error,
+        differences=differences,
+        labels=[
+            LabelEffect(name, count, len(values), *mean_and_error(values))
+            for name, count, values in zip(label_names, label_tokens, by_label)
+        ],
+    )
+
+
+def token_losses(log_probs: Tensor, targets: Tensor) -> Tensor:
+    """(B, T) nats: -ln p of `targets` (B, T) under `log_probs` (B, T, V)."""
+    return -log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
+    """Mean, and s / sqrt(n) with s over n - 1; None where there are no, or fewer than two, values."""
+    n = len(values)
+    if not n:
+        return None, None
+    mean = math.fsum(values) / n
+    if n < 2:
+        return mean, None
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
+
+
+def several(edits: Edits) -> Sequence[Edit]:
+    """One edit, or several, as a sequence."""
+    return (edits,) if isinstance(edits, Edit) else edits
+
+
+def prompt_ids(model: nn.Module, input_ids: Tensor | Sequence[int]) -> Tensor:
+    """(1, T): one text's ids on the model's device.
+
+    Raises:
+        UserError: an empty text, several at once, one longer than the model's context, or ids outside its vocabulary.
+    """
+    ids = torch.as_tensor(input_ids)
+    if ids.dim() == 2 and ids.shape[0] == 1:
+        ids = ids[0]
+    if ids.dim() != 1:
+        raise UserError(f"ids of shape {tuple(ids.shape)}: expected those of one text, (T,) or (1, T)")
+    if not ids.numel():
+        raise UserError("the text is empty: give at least one token")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise UserError(f"ids are {ids.dtype}: expected whole numbers")
+    config: Any = getattr(model, "config", None)
+    context = getattr(config, "max_position_embeddings", None)
+    if context is not None and ids.numel() > context:
+        raise UserError(f"the text has {ids.numel()} tokens, the model's context {context}: shorten it")
+    embedding: Any = model.get_input_embeddings()  # ty: ignore[not-callable]
+    vocabulary = embedding.weight.shape[0]
+    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
+        raise UserError(
+            f"token id {int(ids.min()) if int(ids.min()) < 0 else int(ids.max())} with a vocabulary of {vocabulary}: "
+            "was the text read by the model's own tokenizer?"
+        )
+    return ids.long().unsqueeze(0).to(embedding.weight.device)
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Generator[None]:
+    """`model` without dropout inside the block, as it was afterwards."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+def _losses(model: nn.Module, ids: Tensor) -> Tensor:
+    """(B, T - 1) nats, on the CPU."""
+    logits = model(input_ids=ids, use_cache=False).logits
+    return token_losses(logits[:, :-1].float().log_softmax(-1), ids[:, 1:]).cpu()
+
+
+def _batches(model: nn.Module, documents: Iterable[Tensor | Sequence[int]], batch_size: int) -> Generator[list[Tensor]]:
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}: expected at least 1")
+    batch = []
+    for document in documents:
+        if len(document) < 2:
+            continue
+        batch.append(prompt_ids(model, document)[0])
+        if len(batch) == batch_size:
+            yield batch
+            batch = []
+    if batch:
+        yield batch

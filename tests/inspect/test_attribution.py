@@ -1,0 +1,167 @@
+"""Knock-outs of all edges are those made one by one, and the gradient's estimate is their first order."""
+
+import json
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from attnres import UserError
+from attnres.inspect.attribution import agreement, attribute, spearman
+from attnres.inspect.edits import Edit, KnockOut
+from attnres.inspect.intervene import intervene, source_names
+from attnres.models import build
+
+SIZE = {
+    "family": "qwen3",
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+}
+LAYOUTS = ["block", "full", "cumulative", "boundary", "standard", "rescaled", "denseformer", "hyper_connections"]
+
+
+def make(residual, seed=1):
+    settings = {"block_size": 2} if residual == "block" else {}
+    model = build(SIZE, residual, vocab_size=50, max_positions=32, settings=settings).eval().double()
+    g = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=g))
+    return model
+
+
+def text(length=8):
+    return torch.randint(0, 50, (length,), generator=torch.Generator().manual_seed(4))
+
+
+@torch.no_grad()
+def log_probability(model, ids, target, *edits):
+    with intervene(model, *edits):
+        return model(input_ids=ids[None], use_cache=False).logits[0, -1].double().log_softmax(-1)[target].item()
+
+
+@dataclass(frozen=True, eq=False)
+class Part(Edit):
+    """A share of a knock-out: p + share (p' - p)."""
+
+    whole: KnockOut
+    share: float
+
+    @property
+    def of_reads(self):
+        return self.whole.reads
+
+    def rewrite(self, weights, sources, place, softmax):
+        return weights + self.share * (self.whole.rewrite(weights, sources, place, softmax) - weights)
+
+
+@pytest.mark.parametrize("residual", LAYOUTS)
+def test_the_gradient_is_the_first_order_of_the_knock_out(residual):
+    model, ids = make(residual), text()
+    found = attribute(model, ids)
+    names = source_names(model)
+    assert found.sources == names
+    share = 3e-3  # Transformers' own norms and softmax are fp32 here
+    for index in (1, 3, 4, 6):
+        for source, estimate in zip(names[index], found.gradient[index]):
+            whole = KnockOut(source, reads=index)
+            # On both sides of zero: what is of second order cancels.
+            more = log_probability(model, ids, found.target, Part(whole, share))
+            less = log_probability(model, ids, found.target, Part(whole, -share))
+            assert estimate == pytest.approx((more - less) / (2 * share), rel=2e-3, abs=3e-4)
+
+
+@pytest.mark.parametrize("residual", ["block", "full", "standard"])
+def test_knock_outs_in_batches_are_those_made_one_by_one(residual):
+    model, ids = make(residual), text()
+    found = attribute(model, ids, batch_size=5)
+    plain = log_probability(model, ids, found.target)
+    assert found.log_probability == pytest.approx(plain, abs=1e-6)
+    for index, (names, row) in enumerate(zip(found.sources, found.knockout)):
+        for source, change in zip(names, row):
+            edited = log_probability(model, ids, found.target, KnockOut(source, reads=index))
+            assert change == pytest.approx(edited - plain, abs=1e-5)
+
+
+def test_edges_at_the_predicted_position_alone():
+    model, ids = make("full"), text()
+    found = attribute(model, ids, everywhere=False)
+    plain = log_probability(model, ids, found.target)
+    edited = log_probability(model, ids, found.target, KnockOut("mlp 0", reads=4, tokens=[-1]))
+    assert found.knockout[4][2] == pytest.approx(edited - plain, abs=1e-5)
+    everywhere = attribute(model, ids)
+    # After the last attention no token reads another: there both are the same.
+    assert found.knockout[5] == pytest.approx(everywhere.knockout[5], abs=1e-5)
+    assert found.gradient[6] == pytest.approx(everywhere.gradient[6], abs=1e-5)
+    assert found.gradient[2] != pytest.approx(everywhere.gradient[2], abs=1e-5)
+
+
+def test_the_target_is_what_follows_or_else_what_the_model_says():
+    model, ids = make("full"), text()
+    inner = attribute(model, ids, position=3)
+    assert (inner.position, inner.target) == (3, int(ids[4]))
+    short = attribute(model, ids[:4], target=int(ids[4]))
+    assert short.knockout == inner.knockout
+    with torch.no_grad():
+        top = int(model(input_ids=ids[None], use_cache=False).logits[0, -1].argmax())
+    assert attribute(model, ids).target == top
+
+
+def test_the_largest_edges_come_first_and_reads_without_a_choice_are_left_out():
+    found = attribute(make("block"), text())
+    assert found.sources[0] == ["embedding"]
+    edges = found.top(1000)
+    assert len(edges) == found.agreement.edges == sum(len(row) for row in found.sources) - 1
+    assert [abs(e.knockout) for e in edges] == sorted((abs(e.knockout) for e in edges), reverse=True)
+    by_gradient = found.top(3, by="gradient")
+    assert abs(by_gradient[0].gradient) == max(abs(e.gradient) for e in edges)
+    with pytest.raises(UserError, match="by is 'loss'"):
+        found.top(by="loss")
+
+
+def test_one_sources_removal_is_invisible_to_the_gradient():
+    found = attribute(make("full"), text())
+    assert found.gradient[0] == pytest.approx([0.0], abs=1e-4)
+    assert abs(found.knockout[0][0]) > 1e-3
+
+
+def test_it_is_written_as_json(tmp_path):
+    found = attribute(make("full"), text())
+    found.save(tmp_path / "edges.json")
+    stored = json.loads((tmp_path / "edges.json").read_text())
+    assert stored["knockout"] == found.knockout and stored["agreement"]["top"] == 10
+
+
+def test_spearman_is_pearson_of_ranks_with_shared_ranks_for_ties():
+    assert spearman(np.array([1.0, 2, 3, 4]), np.array([1.0, 4, 9, 16])) == pytest.approx(1)
+    assert spearman(np.array([1.0, 2, 3, 4]), np.array([4.0, 3, 2, 1])) == pytest.approx(-1)
+    # Ranks 1, 2.5, 2.5, 4 and 1, 2, 3, 4: covariance 4.5, variances 4.5 and 5.
+    assert spearman(np.array([1.0, 2, 2, 3]), np.array([1.0, 2, 3, 4])) == pytest.approx(4.5 / 22.5**0.5)
+    assert spearman(np.array([1.0, 1, 1]), np.array([1.0, 2, 3])) is None
+
+
+def test_overlap_counts_the_largest_edges_of_both():
+    a = np.array([9.0, -8, 1, 0.5, 0.1])
+    b = np.array([-7.0, 0.1, 6, 0.2, 0.0])
+    assert agreement(a, b, top=2).overlap == 0.5
+    assert agreement(a, b).overlap == 1.0 and agreement(a, b).top == 5
+
+
+def test_positions_targets_and_models_that_do_not_fit_are_refused():
+    model = make("full")
+    with pytest.raises(UserError, match="position 8 in a text of 8 tokens"):
+        attribute(model, text(), position=8)
+    with pytest.raises(UserError, match="target is 50"):
+        attribute(model, text(), target=50)
+    with pytest.raises(UserError, match="text is empty"):
+        attribute(model, [])
+    with intervene(model), pytest.raises(UserError, match="is being edited"):
+        attribute(model, text())
+    with pytest.raises(UserError, match="nothing to edit"):
+        attribute(make("deepnorm"), text())
+    assert model.residual.editor is None

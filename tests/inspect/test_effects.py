@@ -1,0 +1,175 @@
+"""An effect is the difference of two runs, nothing more; over a corpus its error is over documents."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attnres import UserError
+from attnres.inspect.edits import KnockOut, Uniform
+from attnres.inspect.effects import corpus_effect, effect, mean_and_error, predict
+from attnres.inspect.intervene import intervene
+from attnres.models import build
+
+SIZE = {
+    "family": "qwen3",
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+}
+EDIT = KnockOut("mlp 0", reads=["mlp 1", "output"])
+
+
+def make(residual="full"):
+    model = build(SIZE, residual, vocab_size=50, max_positions=32).eval()
+    g = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.4 * torch.randn(parameter.shape, generator=g))
+    return model
+
+
+def text(length=12, seed=0):
+    return torch.randint(0, 50, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def losses(model, ids):
+    logits = model(input_ids=ids[None], use_cache=False).logits[0]
+    return F.cross_entropy(logits[:-1], ids[1:], reduction="none"), logits
+
+
+@pytest.mark.parametrize("residual", ["full", "standard"])
+def test_losses_divergence_and_distribution_are_those_of_the_two_runs(residual):
+    model, ids = make(residual), text()
+    before, plain = losses(model, ids)
+    with intervene(model, EDIT):
+        after, edited = losses(model, ids)
+    found = effect(model, ids, EDIT, top=4)
+    assert found.loss_before == pytest.approx(before.tolist(), abs=1e-5)
+    assert found.loss_after == pytest.approx(after.tolist(), abs=1e-4)
+    change = (after - before).double()
+    assert found.difference == pytest.approx(change.mean().item(), abs=1e-4)
+    assert found.error == pytest.approx(change.std().item() / 11**0.5, rel=1e-3)
+    p, q = plain.double().softmax(-1), edited.double().softmax(-1)
+    assert found.kl == pytest.approx((p * (p / q).log()).sum(-1).tolist(), abs=1e-4)
+    assert min(found.kl) > 0
+    assert len(found.top) == 4
+    for token in found.top:
+        assert token["before"] == pytest.approx(p[-1, token["id"]].item(), abs=1e-5)
+        assert token["after"] == pytest.approx(q[-1, token["id"]].item(), abs=1e-5)
+    listed = {token["id"] for token in found.top}
+    assert {p[-1].argmax().item(), q[-1].argmax().item()} <= listed
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_no_edit_has_no_effect():
+    found = effect(make(), text(), [])
+    assert found.difference == pytest.approx(0, abs=1e-5)
+    assert found.kl == pytest.approx([0.0] * 12, abs=1e-5)
+
+
+def test_a_known_prediction_is_not_made_again():
+    model, ids = make(), text()
+    first = effect(model, ids, EDIT)
+    passes = []
+    model.register_forward_pre_hook(lambda *_: passes.append(1))
+    again = effect(model, ids.unsqueeze(0), EDIT, before=first.before)
+    assert again.to_dict() == first.to_dict() and len(passes) == 1
+    with pytest.raises(UserError, match="is of another text"):
+        effect(model, text(seed=5), EDIT, before=first.before)
+
+
+def test_dropout_plays_no_part_and_training_mode_comes_back():
+    model = make().train()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    assert torch.equal(predict(model, text()).log_probs, predict(model, text()).log_probs)
+    assert model.training
+
+
+def test_one_token_has_a_distribution_and_no_loss():
+    found = effect(make(), [3], Uniform())
+    assert (found.loss_before, found.difference, found.error) == ([], None, None)
+    assert len(found.kl) == 1 and len(found.top) == 10
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([], "text is empty"),
+        ([1] * 33, "33 tokens, the model's context 32"),
+        ([1, 50], "token id 50 with a vocabulary of 50"),
+        ([-1, 4], "token id -1"),
+        ([[1, 2], [3, 4]], r"shape \(2, 2\)"),
+        ([0.5], "expected whole numbers"),
+    ],
+)
+def test_texts_that_cannot_be_run_are_refused(ids, message):
+    with pytest.raises(UserError, match=message):
+        effect(make(), ids, EDIT)
+
+
+def test_over_a_corpus_the_difference_is_paired_by_document():
+    model = make()
+    documents = [text(length, seed=length) for length in (12, 5, 2, 9, 1, 7)]
+    expected = [effect(model, ids, EDIT) for ids in documents if len(ids) > 1]
+    means = [e.difference for e in expected]
+    seen = []
+    found = corpus_effect(model, iter(documents), EDIT, batch_size=2, progress=seen.append)
+    assert found.differences == pytest.approx(means, abs=1e-5)
+    assert found.difference == pytest.approx(np.mean(means), abs=1e-5)
+    assert found.error == pytest.approx(np.std(means, ddof=1) / 5**0.5, rel=1e-3)
+    assert (found.documents, found.tokens, seen) == (5, 30, [2, 4, 5])
+    assert found.after - found.before == pytest.approx(found.difference)
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_edits_of_chosen_tokens_and_effects_by_label():
+    model = make()
+    documents = [text(10, seed) for seed in range(4)]
+
+    def labels(ids):
+        return (ids < 25).long()
+
+    def edits(ids):
+        return KnockOut("mlp 0", reads="output", tokens=ids < 25)
+
+    found = corpus_effect(model, documents, edits, labels=labels, label_names=["large", "small"])
+    large, small = found.labels
+    assert (large.name, small.name) == ("large", "small")
+    assert large.tokens + small.tokens == found.tokens == 36
+    assert large.difference == pytest.approx(0, abs=1e-5)  # the output's read of other tokens is not touched
+    assert abs(small.difference) > 1e-3 and small.error > 0
+    weighed = [
+        np.mean([c for c, chosen in zip(after - before, labels(ids)[:-1]) if chosen])
+        for ids in documents
+        for before, after in [_two(model, ids, edits(ids[None]))]
+    ]
+    assert small.difference == pytest.approx(np.mean(weighed), abs=1e-4)
+
+
+def _two(model, ids, edit):
+    found = effect(model, ids, edit)
+    return np.array(found.loss_before), np.array(found.loss_after)
+
+
+def test_a_corpus_of_nothing_and_labels_without_names_are_refused():
+    model = make()
+    with pytest.raises(UserError, match="no document has two tokens"):
+        corpus_effect(model, [[1], [2]], EDIT)
+    with pytest.raises(UserError, match="label_names"):
+        corpus_effect(model, [[1, 2, 3]], EDIT, labels=lambda ids: [0, 1, 2], label_names=["a"])
+    with pytest.raises(UserError, match="batch_size is 0"):
+        corpus_effect(model, [[1, 2, 3]], EDIT, batch_size=0)
+
+
+def test_mean_and_error():
+    assert mean_and_error([]) == (None, None)
+    assert mean_and_error([2.0]) == (2.0, None)
+    assert mean_and_error([1.0, 2.0, 3.0]) == pytest.approx((2.0, 3**-0.5))
