@@ -1,4 +1,4 @@
-"""The command `attnres`: train, compare, report, prepare, convert, families, eval, generate.
+"""The command `attnres`: train, compare, report, prepare, convert, families, eval, generate, inspect, figures, app.
 
 Flags are the fields of the configuration dataclasses (tyro reads their docstrings for the help). `--config FILE` gives
 a YAML, TOML or JSON file whose values the flags override. A user's mistake is one sentence on stderr and exit status 2.
@@ -19,6 +19,7 @@ import tyro
 from attnres.errors import UserError, unknown
 from attnres.evals.config import EvalConfig, GenerateConfig
 from attnres.flags import Hidden, Settings, Size, config_file, parse
+from attnres.inspect.config import InspectConfig
 from attnres.train.config import ModelConfig, OptimConfig, TrainConfig, from_dict
 
 HELP = """\
@@ -35,6 +36,9 @@ commands:
   families  which families of decoders convert
   eval      perplexity and tasks, of one model or of several side by side
   generate  text from a model
+  inspect   where every read of a model comes from, and what it does without
+  figures   the figures of models and runs, for a paper
+  app       look into one or two models in the browser
 
 attnres COMMAND --help shows a command's options.
 
@@ -46,6 +50,9 @@ examples:
   attnres report runs/blocks
   attnres eval runs/blocks/standard-seed0 runs/blocks/block-seed0 --data eval_files/ --tasks wikitext2 lambada
   attnres generate runs/mine --prompt "Once upon a time" --show-depth
+  attnres figures runs/demo figures/
+  attnres inspect runs/mine --text "Once upon a time" --knock-out embedding@output --attribute
+  attnres app runs/demo/block-seed0 runs/demo/full-seed0 --open
 """
 
 # ------------------------------------------------------------------ what each command takes
@@ -55,8 +62,8 @@ examples:
 class _Model(ModelConfig):
     """Which model is trained."""
 
-    size: Size = "nano"
-    """nano, 100m, 0.6b, gpt2-124m, or a mapping {family: qwen3, hidden_size: 64, ...}."""
+    size: Size = None
+    """nano, 100m, 0.6b, gpt2-124m, or a mapping {family: qwen3, hidden_size: 64, ...}; none is nano."""
     settings: Settings = field(default_factory=dict)
     """Further settings of the residual, e.g. num_streams=4 for hyper_connections."""
 
@@ -77,8 +84,8 @@ class Train(TrainConfig):
 class _SharedModel(ModelConfig):
     """Which model is trained, besides its residual."""
 
-    size: Size = "nano"
-    """nano, 100m, 0.6b, gpt2-124m, or a mapping {family: qwen3, hidden_size: 64, ...}."""
+    size: Size = None
+    """nano, 100m, 0.6b, gpt2-124m, or a mapping {family: qwen3, hidden_size: 64, ...}; none is nano."""
     residual: Hidden[str] = "standard"
     block_size: Hidden[int | None] = None
     num_blocks: Hidden[int | None] = None
@@ -173,25 +180,76 @@ class Families:
 
 
 @dataclass
+class Figures:
+    """Write the figures of models, runs or saved inspections: attnres figures MODEL [MORE ...] OUT/.
+
+    Several are also set side by side, each in a folder of its own. A model is looked at first, as attnres inspect does.
+    """
+
+    given: tyro.conf.Positional[tuple[str, ...]]
+    """Run folders, folders of runs, model folders, hub names or files of attnres inspect; last the folder to write."""
+    formats: tuple[str, ...] = ("pdf", "png")
+    """Of pdf, png and svg."""
+    text: str | None = None
+    """A text to look at, shown token by token."""
+    file: str | None = None
+    """A text file to look at."""
+    corpus: str | None = None
+    """stdlib, a file or folder, or hub:NAME[:CONFIG[:SPLIT]]; none is what a run was trained on."""
+    column: str = "text"
+    """Field of .jsonl, column of .parquet and hub data sets that holds the text."""
+    limit: int = 20_000
+    """Read so many tokens."""
+    context: int | None = None
+    """Tokens in a window; none is the model's context, at most 2048."""
+    device: str = "auto"
+    """auto (CUDA where there is one, else the CPU), cpu or cuda."""
+    trust_remote_code: bool = False
+    """Run code that comes with a model. Read it first."""
+    progress: bool = True
+    """Show a progress bar."""
+
+
+@dataclass
 class Convert:
-    """Give a pretrained model depth reads without changing its logits, and write it."""
+    """Give a pretrained model depth reads without changing its logits, and write it.
+
+    A checkpoint of another project's depth reads (open-attention-residuals, FLA, Kimi K3's names, the nanoGPT study's)
+    is recognised and becomes one of attnres as it is; --to writes a model of attnres in one of those formats.
+    """
 
     model: tyro.conf.Positional[str]
-    """Folder or hub name of a Hugging Face causal language model."""
+    """Folder or hub name of a Hugging Face causal language model, or of another project's depth reads."""
     out: tyro.conf.Positional[str]
     """Folder to write, new or empty."""
-    residual: str = "block"
-    """How sublayers read earlier outputs: block, full or rescaled."""
+    residual: str | None = None
+    """How sublayers read earlier outputs: block, full or rescaled; none is block."""
     block_size: int | None = None
     """Sublayers (attention and MLP count apart) in a block; give this or num_blocks."""
     num_blocks: int | None = None
     """Number of blocks; give this or block_size."""
-    read_scale: str = "sum"
-    """sum is exact; mean, the paper's, is exact only up to the eps of the norms that follow."""
+    read_scale: str | None = None
+    """sum is exact, and taken if none is given; mean, the paper's, only up to the eps of the norms that follow."""
     dtype: str | None = None
     """Weights in bf16, fp16, fp32 or fp64; none keeps the model's own."""
+    to: str | None = None
+    """Write a model of attnres in another project's format: open-attnres, fla, kimi or nanogpt."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
+
+
+@dataclass
+class App:
+    """Look into one or two models in the browser: what every token reads, and what a prediction is without it."""
+
+    models: tyro.conf.Positional[tuple[str, ...]] = ()
+    """Run folders, model folders or hub names, at most two; none opens the demo's Block and Full in runs/demo."""
+    host: str = "127.0.0.1"
+    """Address to serve on: this machine alone; anyone who reaches another one can use the models."""
+    port: int = 7860
+    """Port to serve on."""
+    open: bool = False
+    """Open the page in a browser."""
 
 
 # ------------------------------------------------------------------ the commands
@@ -292,19 +350,60 @@ def generate_command(arguments: list[str]) -> None:
     speak(chosen)
 
 
+def inspect_command(arguments: list[str]) -> None:
+    chosen = parse("inspect", InspectConfig, arguments)
+
+    from attnres.studies.look import look
+
+    look(chosen)
+
+
+def figures_command(arguments: list[str]) -> None:
+    chosen = parse("figures", Figures, arguments)
+    if len(chosen.given) < 2:
+        raise UserError("expected attnres figures MODEL [MORE ...] OUT: a model, run or inspection, then a folder")
+    options = {name: value for name, value in _fields(chosen).items() if name not in ("given", "formats")}
+
+    from attnres.studies.draw import draw
+
+    draw(chosen.given[:-1], chosen.given[-1], chosen.formats, options)
+
+
 def convert_command(arguments: list[str]) -> None:
     chosen = parse("convert", Convert, arguments)
 
-    from attnres.models import convert
+    from attnres.models import convert, export_foreign, import_foreign
+    from attnres.models.foreign_kinds import kinds_of
+    from attnres.models.source import locate
 
-    given = {"block_size": chosen.block_size, "num_blocks": chosen.num_blocks, "read_scale": chosen.read_scale}
-    if chosen.residual not in ("block", "full"):
-        given.pop("read_scale")
-    settings = {name: value for name, value in given.items() if value is not None}
+    settings = {name: getattr(chosen, name) for name in ("block_size", "num_blocks", "read_scale")}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    own = [name for name in ("residual", "dtype") if getattr(chosen, name) is not None]
+    if chosen.to is not None:
+        _as_it_is(f"--to {chosen.to}", [*own, *settings])
+        print(export_foreign(chosen.model, chosen.out, chosen.to))
+        return
+    if kinds := kinds_of(locate(chosen.model).config):
+        _as_it_is(f"{chosen.model}, which has the depth reads of '{kinds[0].name}',", [*own, *settings])
+        print(import_foreign(chosen.model, chosen.out))
+        return
     remote = chosen.trust_remote_code
-    print(
-        convert(chosen.model, chosen.residual, out=chosen.out, dtype=chosen.dtype, trust_remote_code=remote, **settings)
-    )
+    residual = chosen.residual or "block"
+    print(convert(chosen.model, residual, out=chosen.out, dtype=chosen.dtype, trust_remote_code=remote, **settings))
+
+
+def _as_it_is(what: str, given: list[str]) -> None:
+    if given:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"{what} is written with the depth reads and the weights that it has: leave out {flags}")
+
+
+def app_command(arguments: list[str]) -> None:
+    chosen = parse("app", App, arguments)
+
+    from attnres.app import explore
+
+    explore(chosen.models, host=chosen.host, port=chosen.port, browser=chosen.open)
 
 
 def families_command(arguments: list[str]) -> None:
@@ -331,6 +430,9 @@ COMMANDS: dict[str, Callable[[list[str]], None]] = {
     "families": families_command,
     "eval": eval_command,
     "generate": generate_command,
+    "inspect": inspect_command,
+    "figures": figures_command,
+    "app": app_command,
 }
 
 

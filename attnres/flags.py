@@ -42,13 +42,13 @@ def _settings_from(words: list[str]) -> dict[str, Setting]:
 
 # Both hold a mapping, which tyro would otherwise turn into a flag for each key.
 Size = Annotated[
-    str | dict[str, Setting],
+    str | dict[str, Setting] | None,
     PrimitiveConstructorSpec(
         nargs=1,
         metavar="NAME",
         instance_from_str=_size_from,
-        is_instance=lambda value: isinstance(value, str | dict),
-        str_from_instance=lambda value: [value if isinstance(value, str) else json.dumps(value)],
+        is_instance=lambda value: value is None or isinstance(value, str | dict),
+        str_from_instance=lambda value: [value if isinstance(value, str) else json.dumps(value) if value else "none"],
     ),
 ]
 Settings = Annotated[

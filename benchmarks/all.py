@@ -33,6 +33,7 @@ def jobs(device: str, quick: bool) -> dict[str, list[str]]:
         "kernels": ["kernels.py", *on, *few],
         "stack": ["stack.py", *on, *few],
         "decode": ["decode.py", *on, *few],
+        "generate": ["generate.py", *on, *(["--rounds", "2", "--tokens", "8"] if quick else [])],
         "step": [*step, *(LARGE if device == "cuda" and not quick else [])],
     }
     if device == "cuda":

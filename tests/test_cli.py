@@ -161,7 +161,7 @@ def test_compare_without_options_is_the_demo(capsys, compared):
     assert run(capsys, "compare")[0] == 0
     (config,) = compared
     assert config.variants == ["standard", "rescaled", "block", "full"]
-    assert (config.seeds, config.base.model.size, config.base.data.source) == ([0], "nano", "stdlib")
+    assert (config.seeds, config.base.model.size, config.base.data.source) == ([0], None, "stdlib")
     assert type(config.base) is TrainConfig
 
 

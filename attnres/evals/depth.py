@@ -21,7 +21,8 @@ PARTS = 8
 LEGEND = """\
 each new token | the heaviest sources of the output read | for each block b1, b2, ... of sublayers the source that its
 reads weigh most on average, and its weight
-(emb embedding, part the block's own sum so far, b block, a attention, m mlp)"""
+(emb embedding, part the block's own sum so far, b block, a attention, m mlp; stream the running sum, state an earlier
+state of it)"""
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,8 @@ class DepthReader:
         rows = {index: weights.float().tolist() for index, weights in self.weights.items()}
         output = sorted(zip(self.sources[last], rows[last]), key=lambda pair: -pair[1])
         blocks = []
-        size = getattr(self.residual, "block_size", 0) or -(-last // PARTS)
+        size = getattr(self.residual, "block_size", 1)
+        size = size if size > 1 else -(-last // PARTS)
         for number, start in enumerate(range(0, last, size), 1):
             reads = range(start, min(start + size, last))
             sums: dict[str, float] = {}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from ..errors import UserError
@@ -61,7 +61,8 @@ def beside(speakers: Sequence[Speaker], prompt: str, tokens: int, rounds: int = 
     for i in range(rounds + 1):
         order = (0, 1) if i % 2 else (1, 0)
         for k in order:
-            rate = _rate(*both[k], tokens)
+            speaker, ids = both[k]
+            rate = decode_rate(speaker.model, ids, tokens)
             if i:
                 found[k].append(rate)
     ratios = [one / two for one, two in zip(*found, strict=True)]
@@ -92,13 +93,14 @@ class _Clock(BaseStreamer):
         pass
 
 
-def _rate(speaker: Speaker, ids: Tensor, tokens: int) -> float:
+def decode_rate(model: PreTrainedModel, ids: Tensor, tokens: int) -> float:
+    """Tokens per second of greedy decoding with a KV cache, from the first new token after `ids` (1, T) to the last."""
     clock = _Clock()
     settings = GenerationConfig(
         max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, num_beams=1, pad_token_id=0, use_cache=True
     )
     with torch.inference_mode():
-        speaker.model.generate(  # ty: ignore[not-callable]
+        model.generate(  # ty: ignore[not-callable]
             ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=clock
         )
     return (tokens - 1) / (clock.times[-1] - clock.times[1])

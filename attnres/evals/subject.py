@@ -20,6 +20,7 @@ from ..errors import UserError
 from ..files import read_json
 from ..models import load
 from ..models.classes import register_stored
+from ..models.foreign_kinds import refuse_foreign
 from .config import Dtype
 
 DEFAULT_CONTEXT = 2048
@@ -108,6 +109,8 @@ def find_subject(name: str | Path, *, trust_remote_code: bool = False) -> Subjec
     """
     folder = _folder_of(str(name), trust_remote_code)
     raw = read_json(folder / "config.json")
+    if isinstance(raw, dict):
+        refuse_foreign(name, raw)
     if not isinstance(raw, dict) or not (raw.get("model_type") or raw.get("auto_map")):
         hint = ""
         if (folder / "checkpoint" / "model").is_dir():

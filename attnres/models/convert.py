@@ -253,7 +253,9 @@ def _report(model: PreTrainedModel, new: DepthMixin, source: str, probed: bool, 
     found = compare_logits(model, new)
     if not found.within:
         scale = new.config.residual_settings.get("read_scale")
-        hint = "; read_scale 'mean' is exact only up to the norms' eps: leave it at 'sum'" if scale == "mean" else ""
+        hint = "; to train it from there all the same: attnres train --init-from MODEL --inexact"
+        if scale == "mean":
+            hint = "; read_scale 'mean' is exact only up to the norms' eps: leave it at 'sum'"
         raise UserError(
             f"residual '{new.config.residual}' would change the logits of {source} by {found.largest:.2g} of "
             f"{found.scale:.3g}, {found.relative:.1e} of their scale, where at most {found.bound:.0e} is rounding{hint}"

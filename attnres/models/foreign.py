@@ -6,6 +6,8 @@
 """
 
 import re
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from ..files import replaced_folder, write_json
 from ..residuals import Residual
 from .classes import CLASSES, DepthMixin
 from .foreign_kind import Config, Kind, Row
-from .foreign_kinds import KINDS
+from .foreign_kinds import KINDS, kinds_of
 from .source import INDEX, SINGLE, Source, check_weights, locate, weight_files
 
 SHARD = "5GB"
@@ -88,7 +90,7 @@ def load_foreign(path: str | Path, kind: str | None = None) -> DepthMixin:
     return model.eval()
 
 
-def save_foreign(model: Any, out: str | Path, kind: str) -> Path:
+def save_foreign(model: Any, out: str | Path, kind: str, *, beside: Sequence[Path] = ()) -> Path:
     """Write a model of ours as another project's checkpoint: its config.json, its names, safetensors.
 
     The tensors of the reads are written in the weights' dtype where that loses nothing, else in fp32. A model that
@@ -97,6 +99,7 @@ def save_foreign(model: Any, out: str | Path, kind: str) -> Path:
     Args:
         out: a folder, new or empty, which is there whole or not at all.
         kind: a name in `KINDS`.
+        beside: files that are copied there too, such as those of the tokenizer.
 
     Raises:
         UserError: an unknown kind, a model that it cannot hold (with the reason), a folder that is not empty.
@@ -122,9 +125,11 @@ def save_foreign(model: Any, out: str | Path, kind: str) -> Path:
         state[chosen.theirs(name)] = tensor.t() if name.endswith(chosen.transposed) else tensor
     prefix = "language_model." if isinstance(written.get("text_config"), dict) else ""
     state = {prefix + name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    with replaced_folder(out) as beside:
-        write_json(beside / "config.json", written)
-        _write(beside, state)
+    with replaced_folder(out) as folder:
+        for file in beside:
+            shutil.copyfile(file, folder / file.name)
+        write_json(folder / "config.json", written)
+        _write(folder, state)
     return out
 
 
@@ -141,7 +146,7 @@ def _kind(source: Source, name: str | None) -> Kind:
         return KINDS[name]
     if str(source.config.get("model_type", "")).startswith("attnres_"):
         raise UserError(f"{source.name} is a model of attnres already: load it with attnres.models.load")
-    found = [kind for kind in KINDS.values() if kind.says(source.config)]
+    found = kinds_of(source.config)
     if not found:
         raise UserError(
             f"config.json of {source.name} has no depth reads of a known kind ({', '.join(KINDS)}): a plain model is "

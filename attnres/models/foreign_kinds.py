@@ -7,6 +7,7 @@ nanogpt       the nanoGPT study: GPT-2, layout `boundary`, whole layers
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -363,3 +364,20 @@ class NanoGPT(Kind):
 
 
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (OpenAttnRes(), FLA(), Kimi(), NanoGPT())}
+
+
+def kinds_of(config: Mapping[str, Any]) -> list[Kind]:
+    """The kinds that a config.json is of: none where it is a plain model's or one of ours, else one."""
+    if str(config.get("model_type", "")).startswith("attnres_"):
+        return []
+    return [kind for kind in KINDS.values() if kind.says(dict(config))]
+
+
+def refuse_foreign(name: object, config: Mapping[str, Any]) -> None:
+    """Raises UserError for a checkpoint whose depth reads a plain class would pass over without a word."""
+    found = kinds_of(config)
+    if found:
+        raise UserError(
+            f"{name} has depth reads in the format of '{found[0].name}': make it a model of attnres with `attnres "
+            f"convert {name} OUT` (attnres.models.load_foreign in Python) and use that"
+        )

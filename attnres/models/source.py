@@ -16,6 +16,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..errors import UserError
 from ..files import read_json
+from .foreign_kinds import refuse_foreign
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -84,11 +85,15 @@ def find(source: str | Path, *, trust_remote_code: bool = False) -> Source:
         UserError: nothing there, or what keeps it from being converted.
     """
     found = locate(source, trust_remote_code=trust_remote_code)
-    _check_config(found)
-    files = weight_files(found)
-    check_weights(found, files)
-    _check_tokenizer(found)
+    check(found)
     return found
+
+
+def check(source: Source) -> None:
+    """Raises UserError for what keeps a checkpoint that was located from being converted."""
+    _check_config(source)
+    check_weights(source, weight_files(source))
+    _check_tokenizer(source)
 
 
 def locate(source: str | Path, *, trust_remote_code: bool = False) -> Source:
@@ -147,6 +152,7 @@ def _fetched(name: str, *, code: bool) -> Path:
 
 def _check_config(source: Source) -> None:
     kind, name = source.config.get("model_type"), source.name
+    refuse_foreign(name, source.config)
     if not kind and not source.config.get("auto_map"):
         raise UserError(f"config.json of {name} names no model_type: it is not that of a Transformers model")
     if str(kind).startswith("attnres_"):

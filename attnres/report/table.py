@@ -160,7 +160,10 @@ def _notes(study: Study, rows: list[Row], baseline: str | None, interleaved: boo
                 + (f" ({device})." if device else ".")
             )
         else:
-            notes.append("Tokens/s and step time: medians of separate runs, not taken in turn: indicative only.")
+            notes.append(
+                "Nothing was timed in turn: tokens/s and step time are medians of each run's own steps, of runs that "
+                "had the machine at other times or shared it, so that small differences say nothing."
+            )
     unfinished = [row for row in rows if not row.complete]
     if unfinished:
         progress = ", ".join(f"{row.label} at step {row.step:,} of {row.steps or 0:,}" for row in unfinished)

@@ -22,7 +22,7 @@ from attnres.studies.children import Child, run_children
 from attnres.studies.progress import Watch, duration
 from attnres.studies.speed import step_times
 from attnres.studies.variants import TRAINING, Variant, parse_variants
-from attnres.train.config import OptimConfig, TrainConfig, check, from_dict, resolve, to_dict
+from attnres.train.config import OptimConfig, TrainConfig, check, from_dict, resolve, size_of, to_dict
 from attnres.train.data import data_record, held_out, prepare_from
 from attnres.train.environment import has_bf16
 from attnres.train.interrupt import Interrupted
@@ -142,9 +142,9 @@ def make_plan(config: CompareConfig) -> Plan:
             )
             runs[name] = resolve(from_dict(_training(variant), run))
             check(runs[name])
-    for label, variant in variants.items():
+    for label in variants:
         if base.finetune.init_from is None:
-            _try_building(base, variant)
+            _try_building(runs[f"{label}-seed{config.seeds[0]}"])
         else:
             check_start(runs[f"{label}-seed{config.seeds[0]}"])
     baseline = next(
@@ -169,17 +169,17 @@ def _at_rate(optim: OptimConfig, lr: float | None) -> OptimConfig:
     return dataclasses.replace(optim, lr=lr, muon_lr=muon_lr)
 
 
-def _try_building(base: TrainConfig, variant: Variant) -> None:
+def _try_building(run: TrainConfig) -> None:
     """Refuse settings that the residual or the model refuses; on the meta device, where a model costs no memory."""
     from attnres.models import build
 
     with torch.device("meta"):
         build(
-            size=base.model.size,
-            residual=variant.residual,
+            size=size_of(run.model),
+            residual=run.model.residual,
             vocab_size=256,
-            max_positions=base.data.seq_len,
-            settings=variant.settings,
+            max_positions=run.data.seq_len,
+            settings=run.model.settings,
         )
 
 
@@ -309,7 +309,7 @@ def _time(out: Path, plan: Plan, vocabulary: int, seconds: float, say: Console) 
     try:
         speed = step_times(
             {label: (plan.variants[label].residual, plan.variants[label].settings) for label in labels},
-            size=run.model.size,
+            size=size_of(run.model),
             vocab_size=vocabulary,
             seq_len=run.data.seq_len,
             batch_size=run.batch_size,
@@ -343,7 +343,11 @@ def _fits(models: int, plan: Plan, vocabulary: int) -> bool:
     else:
         with torch.device("meta"):
             model = build(
-                size=run.model.size, residual="standard", vocab_size=vocabulary, max_positions=run.data.seq_len, seed=0
+                size=size_of(run.model),
+                residual="standard",
+                vocab_size=vocabulary,
+                max_positions=run.data.seq_len,
+                seed=0,
             )
         parameters = sum(parameter.numel() for parameter in model.parameters())
     needed = 16 * parameters * models

@@ -30,8 +30,9 @@ FREE = ("out", "name", "resume", "track", "save_every", "device")
 class ModelConfig:
     """Which model is trained."""
 
-    size: str | dict[str, Setting] = "nano"
-    """Named size (nano, 100m, 0.6b, gpt2-124m); in a file also a mapping {family: qwen3, hidden_size: 64, ...}."""
+    size: str | dict[str, Setting] | None = None
+    """Named size (nano, 100m, 0.6b, gpt2-124m); in a file also a mapping {family: qwen3, hidden_size: 64, ...}; none is
+    nano, or with finetune.init_from the size of that model."""
     residual: str = "block"
     """How sublayers read earlier outputs: standard, rescaled, block, full, deepnorm, hyper_connections, denseformer."""
     block_size: int | None = None
@@ -174,6 +175,11 @@ def settings_of(model: ModelConfig) -> dict[str, Setting]:
     return settings
 
 
+def size_of(model: ModelConfig) -> str | dict[str, Setting]:
+    """The size of a new model."""
+    return "nano" if model.size is None else model.size
+
+
 def resolve(config: TrainConfig) -> TrainConfig:
     """A copy in which every default is filled in: settings merged, name and folder given.
 
@@ -184,7 +190,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     model = dataclasses.replace(config.model, settings=settings, block_size=None, num_blocks=None)
     config = dataclasses.replace(config, model=model, name=name, out=str(config.out or Path("runs") / name))
     if config.finetune.init_from is None:
-        return config
+        return dataclasses.replace(config, model=dataclasses.replace(model, size=size_of(model)))
     from attnres.train.start import settle
 
     return settle(config)
@@ -308,6 +314,8 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
     known = dict(_leaves(to_dict(TrainConfig())))  # what an earlier version did not have, it did as by default
     left, right = {**known, **dict(_leaves(ours))}, {**known, **dict(_leaves(theirs))}
     names = [name for name in dict.fromkeys([*left, *right]) if name not in FREE]
+    if left.get("finetune.init_from") and right.get("finetune.init_from"):  # an earlier version wrote a size then too
+        names = [name for name in names if name.split(".")[:2] != ["model", "size"]]
     return [name for name in names if left.get(name) != right.get(name)]
 
 

@@ -27,10 +27,9 @@ import torch
 from safetensors import safe_open
 
 from attnres.errors import UserError
-from attnres.files import read_json
 from attnres.residuals import make_residual
 from attnres.residuals import settings_of as settings_with_defaults
-from attnres.train.config import DataConfig, ModelConfig, TrainConfig
+from attnres.train.config import DataConfig, ModelConfig, TrainConfig, size_of
 
 if TYPE_CHECKING:
     from attnres.data import Prepared
@@ -79,24 +78,18 @@ def find_start(init_from: str) -> Start:
         UserError: nothing there, an unfinished run, or a model that cannot be used (see `attnres.models.source.find`).
     """
     folder = Path(init_from).expanduser()
-    if (folder / "model" / "config.json").is_file():  # a run folder
-        folder = folder / "model"
-    elif (folder / "checkpoint").is_dir():
+    if (folder / "checkpoint").is_dir() and not (folder / "model" / "config.json").is_file():
         raise UserError(f"the run in {init_from} is not finished and has no model yet: continue it with --resume first")
-    if (folder / "config.json").is_file():
-        config = read_json(folder / "config.json")
-        if not isinstance(config, dict):
-            raise UserError(f"config.json of {init_from} holds no object: it is damaged, copy it again")
-        start = Start(init_from, folder, config)
-        code = (config.get("residual_family") or {}).get("remote") if start.own else config.get("auto_map")
-        if code and not _known(config):
-            raise UserError(
-                f"{init_from} brings its own code, which training does not run: start from a model that needs none"
-            )
-        if start.own:
-            return start
-    found = _found(init_from)
-    return Start(init_from, found.folder, found.config)
+    found = _located(init_from)
+    start = Start(init_from, found.folder, found.config)
+    code = (found.config.get("residual_family") or {}).get("remote") if start.own else found.config.get("auto_map")
+    if code and not _known(found.config):
+        raise UserError(
+            f"{init_from} brings its own code, which training does not run: start from a model that needs none"
+        )
+    if not start.own:
+        _found(init_from)
+    return start
 
 
 def _known(config: dict[str, Any]) -> bool:
@@ -105,12 +98,32 @@ def _known(config: dict[str, Any]) -> bool:
     return config.get("model_type") in CONFIG_MAPPING
 
 
+def _located(init_from: str) -> Any:
+    """Its folder (of a run: that of its model) and config.json; the hub is asked once in a process."""
+    from attnres.models.source import locate
+
+    folder = Path(init_from).expanduser()
+    if not folder.exists():
+        return _fetched(init_from)
+    inner = folder / "model"
+    return dataclasses.replace(locate(inner if (inner / "config.json").is_file() else folder), name=init_from)
+
+
+@functools.cache
+def _fetched(name: str) -> Any:
+    from attnres.models.source import locate
+
+    return locate(name)
+
+
 @functools.cache
 def _found(init_from: str) -> Any:
-    """A plain model, looked at once in a process: its checksums and the hub are slow to ask."""
-    from attnres.models.source import find
+    """A plain model whose files were looked at, once in a process: that is slow."""
+    from attnres.models.source import check
 
-    return find(init_from)
+    found = _located(init_from)
+    check(found)
+    return found
 
 
 # ------------------------------------------------------------------ what it settles
@@ -127,9 +140,9 @@ def settle(config: TrainConfig) -> TrainConfig:
     """
     name, model = config.finetune.init_from, config.model
     assert name is not None
-    if model.size != ModelConfig().size:
+    if model.size is not None:
         raise UserError(
-            f"both size {model.size} and init_from {name} are given: the model has its size, leave size out"
+            f"both size {_named(model.size)} and init_from {name} are given: the model has its size, leave size out"
         )
     start = find_start(name)
     if start.continued:
@@ -142,6 +155,10 @@ def settle(config: TrainConfig) -> TrainConfig:
     if data.tokenizer == DataConfig().tokenizer and not prepared:
         data = dataclasses.replace(data, tokenizer=str(start.folder))
     return dataclasses.replace(config, model=dataclasses.replace(model, settings=settings), data=data)
+
+
+def _named(size: str | dict[str, Any]) -> str:
+    return size if isinstance(size, str) else json.dumps(size)
 
 
 def _kept_settings(start: Start, model: ModelConfig) -> dict[str, Any]:
@@ -257,7 +274,7 @@ def _new(config: TrainConfig, prepared: "Prepared") -> Any:
     from attnres.models import build
 
     model = build(
-        size=config.model.size,
+        size=size_of(config.model),
         residual=config.model.residual,
         vocab_size=prepared.vocab_size,
         max_positions=config.data.seq_len,

@@ -5,6 +5,7 @@ import re
 
 import all as every
 import decode
+import generate
 import harness
 import kernels
 import pytest
@@ -95,6 +96,22 @@ def test_decode_leaves_the_cache_as_long_as_it_was():
     found = decode.run(CPU, torch.float32, **how, batches=[2], say=_quiet)
     assert set(found["decode"]["2"]) == set(decode.VARIANTS) == set(found["prefill"]["8"])
     assert all("median_s" in row for row in found["decode"]["2"].values())
+
+
+def test_generation_is_timed_beside_the_base_model_around_the_same_weights(monkeypatch):
+    seen = {}
+
+    def rate(model, ids, tokens):
+        seen[type(model).__name__, getattr(model.config, "residual", None)] = model.get_input_embeddings().weight
+        assert ids.shape == (1, 3) and tokens == 4
+        return 10.0 if len(seen) == 1 else 5.0
+
+    monkeypatch.setattr(generate, "decode_rate", rate)
+    found = generate.run("nano", CPU, torch.float32, prompt=3, tokens=4, rounds=2, seed=0, say=_quiet)
+    assert list(found["rows"]) == ["plain", *generate.VARIANTS] and found["family"] == "Qwen3ForCausalLM"
+    assert {residual for _, residual in seen} == {None, "standard", "block", "full"}
+    assert len({weight.data_ptr() for weight in seen.values()}) == 1
+    assert all(row["rounds"] == 2 and row["ratio"] > 0 for row in found["rows"].values())
 
 
 def test_a_decode_step_from_a_static_cache_is_the_model_without_a_cache():

@@ -297,7 +297,7 @@ def test_without_an_interleaved_timing_the_ratio_says_so(tmp_path):
     _, table = both(tmp_path)
     assert table.row("full").step_ratio == pytest.approx(0.5 / 0.4)
     assert table.row("full").tokens_per_s == pytest.approx(2048 / 0.5)
-    assert any("not taken in turn" in note for note in table.notes)
+    assert any("Nothing was timed in turn" in note for note in table.notes)
 
 
 def test_the_footer_says_which_error_it_is(tmp_path):

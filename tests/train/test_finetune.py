@@ -58,7 +58,7 @@ def tune(configure: Configure, plain: Path) -> Configure:
     """Makes the configuration of a small run that starts from `plain` with Block."""
 
     def make(out: str = "run", **values: Any) -> TrainConfig:
-        config = configure(out=out, **{"model": {"size": "nano"}, **values})
+        config = configure(out=out, **{"model": {"size": None}, **values})
         if config.finetune.init_from is None:
             config.finetune.init_from = str(plain)
         return config
@@ -99,6 +99,7 @@ def test_a_plain_model_starts_where_it_was(tune: Configure, plain: Path, tmp_pat
     assert model.config.residual == "block" and model.config.residual_settings == {"num_blocks": 2, "read_scale": "sum"}
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert (run / "model" / "chat_template.jinja").exists() and (run / "model" / "tokenizer.json").exists()
+    assert json.loads((run / "config.json").read_text())["model"]["size"] is None
     said = json.loads((run / "start.json").read_text())
     assert said["init_from"] == str(plain) and said["kind"] == "plain" and said["residual"] is None
     assert said["logits"]["relative"] <= said["logits"]["bound"]
@@ -122,13 +123,13 @@ def test_a_standard_run_gets_depth_reads_and_a_run_with_them_goes_on(configure: 
     first.model.residual, first.model.num_blocks = "standard", None
     trained = train(first, progress=False)["val_loss"]
 
-    second = configure(out="second", steps=4, model={"size": "nano"}, finetune={"init_from": str(tmp_path / "first")})
+    second = configure(out="second", steps=4, model={"size": None}, finetune={"init_from": str(tmp_path / "first")})
     train(second, progress=False)
     vals = [line["loss"] for line in read(tmp_path / "second" / "metrics.jsonl") if line["kind"] == "val"]
     assert vals[0] == pytest.approx(trained, rel=1e-5)
     assert json.loads((tmp_path / "second" / "start.json").read_text())["kind"] == "attnres"
 
-    third = configure(out="third", steps=4, model={"size": "nano", "num_blocks": None})
+    third = configure(out="third", steps=4, model={"size": None, "num_blocks": None})
     third.finetune.init_from = str(tmp_path / "second" / "model")
     train(third, progress=False)
     found = [line["loss"] for line in read(tmp_path / "third" / "metrics.jsonl") if line["kind"] == "val"]
@@ -335,6 +336,25 @@ def test_a_damaged_adapter_is_named(tune: Configure, tmp_path: Path) -> None:
         train(config, progress=False)
 
 
+def test_a_pretrained_model_that_brings_code_is_refused_before_its_weights_are_looked_at(
+    capsys: pytest.CaptureFixture[str], tune: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the hub as on disk; training has no --trust-remote-code that a message could name."""
+    fetched = tmp_path / "fetched"
+    fetched.mkdir()
+    config = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "a.Model"}}
+    (fetched / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("attnres.models.source._fetched", lambda name, code: fetched)
+    refused(capsys, "which training does not run", tune(), tmp_path, "--init-from", "someone/own-model")
+
+
+def test_a_size_written_beside_init_from_by_an_earlier_version_is_no_difference() -> None:
+    ours = to_dict(TrainConfig(finetune=FinetuneConfig(init_from="there")))
+    assert differences(ours, {**ours, "model": {**ours["model"], "size": "nano"}}) == []
+    new = to_dict(TrainConfig())
+    assert differences(new, {**new, "model": {**new["model"], "size": "100m"}}) == ["model.size"]
+
+
 def test_a_run_of_an_earlier_version_had_the_defaults() -> None:
     ours = to_dict(TrainConfig())
     theirs = {name: value for name, value in ours.items() if name != "finetune"}
@@ -422,6 +442,8 @@ def test_settings_that_contradict_the_model(
     capsys: pytest.CaptureFixture[str], tune: Configure, plain: Path, tmp_path: Path
 ) -> None:
     refused(capsys, "both size 100m and init_from", tune(model={"size": "100m"}), tmp_path)
+    refused(capsys, "both size nano and init_from", tune(), tmp_path, "--size", "nano")
+    refused(capsys, 'both size {"family": "qwen3"', tune(), tmp_path, "--size", "{family: qwen3, hidden_size: 16}")
     refused(capsys, "Valid: all, lora, residual", tune(finetune={"train_only": "lorra"}), tmp_path)
     refused(capsys, "did you mean 'lora'", tune(finetune={"train_only": "lorra"}), tmp_path)
     refused(capsys, "must be a number above 0", tune(finetune={"lora_rank": 0}), tmp_path)

@@ -1,0 +1,139 @@
+"""Tokens a second of text generation beside the base model: Transformers' own `generate` with its KV cache, greedy.
+
+    python benchmarks/generate.py                               # random models: nano and 100m on a CPU, 0.6b on a GPU
+    python benchmarks/generate.py --models Qwen/Qwen3-0.6B      # pretrained ones, folders or names on the hub
+
+Each model runs as its own class has it ("plain"), with the standard residual in our stream ("standard"), and converted
+to Block and Full, all around the same weights; in turn, the order changing each round. Counted is the time from the
+first new token to the last; the prompt's pass is not.
+"""
+
+import argparse
+import statistics
+from collections.abc import Callable
+from typing import Any
+
+import harness
+import torch
+from harness import DTYPES
+
+from attnres import UserError, convert
+from attnres.evals.speed import decode_rate
+from attnres.files import write_json
+from attnres.models import FAMILIES, SIZES
+from attnres.models.source import find, load_plain
+from attnres.train.device import tune
+
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "standard": ("standard", {}),
+    "block": ("block", {"num_blocks": 8}),
+    "full": ("full", {}),
+}
+"""Beside "plain", the base that ratios are to."""
+VOCABULARY = 4096
+SMALL = {"cuda": ["0.6b"], "cpu": ["nano", "100m"]}
+
+
+def base_model(name: str, dtype: torch.dtype, positions: int, seed: int) -> Any:
+    """A plain Transformers model: a name in `SIZES` with random weights, else a folder or a name on the hub."""
+    import transformers
+
+    if name not in SIZES:
+        return load_plain(find(name), dtype)[0]
+    fields: dict[str, Any] = {"vocab_size": VOCABULARY, **SIZES[name]}
+    family = FAMILIES[fields.pop("family")]
+    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = getattr(transformers, family.config)(**{**fields, **none, family.positions: positions})
+    torch.manual_seed(seed)
+    return getattr(transformers, family.causal_lm)(config).to(dtype).eval()
+
+
+def run(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    prompt: int,
+    tokens: int,
+    rounds: int,
+    seed: int,
+    say: Callable[[str], None] = print,
+) -> dict[str, Any]:
+    """One base model and what it converts to: label -> tokens/s and its ratio to the base model's."""
+    plain = base_model(name, dtype, prompt + tokens, seed)
+    models = {"plain": plain}
+    models |= {label: convert(plain, residual, **settings) for label, (residual, settings) in VARIANTS.items()}
+    for model in models.values():
+        tune(model, device, prompt + tokens)
+        model.to(device)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(min(plain.config.vocab_size, VOCABULARY), (1, prompt), generator=generator).to(device)
+    rates: dict[str, list[float]] = {label: [] for label in models}
+    labels = list(models)
+    progress = harness.Progress(f"generate {name}", rounds + 1)
+    for done in range(rounds + 1):
+        turn = done % len(labels)
+        for label in labels[turn:] + labels[:turn]:
+            rate = decode_rate(models[label], ids, tokens)
+            if done:  # the first round warms up
+                rates[label].append(rate)
+        progress.step(f"round {done} of {rounds}")
+    rows = {label: summary(found, rates["plain"]) for label, found in rates.items()}
+    parameters = sum(parameter.numel() for parameter in plain.parameters())
+    say(f"{name}, {parameters:,} parameters, {tokens} tokens after {prompt}, {rounds} rounds\n{lines(rows)}\n")
+    return {"parameters": parameters, "family": type(plain).__name__, "rows": rows}
+
+
+def summary(rates: list[float], base: list[float]) -> dict[str, Any]:
+    """Medians and quartiles of tokens/s and of the rounds' ratios to the base model's."""
+    ratios = [mine / other for mine, other in zip(rates, base, strict=True)]
+    cuts = [statistics.quantiles(v, n=4) if len(v) > 1 else [v[0]] * 3 for v in (rates, ratios)]
+    return {
+        "tokens_per_s": statistics.median(rates),
+        "quartiles": [cuts[0][0], cuts[0][2]],
+        "ratio": statistics.median(ratios),
+        "ratio_quartiles": [cuts[1][0], cuts[1][2]],
+        "rounds": len(rates),
+    }
+
+
+def lines(rows: dict[str, dict[str, Any]]) -> str:
+    """The rows as text."""
+    text = [["", "tokens/s", "quartiles", "ratio to plain", "quartiles"]]
+    for label, row in rows.items():
+        spreads = [
+            f"{low:.{d}f}-{high:.{d}f}" for (low, high), d in ((row["quartiles"], 1), (row["ratio_quartiles"], 3))
+        ]
+        text.append([label, f"{row['tokens_per_s']:.1f}", spreads[0], f"{row['ratio']:.3f}", spreads[1]])
+    return harness.table(text)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    harness.add_device(parser)
+    parser.add_argument("--models", nargs="+", default=None, help="names in attnres.models.SIZES, folders, hub names")
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of the prompt")
+    parser.add_argument("--tokens", type=int, default=64, help="new tokens, at least 2")
+    parser.add_argument("--rounds", type=int, default=7, help="timed rounds, after one that warms up")
+    options = parser.parse_args()
+    if min(options.prompt, options.tokens - 1, options.rounds) < 1:
+        parser.error("--prompt and --rounds are at least 1, --tokens at least 2")
+    device = harness.settle(options, "generate")
+    shape = {"prompt": options.prompt, "tokens": options.tokens}
+    result = harness.head("generate", device, options.dtype, options.seed) | {"shape": shape, "models": {}}
+    for name in options.models or SMALL[device.type]:
+        how = {**shape, "rounds": options.rounds, "seed": options.seed}
+        try:
+            result["models"][name] = run(name, device, DTYPES[options.dtype], **how)
+        except UserError as error:
+            parser.error(str(error))
+    write_json(options.out, result)
+    panels = {name: {k: row["ratio"] for k, row in found["rows"].items()} for name, found in result["models"].items()}
+    plot = options.out.with_suffix(".svg")
+    title = f"Text generation, {result['environment']['device']}"
+    harness.bar_chart(plot, panels, "tokens/s, as a ratio to the base model's", title)
+    print(f"wrote {options.out} and {plot}")
+
+
+if __name__ == "__main__":
+    main()
