@@ -122,7 +122,7 @@ class Trace:
         weights = weights.detach().float()
         self.sources[index] = list(sources)
         self._weights[index] += weights.sum(0, dtype=torch.float64).cpu()
-        shares = weights.abs() / weights.abs().sum(1, keepdim=True)
+        shares = weights.abs() / weights.abs().sum(1, keepdim=True).clamp_min(1e-30)  # an emptied read has no entropy
         self._entropy[index] += torch.special.entr(shares).sum(dtype=torch.float64).item()
         if self._mechanism.feeds_back:
             row = self._mechanism.mixing_row(index, weights, sources, self._rows)

@@ -1,0 +1,52 @@
+"""What `attnres inspect` takes, as data; importing this loads no heavy library."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import tyro
+
+
+@dataclass
+class InspectConfig:
+    """Show where every read of a model comes from, on a text or a corpus: tables here, figures and JSON with --out.
+
+    Without a text, a run folder is inspected on what it was trained on.
+    """
+
+    model: tyro.conf.Positional[str]
+    """A run folder, a model folder or a hub name; with depth reads, or another residual of attnres."""
+    text: str | None = None
+    """A text, shown token by token."""
+    file: str | None = None
+    """A text file, shown token by token."""
+    corpus: str | None = None
+    """stdlib, a file or folder (.txt, .jsonl, .parquet, .py), or hub:NAME[:CONFIG[:SPLIT]]: many documents."""
+    column: str = "text"
+    """Field of .jsonl, column of .parquet and hub data sets that holds the text."""
+    limit: int = 20_000
+    """Read so many tokens of the text or corpus."""
+    context: int | None = None
+    """Tokens in a window; none is the model's context, at most 2048."""
+    kind: Literal["auto", "code", "prose"] = "auto"
+    """What the text is: decides the kinds of tokens that are told apart."""
+    out: str | None = None
+    """Folder for inspection.json, the figures, and a JSON file for each of the options below."""
+    prune: bool = False
+    """Also report which sources hardly any weight goes to, and what the loss is without them."""
+    threshold: float = 0.01
+    """Of --prune: the weight below which an edge counts as hardly read."""
+    knock_out: tuple[str, ...] = ()
+    """SOURCE or SOURCE@READ, e.g. embedding, "block 2@output", embedding@mlp3, embedding@attention: the loss without
+    it, each on its own."""
+    attribute: bool = False
+    """Of a text: which edges (read and source) the prediction after it depends on, by knock-out and by gradient."""
+    batch_tokens: int = 4096
+    """Tokens in one forward pass."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of the weights; auto is what they are stored in."""
+    device: str = "auto"
+    """auto (CUDA where there is one, else the CPU), cpu or cuda."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model. Read it first."""
+    progress: bool = True
+    """Show a progress bar."""

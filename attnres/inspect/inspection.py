@@ -1,0 +1,325 @@
+"""Everything that is measured of one model on some text, as plain numbers: what tables, figures and pages are made of.
+
+inspection = inspect_model(model, tokenizer, documents, context=256)
+inspection.save("inspection.json")
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import UserError
+from ..files import read_json, write_text
+from . import geometry, measures
+from .kinds import KINDS, guess_language, kinds_of
+from .record import find_residual, record
+from .survey import Encoded, Survey, encode, front, survey
+
+Kind = Literal["auto", "code", "prose"]
+
+FORMAT = 1
+DIGITS = 6
+"""Significant digits of the numbers in a file: more than anybody reads, and half of what fp64 would take."""
+
+
+FIRST = 8
+"""Documents that are looked at to tell code from prose."""
+
+
+@dataclass
+class Inspection:
+    """One model, seen on some text: as it is in memory, so it is in a file.
+
+    Rows that belong to reads are in the order of `reads`. A number that does not exist (the entropy of a read that
+    weighs nothing, an error over one document) is None; what a residual does not have is None as a whole.
+
+    Attributes:
+        model: `name`, `residual`, `settings`, `num_sublayers` L, `width`, `parameters`.
+        data: `source`, `documents`, `windows`, `tokens`, `context`, `kind`.
+        reads: names of the L+1 reads.
+        routing: `reads`, `sources` (names), `weights` (mean over tokens); and of the shares |weight| / sum |weights|
+            `high`, what 99% of tokens are below, and `largest`, the most that any token had. A residual without a
+            softmax has the weights that it implies.
+        entropy: `nats` (L+1) mean over tokens, `effective` exp of it, `most` how many sources there are.
+        mixing: (L+1, L+1), see `measures`. distance, persistence: (L+1) of it.
+        sharpness, query_cosine, query_pca, gates: see `geometry`.
+        output_rms: (L). input_rms: (L+1).
+        source_rms, source_cosine: rows parallel to `routing["sources"]`; key_cosine (n, n) of the output's sources.
+        kinds: `kind`, `names`, `tokens`, `documents`; `weights` and `error` [kind][read][source], standard errors over
+            documents.
+        prompts: the same for the prompts that come with the package, by category; errors over prompts.
+        example: `text`, `tokens` (strings), `ids`, `kinds`, `losses` (of the next token; the last is None), and
+            `weights` [read][token][source].
+        losses: `mean` in nats per token, `error` over documents, `tokens` predicted.
+        dynamics: of the run that trained the model, see `measures.dynamics`.
+    """
+
+    model: dict[str, Any]
+    data: dict[str, Any]
+    reads: list[str]
+    routing: dict[str, Any] | None
+    entropy: dict[str, list[float | None]]
+    mixing: list[list[float]] | None
+    distance: list[float] | None
+    persistence: list[float] | None
+    sharpness: list[float | None] | None
+    query_cosine: list[list[float | None]] | None
+    query_pca: dict[str, Any] | None
+    gates: dict[str, Any] | None
+    output_rms: list[float]
+    input_rms: list[float]
+    source_rms: list[list[float]]
+    source_cosine: list[list[float]]
+    key_cosine: list[list[float]]
+    kinds: dict[str, Any] | None = None
+    prompts: dict[str, Any] | None = None
+    example: dict[str, Any] | None = None
+    losses: dict[str, float | None] = field(default_factory=dict)
+    dynamics: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        for item in dataclasses.fields(self):
+            setattr(self, item.name, _plain(getattr(self, item.name)))
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON. Raises UserError."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        text = json.dumps({"format": FORMAT, **values}, allow_nan=False, ensure_ascii=False)
+        write_text(path, text + "\n")  # on one line: an indented example would be a line a number
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises:
+            UserError: it is not there, or not one of ours.
+        """
+        values = read_json(path)
+        names = {item.name for item in dataclasses.fields(cls)}
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT or set(values) != names:
+            raise UserError(f"{path} is no inspection of format {FORMAT}: expected a file that attnres inspect wrote")
+        return cls(**values)
+
+
+def inspect_model(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Iterable[str],
+    *,
+    context: int,
+    batch_size: int = 8,
+    kind: Kind = "auto",
+    limit: int | None = None,
+    example: str | None = None,
+    prompts: bool = True,
+    name: str | None = None,
+    source: str = "documents",
+    progress: bool = False,
+) -> Inspection:
+    """Run documents through a model of this package and measure all that this package can.
+
+    Args:
+        documents: texts; each is cut into windows of `context` tokens, which are seen alone.
+        batch_size: windows in a forward pass.
+        kind: of the text, which decides the kinds of its tokens; "auto" looks at the first documents.
+        limit: stop after so many tokens.
+        example: a text whose tokens are shown one by one, cut after `context` tokens.
+        prompts: also run the prompts that come with the package.
+        name, source: of the model and of the text, for titles.
+        progress: show a bar on stderr where that is a terminal.
+
+    Raises:
+        UserError: no residual of this package, no text, a single token, or what `survey` and `encode` raise.
+    """
+    residual = find_residual(model)
+    before = front(tokenizer)
+    if context < len(before) + 2:
+        raise UserError(f"context is {context} tokens: expected at least {len(before) + 2}, one to predict another")
+    reader = _Reader(tokenizer, documents, kind, limit)
+    options: dict[str, Any] = {"context": context, "batch_size": batch_size, "before": before}
+    with _bar(progress, limit) as on_tokens:
+        seen = survey(model, reader, labels=len(reader.names), on_tokens=on_tokens, **options)
+    trace = seen.trace
+    if seen.loss.tokens == 0:
+        raise UserError(
+            "the text is empty: expected at least two tokens, one to predict another"
+            if trace.tokens - seen.windows * len(before) == 0
+            else "the text is a single token: expected at least two, one to predict another"
+        )
+    mixing = trace.mixing
+    nats = [None if math.isnan(value) else value for value in trace.entropy]
+    config = model.config
+    return Inspection(
+        model={
+            "name": name or type(model).__name__,
+            "residual": residual.name,
+            "settings": dict(getattr(config, "residual_settings", None) or {}),
+            "num_sublayers": residual.num_sublayers,
+            "width": residual.width,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        },
+        data={
+            "source": source,
+            "documents": seen.documents,
+            "windows": seen.windows,
+            "tokens": trace.tokens,
+            "context": context,
+            "kind": reader.kind,
+        },
+        reads=trace.reads,
+        routing=_routing(seen),
+        entropy={
+            "nats": nats,
+            "effective": [None if value is None else math.exp(value) for value in nats],
+            "most": [len(names) or None for names in trace.sources],
+        },
+        mixing=None if mixing is None else mixing.tolist(),
+        distance=None if mixing is None else measures.depth_distance(mixing).tolist(),
+        persistence=None if mixing is None else measures.embedding_persistence(mixing).tolist(),
+        sharpness=geometry.sharpness(residual),
+        query_cosine=geometry.query_cosine(residual),
+        query_pca=geometry.query_pca(residual),
+        gates=geometry.learned_mixing(residual),
+        output_rms=trace.output_rms,
+        input_rms=trace.input_rms,
+        source_rms=trace.source_rms,
+        source_cosine=trace.source_cosine,
+        key_cosine=trace.key_cosine,
+        kinds=_by_label(seen, reader.names, kind=reader.kind),
+        prompts=_prompts(model, tokenizer, options) if prompts else None,
+        example=None if example is None else show_example(model, tokenizer, example, context=context, kind=reader.kind),
+        losses={"mean": float(seen.loss.mean[0]), "error": float(seen.loss.error[0]), "tokens": seen.loss.tokens},
+    )
+
+
+@torch.no_grad()
+def show_example(
+    model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, *, context: int, kind: str
+) -> dict[str, Any] | None:
+    """Every token of a text, cut after `context` tokens, with its weights in each read; None for a residual that weighs
+    nothing. Fields as in `Inspection.example`."""
+    before = front(tokenizer)
+    encoded = encode(tokenizer, text)
+    keep = context - len(before)
+    ids = encoded.ids[:keep].tolist()
+    shown = [
+        text[start:end] if start < end else str(tokenizer.decode([token]))
+        for token, (start, end) in zip(ids, encoded.offsets or [(0, 0)] * len(ids))
+    ]
+    device = next(model.parameters()).device
+    inputs = torch.tensor([[*before, *ids]], device=device)
+    with record(model, tokens=True) as trace:
+        logits = model(input_ids=inputs, use_cache=False).logits[0].float()
+    if not trace.token_weights:
+        return None
+    losses = -logits[:-1].log_softmax(-1).gather(1, inputs[0, 1:, None])[:, 0]
+    names = (*KINDS[kind], "special")  # -1 is the last
+    labels = kinds_of(text, encoded.offsets, kind)[:keep]
+    return {
+        "text": text[: encoded.offsets[keep - 1][1]] if len(encoded.offsets) > keep else text,
+        "tokens": shown,
+        "ids": ids,
+        "kinds": [names[label] for label in labels],
+        "losses": [*losses[len(before) :].tolist(), None],
+        "sources": trace.sources,
+        "weights": [row[0, len(before) :].tolist() for row in trace.token_weights],
+    }
+
+
+class _Reader:
+    """Documents as labelled tokens, up to `limit` of them."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], kind: Kind, limit: int | None
+    ) -> None:
+        rest = iter(documents)
+        first = list(islice(rest, FIRST))
+        self.kind = guess_language("\n".join(first)) if kind == "auto" else kind
+        self.names: Sequence[str] = KINDS[self.kind] if tokenizer.is_fast else []
+        self.tokenizer, self.limit = tokenizer, limit
+        self.documents = chain(first, rest)
+
+    def __iter__(self) -> Iterator[Encoded]:
+        left = self.limit
+        for text in self.documents:
+            encoded = encode(self.tokenizer, text)
+            if self.names:
+                encoded = encoded._replace(labels=np.asarray(kinds_of(text, encoded.offsets, self.kind)))
+            if left is not None:
+                encoded = encoded._replace(ids=encoded.ids[:left], labels=encoded.labels[:left])
+                left -= len(encoded.ids)
+            if len(encoded.ids):
+                yield encoded
+            if left == 0:
+                return
+
+
+def _prompts(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> dict[str, Any] | None:
+    """Weights by the category of the prompts that come with the package."""
+    from .prompts import prompts
+
+    texts = prompts()
+    names = list(texts)
+    encoded = [
+        encode(tokenizer, text)._replace(labels=np.full(len(encode(tokenizer, text).ids), label))
+        for label, name in enumerate(names)
+        for text in texts[name]
+    ]
+    return _by_label(survey(model, encoded, labels=len(names), **options), names)
+
+
+def _routing(seen: Survey) -> dict[str, Any] | None:
+    trace = seen.trace
+    if not any(trace.sources):
+        return None
+    rows = {"weights": trace.weights, "high": seen.high, "largest": seen.largest}
+    return {"reads": trace.reads, "sources": trace.sources, **rows}
+
+
+def _by_label(seen: Survey, names: Sequence[str], **more: Any) -> dict[str, Any] | None:
+    """Means of the labels that occurred."""
+    found = [(name, mean) for name, mean in zip(names, seen.by_label) if mean.tokens]
+    if not found:
+        return None
+    return {
+        **more,
+        "names": [name for name, _ in found],
+        "tokens": [mean.tokens for _, mean in found],
+        "documents": [mean.documents for _, mean in found],
+        "weights": [seen.rows(mean.mean) for _, mean in found],
+        "error": [seen.rows(mean.error) for _, mean in found],
+    }
+
+
+@contextmanager
+def _bar(shown: bool, limit: int | None) -> Generator[Callable[[int], None]]:
+    """What is called with the number of tokens that were run, and draws a bar on a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed:,.0f} tokens"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
+        task = progress.add_task("", total=limit)
+        yield lambda tokens: progress.advance(task, tokens)
+
+
+def _plain(value: Any) -> Any:
+    """Numbers that JSON has: NaN and infinity become None, others are rounded to `DIGITS` digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(part) for part in value]
+    return value

@@ -1,0 +1,151 @@
+"""Which sources a trained model hardly reads. A report: nothing is taken out of the model.
+
+report = prune_report(inspection, threshold=0.01)
+with intervene(model, *report.edits("mean")): ...    # the model without those edges
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ..errors import UserError
+from .edits import KnockOut
+from .inspection import Inspection
+
+Which = Literal["mean", "high", "part"]
+"""What is below the threshold: an edge's mean weight, its weight for 99% of tokens, or its part of the read's length.
+Sources are not normed, so that a small weight on a large one may be much of what is read."""
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A source of a read.
+
+    Attributes:
+        mean, high, largest: its share in the read, |weight| / sum |weights|: of the mean weights, what 99% of tokens
+            are below, and the largest that any token had.
+        part: its share by length, mean * rms(v_i) / sum_j mean_j * rms(v_j); `mean` where lengths were not recorded.
+    """
+
+    read: str
+    source: str
+    mean: float
+    high: float
+    largest: float
+    part: float
+
+
+@dataclass(frozen=True)
+class SourceUse:
+    """A source over all the reads that have it beside others.
+
+    Attributes:
+        reads: how many these are. mean, part: its mean shares over them.
+        below_mean, below_high, below_part: in how many of them a share is below the threshold.
+    """
+
+    source: str
+    reads: int
+    mean: float
+    part: float
+    below_mean: int
+    below_high: int
+    below_part: int
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """What hardly any weight goes through.
+
+    Attributes:
+        threshold: of a weight. edges: of reads with two sources or more; a read of one source has no choice.
+        sources: in order of depth.
+    """
+
+    threshold: float
+    edges: list[Edge]
+    sources: list[SourceUse]
+
+    def below(self, which: Which) -> list[Edge]:
+        """The edges that could go, lightest first."""
+        found = [edge for edge in self.edges if getattr(edge, which) < self.threshold]
+        return sorted(found, key=lambda edge: getattr(edge, which))
+
+    def traffic(self, which: Which) -> float:
+        """Fraction of the vectors that reads with a choice load (one a token and edge) that would no longer be."""
+        return len(self.below(which)) / len(self.edges) if self.edges else 0.0
+
+    def weight(self, which: Which) -> float:
+        """Fraction of the reads' weight that goes through these edges."""
+        reads = len({edge.read for edge in self.edges})
+        return sum(edge.mean for edge in self.below(which)) / reads if reads else 0.0
+
+    def edits(self, which: Which) -> list[KnockOut]:
+        """Interventions that take the edges out, all at once; what a read keeps is renormalised."""
+        by_read: dict[str, list[str]] = {}
+        for edge in self.below(which):
+            by_read.setdefault(edge.read, []).append(edge.source)
+        return [KnockOut(tuple(sources), reads=read) for read, sources in by_read.items()]
+
+    def record(self) -> dict[str, Any]:
+        """For a JSON file."""
+        parts = {
+            which: {
+                "edges": [vars(edge) for edge in self.below(which)],
+                "traffic": self.traffic(which),
+                "weight": self.weight(which),
+            }
+            for which in get_args(Which)
+        }
+        return {
+            "threshold": self.threshold,
+            "edges": len(self.edges),
+            **parts,
+            "sources": [vars(source) for source in self.sources],
+        }
+
+
+def prune_report(inspection: Inspection, threshold: float = 0.01) -> PruneReport:
+    """Look for sources below a threshold, in the weights that an inspection saw.
+
+    These are weights on the inspected text: another text may read what this one hardly does.
+
+    Raises:
+        UserError: as `check_prunable`.
+    """
+    check_prunable(inspection.model["residual"], threshold)
+    routing = inspection.routing
+    assert routing is not None
+    edges, uses = [], dict[str, list[Edge]]()
+    for index, (read, sources) in enumerate(zip(routing["reads"], routing["sources"], strict=True)):
+        if len(sources) < 2:
+            continue
+        mean = _shares(routing["weights"][index])
+        rms = inspection.source_rms[index] if inspection.source_rms else []
+        part = _shares([share * length for share, length in zip(mean, rms, strict=True)]) if rms else mean
+        rows = (sources, mean, routing["high"][index], routing["largest"][index], part)
+        for source, *values in zip(*rows, strict=True):
+            edge = Edge(read, source, *values)
+            edges.append(edge)
+            uses.setdefault(source, []).append(edge)
+    return PruneReport(threshold, edges, [_use(source, found, threshold) for source, found in uses.items()])
+
+
+def check_prunable(residual: str, threshold: float) -> None:
+    """Raise a UserError for a threshold that is no weight, or the name of a residual that learns no weights."""
+    if not 0 < threshold < 1:
+        raise UserError(f"threshold is {threshold}: expected a weight between 0 and 1, such as 0.01")
+    if residual in ("standard", "rescaled", "deepnorm"):
+        raise UserError(f"residual '{residual}' learns no weights of its sources: there is nothing to prune")
+
+
+def _shares(values: Sequence[float]) -> list[float]:
+    total = sum(map(abs, values))
+    return [abs(value) / total if total else 0.0 for value in values]
+
+
+def _use(source: str, edges: list[Edge], threshold: float) -> SourceUse:
+    names = get_args(Which)
+    below = {f"below_{name}": sum(getattr(edge, name) < threshold for edge in edges) for name in names}
+    mean, part = (sum(getattr(edge, name) for edge in edges) / len(edges) for name in ("mean", "part"))
+    return SourceUse(source, len(edges), mean, part, **below)

@@ -1,0 +1,284 @@
+"""Documents streamed through a model: what is summed over their tokens, in the memory of a few batches."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from ..errors import UserError
+from .measures import LabelMean, LabelSums
+from .record import Trace, record
+
+BINS = 500
+"""Of the histogram of each source's shares: quantiles are right to 1 / BINS."""
+HIGH = 0.99
+"""The quantile over tokens that is kept beside the mean and the largest."""
+WAITING = 16
+"""Batches of windows that wait for others of their length: what is kept of a corpus of short documents."""
+
+
+class Encoded(NamedTuple):
+    """A text as tokens: ids (T,), where in the text each lies, and a label each (-1 is none)."""
+
+    ids: np.ndarray
+    offsets: list[tuple[int, int]]
+    labels: np.ndarray
+
+
+class _Window(NamedTuple):
+    document: int
+    ids: np.ndarray
+    labels: np.ndarray
+
+
+class _Open:
+    """Sums over the windows of a document that has not been run to its end."""
+
+    def __init__(self) -> None:
+        self.windows, self.ended = 0, False
+        self.losses, self.scored = 0.0, 0
+        self.tokens: Any = 0.0
+        self.sums: Any = 0.0
+
+
+@dataclass
+class Survey:
+    """What was seen.
+
+    Attributes:
+        trace: the recording.
+        documents, windows: how many were run.
+        loss: mean over predicted tokens in nats, and its standard error over documents; NaN without.
+        by_document: (documents, 2) predicted tokens and the sum of their losses, in the order of the documents.
+        high, largest: for each read and source the share |weight| / sum |weights| that a fraction `HIGH` of tokens are
+            below, and the largest that any token had.
+        by_label: for each label the mean weights of all reads, one after the other, with errors over documents.
+    """
+
+    trace: Trace
+    documents: int
+    windows: int
+    loss: LabelMean
+    by_document: np.ndarray
+    high: list[list[float]]
+    largest: list[list[float]]
+    by_label: list[LabelMean]
+
+    def rows(self, values: np.ndarray) -> list[list[float]]:
+        """Numbers of all reads, cut into one row a read."""
+        ends = np.cumsum([len(names) for names in self.trace.sources])
+        return [part.tolist() for part in np.split(values, ends[:-1])]
+
+
+def front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """What the tokenizer itself puts in front of a text, a beginning-of-text token, or nothing."""
+    own = list(tokenizer("")["input_ids"])
+    return own if own and own == [tokenizer.bos_token_id] else []
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
+    """The tokens of a text without special ones, labelled -1.
+
+    Raises:
+        UserError: the tokenizer fails on it, as one without a token for the unknown may.
+    """
+    try:
+        found: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
+    except Exception as error:  # the Rust library raises plain Exceptions
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UserError(f"the tokenizer cannot encode the text ({reason}): remove what it does not know") from error
+    ids = np.asarray(found["input_ids"], dtype=np.int64)
+    offsets = [tuple(pair) for pair in found["offset_mapping"]] if tokenizer.is_fast else []
+    return Encoded(ids, offsets, np.full(len(ids), -1))
+
+
+def survey(
+    model: nn.Module,
+    documents: Iterable[Encoded],
+    *,
+    context: int,
+    batch_size: int = 8,
+    labels: int = 0,
+    before: list[int] | None = None,
+    on_tokens: Callable[[int], None] | None = None,
+) -> Survey:
+    """Run documents through the model in windows of `context` tokens, each window seen alone.
+
+    Windows of one length share a batch, so that there is no padding, which would be recorded as tokens.
+
+    Args:
+        labels: how many labels the documents' tokens have.
+        before: tokens in front of every window, without label.
+        on_tokens: called with the number of tokens of each finished batch.
+
+    Raises:
+        UserError: no residual of this package; logits that are NaN or infinite.
+    """
+    before = before or []
+    sums = _Sums(labels)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), record(model, tokens=True) as trace:
+            for batch in _batches(sums.opened(_windows(documents, context - len(before))), batch_size):
+                ids = np.stack([np.concatenate([before, window.ids]) for window in batch]).astype(np.int64)
+                device = next(model.parameters()).device
+                inputs = torch.from_numpy(ids)
+                logits = model(input_ids=inputs.to(device), use_cache=False).logits
+                sums.add(batch, trace, _losses(logits, inputs), len(before))
+                if on_tokens is not None:
+                    on_tokens(ids.size)
+    finally:
+        model.train(was_training)
+    return sums.survey(trace)
+
+
+def mean_over_documents(rows: np.ndarray) -> LabelMean:
+    """sum(a) / sum(b) with its standard error over documents, of rows (documents, 2) of b and a."""
+    sums = LabelSums(1, 1)
+    for tokens, total in rows:
+        if tokens:
+            sums.add(np.array([tokens]), np.array([[total]]))
+    return sums.mean(0)
+
+
+def loss_change(before: Survey, after: Survey) -> LabelMean:
+    """How much higher the mean loss of the same documents is in `after`, in nats per token, document by document."""
+    rows = after.by_document.copy()
+    rows[:, 1] -= before.by_document[:, 1]
+    return mean_over_documents(rows)
+
+
+def _windows(documents: Iterable[Encoded], room: int) -> Iterator[_Window | None]:
+    """Windows of every document, and None where one ends."""
+    for number, document in enumerate(documents):
+        for start in range(0, len(document.ids), room):
+            end = start + room
+            yield _Window(number, document.ids[start:end], document.labels[start:end])
+        yield None
+
+
+def _batches(windows: Iterable[_Window], size: int) -> Iterator[list[_Window]]:
+    """Windows of equal length together, in memory bounded by `WAITING` batches."""
+    waiting: dict[int, list[_Window]] = {}
+    for window in windows:
+        group = waiting.setdefault(len(window.ids), [])
+        group.append(window)
+        if len(group) == size:
+            yield waiting.pop(len(window.ids))
+        elif sum(map(len, waiting.values())) >= WAITING * size:
+            yield waiting.pop(max(waiting, key=lambda length: len(waiting[length])))
+    yield from waiting.values()
+
+
+def _losses(logits: Tensor, ids: Tensor) -> np.ndarray:
+    """(B, T-1): -ln p of each next token."""
+    targets = ids[:, 1:].to(logits.device)
+    rows = [
+        F.cross_entropy(row[:-1].float(), target, reduction="none") for row, target in zip(logits, targets, strict=True)
+    ]
+    losses = torch.stack(rows).double().cpu().numpy()
+    if not np.isfinite(losses).all():
+        raise UserError("the model's logits are NaN or infinite: its weights are broken or its dtype too narrow")
+    return losses
+
+
+def _shares(weights: Tensor) -> Tensor:
+    """|weights| over their sum; zero for a read from which everything was taken."""
+    size = weights.abs()
+    return size / size.sum(-1, keepdim=True).clamp_min(torch.finfo(size.dtype).tiny)
+
+
+class _Sums:
+    """Sums by document while it runs, then by label over documents."""
+
+    def __init__(self, labels: int) -> None:
+        self.labels = labels
+        self.open: dict[int, _Open] = {}
+        self.documents = self.windows = 0
+        self.losses: dict[int, tuple[int, float]] = {}
+        self.largest: Tensor | None = None
+        self.histogram: Tensor | None = None  # (sources of all reads, BINS)
+        self.weights: LabelSums | None = None
+
+    def opened(self, windows: Iterable[_Window | None]) -> Iterator[_Window]:
+        """Hands windows on, and notes which documents they belong to and where these end."""
+        last = None
+        for window in windows:
+            if window is None:
+                if last is not None:
+                    self.open[last].ended = True
+                    self._close(last)
+                last = None
+                continue
+            last = window.document
+            self.open.setdefault(last, _Open()).windows += 1
+            yield window
+
+    def add(self, batch: list[_Window], trace: Trace, losses: np.ndarray, skip: int) -> None:
+        """The pass over `batch`, of whose tokens the first `skip` have no label."""
+        self.windows += len(batch)
+        for window, row in zip(batch, losses, strict=True):
+            document = self.open[window.document]
+            document.windows -= 1
+            document.losses += float(row.sum())
+            document.scored += len(row)
+        if trace.token_weights:
+            flat = torch.cat(trace.token_weights, -1)  # (B, T, sources of all reads)
+            shares = [_shares(row) for row in trace.token_weights]
+            self._spread(torch.cat(shares, -1).flatten(0, 1))
+            if self.labels:
+                self._by_label(batch, flat[:, skip:])
+        for number in {window.document for window in batch}:
+            self._close(number)
+
+    def _spread(self, shares: Tensor) -> None:
+        """shares (tokens, sources of all reads)."""
+        if self.largest is None or self.histogram is None:
+            self.largest = shares.new_zeros(shares.shape[1])
+            self.histogram = torch.zeros(shares.shape[1], BINS, dtype=torch.long)
+        self.largest = torch.maximum(self.largest, shares.amax(0))
+        bins = (shares * BINS).long().clamp_(max=BINS - 1) + torch.arange(shares.shape[1]) * BINS
+        self.histogram += torch.bincount(bins.flatten(), minlength=self.histogram.numel()).view_as(self.histogram)
+
+    def _by_label(self, batch: list[_Window], weights: Tensor) -> None:
+        if self.weights is None:
+            self.weights = LabelSums(self.labels, weights.shape[-1])
+        for window, row in zip(batch, weights, strict=True):
+            labels = torch.from_numpy(window.labels)
+            known = labels >= 0
+            tokens = torch.bincount(labels[known], minlength=self.labels)
+            sums = torch.zeros(self.labels, row.shape[1], dtype=torch.float64)
+            sums.index_add_(0, labels[known], row[known].double())
+            document = self.open[window.document]
+            document.tokens = document.tokens + tokens.numpy().astype(float)
+            document.sums = document.sums + sums.numpy()
+
+    def _close(self, number: int) -> None:
+        """Count a document whose last window has run."""
+        document = self.open.get(number)
+        if document is None or not document.ended or document.windows:
+            return
+        del self.open[number]
+        self.documents += 1
+        self.losses[number] = (document.scored, document.losses)
+        if self.weights is not None and not np.isscalar(document.tokens):
+            self.weights.add(document.tokens, document.sums)
+
+    def survey(self, trace: Trace) -> Survey:
+        empty: list[list[float]] = [[] for _ in trace.sources]
+        by_label = [] if self.weights is None else [self.weights.mean(label) for label in range(self.labels)]
+        losses = np.array([self.losses[number] for number in sorted(self.losses)]).reshape(-1, 2)
+        loss = mean_over_documents(losses)
+        result = Survey(trace, self.documents, self.windows, loss, losses, empty, empty, by_label)
+        if self.largest is not None and self.histogram is not None:
+            below = self.histogram.cumsum(1) / self.histogram.sum(1, keepdim=True)
+            high = ((below < HIGH).sum(1) + 1) / BINS  # the upper end of the bin that holds it
+            result.high = result.rows(torch.minimum(high.double(), self.largest.double()).numpy())
+            result.largest = result.rows(self.largest.double().numpy())
+        return result

@@ -1,0 +1,200 @@
+"""An inspection as tables in the terminal."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .inspection import Inspection
+from .measures import source_spike
+
+TOP = 3
+"""Sources that are named in a row."""
+TOKENS = 64
+"""Tokens of the example that are listed."""
+WIDE = 150
+"""Columns of a terminal from which a read's numbers stand in one row."""
+FEW = 5
+"""Documents from which an error over documents is worth something."""
+CLEAR = 3.0
+"""Standard errors from which a kind of token counts as unlike the average: about 300 weights are looked through."""
+
+
+def wide(console: Console | None) -> Console:
+    """The console to print on; a file or a pipe has no edge to wrap at."""
+    console = console or Console()
+    if not console.is_terminal:
+        console.width = 400
+    return console
+
+
+def show(inspection: Inspection, console: Console | None = None, *, example: bool = True) -> None:
+    """Print what was measured: the model, a row a read, a row a kind of token, the example token by token."""
+    console = wide(console)
+    say(console, _heading(inspection))
+    for table in _reads(inspection, console.width):
+        console.print(table)
+    for line in _notes(inspection):
+        say(console, line)
+    for title, part in (("kind of token", inspection.kinds), ("kind of prompt", inspection.prompts)):
+        if part is not None and inspection.routing is not None and max(part["documents"]) > 1:
+            console.print()
+            console.print(_labels(title, part, inspection.routing))
+    if example and inspection.example is not None:
+        console.print()
+        console.print(_example(inspection.example, inspection.reads))
+
+
+def say(console: Console, line: str) -> None:
+    """Print a line of text that is no markup."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def top(names: Sequence[str], weights: Sequence[float | None], count: int = TOP) -> str:
+    """The heaviest sources and their weights: "embedding .41, block 2 .30"."""
+    pairs = [(name, weight) for name, weight in zip(names, weights, strict=True) if weight is not None]
+    if len(pairs) > 1 and all(abs(weight - pairs[0][1]) < 1e-6 for _, weight in pairs):
+        return f"all {len(pairs)} alike, {number(pairs[0][1])} each"
+    pairs.sort(key=lambda pair: -abs(pair[1]))
+    return ", ".join(f"{name} {number(weight)}" for name, weight in pairs[:count])
+
+
+def number(value: float | None, digits: int = 2, *, sign: bool = False) -> str:
+    """A number without its leading zero, with a real minus; "–" for None."""
+    if value is None:
+        return "–"
+    text = f"{value:{'+' if sign else ''}.{digits}f}"
+    return text.replace("-", "−").replace("0.", ".", 1) if abs(value) < 1 else text.replace("-", "−")
+
+
+def _heading(inspection: Inspection) -> str:
+    model, data, losses = inspection.model, inspection.data, inspection.losses
+    settings = ", ".join(f"{name}={value}" for name, value in model["settings"].items())
+    error = f" ± {losses['error']:.3f}" if losses["error"] is not None else ""
+    windows = f"{_count(data['windows'], 'window')} of up to {data['context']:,}, each seen alone"
+    return (
+        f"{model['name']}: residual {model['residual']}{f' ({settings})' if settings else ''}, "
+        f"{model['num_sublayers']} sublayers of width {model['width']}, {model['parameters']:,} parameters\n"
+        f"{data['source']}: {_count(data['tokens'], 'token')} of {data['kind']} in "
+        f"{_count(data['documents'], 'document')} ({windows}), loss {losses['mean']:.3f}{error} nats per token\n"
+    )
+
+
+def _count(count: int, what: str) -> str:
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def _reads(inspection: Inspection, width: int) -> list[Table]:
+    """A row a read: where it comes from and what it is; two tables where one is wider than the terminal."""
+    routing, sharpness = inspection.routing, inspection.sharpness
+    where: dict[str, list[str]] = {}
+    what: dict[str, list[str]] = {}
+    if routing is not None:
+        pairs = zip(routing["sources"], routing["weights"], strict=True)
+        where["reads most from"] = [top(sources, weights) for sources, weights in pairs]
+        where["entropy"] = [number(value) for value in inspection.entropy["nats"]]
+        where["effective"] = [number(value, 1) for value in inspection.entropy["effective"]]
+        where["of"] = [str(len(sources)) for sources in routing["sources"]]
+    if inspection.distance is not None and inspection.persistence is not None:
+        what["distance"] = [number(value, 1) for value in inspection.distance]
+        what["embedding"] = [number(value) for value in inspection.persistence]
+    if sharpness is not None:
+        what["sharpness"] = [number(value) for value in sharpness]
+    what["rms read"] = [number(value) for value in inspection.input_rms]
+    what["rms written"] = [*(number(value) for value in inspection.output_rms), ""]
+    parts = [{**where, **what}] if width >= WIDE else [part for part in (where, what) if part]
+    return [_table(inspection.reads, part) for part in parts]
+
+
+def _table(reads: Sequence[str], columns: dict[str, list[str]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("read", no_wrap=True)
+    for title in columns:
+        table.add_column(title, justify="left" if title.startswith("reads") else "right", no_wrap=title[0] != "r")
+    for cells in zip(reads, *columns.values(), strict=True):
+        table.add_row(*cells)
+    return table
+
+
+def _notes(inspection: Inspection) -> list[str]:
+    """What the columns mean, and the largest source."""
+    lines = [""]
+    if inspection.routing is not None:
+        lines.append(
+            "weights: mean over tokens; entropy: mean over tokens, in nats; effective: exp of it, the number of sources"
+            " that an even read of that entropy has"
+        )
+    else:
+        lines.append(f"residual '{inspection.model['residual']}' weighs no sources: there are magnitudes alone")
+    if inspection.distance is not None:
+        lines.append(
+            "distance: how many sublayers back the read reaches on average (0: the newest output); embedding: the "
+            "share of the token embedding in it; both by the coefficients of single outputs, blocks taken apart"
+        )
+    if inspection.sharpness is not None:
+        lines.append("sharpness: the largest logit that the pseudo-query can give, |w g| sqrt(d); 0 reads evenly")
+    spikes = source_spike(inspection.source_rms)[-1:] if inspection.source_rms else []
+    if inspection.routing is not None and len(spikes) and spikes[0] == spikes[0]:
+        names, rms = inspection.routing["sources"][-1], inspection.source_rms[-1]
+        place = max(range(len(rms)), key=rms.__getitem__)
+        lines.append(
+            f"largest source of the output: {names[place]}, rms {number(rms[place])}, "
+            f"{number(float(spikes[0]), 1)} times the median of its sources"
+        )
+    if inspection.gates:
+        for name, values in inspection.gates.items():
+            if isinstance(values[0], float):
+                lines.append(f"{name}: {number(min(values))} to {number(max(values))} over the reads")
+    return lines
+
+
+def _labels(title: str, part: dict[str, Any], routing: dict[str, Any]) -> Table:
+    """For each label the weights that are furthest from the average of all tokens, beyond `CLEAR` errors."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(title)
+    table.add_column("tokens", justify="right")
+    table.add_column("reads unlike the average token (weight ± standard error, average)")
+    for k, name in enumerate(part["names"]):
+        if part["documents"][k] < FEW:
+            table.add_row(name, f"{part['tokens'][k]:,}", f"too few texts for errors ({part['documents'][k]})")
+            continue
+        found = []
+        for r, read in enumerate(routing["reads"]):
+            for s, source in enumerate(routing["sources"][r]):
+                weight, error = part["weights"][k][r][s], part["error"][k][r][s]
+                average = routing["weights"][r][s]
+                if weight is None or error is None or abs(weight - average) <= CLEAR * error:
+                    continue
+                text = f"{read} ← {source} {number(weight)} ± {number(error)} ({number(average)})"
+                found.append((abs(weight - average), text))
+        found.sort(reverse=True)
+        table.add_row(name, f"{part['tokens'][k]:,}", "; ".join(text for _, text in found[:2]) or "none clearly")
+    return table
+
+
+def _example(example: dict[str, Any], reads: Sequence[str]) -> Table:
+    """For each token its kind, how badly the next was predicted, and where its reads came from."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("token", "kind", "loss of the next", "embedding in attention reads", "in MLP reads", "output read"):
+        table.add_column(title, justify="right" if title[0] in "lei" else "left")
+    count = len(example["tokens"])
+    chosen = {
+        kind: [i for i, read in enumerate(reads) if read.split()[0] == kind and len(example["sources"][i]) > 1]
+        for kind in ("attention", "mlp")
+    }
+    for t in range(min(count, TOKENS)):
+        cells = [repr(example["tokens"][t])[1:-1], example["kinds"][t] if example["kinds"] else "–"]
+        cells.append(number(example["losses"][t]))
+        for where in chosen.values():
+            weights = [
+                example["weights"][i][t][example["sources"][i].index("embedding")]
+                for i in where
+                if "embedding" in example["sources"][i]
+            ]
+            cells.append(number(sum(weights) / len(weights) if weights else None))
+        cells.append(top(example["sources"][-1], example["weights"][-1][t]))
+        table.add_row(*cells)
+    if count > TOKENS:
+        table.add_row(f"… {count - TOKENS} more")
+    return table

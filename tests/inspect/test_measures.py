@@ -1,0 +1,98 @@
+"""Measures are the formulas in their docstrings, on arrays small enough to do by hand."""
+
+import math
+
+import numpy as np
+import pytest
+
+from attnres.inspect import measures
+
+STANDARD = np.tril(np.ones((5, 5)))
+
+
+def test_a_plain_residual_reaches_back_half_of_its_depth_and_keeps_one_part_of_the_embedding():
+    assert measures.depth_distance(STANDARD) == pytest.approx([0, 0.5, 1, 1.5, 2])
+    assert measures.embedding_persistence(STANDARD) == pytest.approx([1, 1 / 2, 1 / 3, 1 / 4, 1 / 5])
+
+
+def test_distance_is_zero_for_the_newest_output_and_the_whole_depth_for_the_embedding():
+    assert measures.depth_distance(np.eye(4)) == pytest.approx([0, 0, 0, 0])
+    first = np.zeros((4, 4))
+    first[:, 0] = 2.0
+    assert measures.depth_distance(first) == pytest.approx([0, 1, 2, 3])
+    assert measures.embedding_persistence(first) == pytest.approx([1, 1, 1, 1])
+
+
+def test_signs_and_scale_of_coefficients_do_not_matter():
+    scaled = STANDARD * np.array([1, -2, 3, -4, 5])[:, None]
+    assert measures.normalised(scaled).sum(1) == pytest.approx(np.ones(5))
+    assert measures.depth_distance(scaled) == pytest.approx(measures.depth_distance(STANDARD))
+    assert measures.normalised(np.zeros((2, 2))).tolist() == [[0, 0], [0, 0]]
+
+
+def test_entropy_of_even_weights_is_the_logarithm_of_their_number():
+    nats = measures.entropy(np.array([[0.25, 0.25, 0.25, 0.25], [1, 0, 0, 0], [-0.5, 0.5, 0, 0]]))
+    assert nats == pytest.approx([math.log(4), 0, math.log(2)])
+    assert measures.effective_number(nats) == pytest.approx([4, 1, 2])
+
+
+def test_the_spike_is_the_largest_source_over_the_median():
+    assert measures.source_spike([[1, 1, 10, 2]])[0] == pytest.approx(10 / 1.5)
+    assert np.isnan(measures.source_spike([[1, 10], []])).all()
+
+
+def test_heatmaps_put_each_weight_under_its_source():
+    routing = {
+        "reads": ["attention 0", "mlp 0", "attention 1", "mlp 1", "output"],
+        "sources": [
+            ["embedding"],
+            ["embedding", "partial"],
+            ["embedding", "block 1"],
+            ["embedding", "block 1", "partial"],
+            ["embedding", "block 1", "block 2"],
+        ],
+        "weights": [[1.0], [0.4, 0.6], [0.3, 0.7], [0.2, 0.3, 0.5], [0.1, 0.2, 0.7]],
+    }
+    maps = measures.heatmaps(routing)
+    assert list(maps) == ["attention", "mlp", "output"]
+    rows, names, table = maps["mlp"]
+    assert rows == ["mlp 0", "mlp 1"]
+    assert names == ["embedding", "block 1", "block 2", "partial"]
+    np.testing.assert_array_equal(table, [[0.4, np.nan, np.nan, 0.6], [0.2, 0.3, np.nan, 0.5]])
+
+
+def test_errors_of_labels_are_those_of_a_ratio_over_documents():
+    rng = np.random.default_rng(0)
+    sums = measures.LabelSums(2, 3)
+    tokens, totals = [], []
+    for _ in range(7):
+        count = rng.integers(1, 9)
+        values = rng.random((count, 3))
+        tokens.append(count)
+        totals.append(values.sum(0))
+        sums.add(np.array([count, 0.0]), np.stack([values.sum(0), np.zeros(3)]))
+    b, a = np.array(tokens, dtype=float), np.stack(totals)
+    mean = a.sum(0) / b.sum()
+    error = np.sqrt(7 / 6 * ((a - mean * b[:, None]) ** 2).sum(0)) / b.sum()
+    seen = sums.mean(0)
+    assert (seen.tokens, seen.documents) == (b.sum(), 7)
+    np.testing.assert_allclose(seen.mean, mean)
+    np.testing.assert_allclose(seen.error, error)
+    assert sums.mean(1).tokens == 0 and np.isnan(sums.mean(1).mean).all()
+
+
+def test_one_document_has_a_mean_and_no_error():
+    sums = measures.LabelSums(1, 1)
+    sums.add(np.array([2.0]), np.array([[3.0]]))
+    assert sums.mean(0).mean[0] == 1.5 and np.isnan(sums.mean(0).error[0])
+
+
+def test_dynamics_are_the_depth_lines_of_a_run_in_order_of_steps():
+    lines = [
+        {"kind": "train", "step": 1, "loss": 2.0},
+        {"kind": "depth", "step": 10, "output_rms": [1.0], "grad_rms": [0.1], "entropy": [0.0, 1.0]},
+        {"kind": "depth", "step": 5, "output_rms": [2.0], "grad_rms": [0.2]},
+        {"kind": "depth", "step": 10, "output_rms": [3.0], "grad_rms": [0.3], "entropy": [0.0, 1.0]},
+    ]
+    assert measures.dynamics(lines) == {"steps": [5, 10], "output_rms": [[2.0], [3.0]], "grad_rms": [[0.2], [0.3]]}
+    assert measures.dynamics(lines[:1]) is None
