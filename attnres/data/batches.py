@@ -71,13 +71,18 @@ def held_out_windows(tokens: Tokens, seq_len: int, count: int) -> torch.Tensor:
     Raises:
         UserError: fewer tokens than one window, or sizes below 1.
     """
+    starts = held_out_starts(tokens, seq_len, count)
+    return torch.from_numpy(np.stack([tokens[start : start + seq_len + 1] for start in starts]))
+
+
+def held_out_starts(tokens: Tokens, seq_len: int, count: int) -> list[int]:
+    """Where the windows of `held_out_windows` begin; raises what it raises."""
     if count < 1:
         raise UserError(f"{count} held-out windows asked for, expected at least 1")
     _check_length(tokens, seq_len)
     fit = (len(tokens) - 1) // seq_len
     count = min(count, fit)
-    starts = [i * fit // count * seq_len for i in range(count)]
-    return torch.from_numpy(np.stack([tokens[start : start + seq_len + 1] for start in starts]))
+    return [i * fit // count * seq_len for i in range(count)]
 
 
 def permuted(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:

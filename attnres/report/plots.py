@@ -7,7 +7,6 @@ one with the text still readable.
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,22 +14,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
+from attnres.figures.plot import Plot
 from attnres.report import style
 from attnres.report.runs import Run, Study
 from attnres.report.stats import equal_conditions, final_loss, kind, kind_name, mean_loss, paired_curve, sweeps_lr
 from attnres.report.table import Table, listed
 
 WIDTH = 5.0
-
-
-@dataclass(frozen=True)
-class Plot:
-    """A drawn figure with its file name, title and the sentence under it."""
-
-    name: str
-    title: str
-    caption: str
-    figure: Figure
 
 
 def curve_plots(study: Study, table: Table) -> list[Plot]:

@@ -1,39 +1,36 @@
-"""One look for every figure: Okabe-Ito colours fixed to residuals, and colours that follow the page's light or dark.
+"""The figures' look in the page: colours that follow the reader's light or dark.
 
-Figures are drawn in the light theme's colours. In the page each of those becomes a CSS variable, so that the same SVG
-is readable on both backgrounds.
+Figures are drawn in the light theme's colours (`attnres.figures.style`). In the page each of those becomes a CSS
+variable, so that the same SVG is readable on both backgrounds.
 """
 
 import io
 import re
-import zlib
-from collections import Counter
-from collections.abc import Generator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-import matplotlib
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from attnres.files import write_bytes
+from attnres.figures import style as figures
+from attnres.figures.style import COLOURS, DASHES, GRID, INK, MUTED, OTHERS, PAPER, colour_of, save, style
 from attnres.report.runs import Study
 
-INK, MUTED, GRID, PAPER = "#1b1f24", "#5f6b7a", "#e2e6eb", "#fdfdfc"
-
-# Okabe & Ito's palette (2008), the residual that all are held against in the text's own colour.
-COLOURS = {
-    "standard": "#4a5260",
-    "rescaled": "#cc79a7",
-    "block": "#0072b2",
-    "full": "#d55e00",
-    "denseformer": "#009e73",
-    "hyper_connections": "#56b4e9",
-    "deepnorm": "#e69f00",
-}
-OTHERS = ("#8c6bb1", "#7f7f00", "#5b8c5a", "#b07d62")
+__all__ = [
+    "COLOURS",
+    "DASHES",
+    "GRID",
+    "INK",
+    "MUTED",
+    "OTHERS",
+    "PAPER",
+    "colour_of",
+    "css_variable",
+    "css_variables",
+    "looks",
+    "save",
+    "style",
+    "to_svg",
+]
 
 # The same on a dark page: where a colour is too dark for it, a lighter one of the same hue.
 DARK = {
@@ -52,75 +49,11 @@ DARK = {
     "#b07d62": "#d0a38c",
 }
 NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"}
-DASHES = ("-", (0, (5, 1.6)), (0, (1.4, 1.4)), (0, (5, 1.4, 1.4, 1.4)), (0, (8, 2, 2, 2, 2, 2)))
-
-RC = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9.5,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlecolor": INK,
-    "axes.titlepad": 10,
-    "axes.labelcolor": MUTED,
-    "axes.edgecolor": MUTED,
-    "axes.linewidth": 0.8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.facecolor": "none",
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.unicode_minus": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "figure.facecolor": "none",
-    "savefig.facecolor": "none",
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelcolor": MUTED,
-    "ytick.labelcolor": MUTED,
-    "xtick.major.size": 3,
-    "ytick.major.size": 3,
-    "xtick.minor.size": 0,
-    "ytick.minor.size": 0,
-    "text.color": INK,
-    "lines.linewidth": 1.8,
-    "legend.frameon": False,
-    "legend.fontsize": 9,
-    "legend.handlelength": 1.8,
-    "legend.columnspacing": 1.4,
-    "hatch.color": GRID,
-    "hatch.linewidth": 0.8,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "attnres",
-    "path.simplify": True,
-}
-
-
-@contextmanager
-def style() -> Generator[None]:
-    """Draw inside this: the shared settings, and nothing of the user's own."""
-    with matplotlib.rc_context():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(RC)  # ty: ignore[no-matching-overload]
-        yield
-
-
-def colour_of(residual: str) -> str:
-    """The colour of a residual, always the same one."""
-    return COLOURS.get(residual) or OTHERS[zlib.crc32(residual.encode()) % len(OTHERS)]
 
 
 def looks(study: Study) -> dict[str, dict[str, Any]]:
-    """Line keywords for each label: a colour for each residual, a dash for each further label of the same residual."""
-    result: dict[str, dict[str, Any]] = {}
-    seen: Counter[str] = Counter()
-    for label in study.labels:
-        name = study.residual(label)
-        result[label] = {"color": colour_of(name), "linestyle": DASHES[seen[name] % len(DASHES)]}
-        seen[name] += 1
-    return result
+    """Line keywords for each label of a study."""
+    return figures.looks({label: study.residual(label) for label in study.labels})
 
 
 def css_variable(colour: str) -> str:
@@ -159,12 +92,3 @@ def to_svg(figure: Figure, name: str, alt: str) -> str:
         f'aria-label="{alt}" viewBox="0 0 {width:g} {height:g}" style="max-width:{width * 4 / 3:.0f}px">'
     )
     return re.sub(r"<svg[^>]*>", lambda _: opening, svg, count=1)
-
-
-def save(figure: Figure, path: Path, dpi: int = 200) -> None:
-    """A figure in a file of its own, in the light theme: PNG or SVG by the suffix."""
-    out = io.BytesIO()
-    with style():
-        FigureCanvasAgg(figure)
-        figure.savefig(out, format=path.suffix[1:], dpi=dpi, facecolor=PAPER)
-    write_bytes(path, out.getvalue())

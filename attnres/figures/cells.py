@@ -1,0 +1,111 @@
+"""Tables of coloured cells, each in its source's column, found by *name*; what a read cannot see is hatched."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.collections import QuadMesh
+from matplotlib.colors import Normalize, PowerNorm
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+from attnres.figures import style
+from attnres.figures.plot import SMALL, number, plain, thin_ticks
+
+COLOURMAP = "viridis"  # even in lightness for every kind of colour vision
+SHARES = PowerNorm(0.5, vmin=0.0, vmax=1.0)  # square root: with twenty sources a weight of 0.05 is the even share
+SIGNED, SIGNED_MAP = Normalize(-1.0, 1.0), "RdBu_r"  # red and blue are told apart by nearly everybody
+VECTOR_CELLS = 3000  # beyond that the cells are one embedded image
+
+
+def cells(
+    ax: Axes,
+    values: np.ndarray,
+    *,
+    tops: np.ndarray | None = None,
+    norm: Normalize = SHARES,
+    colourmap: str = COLOURMAP,
+    hatched: bool = True,
+) -> QuadMesh:
+    """Draw (rows, columns) `values` downwards, row r from `tops[r]` to one below; NaN is hatched or left out."""
+    count_r, count_c = values.shape
+    tops = np.arange(count_r) if tops is None else tops
+    raster = values.size > VECTOR_CELLS
+    mesh = None
+    if hatched:
+        for r in range(count_r):
+            _hatch(ax, np.flatnonzero(np.isnan(values[r])), tops[r])
+    rows = (
+        np.split(np.arange(count_r), np.flatnonzero(np.diff(tops) > 1) + 1) if raster else np.arange(count_r)[:, None]
+    )
+    for part in rows:  # each row for itself in a vector file; one image of those without a gap where they are many
+        mesh = ax.pcolormesh(
+            np.arange(count_c + 1),
+            [*tops[part], tops[part[-1]] + 1],
+            np.ma.masked_invalid(values[part]),
+            cmap=colourmap,
+            norm=norm,
+            edgecolors="none" if raster else style.PAPER,
+            linewidth=0 if raster else min(0.6, 12 / max(count_r, count_c)),
+            rasterized=raster,
+        )
+    assert mesh is not None
+    ax.set_xlim(0, count_c)
+    ax.set_ylim(tops[-1] + 1, 0)
+    ax.grid(visible=False)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    ax.tick_params(length=0)
+    return mesh
+
+
+def cell_numbers(ax: Axes, mesh: QuadMesh, values: np.ndarray, tops: np.ndarray, size: float) -> None:
+    """The value in each cell, black or white, whichever is readable on it."""
+    for r, c in zip(*np.nonzero(~np.isnan(values))):
+        red, green, blue, _ = mesh.to_rgba(values[r, c])
+        dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
+        colour = "#fefefe" if dark else "#101010"
+        ax.text(c + 0.5, tops[r] + 0.52, number(values[r, c]), ha="center", va="center", fontsize=size, color=colour)
+
+
+def named(
+    ax: Axes,
+    columns: Sequence[str],
+    rows: Sequence[str],
+    tops: np.ndarray,
+    width: float,
+    height: float,
+    size: float = SMALL,
+) -> None:
+    """Names beside the cells, thinned to the axes' `width` and `height` in inches; upright where all fit so."""
+    places = [i + 0.5 for i in range(len(columns))]
+    upright = max(len(name) for name in columns) * size * 0.68 / 72 < width / len(columns)
+    if upright:
+        ax.set_xticks(places, [plain(name) for name in columns], fontsize=size)
+    else:
+        thin_ticks(ax.xaxis, places, columns, width, size)
+        for tick in ax.get_xticklabels():
+            tick.set(rotation=90, ha="center")
+    thin_ticks(ax.yaxis, [top + 0.5 for top in tops], rows, height, size)
+
+
+def scale(figure: Figure, mesh: QuadMesh, axes: Any, label: str, **options: Any) -> None:
+    """The colour scale beside the axes."""
+    settings: dict[str, Any] = {"fraction": 0.03, "pad": 0.015, "aspect": 22, **options}
+    bar = figure.colorbar(mesh, ax=axes, **settings)
+    if mesh.norm is SHARES:
+        bar.set_ticks([0, 0.05, 0.2, 0.5, 1], labels=["0", ".05", ".2", ".5", "1"])
+    bar.set_label(label, fontsize=SMALL)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=0, labelsize=SMALL)
+    bar.ax.grid(visible=False)
+
+
+def _hatch(ax: Axes, absent: np.ndarray, top: float) -> None:
+    """Hatched rectangles over runs of neighbouring absent cells of one row."""
+    if not len(absent):
+        return
+    for part in np.split(absent, np.flatnonzero(np.diff(absent) > 1) + 1):
+        look: dict[str, Any] = {"facecolor": "none", "edgecolor": style.GRID, "linewidth": 0}
+        ax.add_patch(Rectangle((part[0], top), len(part), 1, hatch="////", zorder=0, **look))

@@ -1,0 +1,165 @@
+"""The learned side: which reads ask alike, what sources look alike, and what gates hold reads back."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.colors import Normalize
+
+from attnres.figures import style
+from attnres.figures.cells import SIGNED, SIGNED_MAP, cells, named, scale
+from attnres.figures.depth import model_looks
+from attnres.figures.plot import (
+    COLUMN,
+    PAGE,
+    SMALL,
+    NotShown,
+    Plot,
+    canvas,
+    depth_axis,
+    depth_line,
+    head,
+    outputs,
+    short,
+)
+
+if TYPE_CHECKING:
+    from attnres.inspect.inspection import Inspection
+
+
+def queries(inspection: "Inspection") -> Plot:
+    """Cosine of each two reads' queries, and the queries on their first two principal axes."""
+    if inspection.query_cosine is None:
+        raise NotShown("fewer than two reads have a query that is not zero")
+    cosine = np.array(inspection.query_cosine, dtype=float)
+    pca = inspection.query_pca
+    side = 2.75
+    figure, axes = canvas(PAGE if pca else COLUMN, side + 0.35, 1, 2 if pca else 1)
+    ax, names = axes[0, 0], [short(read) for read in inspection.reads]
+    mesh = cells(ax, cosine, norm=SIGNED, colourmap=SIGNED_MAP)
+    named(ax, names, names, np.arange(len(cosine), dtype=float), side - 0.6, side - 0.4)
+    ax.set_aspect("equal")
+    head(ax, "cosine of queries")
+    scale(figure, mesh, ax, "", fraction=0.045)
+    if pca:
+        _scatter(figure, axes[0, 1], pca, inspection.reads)
+    caption = "Cosine of each two reads' pseudo-query times key gain, w g. Hatched: no query, or one of zero length."
+    if pca:
+        caption += (
+            " Right: the same vectors on their two principal axes, from the first read (dark) to the last (light)."
+        )
+    return Plot("queries", f"{inspection.model['name']}: which reads ask alike", caption, figure)
+
+
+def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: list[str]) -> None:
+    points = np.array(pca["points"], dtype=float)
+    there = np.isfinite(points[:, 0])
+    depth = np.arange(len(points))
+    marks = {"attention": "o", "mlp": "s", "output": "D"}
+    few = len(points) <= 60
+    ax.plot(*points[there].T, color=style.GRID, linewidth=0.7, zorder=1)
+    for kind, mark in marks.items():
+        mine = there & np.array([read.split()[0] == kind for read in reads])
+        name = {"attention": "attention", "mlp": "MLP", "output": "output"}[kind]
+        drawn = ax.scatter(
+            *points[mine].T,
+            c=depth[mine],
+            cmap="viridis",
+            vmin=0,
+            vmax=len(points) - 1,
+            marker=mark,
+            s=22 if few else 9,
+            edgecolors=style.PAPER,
+            linewidths=0.4,
+            label=name,
+            zorder=2,
+        )
+    first, last = np.flatnonzero(there)[[0, -1]]
+    for i in (first, last):
+        ax.annotate(
+            short(reads[i]), points[i], xytext=(4, 4), textcoords="offset points", fontsize=SMALL, color=style.INK
+        )
+    ax.axhline(0, color=style.GRID, linewidth=0.8, zorder=0)
+    ax.axvline(0, color=style.GRID, linewidth=0.8, zorder=0)
+    one, two = pca["explained"][:2]
+    ax.set_xlabel(f"first axis, {one:.0%} of the variance")
+    ax.set_ylabel(f"second axis, {two:.0%}")
+    head(ax, "queries on their principal axes")
+    ax.margins(0.12)
+    handles = ax.legend(fontsize=SMALL, loc="best", handletextpad=0.1)
+    for handle in handles.legend_handles:
+        handle.set_color(style.MUTED)
+    bar = figure.colorbar(drawn, ax=ax, fraction=0.045, pad=0.02)
+    bar.set_label("read", fontsize=SMALL)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=0, labelsize=SMALL)
+
+
+def keys(inspection: "Inspection") -> Plot:
+    """Cosine of the last read's sources with one another: the geometry that its query has to tell apart."""
+    if not inspection.key_cosine or len(inspection.key_cosine) < 2:
+        raise NotShown("no softmax read with more than one source")
+    assert inspection.routing is not None
+    cosine = np.array(inspection.key_cosine, dtype=float)
+    rows = [row for row in inspection.routing["sources"] if len(row) == len(cosine)]
+    names = [short(name) for name in (rows[-1] if rows else map(str, range(len(cosine))))]
+    side = COLUMN - 0.9
+    figure, axes = canvas(COLUMN, side + 0.6)
+    mesh = cells(axes[0, 0], cosine, norm=SIGNED, colourmap=SIGNED_MAP)
+    named(axes[0, 0], names, names, np.arange(len(cosine), dtype=float), side - 0.2, side - 0.2)
+    axes[0, 0].set_aspect("equal")
+    scale(figure, mesh, axes[0, 0], "mean cosine", fraction=0.045)
+    caption = "Mean cosine over tokens of each two sources of the last read."
+    return Plot("keys", f"{inspection.model['name']}: which sources look alike", caption, figure)
+
+
+_GATES = {
+    "recency_bias": "bias of the last source",
+    "gate": "gate: share of the read",
+    "alpha": "alpha",
+}
+
+
+def gates(inspection: "Inspection") -> Plot:
+    """What is learned besides queries: biases and gates by depth, or DenseFormer's and Hyper-Connections' mixes."""
+    found = inspection.gates
+    if not found:
+        raise NotShown("no gates or biases")
+    look = model_looks([inspection])[0]
+    lines = [name for name in _GATES if name in found]
+    if lines:
+        figure, axes = canvas(COLUMN if len(lines) == 1 else PAGE, 1.9, 1, len(lines))
+        for ax, name in zip(axes[0], lines, strict=True):
+            depth_line(ax, found[name], **look)
+            ax.set_ylabel(_GATES[name])
+            depth_axis(ax, len(found[name]), reads=len(found[name]) == len(inspection.reads))
+        caption = "Learned scalars of each read. Filled points: attention, hollow: MLP, diamond: the output."
+        return Plot("gates", f"{inspection.model['name']}: gates", caption, figure)
+    tables = {name: _table(rows) for name, rows in found.items() if rows and isinstance(rows[0], list)}
+    if not tables:
+        raise NotShown("no gates or biases")
+    largest = max(1e-6, *(float(np.nanmax(np.abs(table))) for table in tables.values()))
+    norm = Normalize(-largest, largest)
+    side = 2.6
+    figure, axes = canvas(COLUMN if len(tables) == 1 else PAGE, side + 0.5, 1, len(tables))
+    for ax, (name, table) in zip(axes[0], tables.items(), strict=True):
+        mesh = cells(ax, table, norm=norm, colourmap=SIGNED_MAP)
+        layered = name == "mix"
+        across = ["emb", *(f"layer {i}" for i in range(table.shape[1] - 1))] if layered else _streams(table)
+        rows = [f"layer {i}" for i in range(len(table))] if layered else outputs(len(table))[1:]
+        named(ax, across, [short(row) for row in rows], np.arange(len(table), dtype=float), side - 0.5, side)
+        head(ax, {"mix": "coefficients", "read": "reads of each stream", "write": "writes to each stream"}[name])
+    scale(figure, mesh, list(axes[0]), "coefficient")
+    caption = "Learned coefficients, without what depends on the input."
+    return Plot("gates", f"{inspection.model['name']}: learned mixing", caption, figure)
+
+
+def _streams(table: np.ndarray) -> list[str]:
+    return [f"stream {i}" for i in range(table.shape[1])]
+
+
+def _table(rows: list[list[float]]) -> np.ndarray:
+    """Rows of different lengths as one table, NaN where a row has ended."""
+    out = np.full((len(rows), max(len(row) for row in rows)), np.nan)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = row
+    return out

@@ -1,0 +1,208 @@
+"""Where reads come from: mean weights before attention and before MLPs (the paper's Fig. 8), where blocks begin (the
+heatmaps of the nanoGPT study), and by kind of token."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.colors import Normalize
+
+from attnres.figures.cells import cell_numbers, cells, named, scale
+from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, plain, short
+from attnres.figures.routing import Routing
+
+if TYPE_CHECKING:
+    from attnres.inspect.inspection import Inspection
+
+_SEALED = ("block", "state")
+
+
+def shares(inspection: "Inspection") -> Routing:
+    """Mean weights of the reads that weigh something, each row as shares |weight| / sum |weights|.
+
+    A softmax's rows are shares already. Raises `NotShown` for a residual that weighs nothing.
+    """
+    if inspection.routing is None:
+        raise NotShown(f"{inspection.model['residual']} weighs nothing")
+    found = inspection.routing
+    kept = [r for r, row in enumerate(found["weights"]) if row]
+    return Routing(
+        [found["reads"][r] for r in kept],
+        [found["sources"][r] for r in kept],
+        [share(found["weights"][r]).tolist() for r in kept],
+    )
+
+
+def share(row: Sequence[float]) -> np.ndarray:
+    """|weight| / sum |weights| of one row."""
+    sizes = np.abs(np.asarray(row, dtype=float))
+    return sizes / (sizes.sum() or 1.0)
+
+
+def what_shares_are(inspection: "Inspection") -> str:
+    """How a caption names the weights of this residual."""
+    assert inspection.routing is not None
+    rows = [row for row in inspection.routing["weights"] if row]
+    if all(min(row) >= 0 and abs(sum(row) - 1) < 1e-3 for row in rows):
+        return "Mean weight"
+    return "Share |weight| / sum |weights| of the mixing coefficients"
+
+
+def boundaries(routing: Routing, most: int = 7) -> list[int]:
+    """Rows of the reads at which a block begins, in depth order, and the last one (the output's).
+
+    Where no source is a block or a state, as in Full, every read is a boundary. More than `most` are thinned evenly.
+    """
+    sealed = [sum(name.split()[0] in _SEALED for name in row) for row in routing.sources]
+    last = len(routing.reads) - 1
+    rows = [r for r in range(1, last) if sealed[r] > sealed[r - 1]]
+    if not any(sealed):
+        rows = [r for r in range(last) if len(routing.sources[r]) > 1]
+    rows.append(last)
+    if len(rows) > most:
+        rows = [rows[i] for i in np.unique(np.linspace(0, len(rows) - 1, most).round().astype(int))]
+    return rows
+
+
+def patterns(inspection: "Inspection") -> Plot:
+    """Two tables side by side: reads before attention, and reads before MLPs with the output's below."""
+    routing = shares(inspection)
+    columns = routing.columns()
+    kinds: dict[str, list[str]] = {}
+    for read in routing.reads:
+        kinds.setdefault(read.split()[0], []).append(read)
+    output = kinds.pop("output", [])
+    tables = list(kinds.items()) or [("output", [])]
+    tables[-1] = (tables[-1][0], tables[-1][1] + output)
+    most = max(len(reads) for _, reads in tables)
+    row_inches = min(0.24, max(0.035, 4.2 / most))
+    height = row_inches * (most + 0.5)
+    figure, axes = canvas(PAGE, height + 0.95, 1, len(tables))
+    width = (PAGE - 0.75) / len(tables) - 0.6
+    for ax, (kind, reads) in zip(axes[0], tables, strict=True):
+        values = routing.matrix(reads, columns)
+        tops = np.arange(len(reads), dtype=float)
+        if len(reads) > 1 and reads[-1] == "output":
+            tops[-1] += 0.5
+        mesh = cells(ax, values, tops=tops)
+        if width / len(columns) > 0.24 and row_inches > 0.12:
+            cell_numbers(ax, mesh, values, tops, size=SMALL - 0.5)
+        rows = ["output" if read == "output" else f"layer {read.split()[-1]}" for read in reads]
+        named(ax, [short(name) for name in columns], rows, tops, width, row_inches * len(reads))
+        titles = {"attention": "before attention", "mlp": "before the MLP", "output": "at the output"}
+        head(ax, titles.get(kind, f"before {kind}"))
+    scale(figure, mesh, list(axes[0]), "share of the read")
+    caption = f"{what_shares_are(inspection)} of each source (columns) in each read (rows) over "
+    caption += f"{inspection.data['tokens']:,} tokens. Hatched: no source of that read."
+    if "partial" in columns:
+        caption += " Partial: the sum so far of the block in progress."
+    return Plot("patterns", f"{inspection.model['name']}: where reads come from", caption, figure)
+
+
+def at_boundaries(inspection: "Inspection") -> Plot:
+    """One table: the reads with which blocks begin, and the output's."""
+    routing = shares(inspection)
+    if not any(name.split()[0] in _SEALED for row in routing.sources for name in row):
+        raise NotShown("no blocks, so no block boundaries")
+    reads = [routing.reads[row] for row in boundaries(routing, most=24)]
+    sources = [routing.sources[routing.reads.index(read)] for read in reads]
+    columns = [name for name in routing.columns() if any(name in row for row in sources)]
+    values = routing.matrix(reads, columns)
+    width = COLUMN if len(columns) <= 10 else PAGE
+    height = min(0.24, 4.2 / len(reads)) * len(reads)
+    figure, axes = canvas(width, height + 0.85)
+    ax, tops = axes[0, 0], np.arange(len(reads), dtype=float)
+    mesh = cells(ax, values)
+    if (width - 1.2) / len(columns) > 0.22:
+        cell_numbers(ax, mesh, values, tops, size=SMALL - 0.5)
+    named(ax, [short(name) for name in columns], [short(read) for read in reads], tops, width - 1.2, height)
+    scale(figure, mesh, ax, "share of the read", fraction=0.05)
+    caption = f"{what_shares_are(inspection)} of each source in the reads with which blocks begin, and at the output."
+    return Plot("boundaries", f"{inspection.model['name']}: reads at block boundaries", caption, figure)
+
+
+def by_label(inspection: "Inspection", part: dict[str, Any] | None, name: str, what: str) -> Plot:
+    """The weight of one source by label, a panel for each boundary, with 95 % intervals; a line at all tokens' mean."""
+    if part is None:
+        raise NotShown(f"the inspection has no weights by {what}")
+    routing = shares(inspection)
+    assert inspection.routing is not None
+    _refuse_constant(part)
+    source = "embedding"
+    rows = [row for row in boundaries(routing, most=6) if len(routing.sources[row]) > 1]
+    rows = [row for row in rows if source in routing.sources[row]]
+    if not rows:
+        raise NotShown("no read weighs the embedding beside another source")
+    names = part["names"]
+    height = 0.15 * len(names) + 0.75
+    figure, axes = canvas(PAGE, height, 1, len(rows), sharey=True)
+    for ax, row in zip(axes[0], rows, strict=True):
+        read = inspection.routing["reads"].index(routing.reads[row])
+        column = inspection.routing["sources"][read].index(source)
+        values, errors = [], []
+        for weights, error in zip(part["weights"], part.get("error") or [None] * len(names), strict=True):
+            size = sum(abs(value or 0.0) for value in weights[read]) or 1.0
+            values.append(abs(weights[read][column] or 0.0) / size)
+            spread = None if error is None or not error[read] else error[read][column]
+            errors.append(np.nan if spread is None else 1.96 * spread / size)
+        places = np.arange(len(names))
+        mean = routing.weights[row][routing.sources[row].index(source)]
+        ax.axvline(mean, color="#4a5260", linewidth=0.9)
+        ax.errorbar(values, places, xerr=errors, fmt="o", color="#0072b2", markersize=3, linewidth=1.2)
+        head(ax, short(routing.reads[row]))
+        ax.set_xlim(left=0)
+        ax.margins(x=0.12)
+        ax.locator_params(axis="x", nbins=3)
+        ax.set_yticks(places, [plain(label) for label in names], fontsize=SMALL)
+        ax.set_ylim(len(names) - 0.5, -0.5)
+        ax.tick_params(axis="y", length=0)
+    figure.supxlabel("weight of the embedding", fontsize=SMALL + 0.5)
+    over = "prompts" if what == "prompt category" else "documents"
+    caption = (
+        f"Mean weight of the embedding by {what}, in the reads with which blocks begin and at the output. "
+        f"Bars: 95 % interval over {over}; line: all tokens."
+    )
+    return Plot(name, f"{inspection.model['name']}: the embedding's weight by {what}", caption, figure)
+
+
+def _refuse_constant(part: dict[str, Any]) -> None:
+    """Raise `NotShown` where weights by label are no news: a residual whose weights are the same for every token."""
+    first, *others = [[value for read in weights for value in read] for weights in part["weights"]]
+    if all(np.allclose(np.array(first, float), np.array(other, float), atol=1e-6, equal_nan=True) for other in others):
+        raise NotShown("its weights are the same for every token")
+
+
+def by_kind(inspection: "Inspection") -> Plot:
+    """Embedding weight by kind of token."""
+    return by_label(inspection, inspection.kinds, "kinds", "kind of token")
+
+
+def by_prompt(inspection: "Inspection") -> Plot:
+    """Embedding weight by category of prompt."""
+    return by_label(inspection, inspection.prompts, "prompts", "prompt category")
+
+
+def label_sources(inspection: "Inspection") -> Plot:
+    """Kinds of token against the output's sources: how much more or less than all tokens read each."""
+    part = inspection.kinds
+    if part is None:
+        raise NotShown("the inspection has no weights by kind of token")
+    routing = shares(inspection)
+    assert inspection.routing is not None
+    _refuse_constant(part)
+    read = inspection.routing["reads"].index(routing.reads[-1])
+    if len(routing.sources[-1]) < 2:
+        raise NotShown("the last read has one source")
+    all_tokens = np.array(routing.weights[-1])
+    values = np.stack([share([value or 0.0 for value in weights[read]]) for weights in part["weights"]]) - all_tokens
+    columns, names = routing.sources[-1], part["names"]
+    largest = max(0.01, float(np.abs(values).max()))
+    height = 0.17 * len(names)
+    figure, axes = canvas(COLUMN if len(columns) <= 10 else PAGE, height + 0.95)
+    width = figure.get_figwidth() - 1.9
+    ax, tops = axes[0, 0], np.arange(len(names), dtype=float)
+    mesh = cells(ax, values, norm=Normalize(-largest, largest), colourmap="RdBu_r")
+    named(ax, [short(column) for column in columns], names, tops, width, height)
+    scale(figure, mesh, ax, "less or more than all tokens", fraction=0.05)
+    caption = f"Weight of each source at the read '{routing.reads[-1]}' by kind of token, less all tokens' mean."
+    return Plot("kinds-sources", f"{inspection.model['name']}: sources by kind of token", caption, figure)

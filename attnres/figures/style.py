@@ -1,0 +1,122 @@
+"""One look for every figure: Okabe-Ito colours fixed to residuals, on a light ground, readable at a column's width."""
+
+import io
+import zlib
+from collections import Counter
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from attnres.errors import unknown
+from attnres.files import write_bytes
+
+FORMATS = ("pdf", "png", "svg")
+INK, MUTED, GRID, PAPER = "#1b1f24", "#5f6b7a", "#e2e6eb", "#fdfdfc"
+
+# Okabe & Ito's palette (2008), the residual that all are held against in the text's own colour.
+COLOURS = {
+    "standard": "#4a5260",
+    "rescaled": "#cc79a7",
+    "block": "#0072b2",
+    "full": "#d55e00",
+    "denseformer": "#009e73",
+    "hyper_connections": "#56b4e9",
+    "deepnorm": "#e69f00",
+}
+OTHERS = ("#8c6bb1", "#7f7f00", "#5b8c5a", "#b07d62")
+
+DASHES = ("-", (0, (5, 1.6)), (0, (1.4, 1.4)), (0, (5, 1.4, 1.4, 1.4)), (0, (8, 2, 2, 2, 2, 2)))
+
+RC = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 9.5,
+    "axes.titlesize": 10.5,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlecolor": INK,
+    "axes.titlepad": 10,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": MUTED,
+    "axes.linewidth": 0.8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.facecolor": "none",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.unicode_minus": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "figure.facecolor": "none",
+    "savefig.facecolor": "none",
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "xtick.major.size": 3,
+    "ytick.major.size": 3,
+    "xtick.minor.size": 0,
+    "ytick.minor.size": 0,
+    "text.color": INK,
+    "lines.linewidth": 1.8,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "legend.handlelength": 1.8,
+    "legend.columnspacing": 1.4,
+    "hatch.color": GRID,
+    "hatch.linewidth": 0.8,
+    "svg.fonttype": "none",
+    "pdf.fonttype": 42,
+    "svg.hashsalt": "attnres",
+    "path.simplify": True,
+}
+
+
+@contextmanager
+def style() -> Generator[None]:
+    """Draw inside this: the shared settings, and nothing of the user's own."""
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(RC)  # ty: ignore[no-matching-overload]
+        yield
+
+
+def colour_of(residual: str) -> str:
+    """The colour of a residual, always the same one."""
+    return COLOURS.get(residual) or OTHERS[zlib.crc32(residual.encode()) % len(OTHERS)]
+
+
+def looks(residuals: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Line keywords for each label, given its residual: a colour for each residual, a dash for each further label."""
+    result: dict[str, dict[str, Any]] = {}
+    seen: Counter[str] = Counter()
+    for label, name in residuals.items():
+        result[label] = {"color": colour_of(name), "linestyle": DASHES[seen[name] % len(DASHES)]}
+        seen[name] += 1
+    return result
+
+
+def save(figure: Figure, path: Path, dpi: int = 200) -> None:
+    """A figure in a file of its own: PDF, PNG or SVG by the suffix. The same figure gives the same bytes.
+
+    Raises:
+        UserError: another suffix, or the file cannot be written.
+    """
+    kind = path.suffix[1:]
+    if kind not in FORMATS:
+        raise unknown("image format", kind, FORMATS)
+    undated: dict[str, Any] = {
+        "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+        "svg": {"Date": None, "Creator": None},
+        "png": {"Software": None},
+    }[kind]
+    out = io.BytesIO()
+    with style():
+        FigureCanvasAgg(figure)
+        figure.savefig(out, format=kind, dpi=dpi, facecolor=PAPER, metadata=undated)
+    write_bytes(path, out.getvalue())

@@ -1,0 +1,231 @@
+"""One text token by token: its sources stacked, and the text itself coloured by where each token reads from."""
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+import numpy as np
+from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.font_manager import FontProperties, findfont
+from matplotlib.ft2font import FT2Font
+from matplotlib.patches import Rectangle
+
+from attnres.figures import style
+from attnres.figures.patterns import boundaries, share, shares
+from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, number, plain, short
+
+if TYPE_CHECKING:
+    from attnres.inspect.inspection import Inspection
+
+BARS = 44  # tokens in a row of bars: their names still fit below
+ROWS = 4
+LINES = 44  # of text in a panel
+LETTERS = 68  # in a line: at 3.1 inches each is 3.3 points wide
+MAP = LinearSegmentedColormap.from_list("reads", [style.PAPER, "#9fd0f0", "#0072b2", "#06304d"])
+_DARK = 0.55
+
+
+def stacked(inspection: "Inspection", read: str | None = None) -> Plot:
+    """Bars of a read's sources, one for each token of the example; by default of the output.
+
+    Raises:
+        NotShown: there is no example, or the read has one source.
+    """
+    tokens, weights, names = _example(inspection, read)
+    groups = _grouped(names)
+    parts = np.stack([weights[:, [names.index(name) for name in members]].sum(1) for _, members in groups])
+    count = min(len(tokens), BARS * ROWS)
+    rows = -(-count // BARS)
+    figure, axes = canvas(PAGE, 1.4 * rows + 0.45, rows, 1)
+    colours = _colours([label for label, _ in groups])
+    for row, ax in enumerate(axes[:, 0]):
+        span = slice(row * BARS, min((row + 1) * BARS, count))
+        places, floor = np.arange(span.stop - span.start), np.zeros(span.stop - span.start)
+        for (label, _), part, colour in zip(groups, parts, colours, strict=True):
+            ax.bar(places, part[span], 0.92, floor, color=colour, label=label, linewidth=0)
+            floor = floor + part[span]
+        ax.set_xlim(-0.6, max(BARS, 1) - 0.4 if rows > 1 else len(places) - 0.4)
+        ax.set_ylim(0, 1)
+        ax.set_yticks([0, 0.5, 1], ["0", ".5", "1"])
+        ax.set_xticks(places, [_label(token) for token in tokens[span]], rotation=90, family="DejaVu Sans Mono")
+        ax.tick_params(axis="x", labelsize=6, length=0)
+        ax.grid(visible=False)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    columns = max(1, min(len(labels), int(PAGE * 72 / ((max(map(len, labels)) * 0.6 + 3.6) * SMALL))))
+    figure.legend(handles, labels, loc="outside upper left", ncols=columns, fontsize=SMALL, handlelength=1)
+    which = read or inspection.reads[-1]
+    cut = f" Shown: the first {count} tokens." if count < len(tokens) else ""
+    caption = f"Sources of the read '{which}' at each token of the example; \N{OPEN BOX} is a space.{cut}"
+    return Plot("tokens", f"{inspection.model['name']}: where each token reads from", caption, figure)
+
+
+def token_map(inspection: "Inspection", source: str = "embedding") -> Plot:
+    """The example laid out as it was written, one panel for each read with which a block begins, each token on the
+    colour of the source's weight.
+
+    Raises:
+        NotShown: there is no example, or no such read weighs the source beside another.
+    """
+    routing = shares(inspection)
+    example = inspection.example
+    if example is None:
+        raise NotShown("the inspection has no example text")
+    assert inspection.routing is not None
+    rows = [
+        row for row in boundaries(routing, most=6) if source in routing.sources[row] and len(routing.sources[row]) > 1
+    ]
+    if not rows:
+        raise NotShown(f"no read weighs {source} beside another source")
+    fragments, lines, letters, shown = _layout(example["tokens"])
+    panels = {}
+    for row in rows:
+        read = inspection.routing["reads"].index(routing.reads[row])
+        column = inspection.routing["sources"][read].index(source)
+        panels[routing.reads[row]] = np.array([share(token)[column] for token in example["weights"][read]])
+    _refuse_constant(np.stack(list(panels.values()), axis=1))
+    columns = 1 if len(panels) == 1 else 2
+    height = -(-len(panels) // columns)
+    letter = min(4.2, 72 * (3.05 if columns == 2 else 2.75) / letters)  # points
+    size = letter / 0.602  # DejaVu Sans Mono's advance is 0.602 of its size
+    panel = lines * size * 1.28 / 72
+    figure, axes = canvas(PAGE if columns == 2 else COLUMN, height * (panel + 0.3) + 0.1, height, columns)
+    for ax in list(axes.flat)[len(panels) :]:
+        ax.remove()
+    for ax, (read, weights) in zip(axes.flat, panels.items()):
+        top = float(weights[:shown].max()) or 1.0
+        for token, line, start, text in fragments:
+            value = weights[token] / top
+            ax.add_patch(Rectangle((start, line), len(text), 1, color=MAP(value), linewidth=0))
+            if text.strip():
+                ax.text(
+                    start,
+                    line + 0.78,
+                    text,
+                    fontsize=size,
+                    family="DejaVu Sans Mono",
+                    color="#fefefe" if value > _DARK else style.INK,
+                    parse_math=False,
+                    clip_on=True,
+                )
+        ax.set_xlim(0, letters)
+        ax.set_ylim(lines, 0)
+        ax.set_xticks([])
+        ax.set_yticks([])
+        ax.grid(visible=False)
+        for spine in ax.spines.values():
+            spine.set_visible(False)
+        head(ax, f"{short(read)}: mean {number(float(weights.mean()))}, largest {number(top)}", pad=3)
+    colours = matplotlib.cm.ScalarMappable(Normalize(0, 1), MAP)
+    bar = figure.colorbar(colours, ax=axes[0].tolist() if height > 1 else list(axes.flat), fraction=0.02, pad=0.01)
+    bar.set_ticks([0, 1], labels=["0", "largest"])
+    if height * panel > 1.2:
+        bar.set_label(f"weight of {source}", fontsize=SMALL)
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=0, labelsize=SMALL)
+    cut = f" Shown: the first {shown} tokens." if shown < len(example["tokens"]) else ""
+    caption = (
+        f"Each token of the example on the colour of its weight of the {source}, in the reads with which blocks begin "
+        f"and at the output, each panel from zero to its largest. After a line: its line break.{cut}"
+    )
+    return Plot("token-map", f"{inspection.model['name']}: the {source}'s weight in a text", caption, figure)
+
+
+# ------------------------------------------------------------------ tokens as text
+
+
+def _example(inspection: "Inspection", read: str | None) -> tuple[list[str], np.ndarray, list[str]]:
+    """Tokens, (tokens, sources) shares and the sources' names of a read (by default the last that weighs)."""
+    if inspection.example is None:
+        raise NotShown("the inspection has no example text")
+    routing = shares(inspection)
+    read = read or routing.reads[-1]
+    if read not in routing.reads:
+        raise NotShown(f"there is no read '{read}' that weighs its sources")
+    assert inspection.routing is not None
+    index = inspection.routing["reads"].index(read)
+    names = inspection.routing["sources"][index]
+    if len(names) < 2:
+        raise NotShown(f"the read '{read}' has one source")
+    weights = np.stack([share(token) for token in inspection.example["weights"][index]])
+    _refuse_constant(weights)
+    return inspection.example["tokens"], weights, names
+
+
+def _refuse_constant(weights: np.ndarray) -> None:
+    if len(weights) > 1 and np.ptp(weights, axis=0).max() < 1e-6:
+        raise NotShown("its weights are the same for every token")
+
+
+def _layout(tokens: Sequence[str]) -> tuple[list[tuple[int, int, int, str]], int, int, int]:
+    """Where each token's text goes: (token, line, first letter, text), how many lines, letters, and tokens that fit.
+
+    Long lines go on in the next one; a line break takes one letter's place at the end of its line.
+    """
+    fragments: list[tuple[int, int, int, str]] = []
+    line = letter = widest = shown = 0
+    for i, token in enumerate(tokens):
+        for j, part in enumerate(token.replace("\r\n", "\n").replace("\t", "    ").split("\n")):
+            if j:
+                fragments.append((i, line, letter, " "))
+                widest, line, letter = max(widest, letter + 1), line + 1, 0
+            text = drawable(part)
+            while text:
+                if letter >= LETTERS:
+                    line, letter = line + 1, 0
+                piece, text = text[: LETTERS - letter], text[LETTERS - letter :]
+                fragments.append((i, line, letter, piece))
+                letter += len(piece)
+                widest = max(widest, letter)
+        if line >= LINES:
+            break
+        shown = i + 1
+    kept = [fragment for fragment in fragments if fragment[1] < LINES and fragment[0] < shown]
+    last = max((fragment[1] for fragment in kept), default=0)
+    return kept, last + 1, max(24, widest), shown
+
+
+@functools.cache
+def _glyphs() -> frozenset[int]:
+    path = findfont(FontProperties(family="DejaVu Sans Mono"))
+    return frozenset(FT2Font(path).get_charmap())
+
+
+def drawable(text: str) -> str:
+    """`text` with a dot for each letter that the font does not have."""
+    return "".join(letter if ord(letter) in _glyphs() and letter.isprintable() else "·" for letter in text)
+
+
+def _label(token: str) -> str:
+    """A token in at most nine letters, with its spaces and line breaks visible."""
+    text = token.replace("\r", "").replace("\n", "⏎").replace("\t", "→")
+    spaces = len(text) - len(text.lstrip(" "))
+    text = ("␣" * spaces if spaces < 3 else f"␣×{spaces}") + text[spaces:]
+    text = text.replace(" ", "␣").replace("␣", "\N{OPEN BOX}")
+    text = drawable(text)
+    return plain(text if len(text) <= 9 else text[:8] + "…")
+
+
+# ------------------------------------------------------------------ sources as a few colours
+
+
+def _grouped(names: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Sources in groups of neighbours, at most nine and those that stand for themselves: (label, members)."""
+    inner = [name for name in names if name.split()[0] not in ("embedding", "partial", "stream", "null")]
+    alone = [name for name in names if name not in inner]
+    pieces = [list(part) for part in np.array_split(inner, min(len(inner), 9))] if inner else []
+    groups = [(_span([str(name) for name in part]), [str(name) for name in part]) for part in pieces]
+    first = [(name, [name]) for name in alone if name == "embedding"]
+    return first + groups + [(name, [name]) for name in alone if name != "embedding"]
+
+
+def _span(members: list[str]) -> str:
+    return short(members[0]) if len(members) == 1 else f"{short(members[0])} – {short(members[-1])}"
+
+
+def _colours(labels: Sequence[str]) -> list[Any]:
+    """The embedding orange, unfinished work grey, the rest from dark to light by depth."""
+    fixed = {"embedding": "#d55e00", "partial": "#9aa3ad", "stream": "#9aa3ad", "null": "#d9dde2"}
+    inner = [label for label in labels if label not in fixed]
+    scale = matplotlib.colormaps["viridis"](np.linspace(0.05, 0.95, max(1, len(inner))))
+    return [fixed[label] if label in fixed else tuple(scale[inner.index(label)]) for label in labels]

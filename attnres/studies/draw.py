@@ -1,0 +1,146 @@
+"""The figures of models, runs or saved inspections: what the command `attnres figures` does."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from ..errors import UserError, unknown
+from ..figures import Plot, draw_comparison, draw_dynamics, draw_model, save_all
+from ..figures.dynamics import Curves
+from ..figures.style import FORMATS
+from ..figures.write import Drawn
+from ..files import write_text
+from ..inspect.config import InspectConfig
+from ..inspect.inspection import Inspection
+from ..inspect.measures import dynamics as by_depth
+from ..report.runs import Run, Study, load_study
+from .look import look
+
+
+def draw(given: Sequence[str], out: Path | str, formats: Sequence[str], options: dict[str, object]) -> list[Path]:
+    """Write every figure that applies, and `captions.md`; print what was written and what does not apply, and why.
+
+    Args:
+        given: model folders, run folders, folders of runs, hub names, or files that `attnres inspect` wrote. Of a
+            folder of runs the first seed of each label is inspected; its dynamics are means over seeds.
+        out: folder; with several models each has a folder of its own in it, and what compares them lies above.
+        formats: of pdf, png and svg.
+        options: fields of `InspectConfig`, for those that are models.
+
+    Raises:
+        UserError: something given is none of these, or a file cannot be written.
+    """
+    for kind in formats:
+        if kind not in FORMATS:
+            raise unknown("image format", kind, FORMATS)
+    if not formats:
+        raise UserError(f"no image format given: expected some of {', '.join(FORMATS)}")
+    models, studies = _expand(given)
+    inspections = [_inspection(name, options) for name in models]
+    names = _distinct([str(seen.model["name"]) for seen in inspections])
+    for seen, name in zip(inspections, names, strict=True):
+        seen.model["name"] = name
+    console = Console()
+    out = Path(out)
+    written = []
+    for seen in inspections:
+        folder = out if len(inspections) == 1 else out / _file_name(str(seen.model["name"]))
+        written += _write(console, str(seen.model["name"]), draw_model(seen), folder, formats)
+    whole = Drawn()
+    if len(inspections) > 1:
+        whole = draw_comparison(inspections)
+    if studies:
+        of_runs = draw_dynamics(curves(load_study(*studies)))
+        whole.plots += of_runs.plots
+        whole.left_out += of_runs.left_out
+    if whole.plots or whole.left_out:
+        folder = out if len(inspections) > 1 else out / "training"
+        written += _write(console, "training" if len(inspections) == 1 else "side by side", whole, folder, formats)
+    console.print(f"{len(written)} files in {out}", highlight=False, markup=False, soft_wrap=True)
+    return written
+
+
+def curves(study: Study) -> list[Curves]:
+    """Held-out loss and what was recorded by depth, for each label as means over its seeds at their common steps."""
+    result = []
+    for label in study.labels:
+        runs = [run for run in study.of(label) if run.val or run.depth]
+        if not runs:
+            continue
+        losses = [{record["step"]: record["loss"] for record in run.val} for run in runs]
+        steps = sorted(set.intersection(*(set(loss) for loss in losses)))
+        loss = [(step, float(np.mean([one[step] for one in losses]))) for step in steps]
+        result.append(Curves(label, study.residual(label), loss, _mean_dynamics(runs)))
+    return result
+
+
+def _mean_dynamics(runs: Sequence[Run]) -> dict[str, list]:
+    """`attnres.inspect.measures.dynamics` as means over runs; of the first alone if they recorded at other steps."""
+    found = [by_depth(run.depth) for run in runs]
+    kept = [one for one in found if one is not None]
+    if not kept:
+        return {}
+    first = kept[0]
+    if any(one["steps"] != first["steps"] or set(one) != set(first) for one in kept):
+        return first
+    rows = {name: np.array([one[name] for one in kept], dtype=float) for name in first if name != "steps"}
+    return {"steps": first["steps"], **{name: values.mean(0).tolist() for name, values in rows.items()}}
+
+
+def _expand(given: Sequence[str]) -> tuple[list[str], list[Path]]:
+    """What to inspect, and the folders that training runs are read from."""
+    models: list[str] = []
+    studies: list[Path] = []
+    for name in given:
+        path = Path(name).expanduser()
+        if path.is_dir() and not (path / "config.json").is_file():
+            study = load_study(path)
+            finished = [next((run for run in study.of(label) if run.finished), None) for label in study.labels]
+            runs = [str(run.folder) for run in finished if run is not None]
+            if not runs:
+                raise UserError(f"{path} holds no finished run: finish one first, attnres compare continues them")
+            models += runs
+            studies.append(path)
+            continue
+        if (path / "metrics.jsonl").is_file():
+            studies.append(path)
+        models.append(name)
+    return models, studies
+
+
+def _inspection(name: str, options: dict[str, object]) -> Inspection:
+    if Path(name).suffix == ".json" or Path(name).expanduser().is_file():
+        return Inspection.load(Path(name).expanduser())
+    settings: dict = {"model": name, **options}
+    return look(InspectConfig(**settings), Console(quiet=True))
+
+
+def _write(console: Console, name: str, drawn: Drawn, folder: Path, formats: Sequence[str]) -> list[Path]:
+    files = save_all(drawn.plots, folder, formats)
+    if drawn.plots:
+        path = folder / "captions.md"
+        write_text(path, "\n".join(_caption(plot) for plot in drawn.plots))
+        files.append(path)
+
+    def say(line: str) -> None:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    say(f"{name}: {', '.join(plot.name for plot in drawn.plots) or 'nothing'}")
+    for figure, reason in drawn.left_out:
+        say(f"  without {figure}: {reason}")
+    return files
+
+
+def _caption(plot: Plot) -> str:
+    return f"**{plot.name}. {plot.title}.** {plot.caption}\n"
+
+
+def _distinct(names: Sequence[str]) -> list[str]:
+    """The names, numbered where two are the same."""
+    return [name if names.count(name) == 1 else f"{name} {names[:i].count(name) + 1}" for i, name in enumerate(names)]
+
+
+def _file_name(name: str) -> str:
+    return "".join(letter if letter.isalnum() or letter in "-_." else "-" for letter in name).strip(".") or "model"

@@ -1,0 +1,353 @@
+"""What a study of nanoGPT with depth reads found, asked of trained runs: does the embedding's weight rise where a
+statement or a sentence begins, at which read, and does its removal hurt there?
+
+The models read held-out documents of their own data, each cut into windows seen alone. For a read l, a document D and a
+set K of kinds of tokens (`attnres.inspect.kinds`)
+
+    w_l(D, K)     = mean over D's tokens of these kinds of a_{embedding -> l}
+    spike_l(D)    = w_l(D, starts) - w_l(D, others)
+    change(D, K)  = mean over D's tokens of these kinds of the next token's loss with the edge removed less without
+
+Figures are means over documents, then over seeds. `se_documents` is what one seed's documents leave open (the root mean
+square over seeds), `se_seeds` what the seeds do, with s over n - 1; None for a single one.
+
+The read with the largest spike is chosen on every other document and measured on the rest: the largest of many on the
+same documents would be too large. Reads of one source, whose weight is one whatever they learnt, take no part.
+
+Source: github.com/aupadhyay/attnres-exp ("embedding spikes at statement starts in code at the last boundary").
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..data.build import Prepared
+from ..errors import UserError
+from ..evals.subject import find_subject, pick_device
+from ..inspect.edits import KnockOut
+from ..inspect.intervene import intervene
+from ..inspect.kinds import INSIDE, KINDS, guess_language, kinds_of
+from ..inspect.record import record
+from ..report.runs import Run, load_study
+from ..train.config import DataConfig
+from ..train.data import prepare_from
+
+EMBEDDING = "embedding"
+ALIKE = {"code": INSIDE, "prose": ("content word", "function word")}
+"""Kinds that a start is also held against: the rest of a statement; other words' beginnings."""
+PLACES = ("all tokens", "starts", "other tokens")
+"""Where an edge is removed. At starts alone, what changes there is not the loss of what other tokens hand over."""
+
+
+@dataclass
+class FindingsConfig:
+    """What is read and how much of it.
+
+    Attributes:
+        runs: folders of runs, all on the same data.
+        documents: held-out documents, evenly spread over those that there are.
+        windows: of each document, evenly spread; a window is as long as in training.
+        language: "code", "prose", or "auto": as the documents, taken together, look.
+    """
+
+    runs: list[str] = field(default_factory=list)
+    documents: int = 128
+    windows: int = 4
+    language: str = "auto"
+    device: str = "auto"
+
+
+@dataclass(frozen=True)
+class Document:
+    """Windows of one document: ids (n, T) and the kind of every token (n, T), -1 for none."""
+
+    ids: Tensor
+    kinds: Tensor
+
+
+def findings(config: FindingsConfig) -> dict[str, Any]:
+    """Look at every finished run whose residual weighs the embedding; JSON values.
+
+    {"language", "start", "kinds", "alike", "documents", "tokens": of each kind, "skipped": labels of variants that
+    weigh nothing, "variants": [{"label", "residual", "seeds", "reads", "boundaries": numbers of reads between blocks,
+    "weights": {kind: figures}, "spikes": {"other tokens": figures, "alike": figures}, "largest": {"any read": ...,
+    "boundary": ...}, "knock_outs": [...]}]}; figures are {"mean", "se_documents", "se_seeds"}, a number a read.
+
+    Raises:
+        UserError: no such runs, runs on different data, or documents that are too few.
+    """
+    study = load_study(*config.runs)
+    runs = [run for run in study.runs if run.finished]
+    if not runs:
+        raise UserError(f"no run in {', '.join(config.runs)} is finished: finish them with attnres compare")
+    if config.documents < 4 or config.windows < 1:
+        raise UserError(
+            f"{config.documents} documents of {config.windows} windows: expected at least 4 documents and 1 window"
+        )
+    language, documents = read_documents(runs, config)
+    device = pick_device(config.device)
+    kinds = KINDS[language]
+    variants, skipped = [], []
+    for label in study.labels:
+        mine = [run for run in runs if run.label == label]
+        found = _variant(mine, documents, language, device) if mine else None
+        if found is None:
+            skipped.append(label)
+        else:
+            variants.append({"label": label, **found})
+    counts = np.sum([_counts(document, len(kinds)) for document in documents], axis=0)
+    return {
+        "format": 1,
+        "language": language,
+        "start": kinds[0],
+        "kinds": list(kinds),
+        "alike": list(ALIKE[language]),
+        "documents": len(documents),
+        "tokens": dict(zip(kinds, counts.astype(int).tolist(), strict=True)),
+        "skipped": skipped,
+        "variants": variants,
+    }
+
+
+# ------------------------------------------------------------------ documents
+
+
+def read_documents(runs: Sequence[Run], config: FindingsConfig) -> tuple[str, list[Document]]:
+    """Held-out documents of the runs' own data with the kinds of their tokens, found in each document as a whole."""
+    own = [{key: run.config["data"].get(key) for key in ("source", "tokenizer", "seq_len")} for run in runs]
+    sums = [run.data.get("tokenizer_sha256") for run in runs]
+    if any(other != own[0] for other in own) or any(other != sums[0] for other in sums):
+        raise UserError("the runs were trained on different data: give one comparison at a time")
+    prepared = prepare_from(DataConfig(**runs[0].config["data"]), progress=False)
+    if sums[0] not in (None, prepared.header["tokenizer_sha256"]):
+        raise UserError(f"the text {own[0]['source']} or its tokenizer changed since these runs were trained on it")
+    texts = list(_texts(prepared, config.documents))
+    if len(texts) < 4:
+        raise UserError(f"{len(texts)} held-out documents: expected 4 or more, hold out more of {own[0]['source']}")
+    language = config.language
+    if language == "auto":
+        language = guess_language("\n".join(text for text, _, _ in texts))
+    seq_len = int(own[0]["seq_len"])
+    return language, [
+        _windows(np.array(ids), kinds_of(text, offsets, language), seq_len, config.windows)
+        for text, ids, offsets in texts
+    ]
+
+
+def _texts(prepared: Prepared, count: int) -> Iterator[tuple[str, list[int], list[tuple[int, int]]]]:
+    """Text, ids and offsets of documents of two tokens or more; those whose ids their text does not give are left out,
+    for nothing says where in it they lie."""
+    tokenizer = cast(Any, Tokenizer.from_file(str(prepared.path / "tokenizer.json")))
+    tokenizer.encode_special_tokens = True  # as the tokens were made: in a text they are text
+    tokens = prepared.tokens("val")
+    starts = [int(start) for start in tokens.document_starts()]
+    spans = [(a, b - 1) for a, b in zip(starts, [*starts[1:], len(tokens)], strict=True) if b - a > 2]
+    count = min(count, len(spans))
+    for i in range(count):
+        start, end = spans[i * len(spans) // count]
+        ids = tokens[start:end].tolist()
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        again = tokenizer.encode(text, add_special_tokens=False)
+        if again.ids == ids:
+            yield text, ids, again.offsets
+
+
+def _windows(ids: np.ndarray, kinds: Sequence[int], length: int, count: int) -> Document:
+    fit = len(ids) // length
+    if not fit:
+        return Document(torch.from_numpy(ids)[None], torch.tensor(kinds)[None])
+    count = min(count, fit)
+    chosen = [slice(start, start + length) for start in (i * fit // count * length for i in range(count))]
+    return Document(
+        torch.from_numpy(np.stack([ids[part] for part in chosen])),
+        torch.tensor([kinds[part] for part in chosen]),
+    )
+
+
+def _counts(document: Document, kinds: int) -> np.ndarray:
+    return np.bincount(document.kinds[document.kinds >= 0].numpy(), minlength=kinds).astype(float)
+
+
+# ------------------------------------------------------------------ one variant
+
+
+def _variant(
+    runs: Sequence[Run], documents: Sequence[Document], language: str, device: torch.device
+) -> dict[str, Any] | None:
+    """The figures of one variant over its seeds; None where no read weighs the embedding against something."""
+    kinds = KINDS[language]
+    alike = [kinds.index(name) for name in ALIKE[language]]
+    others = list(range(1, len(kinds)))
+    counts = np.stack([_counts(document, len(kinds)) for document in documents])
+    seen, reads, sources = [], [], []
+    for run in runs:
+        with _loaded(run, device) as model:
+            weights, reads, sources, weighs = embedding_weights(model, documents, len(kinds))
+        if not weighs:
+            return None
+        seen.append(weights)
+    by_kind = np.stack(seen)  # (seeds, documents, reads, kinds)
+    spikes = {
+        name: by_kind[..., 0] - _mean_of(by_kind, counts, group)
+        for name, group in (("other tokens", others), ("alike", alike))
+    }
+    several = [i for i, names in enumerate(sources) if EMBEDDING in names and len(names) > 1]
+    if not several:
+        return None
+    boundaries = [i for i in several if sources[i][-1].startswith("block ")]
+    largest = {
+        name: _largest(spikes, chosen, reads)
+        for name, chosen in (("any read", several), ("boundary", boundaries))
+        if chosen
+    }
+    at = (largest.get("boundary") or largest["any read"])["index"]
+    changes = []
+    for run in runs:
+        with _loaded(run, device) as model:
+            changes.append([_knock_outs(model, document, several, at, others, alike) for document in documents])
+    return {
+        "residual": runs[0].residual,
+        "seeds": [run.seed for run in runs],
+        "reads": reads,
+        "boundaries": boundaries,
+        "weights": {name: figures(by_kind[..., k]) for k, name in enumerate(kinds)},
+        "spikes": {name: figures(values) for name, values in spikes.items()},
+        "largest": largest,
+        "knock_outs": _knock_out_rows(np.array(changes), reads[at]),
+    }
+
+
+class _loaded:
+    """A run's model in evaluation mode, let go at the end of the block, without gradients."""
+
+    def __init__(self, run: Run, device: torch.device) -> None:
+        self.run, self.device, self.guard = run, device, torch.no_grad()
+
+    def __enter__(self) -> nn.Module:
+        model = find_subject(self.run.folder).load("fp32", str(self.device))
+        self.guard.__enter__()
+        return model
+
+    def __exit__(self, *failed: Any) -> None:
+        self.guard.__exit__(*failed)
+
+
+def embedding_weights(
+    model: nn.Module, documents: Sequence[Document], kinds: int
+) -> tuple[np.ndarray, list[str], list[list[str]], bool]:
+    """(documents, reads, kinds) mean weight of the embedding, NaN where there is none; names of the reads and of their
+    sources; whether the reads are softmaxes."""
+    device = next(model.parameters()).device
+    rows, reads, sources, weighs = [], [], [], False
+    for document in documents:
+        with record(model, labels=kinds) as trace, torch.no_grad():
+            trace.label(document.kinds)
+            model(input_ids=document.ids.to(device), use_cache=False)
+        reads, sources, weighs = trace.reads, trace.sources, trace.routing is not None
+        rows.append(
+            [
+                table[:, names.index(EMBEDDING)] if EMBEDDING in names else np.full(kinds, np.nan)
+                for table, names in zip(trace.label_weights, sources, strict=True)
+            ]
+        )
+    return np.array(rows), reads, sources, weighs
+
+
+def _mean_of(by_kind: np.ndarray, counts: np.ndarray, group: Sequence[int]) -> np.ndarray:
+    """(seeds, documents, reads): the mean over tokens of several kinds; (documents, kinds) says how many there are."""
+    share = counts[:, group]
+    total = share.sum(1)[None, :, None]
+    sums = (np.where(share[:, None] > 0, by_kind[..., group], 0.0) * share[:, None]).sum(-1)
+    return np.where(total > 0, sums / np.maximum(total, 1), np.nan)
+
+
+def _largest(spikes: dict[str, np.ndarray], among: Sequence[int], reads: Sequence[str]) -> dict[str, Any]:
+    """The read with the largest spike over the other tokens, and its figures on the documents it was not chosen on."""
+    means = _over(spikes["other tokens"][:, ::2], 1).mean(0)[list(among)]
+    index = among[int(np.nanargmax(means))] if not np.isnan(means).all() else among[-1]
+    held = {name: {k: v[index] for k, v in figures(values[:, 1::2]).items()} for name, values in spikes.items()}
+    per_seed = _over(spikes["other tokens"][:, :, list(among)], 1)
+    first = [reads[among[int(np.nanargmax(row))]] for row in per_seed if not np.isnan(row).all()]
+    return {"index": index, "read": reads[index], "of": len(among), **held, "largest_of_each_seed": first}
+
+
+# ------------------------------------------------------------------ knock-outs
+
+
+def _knock_outs(
+    model: nn.Module, document: Document, all_reads: list[int], at: int, others: Sequence[int], alike: Sequence[int]
+) -> list[list[float]]:
+    """For each edit (reads, then places) the mean loss change after starts, other tokens and tokens alike; NaN where a
+    document has none."""
+    device = next(model.parameters()).device
+    ids, kinds = document.ids.to(device), document.kinds
+    before = _losses(model, ids)
+    masks = {"all tokens": None, "starts": (kinds == 0).to(device), "other tokens": (kinds > 0).to(device)}
+    groups = [kinds[:, :-1] == 0, torch.isin(kinds, torch.tensor(others))[:, :-1]]
+    groups.append(torch.isin(kinds, torch.tensor(alike))[:, :-1])
+    rows = []
+    for reads in (all_reads, [at]):
+        for place in PLACES:
+            with intervene(model, KnockOut(EMBEDDING, reads=reads, tokens=masks[place])):
+                change = (_losses(model, ids) - before).double()
+            rows.append([change[group].mean().item() if group.any() else math.nan for group in groups])
+    return rows
+
+
+def _losses(model: nn.Module, ids: Tensor) -> Tensor:
+    """(n, T - 1) nats on the CPU: the loss of each next token."""
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").cpu()
+
+
+def _knock_out_rows(changes: np.ndarray, at: str) -> list[dict[str, Any]]:
+    """(seeds, documents, edits, groups) -> one row an edit: the change after starts, other tokens and tokens alike, and
+    how much more it is after starts, document by document."""
+    rows = []
+    for i, (reads, place) in enumerate((reads, place) for reads in ("all reads", at) for place in PLACES):
+        starts, others, alike = (changes[:, :, i, group] for group in range(3))
+        parts = {"starts": starts, "other tokens": others, "alike": alike}
+        more = {"starts - other tokens": starts - others, "starts - alike": starts - alike}
+        rows.append({"reads": reads, "at": place, **{k: figures(v) for k, v in {**parts, **more}.items()}})
+    # An edit of some tokens is felt by later ones too, so the two edits are compared each at its own tokens.
+    for i, reads in enumerate(("all reads", at)):
+        own = changes[:, :, 3 * i + 1, 0], changes[:, :, 3 * i + 2, 1]
+        parts = {"starts": own[0], "other tokens": own[1], "starts - other tokens": own[0] - own[1]}
+        rows.append({"reads": reads, "at": "the token itself", **{k: figures(v) for k, v in parts.items()}})
+    return rows
+
+
+# ------------------------------------------------------------------ means and errors
+
+
+def figures(values: np.ndarray) -> dict[str, Any]:
+    """(seeds, documents, ...) -> mean, se_documents and se_seeds, each (...) as lists; NaN documents are left out, and
+    what is then unknown is None."""
+    means = _over(values, 1)
+    n = (~np.isnan(values)).sum(1)
+    spread = np.nansum((values - means[:, None]) ** 2, 1)
+    errors = np.where(n > 1, np.sqrt(spread / np.maximum(n - 1, 1) / np.maximum(n, 1)), np.nan)
+    within = np.sqrt((errors**2).mean(0))
+    seeds = len(values)
+    between = means.std(0, ddof=1) / math.sqrt(seeds) if seeds > 1 else np.full(within.shape, np.nan)
+    return {"mean": _plain(means.mean(0)), "se_documents": _plain(within), "se_seeds": _plain(between)}
+
+
+def _over(values: np.ndarray, axis: int) -> np.ndarray:
+    """The mean over an axis of what is no NaN; NaN where nothing is."""
+    n = (~np.isnan(values)).sum(axis)
+    return np.where(n > 0, np.nansum(values, axis) / np.maximum(n, 1), np.nan)
+
+
+def _plain(values: np.ndarray) -> Any:
+    """Lists of numbers, None for NaN, six digits."""
+    if values.ndim:
+        return [_plain(value) for value in values]
+    return None if np.isnan(values) else float(f"{float(values):.6g}")

@@ -1,0 +1,75 @@
+"""Findings as files: all of them in JSON, weights and knock-outs as CSV, the main figures as text."""
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..files import write_json, write_text
+
+
+def save(found: dict[str, Any], folder: str | Path) -> list[Path]:
+    """Write FOLDER/findings.json, weights.csv (variant, read, kind), knock_outs.csv and findings.txt."""
+    folder = Path(folder)
+    paths = [folder / name for name in ("findings.json", "weights.csv", "knock_outs.csv", "findings.txt")]
+    write_json(paths[0], found)
+    write_text(paths[1], _csv(("variant", "read", "boundary", "kind"), _weight_rows(found)))
+    write_text(paths[2], _csv(("variant", "reads", "at", "after"), _change_rows(found)))
+    write_text(paths[3], table(found))
+    return paths
+
+
+def _csv(names: Sequence[str], rows: Iterator[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([*names, "mean", "se_documents", "se_seeds"])
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _weight_rows(found: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    for variant in found["variants"]:
+        parts = {**variant["weights"], **{f"spike over {name}": part for name, part in variant["spikes"].items()}}
+        for kind, part in parts.items():
+            for i, read in enumerate(variant["reads"]):
+                if part["mean"][i] is not None:
+                    values = (part[key][i] for key in ("mean", "se_documents", "se_seeds"))
+                    yield [variant["label"], read, int(i in variant["boundaries"]), kind, *values]
+
+
+def _change_rows(found: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    for variant in found["variants"]:
+        for row in variant["knock_outs"]:
+            for after, part in row.items():
+                if isinstance(part, dict):
+                    yield [variant["label"], row["reads"], row["at"], after, *part.values()]
+
+
+def table(found: dict[str, Any]) -> str:
+    """The findings in a few lines; `mean +- error over documents (over seeds)`."""
+    start = found["start"]
+    lines = [
+        f"{found['language']}: {found['documents']} held-out documents, {found['tokens'][start]:,} of "
+        f"{sum(found['tokens'].values()):,} tokens are a {start}"
+    ]
+    for variant in found["variants"]:
+        lines += ["", f"{variant['label']}, {len(variant['seeds'])} seeds"]
+        for name, top in variant["largest"].items():
+            lines.append(
+                f"  largest spike, {name} (of {top['of']}): '{top['read']}' {_say(top['other tokens'])} over other "
+                f"tokens, {_say(top['alike'])} over tokens alike; by seed: {', '.join(top['largest_of_each_seed'])}"
+            )
+        for row in variant["knock_outs"]:
+            lines.append(
+                f"  embedding removed from {row['reads']} at {row['at']}: loss after a {start} {_say(row['starts'])}, "
+                f"after other tokens {_say(row['other tokens'])}, difference {_say(row['starts - other tokens'])}"
+            )
+    if found["skipped"]:
+        lines += ["", f"no weights of the embedding: {', '.join(found['skipped'])}"]
+    return "\n".join(lines) + "\n"
+
+
+def _say(part: dict[str, Any]) -> str:
+    mean, documents, seeds = ("?" if value is None else f"{value:.4f}" for value in part.values())
+    return f"{mean} +- {documents} ({seeds})"

@@ -1,0 +1,52 @@
+"""The findings of the nanoGPT study, re-examined: spikes of the embedding's weight at statement and sentence starts.
+
+    attnres compare --config recipes/findings_code.yaml
+    attnres compare --config recipes/findings_prose.yaml --source TEXT
+    python benchmarks/findings.py runs/findings/code runs/findings/prose --out runs/findings
+
+For each comparison NAME it writes OUT/NAME/findings.json, weights.csv and knock_outs.csv, and findings.txt, which it
+prints too.
+"""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from attnres.errors import UserError
+from attnres.studies.findings import FindingsConfig, findings
+from attnres.studies.findings_files import save, table
+
+
+@dataclass
+class Options:
+    """What to look at."""
+
+    studies: tyro.conf.Positional[list[str]]
+    """Folders of comparisons, each on data of its own."""
+    out: Annotated[Path, tyro.conf.arg(name="out")]
+    """Where a folder is made for each."""
+    documents: int = 128
+    """Held-out documents of each, at most."""
+    windows: int = 4
+    """Windows of each document, at most; as long as in training."""
+    language: str = "auto"
+    """code, prose, or auto."""
+    device: str = "auto"
+
+
+def main() -> None:
+    options = tyro.cli(Options, description=__doc__)
+    for study in options.studies:
+        found = findings(FindingsConfig([study], options.documents, options.windows, options.language, options.device))
+        save(found, options.out / Path(study).resolve().name)
+        print(table(found))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        sys.exit(f"error: {error}")

@@ -1,0 +1,95 @@
+"""Inspections made of invented numbers, for networks of any depth."""
+
+from typing import Any
+
+import numpy as np
+
+from attnres.inspect.inspection import Inspection
+
+TOKENS = ["def", " ", "f", "(x):", "\n", "    ", "return", " $x$", "\U0001f600", "\n", "\u4e2d"]
+
+
+def names(residual: str, layers: int, per_block: int = 3) -> list[list[str]]:
+    """Sources of every read, as `Trace.sources` has them."""
+    sublayers = [f"{kind} {layer}" for layer in range(layers) for kind in ("attention", "mlp")]
+    if residual != "block":
+        return [["embedding", *sublayers[:index]] for index in range(len(sublayers) + 1)]
+    rows = []
+    for index in range(len(sublayers) + 1):
+        sealed, pending = divmod(index, per_block)
+        if index == len(sublayers) and pending:
+            sealed, pending = sealed + 1, 0
+        blocks = [f"block {n}" for n in range(1, sealed + 1)]
+        rows.append(["embedding", *blocks, *(["partial"] if pending else [])])
+    return rows
+
+
+def inspection(residual: str = "block", layers: int = 4, **changes: Any) -> Inspection:
+    """One whose every number is different, so that a cell in the wrong place is seen."""
+    count = 2 * layers
+    random = np.random.default_rng(3)
+    sources = names(residual, layers)
+    reads = [f"{kind} {layer}" for layer in range(layers) for kind in ("attention", "mlp")] + ["output"]
+
+    def weights() -> list[list[float]]:
+        if residual == "standard":
+            return [[1.0] * len(row) for row in sources]
+        return [random.dirichlet(np.ones(len(row))).tolist() for row in sources]
+
+    softmax = residual != "standard"
+    kinds = ["statement start", "identifier", "literal"]
+    labels = {"names": kinds, "tokens": [40, 50, 60], "documents": [4, 4, 4], "weights": [weights() for _ in kinds]}
+    labels["error"] = [[[0.01] * len(row) for row in sources] for _ in kinds]
+    mixing = np.tril(random.random((count + 1, count + 1)) + 0.01)
+    cosine = np.clip(random.normal(0, 0.4, (count + 1, count + 1)), -1, 1)
+    cosine[0] = np.nan
+    cosine[:, 0] = np.nan
+    per_token = [[row for _ in TOKENS] for row in weights()]
+    if softmax:
+        per_token = [[random.dirichlet(np.ones(len(row))).tolist() for _ in TOKENS] for row in sources]
+    values: dict[str, Any] = {
+        "model": {
+            "name": f"{residual}-$mall",
+            "residual": residual,
+            "settings": {},
+            "num_sublayers": count,
+            "width": 16,
+            "parameters": 1000,
+        },
+        "data": {"source": "text", "documents": 4, "windows": 4, "tokens": 150, "context": 64, "kind": "code"},
+        "reads": reads,
+        "routing": {"reads": reads, "sources": sources, "weights": weights()},
+        "entropy": {
+            "nats": random.random(count + 1).tolist(),
+            "effective": (1 + random.random(count + 1)).tolist(),
+            "most": [len(row) for row in sources],
+        },
+        "mixing": mixing.tolist(),
+        "distance": random.random(count + 1).tolist(),
+        "persistence": random.random(count + 1).tolist(),
+        "sharpness": [None, *random.random(count).tolist()] if softmax else None,
+        "query_cosine": cosine.tolist() if softmax else None,
+        "query_pca": {
+            "points": [[None, None], *random.normal(size=(count, 2)).tolist()],
+            "explained": [0.5, 0.2],
+        }
+        if softmax
+        else None,
+        "gates": None,
+        "output_rms": (0.1 + random.random(count)).tolist(),
+        "input_rms": (0.1 + random.random(count + 1)).tolist(),
+        "source_rms": [(0.1 + 9 * random.random(len(row))).tolist() if softmax else [] for row in sources],
+        "source_cosine": [],
+        "key_cosine": np.eye(len(sources[-1])).tolist() if softmax else [],
+        "kinds": labels,
+        "prompts": labels | {"names": ["factual", "code", "narrative"]},
+        "example": {
+            "text": "".join(TOKENS),
+            "tokens": TOKENS,
+            "ids": list(range(len(TOKENS))),
+            "kinds": [],
+            "losses": [1.0] * len(TOKENS),
+            "weights": per_token,
+        },
+    }
+    return Inspection(**(values | changes))

@@ -1,0 +1,231 @@
+"""Figures of an inspection: every value stands where its name says, at any depth; what does not apply is left out."""
+
+import re
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from invented import TOKENS, inspection, names
+
+from attnres.errors import UserError
+from attnres.figures import NotShown, draw_comparison, draw_dynamics, draw_model, save_all, style, write_figures
+from attnres.figures.dynamics import Curves
+from attnres.figures.geometry import gates
+from attnres.figures.mixing import layer_shares, mixing
+from attnres.figures.patterns import at_boundaries, boundaries, patterns, shares
+from attnres.figures.plot import thin_ticks
+from attnres.figures.tokens import _layout, drawable, stacked, token_map
+
+EVERY = [
+    "patterns",
+    "boundaries",
+    "mixing",
+    "layers",
+    "depth",
+    "magnitudes",
+    "queries",
+    "keys",
+    "tokens",
+    "token-map",
+    "kinds",
+    "kinds-sources",
+    "prompts",
+]
+
+
+def drawn_cells(ax):
+    """Rows of (column's place -> value) as they were drawn, from the top."""
+    rows = []
+    for mesh in ax.collections:
+        values = np.ma.masked_invalid(np.ma.getdata(mesh.get_array()).ravel())
+        rows.append({c: float(values[c]) for c in range(len(values)) if not np.ma.is_masked(values[c])})
+    return rows
+
+
+@pytest.mark.parametrize("residual", ["block", "full"])
+def test_a_cell_stands_in_the_column_of_its_source(residual):
+    seen = inspection(residual, layers=3)
+    with style.style():
+        figure = patterns(seen).figure
+    columns = shares(seen).columns()
+    assert columns[0] == "embedding"
+    assert ("partial" in columns) == (residual == "block")
+    assert "partial" not in columns[:-1]
+    attention, mlp = figure.axes[:2]
+    assert seen.routing is not None
+    for ax, reads in ((attention, [0, 2, 4]), (mlp, [1, 3, 5, 6])):
+        for read, cells in zip(reads, drawn_cells(ax), strict=True):
+            expected = dict(zip(seen.routing["sources"][read], seen.routing["weights"][read], strict=True))
+            assert {columns[c]: value for c, value in cells.items()} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("residual", "layers"), [("block", 1), ("full", 1), ("standard", 1), ("block", 2), ("full", 12), ("full", 54)]
+)
+def test_every_depth_is_drawn(residual, layers):
+    example = {"example": None} if layers == 54 else {}
+    drawn = draw_model(inspection(residual, layers, **example))
+    left_out = dict(drawn.left_out)
+    assert left_out["gates"] == "no gates or biases"
+    assert {plot.name for plot in drawn.plots} | set(left_out) == {*EVERY, "gates"}
+    if layers == 2 and residual == "block":
+        assert set(left_out) == {"gates"}
+    if residual == "standard":
+        assert left_out["queries"]
+        assert left_out.get("tokens", "no example") in (
+            "its weights are the same for every token",
+            "the inspection has no example text",
+        )
+
+
+def test_no_two_names_beside_an_axis_overlap():
+    """At 54 layers as at 12: neighbouring tick labels keep the height of their letters apart."""
+    for layers in (12, 54):
+        with style.style():
+            figure = mixing([inspection("full", layers)]).figure
+            figure.draw_without_rendering()
+        for ticks, side in ((figure.axes[0].get_yticklabels(), 1), (figure.axes[0].get_xticklabels(), 0)):
+            boxes = sorted((label.get_window_extent() for label in ticks), key=lambda box: box.min[side])
+            assert len(boxes) > 6
+            assert all(a.max[side] <= b.min[side] + 0.5 for a, b in pairwise(boxes))
+
+
+def test_the_last_name_is_always_shown():
+    with style.style():
+        figure = mixing([inspection("full", 12)]).figure
+    thin_ticks(figure.axes[0].yaxis, list(range(100)), [str(i) for i in range(100)], 2.0)
+    assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()][-1] == "99"
+
+
+def test_boundaries_are_the_reads_with_which_blocks_begin():
+    block = shares(inspection("block", 6))
+    assert [block.reads[row] for row in boundaries(block)] == ["mlp 1", "attention 3", "mlp 4", "output"]
+    with style.style():
+        figure = at_boundaries(inspection("block", 6)).figure
+    assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == ["mlp 1", "attn 3", "mlp 4", "out"]
+    full = shares(inspection("full", 20))
+    assert len(boundaries(full)) == 7
+    assert boundaries(full)[-1] == 40
+
+
+def test_matrices_have_rows_that_sum_to_one_and_layers_hold_both_sublayers():
+    seen = inspection("full", 3)
+    values = layer_shares(seen)
+    assert np.nansum(values, 1) == pytest.approx(np.ones(4))
+    raw = np.array(seen.mixing)
+    raw /= raw.sum(1, keepdims=True)
+    assert values[2, 1] == pytest.approx((raw[4, 1:3].sum() + raw[5, 1:3].sum()) / 2)  # layer 2 reads layer 0
+    assert values[3, 0] == pytest.approx(raw[6, 0])
+    with style.style():
+        figure = mixing([seen, inspection("standard", 2), inspection("block", 2, mixing=None)]).figure
+    assert len([ax for ax in figure.axes if ax.get_title(loc="left")]) == 2
+
+
+def test_shares_of_a_token_sum_to_one():
+    seen = inspection("full", 8)
+    with style.style():
+        figure = stacked(seen).figure
+    heights = np.zeros(len(TOKENS))
+    for container in figure.axes[0].containers:
+        heights += [bar.get_height() for bar in container]
+    assert heights == pytest.approx(np.ones(len(TOKENS)))
+
+
+def test_the_token_map_colours_each_token_by_its_own_weight():
+    seen = inspection("block", 4)
+    with style.style():
+        figure = token_map(seen).figure
+    fragments, lines, _, shown = _layout(TOKENS)
+    assert (lines, shown) == (3, len(TOKENS))
+    assert [(line, start) for token, line, start, _ in fragments if TOKENS[token] in ("return", "\u4e2d")] == [
+        (1, 4),
+        (2, 0),
+    ]
+    last = next(ax for ax in figure.axes if ax.get_title(loc="left").startswith("out"))
+    assert seen.example is not None
+    weights = np.array([row[0] for row in seen.example["weights"][-1]])
+    patches = sorted(range(len(fragments)), key=lambda i: weights[fragments[i][0]])
+    darkness = [sum(last.patches[i].get_facecolor()[:3]) for i in patches]
+    assert darkness == sorted(darkness, reverse=True)
+
+
+def test_long_lines_and_letters_without_a_glyph_are_drawn():
+    fragments, lines, letters, shown = _layout(["x" * 200, "\n", "y"])
+    assert (lines, letters, shown) == (4, 68, 3)
+    assert "".join(text for token, _, _, text in fragments if token == 0) == "x" * 200
+    assert drawable("a\U0001f600\x07b") == "a··b"
+    assert _layout(["a\n"] * 100)[3] < 100
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        {"recency_bias": [3.0] * 9, "alpha": [0.5] * 9},
+        {"mix": [[1.0] * (i + 2) for i in range(4)]},
+        {"read": [[1.0, 0.0]] * 8, "write": [[1.0, 1.0]] * 8},
+    ],
+)
+def test_what_is_learned_besides_queries_is_drawn(found):
+    with style.style():
+        plot = gates(inspection("full", 4, gates=found))
+    assert plot.name == "gates"
+
+
+def test_files_are_whole_and_the_same_each_time(tmp_path):
+    seen = inspection("block", 2)
+    kinds = ("pdf", "svg", "png")
+    for folder in ("a", "b"):
+        drawn = draw_model(seen)
+        save_all([plot for plot in drawn.plots if plot.name in ("depth", "boundaries")], tmp_path / folder, kinds)
+    first = sorted((tmp_path / "a").iterdir())
+    assert [path.name for path in first] == [
+        f"{name}.{kind}" for name in ("boundaries", "depth") for kind in sorted(kinds)
+    ]
+    for path in first:
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+    assert (tmp_path / "a" / "depth.pdf").read_bytes().startswith(b"%PDF")
+    assert not re.search(r"\b20\d\d-\d\d-\d\d", (tmp_path / "a" / "depth.svg").read_text())
+
+
+def test_all_figures_of_a_model_are_written(tmp_path):
+    written = write_figures(inspection("block", 1, kinds=None, prompts=None, example=None), tmp_path, ("svg",))
+    assert {path.stem for path in written} >= {"patterns", "mixing", "layers", "depth", "magnitudes"}
+    assert sorted(written) == sorted(tmp_path.iterdir())
+
+
+def test_an_unknown_format_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(UserError, match="unknown image format 'gif'"):
+        write_figures(inspection(layers=1), tmp_path, ("gif",))
+    assert not list(tmp_path.iterdir())
+
+
+def test_several_models_are_set_side_by_side():
+    drawn = draw_comparison([inspection("standard", 4), inspection("block", 4), inspection("full", 2)])
+    assert [plot.name for plot in drawn.plots] == ["compare-mixing", "compare-depth", "compare-magnitudes"]
+    assert not drawn.left_out
+
+
+def test_dynamics_hold_what_the_runs_recorded():
+    rows = {"steps": [10, 20], "output_rms": [[1.0, 2.0], [3.0, 4.0]], "grad_rms": [[0.1, 0.2], [0.3, 0.4]]}
+    runs = [
+        Curves("standard", "standard", [(10, 3.0), (20, 2.5)], rows),
+        Curves("full", "full", [(10, 2.9), (20, 2.4)]),
+    ]
+    drawn = draw_dynamics(runs)
+    assert [plot.name for plot in drawn.plots] == ["dynamics", "dynamics-steps"]
+    loss, output, gradient = drawn.plots[0].figure.axes
+    lines = {line.get_label(): line.get_ydata().tolist() for line in loss.get_lines()}
+    assert lines == {"standard": [3.0, 2.5], "full": [2.9, 2.4]}
+    assert output.get_lines()[0].get_ydata().tolist() == [3.0, 4.0]
+    assert gradient.get_lines()[0].get_ydata().tolist() == [0.3, 0.4]
+    assert draw_dynamics([Curves("full", "full")]).plots == []
+
+
+def test_a_residual_that_weighs_nothing_says_so():
+    seen = inspection("standard", 2, routing=None, mixing=None)
+    seen.model["residual"] = "deepnorm"
+    with pytest.raises(NotShown, match="deepnorm weighs nothing"), style.style():
+        patterns(seen)
+    drawn = draw_model(seen)
+    assert {"depth", "magnitudes"} <= {plot.name for plot in drawn.plots}
+    assert names("full", 1)[-1] == ["embedding", "attention 0", "mlp 0"]

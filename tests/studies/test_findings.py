@@ -1,0 +1,166 @@
+"""Spikes of the embedding's weight: what is measured on runs whose weights are known, and what is written."""
+
+import csv
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from attnres.data import prepare
+from attnres.errors import UserError
+from attnres.inspect.kinds import KINDS
+from attnres.models import build
+from attnres.report import load_study
+from attnres.studies.findings import FindingsConfig, figures, findings, read_documents
+from attnres.studies.findings_files import save, table
+
+SIZE = {
+    "family": "qwen3",
+    "hidden_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 32,
+}
+DATA = {"tokenizer": "bpe:300", "seq_len": 24, "held_out": 0.4, "limit": None, "column": "text", "val_windows": 4}
+
+
+def function(i):
+    return (
+        f"def name{i}(a, b):\n    c = a * {i} + b\n    if c > {i + 1}:\n        return c\n    print('text', a, b)\n" * 2
+    )
+
+
+def make_run(folder, residual, seed, source, settings):
+    prepared = prepare(str(source), "bpe:300", held_out=0.4, progress=False)
+    model = build(SIZE, residual, vocab_size=prepared.vocab_size, max_positions=24, seed=seed, settings=settings)
+    with torch.no_grad():
+        g = torch.Generator().manual_seed(seed)
+        for name, parameter in model.named_parameters():
+            parameter.add_(0.3 * torch.randn(parameter.shape, generator=g))
+            if name.endswith("residual.query"):
+                parameter[-1].zero_()
+    model.save_pretrained(folder / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(prepared.path / name, folder / "model")
+    config = {"model": {"residual": residual}, "data": {"source": str(source), **DATA}, "seed": seed}
+    for name, value in (
+        ("config", config),
+        ("summary", {"steps": 1}),
+        ("data", {"tokenizer_sha256": prepared.header["tokenizer_sha256"]}),
+    ):
+        (folder / f"{name}.json").write_text(json.dumps(value))
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """Runs of two seeds on Python source; the output's query is zero in each."""
+    root = tmp_path_factory.mktemp("findings")
+    (root / "text").mkdir()
+    for i in range(24):
+        (root / "text" / f"{i}.py").write_text(function(i))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ATTNRES_CACHE", str(root / "cache"))
+        for residual, settings in (
+            ("block", {"num_blocks": 2}),
+            ("full", {}),
+            ("boundary", {"num_blocks": 2}),
+            ("standard", {}),
+        ):
+            for seed in (0, 1):
+                make_run(root / "runs" / f"{residual}-seed{seed}", residual, seed, root / "text", settings)
+        yield root / "runs", findings(FindingsConfig([str(root / "runs")], documents=6, windows=2, device="cpu"))
+
+
+def test_every_variant_with_weights_is_there(study):
+    _, found = study
+    assert (found["language"], found["start"], found["documents"]) == ("code", "statement start", 6)
+    assert {v["label"]: [v["reads"][i] for i in v["boundaries"]] for v in found["variants"]} == {
+        "block": ["attention 2", "output"],
+        "boundary": ["attention 2", "output"],
+        "full": [],
+    }
+    assert found["skipped"] == ["standard"]
+    assert found["tokens"]["statement start"] > 30
+
+
+def test_a_zero_query_has_no_spike(study):
+    _, found = study
+    for variant in found["variants"]:
+        uniform = 1 / {"block": 3, "boundary": 3, "full": 9}[variant["label"]]
+        assert variant["weights"]["statement start"]["mean"][-1] == pytest.approx(uniform, rel=1e-4)
+        assert variant["spikes"]["other tokens"]["mean"][-1] == pytest.approx(0, abs=1e-6)
+        assert abs(variant["spikes"]["other tokens"]["mean"][4]) > 1e-4
+        assert variant["spikes"]["other tokens"]["se_seeds"][4] > 0
+
+
+def test_the_spike_is_the_starts_weight_less_the_mean_of_the_others(study):
+    """Held against the weights of every token, read one by one."""
+    from attnres.inspect.record import record
+    from attnres.models import load
+
+    folder, found = study
+    config = FindingsConfig([str(folder)], documents=6, windows=2)
+    language, documents = read_documents(load_study(folder).of("full"), config)
+    assert language == "code"
+    spikes = []
+    for seed in (0, 1):
+        model = load(folder / f"full-seed{seed}" / "model").eval()
+        for document in documents:
+            with record(model, tokens=True) as trace, torch.no_grad():
+                model(input_ids=document.ids, use_cache=False)
+            weight = trace.token_weights[5][..., 0]
+            spikes.append((weight[document.kinds == 0].mean() - weight[document.kinds > 0].mean()).item())
+    full = next(v for v in found["variants"] if v["label"] == "full")
+    assert full["spikes"]["other tokens"]["mean"][5] == pytest.approx(np.mean(spikes), abs=1e-6)
+
+
+def test_an_edge_removed_at_starts_of_the_last_read_changes_nothing_elsewhere(study):
+    _, found = study
+    for variant in found["variants"]:
+        rows = {(row["reads"], row["at"]): row for row in variant["knock_outs"]}
+        assert len(rows) == 8
+        everywhere, starts = rows["all reads", "all tokens"], rows["all reads", "starts"]
+        assert everywhere["starts"]["mean"] != starts["starts"]["mean"]
+        assert everywhere["starts - other tokens"]["se_documents"] > 0
+        if variant["largest"].get("boundary", {}).get("read") == "output":
+            assert rows["output", "starts"]["other tokens"]["mean"] == pytest.approx(0, abs=1e-5)
+
+
+def test_figures_leave_out_documents_without_such_tokens():
+    values = np.array([[1.0, 3.0, np.nan], [2.0, 4.0, 6.0]])
+    assert figures(values) == {
+        "mean": 3.0,
+        "se_documents": pytest.approx(np.sqrt((1 + 4 / 3) / 2), rel=1e-5),
+        "se_seeds": 1.0,
+    }
+    assert figures(np.array([[1.0]])) == {"mean": 1.0, "se_documents": None, "se_seeds": None}
+
+
+def test_kinds_of_a_window_are_those_of_the_document(study):
+    """A window that begins inside a statement does not begin one."""
+    folder, _ = study
+    _, documents = read_documents(load_study(folder).of("full"), FindingsConfig(documents=6, windows=8))
+    firsts = torch.cat([document.kinds[1:, 0] for document in documents if len(document.kinds) > 1])
+    assert len(firsts) and (firsts != KINDS["code"].index("statement start")).any()
+
+
+def test_files(study, tmp_path):
+    _, found = study
+    paths = save(found, tmp_path / "out")
+    assert json.loads(paths[0].read_text()) == found
+    rows = list(csv.DictReader(paths[1].read_text().splitlines()))
+    assert {row["kind"] for row in rows} >= {"statement start", "spike over other tokens"}
+    assert len(list(csv.DictReader(paths[2].read_text().splitlines()))) > 40
+    assert "largest spike, boundary" in paths[3].read_text() == table(found)
+
+
+def test_mistakes_are_told(study, tmp_path):
+    folder, _ = study
+    with pytest.raises(UserError, match="expected at least 4 documents"):
+        findings(FindingsConfig([str(folder)], documents=2))
+    with pytest.raises(UserError, match="no run"):
+        findings(FindingsConfig([str(tmp_path)]))
