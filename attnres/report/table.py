@@ -41,6 +41,7 @@ class Row:
     peak_memory: float  # bytes
     parameters: float
     extra_parameters: float
+    start_loss: float  # nats per token before the first step, of runs that begin from a trained model
 
     @property
     def perplexity(self) -> float:
@@ -95,6 +96,7 @@ def build_table(study: Study) -> Table:
                 peak_memory=max((_known(run, "peak_memory_bytes") for run in runs), default=math.nan),
                 parameters=_known(runs[0], "parameters"),
                 extra_parameters=_known(runs[0], "extra_parameters"),
+                start_loss=_start_loss(runs),
             )
         )
     return Table(rows, baseline, interleaved, _notes(study, rows, baseline, interleaved))
@@ -117,6 +119,12 @@ def _median_of(runs: list[Run], key: str) -> float:
             values[i] = float(np.median(lines))
     values = [value for value in values if not math.isnan(value)]
     return float(np.median(values)) if values else math.nan
+
+
+def _start_loss(runs: list[Run]) -> float:
+    """Mean over seeds of the held-out loss at step 0; NaN where a run has none."""
+    first = [next((float(record["loss"]) for record in run.val if record["step"] == 0), math.nan) for run in runs]
+    return float(np.mean(first)) if first else math.nan
 
 
 def _timed(study: Study, label: str) -> float:
@@ -164,6 +172,9 @@ def _notes(study: Study, rows: list[Row], baseline: str | None, interleaved: boo
                 "Nothing was timed in turn: tokens/s and step time are medians of each run's own steps, of runs that "
                 "had the machine at other times or shared it, so that small differences say nothing."
             )
+    started = [f"{row.label} {number(row.start_loss)}" for row in rows if not math.isnan(row.start_loss)]
+    if started:
+        notes.append(f"Held-out loss before the first step: {listed(started)}.")
     unfinished = [row for row in rows if not row.complete]
     if unfinished:
         progress = ", ".join(f"{row.label} at step {row.step:,} of {row.steps or 0:,}" for row in unfinished)
@@ -327,6 +338,7 @@ CSV_COLUMNS = (
     "peak_memory_bytes",
     "parameters",
     "extra_parameters",
+    "start_loss",
 )
 
 
@@ -359,7 +371,7 @@ def to_csv(table: Table) -> str:
                 *difference,
                 *(_plain(value) for value in (row.tokens_per_s, row.step_ratio)),
                 str(table.interleaved).lower(),
-                *(_plain(value) for value in (row.peak_memory, row.parameters, row.extra_parameters)),
+                *(_plain(value) for value in (row.peak_memory, row.parameters, row.extra_parameters, row.start_loss)),
             ]
         )
     return out.getvalue()

@@ -316,6 +316,19 @@ def test_csv_has_a_line_a_variant_and_plain_numbers(tmp_path):
     assert (block["se_basis"], block["decided"], rows[0]["difference"]) == ("windows", "true", "")
 
 
+def test_the_loss_before_the_first_step_is_told_where_runs_begin_from_a_model(tmp_path):
+    out = write_study(tmp_path)
+    assert not any("before the first step" in note for note in both(out)[1].notes)
+    for seed, loss in (("standard", 3.5), ("block", 4.25)):
+        path = out / f"{seed}-seed0" / "metrics.jsonl"
+        path.write_text(json.dumps({"kind": "val", "step": 0, "loss": loss, "windows": 64}) + "\n" + path.read_text())
+        np.save(path.parent / "val" / "000000.npy", np.full(64, loss))
+    table = both(out)[1]
+    assert "Held-out loss before the first step: standard 3.500 and block 4.250." in table.notes
+    rows = list(csv.DictReader(io.StringIO(to_csv(table))))
+    assert [row["start_loss"] for row in rows] == ["3.5", "", "4.25", ""]
+
+
 def test_the_terminal_table_fits_eighty_columns(tmp_path):
     study, table = both(write_study(tmp_path))
     out = io.StringIO()
