@@ -1,0 +1,21 @@
+"""Whether the page can be served where it was asked to be: found out before anything is loaded."""
+
+import socket
+
+from ..errors import UserError
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises UserError where nothing can be served."""
+    if not 1 <= port <= 65535:
+        raise UserError(f"port is {port}: expected 1 to 65535")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise UserError(
+            f"cannot serve on {host}:{port} ({why}): choose another --port, or a --host of this machine"
+        ) from error

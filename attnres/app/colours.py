@@ -1,0 +1,68 @@
+"""Colours of sources and weights: a hue for each kind, lightness for depth, the report's scale.
+
+Hues are Okabe & Ito's (2008), apart for every kind of colour vision; weights are on viridis with a square-root scale,
+as in the report's heatmaps.
+"""
+
+from collections.abc import Sequence
+
+INK, MUTED, GRID, PAPER = "#1b1f24", "#5f6b7a", "#e2e6eb", "#fdfdfc"
+OUT = "#d55e00"
+"""What is knocked out, and losses that rise."""
+BETTER = "#0072b2"
+"""Losses that fall."""
+
+_FIXED = {"embedding": "#e69f00", "partial": "#cc79a7", "stream": "#8a94a3", "null": "#c3cad4"}
+_RAMPS = {
+    "attention": ("#a8d4f0", "#0b4f7d"),
+    "mlp": ("#a5e0cb", "#00583f"),
+    "block": ("#a8d4f0", "#0b4f7d"),
+    "state": ("#d9dee5", "#4a5260"),
+}
+_VIRIDIS = (
+    "#440154", "#482475", "#414487", "#355f8d", "#2a788e", "#21918c", "#22a884", "#44bf70", "#7ad151", "#bddf26",
+    "#fde725",
+)  # fmt: skip
+
+
+def rgb(colour: str) -> tuple[int, int, int]:
+    """Red, green and blue, 0 to 255, of "#rrggbb"."""
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def blend(a: str, b: str, share: float) -> str:
+    """The colour `share` of the way from `a` to `b`."""
+    share = min(1.0, max(0.0, share))
+    return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in zip(rgb(a), rgb(b), strict=True))
+
+
+def source_colours(rows: Sequence[Sequence[str]]) -> dict[str, str]:
+    """A colour for every source of a model's reads."""
+    numbers: dict[str, list[int]] = {}
+    names = dict.fromkeys(name for row in rows for name in row)
+    for name in names:
+        kind, _, number = name.partition(" ")
+        if number:
+            numbers.setdefault(kind, []).append(int(number))
+    colours = {}
+    for name in names:
+        kind, _, number = name.partition(" ")
+        if not number:
+            colours[name] = _FIXED.get(kind, MUTED)
+            continue
+        first, last = min(numbers[kind]), max(numbers[kind])
+        start, end = _RAMPS.get(kind, (GRID, MUTED))
+        colours[name] = blend(start, end, (int(number) - first) / max(1, last - first))
+    return colours
+
+
+def weight_colour(weight: float, largest: float = 1.0) -> str:
+    """Of a weight between zero and `largest`: viridis over the square root."""
+    place = min(1.0, max(0.0, abs(weight) / largest)) ** 0.5 * (len(_VIRIDIS) - 1)
+    index = min(int(place), len(_VIRIDIS) - 2)
+    return blend(_VIRIDIS[index], _VIRIDIS[index + 1], place - index)
+
+
+def signed_colour(value: float) -> str:
+    """Of a number from -1 (orange) over 0 (paper) to 1 (blue)."""
+    return blend(PAPER, BETTER if value > 0 else OUT, abs(value))

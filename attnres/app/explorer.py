@@ -1,0 +1,330 @@
+"""What one text does in one model: where every token's reads came from, and what changes when edges are knocked out."""
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoConfig
+
+from ..errors import UserError
+from ..evals.subject import Subject, find_subject, pick_device
+from ..files import read_json
+from ..inspect.edits import KnockOut
+from ..inspect.effects import predict
+from ..inspect.geometry import query_cosine
+from ..inspect.intervene import intervene, source_names
+from ..inspect.record import find_residual, read_names, record
+from ..models.classes import register_stored
+from ..residuals import Residual
+from .state import MAX_CHARACTERS
+
+MAX_TOKENS = 512
+"""Tokens of a text: what a page draws and a processor computes while one waits."""
+KEPT = 16
+"""Analyses kept for each model: going back to an earlier edit is then free."""
+KEPT_BYTES = 256e6
+"""Of their distributions, beyond which all but two go: vocabularies of 150,000 make 300 MB of one long text."""
+
+TRIAL = 128
+"""Tokens of the passes that settle the number of threads."""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A text in a model.
+
+    Attributes:
+        ids: of the T tokens; `pieces` what each says.
+        reads: names of the L+1 reads; `sources` the names of what each mixes.
+        weights: for each read (T, sources).
+        log_probs: (T, V): of the token after each.
+        losses: (T-1,) nats: of each token but the first.
+        notes: what a reader should know of this text, one sentence each.
+    """
+
+    ids: tuple[int, ...]
+    pieces: list[str]
+    reads: list[str]
+    sources: list[list[str]]
+    weights: list[np.ndarray]
+    log_probs: Tensor
+    losses: np.ndarray
+    notes: list[str]
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss in nats per token; None for a single token."""
+        return float(self.losses.mean()) if len(self.losses) else None
+
+    @property
+    def means(self) -> list[np.ndarray]:
+        """For each read (sources,): weights averaged over the tokens."""
+        return [row.mean(0) for row in self.weights]
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What a knock-out does to the text's losses and next-token distributions; fields as in `Reading`."""
+
+    log_probs: Tensor
+    losses: np.ndarray
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A next token, before and after a knock-out."""
+
+    piece: str
+    before: float
+    after: float | None
+
+
+class Opened:
+    """A model to look into, with its tokenizer.
+
+    Args:
+        name: a run folder, a checkpoint folder in one, a model folder or a name on the hub.
+        lender: whose tokenizer a checkpoint of an unfinished run takes; checkpoints hold none.
+
+    Raises:
+        UserError: no model there, or one whose reads mix no sources by weights.
+    """
+
+    def __init__(self, name: str | Path, lender: "Opened | None" = None) -> None:
+        subject = _subject(name, lender.subject if lender is not None else None)
+        self.subject = subject
+        self.model: Any = subject.load("auto", str(pick_device("auto")))
+        self.tokenizer: Any = subject.tokenizer
+        self.residual: Residual = find_residual(self.model)
+        self.context = min(subject.context, MAX_TOKENS)
+        self.name, self.step = _name(subject.folder), _step(subject.folder)
+        self.check = subject.check_ids
+        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+        # An observer sits on the model: one pass at a time.
+        self._lock = threading.Lock()
+        self.reads = read_names(self.residual.num_sublayers)
+        self.sources = source_names(self.model)  # every text has the same ones
+
+    @property
+    def label(self) -> str:
+        """Name, residual and, where the run says, training step."""
+        step = f", step {self.step:,}" if self.step is not None else ""
+        return f"{self.name} ({self.residual.name}{step})"
+
+    @cached_property
+    def details(self) -> str:
+        """What the model is, in a few words."""
+        parameters = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
+        implied = "" if self.residual.weighs else "; no softmax: weights are the coefficients that its sums imply"
+        return f"{parameters:.1f}M parameters, {len(self.reads) - 1} sublayers, up to {self.context:,} tokens{implied}"
+
+    @cached_property
+    def vocabulary(self) -> int:
+        """Hash of the tokenizer's vocabulary, to tell whether two models speak of the same tokens."""
+        return hash(frozenset(self.tokenizer.get_vocab().items()))
+
+    def read(self, text: str) -> Reading:
+        """Run the model on `text`; kept.
+
+        Raises:
+            UserError: no text, too long a text, or one of which the tokenizer reads nothing.
+        """
+        return self._keep(("read", text), lambda: self._read(text))
+
+    def knock_out(self, text: str, edges: frozenset[tuple[int, int]]) -> Effect:
+        """Run the model on `text` without some (read, source) edges; kept.
+
+        Raises:
+            UserError: as for `read`, edges that the model does not have, or a read that is left without a source.
+        """
+        return self._keep(("edit", text, edges), lambda: self._knock_out(text, edges))
+
+    def top(self, reading: Reading, effect: Effect | None, token: int, count: int = 8) -> list[Candidate]:
+        """The likeliest tokens after `token`, before and after a knock-out; the likeliest of both, in the order of
+        before."""
+        before = reading.log_probs[token]
+        after = effect.log_probs[token] if effect is not None else None
+        chosen = before.topk(min(count, len(before))).indices.tolist()
+        if after is not None:
+            chosen += [i for i in after.topk(min(count // 2, len(after))).indices.tolist() if i not in chosen]
+        return [
+            Candidate(self.piece(i), float(before[i].exp()), float(after[i].exp()) if after is not None else None)
+            for i in chosen
+        ]
+
+    @cached_property
+    def similarity(self) -> tuple[list[str], np.ndarray] | None:
+        """Names of the reads that have a pseudo-query, and the cosines between these queries (times their key gains);
+        None with fewer than two. Reads of one source learn none."""
+        cosines = query_cosine(self.residual)
+        if cosines is None:
+            return None
+        there = [i for i, row in enumerate(cosines) if row[i] is not None]
+        matrix = np.array([[cosines[i][j] for j in there] for i in there], dtype=float)
+        return [self.reads[i] for i in there], matrix
+
+    def piece(self, token: int) -> str:
+        """What a token says."""
+        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+
+    # ------------------------------------------------------------------ runs of the model
+
+    def _keep(self, key: Hashable, make: Callable[[], T]) -> T:
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            else:
+                self._kept[key] = make()
+                while len(self._kept) > (KEPT if self._bytes() < KEPT_BYTES else 2):
+                    self._kept.popitem(last=False)
+            return self._kept[key]
+
+    def _bytes(self) -> int:
+        return sum(found.log_probs.nbytes for found in self._kept.values())
+
+    def _read(self, text: str) -> Reading:
+        ids = self._encode(text)
+        reading = self.read_ids(ids)
+        reading.notes.extend(self._notes(text, ids))
+        return reading
+
+    def _encode(self, text: str) -> tuple[int, ...]:
+        if not text.strip():
+            raise UserError("there is no text: type some, or take an example")
+        if len(text) > MAX_CHARACTERS:
+            raise UserError(f"the text has {len(text):,} characters and this page takes {MAX_CHARACTERS:,}: shorten it")
+        ids = tuple(self.tokenizer(text, verbose=False)["input_ids"])
+        if not ids:
+            raise UserError(f"the tokenizer of {self.name} knows no character of this text: type another")
+        self.check(max(ids))
+        if len(ids) > self.context:
+            raise UserError(f"the text has {len(ids):,} tokens and {self.name} takes {self.context:,} here: shorten it")
+        return ids
+
+    def _notes(self, text: str, ids: Sequence[int]) -> list[str]:
+        notes = []
+        decoded = self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
+        lost = sorted({character for character in text if not character.isspace()} - set(decoded))
+        if self.tokenizer.unk_token_id in ids or (lost and not set(text.lower()) <= set(decoded.lower())):
+            some = " ".join(lost[:5])
+            which = f" ({some}{' ...' if len(lost) > 5 else ''})" if lost else ""
+            notes.append(f"The tokenizer of {self.name} has never seen some characters of this text{which}.")
+        if len(ids) == 1:
+            notes.append("One token: it has a next-token distribution, but no loss.")
+        return notes
+
+    def read_ids(self, ids: tuple[int, ...]) -> Reading:
+        """Run the model on tokens; not kept."""
+        with record(self.model, tokens=True) as trace:
+            found = predict(self.model, ids)
+        return Reading(
+            ids,
+            [self.piece(token) for token in ids],
+            trace.reads,
+            trace.sources,
+            [weights[0].numpy() for weights in trace.token_weights],
+            found.log_probs,
+            found.losses.double().numpy(),
+            [],
+        )
+
+    def _knock_out(self, text: str, edges: frozenset[tuple[int, int]]) -> Effect:
+        edits = [
+            KnockOut([self.sources[read][source] for r, source in sorted(edges) if r == read], reads=read)
+            for read in sorted({read for read, _ in edges})
+        ]
+        with intervene(self.model, *edits):
+            found = predict(self.model, self._encode(text))
+        return Effect(found.log_probs, found.losses.double().numpy())
+
+
+def open_models(names: Sequence[str | Path]) -> list[Opened]:
+    """Load the models of a command line. Raises UserError."""
+    models: list[Opened] = []
+    for name in names:
+        models.append(Opened(name, models[0] if models else None))
+    if len({model.label for model in models}) < len(models):
+        for model in models:
+            model.name = _name(model.subject.folder, parts=2)
+    return models
+
+
+def choose_threads(models: Sequence[Opened]) -> None:
+    """One thread instead of torch's own number where a pass is faster so: a small model's steps are short, and on a
+    machine with other work threads wait for one another longer than that. Measured here, kept while the process runs.
+    """
+    most = torch.get_num_threads()
+    if most == 1 or any(model.model.device.type != "cpu" for model in models):
+        return
+    times = {}
+    for threads in (1, most):
+        torch.set_num_threads(threads)
+        for _ in range(2):  # the first pass builds kernels and fills caches
+            start = time.perf_counter()
+            for model in models:
+                model.read_ids((0,) * min(TRIAL, model.context))
+            times[threads] = time.perf_counter() - start
+    torch.set_num_threads(min(times, key=lambda threads: times[threads]))
+
+
+def find_demo(folder: Path) -> list[Path]:
+    """The finished runs of `make demo` with depth reads: Block's and Full's.
+
+    Raises:
+        UserError: there is none.
+    """
+    found = [run for label in ("block", "full") for run in sorted(folder.glob(f"{label}-seed*"))[:1]]
+    found = [run for run in found if (run / "model" / "config.json").is_file()]
+    if not found:
+        raise UserError(
+            f"no model was given, and the demo has left none in {folder}: run `make demo`, or give attnres app MODEL"
+        )
+    return found
+
+
+def _subject(name: str | Path, lender: Subject | None) -> Subject:
+    """A model, or a run's checkpoint with the tokenizer of the finished run or of `lender`."""
+    folder = Path(name).expanduser()
+    if not (folder / "state.json").is_file() or not (folder / "model" / "config.json").is_file():
+        return find_subject(name)
+    finished = (folder.parent / "model" / "config.json").is_file()
+    owner = find_subject(folder.parent) if finished else lender
+    if owner is None:
+        raise UserError(
+            f"{folder} is the checkpoint of an unfinished run and holds no tokenizer: name a model with the same one "
+            "before it"
+        )
+    register_stored(read_json(folder / "model" / "config.json"), folder / "model", trust_remote_code=False)
+    config = AutoConfig.from_pretrained(folder / "model")
+    if config.vocab_size != owner.rows:
+        raise UserError(
+            f"{folder} has a vocabulary of {config.vocab_size:,} and the tokenizer of {owner.name} one of "
+            f"{owner.rows:,}: name a model with the same tokenizer before it"
+        )
+    return replace(owner, name=str(name), folder=folder / "model", config=config)
+
+
+def _name(folder: Path, parts: int = 1) -> str:
+    """The run's name, with the part of it that this is; else the last `parts` parts of the folder's path."""
+    path = [part for part in folder.absolute().parts if part != "model"]
+    return "/".join(path[-parts - (path[-1] == "checkpoint") :])
+
+
+def _step(folder: Path) -> int | None:
+    """The training step of a model in a run folder, where the run says."""
+    for file in (folder.parent / "summary.json", folder.parent / "state.json"):
+        if file.is_file():
+            value = read_json(file)
+            if isinstance(value, dict) and isinstance(value.get("step"), int):
+                return value["step"]
+    return None

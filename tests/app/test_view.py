@@ -1,0 +1,140 @@
+"""What the page says is what was measured, and nothing that was typed can become part of the page's own code."""
+
+import re
+import xml.etree.ElementTree as ET
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from attnres.app import figures
+from attnres.app import view as html
+from attnres.app.colours import source_colours, weight_colour
+from attnres.app.explorer import Candidate, Effect, Reading
+from attnres.app.state import LOSS
+
+EVIL = '<script>alert("1")</script>\x00\u202e\'&'
+SOURCES = [["embedding"], ["embedding", "attention 0"], ["embedding", "attention 0", "mlp 0"]]
+READS = ["attention 0", "mlp 0", "output"]
+
+
+def reading(pieces=("def", " x", "\n", EVIL)):
+    g = np.random.default_rng(0)
+    count = len(pieces)
+    weights = [g.dirichlet(np.ones(len(row)), count) for row in SOURCES]
+    log_probs = torch.randn(count, 7, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    return Reading(tuple(range(count)), list(pieces), READS, SOURCES, weights, log_probs, g.random(count - 1) + 1, [])
+
+
+def pane(**changes):
+    base = html.Pane(
+        number=1,
+        title=f"model {EVIL}",
+        details=EVIL,
+        reading=reading(),
+        read=2,
+        source="heaviest",
+        token=1,
+        edges=frozenset(),
+        effect=None,
+        candidates=[Candidate(EVIL, 0.5, None), Candidate("a", 0.25, None)],
+        similarity=(READS[1:], np.array([[1, -0.4], [-0.4, 1]])),
+    )
+    return replace(base, **changes)
+
+
+def edited(**changes):
+    r = reading()
+    effect = Effect(r.log_probs.roll(1, -1), r.losses + np.array([0.5, -0.2, 0.0]))
+    candidates = [Candidate(EVIL, 0.5, 0.1), Candidate("a", 0.25, 0.3)]
+    return pane(edges=frozenset({(2, 1)}), effect=effect, candidates=candidates, **changes)
+
+
+def parsed(page):
+    """The page as a tree: raises if anything in it is left open."""
+    return ET.fromstring(page.replace("<br>", "<br/>").replace(' xmlns="http://www.w3.org/2000/svg"', ""))
+
+
+@pytest.mark.parametrize(
+    "made", [pane(), edited(), edited(source=LOSS), pane(source="embedding"), pane(source="mlp 9")]
+)
+def test_typed_text_stays_text(made):
+    page = html.pane(made)
+    assert "<script" not in page and "\x00" not in page
+    tree = parsed(page)
+    assert not [e.tag for e in tree.iter() if e.tag.lower() in ("script", "img", "iframe", "a", "style")]
+    assert not [name for e in tree.iter() for name in e.attrib if name.startswith("on")]
+    assert '<script>alert("1")</script>' in "".join(tree.itertext())
+
+
+def test_every_token_and_every_edge_can_be_clicked():
+    tree = parsed(html.pane(pane()))
+    assert [e.get("data-token") for e in tree.iter("span") if e.get("data-token")] == ["0", "1", "2", "3"]
+    cells = [e for e in tree.find(".//section[@class='weights']").iter("rect") if e.get("data-read")]
+    assert [(int(e.get("data-read")), int(e.get("data-source"))) for e in cells] == [
+        (r, i) for r, row in enumerate(SOURCES) for i in range(len(row))
+    ]
+    assert cells[2].get("data-tip") == f"mlp 0 reads attention 0: {reading().means[1][1]:.3f}"
+
+
+def test_bars_of_a_token_are_as_long_as_its_weights():
+    made = pane()
+    tree = parsed(html.pane(made))
+    bars = [e for e in tree.find(".//section[@class='stack']").iter("rect") if e.get("data-read") == "2"]
+    widths = np.array([float(e.get("width")) + 0.4 for e in bars])
+    np.testing.assert_allclose(widths / widths.sum(), made.reading.weights[2][1], atol=1e-3)
+
+
+def test_a_knock_out_is_crossed_out_and_its_effect_said():
+    made = edited()
+    page = html.pane(made)
+    tree = parsed(page)
+    assert {
+        (e.get("data-read"), e.get("data-source")) for e in tree.iter("rect") if "gone" in (e.get("class") or "")
+    } == {("2", "1")}
+    before, after = made.reading.log_probs[1].double(), made.effect.log_probs[1].double()
+    expected = torch.nn.functional.kl_div(after, before, log_target=True, reduction="sum").item()
+    assert html.kl_divergence(made) == pytest.approx(expected, rel=1e-6)
+    assert f"divergence {expected:.3f} nats" in page
+    mean = made.reading.loss
+    assert f"loss {mean:.3f} nats per token → <b>{mean + 0.1:.3f}</b> (+0.100) without 1 edge" in page
+
+
+def test_tokens_are_coloured_by_the_change_of_their_own_loss():
+    fills = html._fills(edited(source=LOSS), {})
+    assert fills[0] == fills[3] == "#ffffff"  # the first token has no loss, the last one's did not change
+    red, blue = (int(fills[1][1:3], 16), int(fills[2][5:7], 16))
+    assert red > int(fills[1][5:7], 16) and blue > int(fills[2][1:3], 16)
+
+
+def test_sources_stand_in_an_order_that_every_row_agrees_with():
+    rows = [["embedding"], ["embedding", "partial"], ["embedding", "block 1"], ["embedding", "block 1", "partial"]]
+    assert figures.columns_of(rows) == ["embedding", "block 1", "partial"]
+    assert figures.columns_of(SOURCES) == SOURCES[-1]
+
+
+def test_what_cannot_be_seen_is_shown():
+    assert html.visible("\n\t") == "↵⇥"
+    assert html.visible("  ") == "␣␣" and html.visible(" a b ") == "␣a b␣" and html.visible("\n  ") == "↵␣␣"
+    assert html.visible("\x1b\x7f") == "␛␡" and html.visible("") == "∅"
+
+
+def test_a_text_reads_as_it_is():
+    page = html.pane(pane(reading=reading(("if a:", "\n    b", "  c\td", "\x1b"))))
+    text = parsed(page).find(".//div[@class='text']")
+    assert "".join(text.itertext()) == "if a:↵\n    b  c⇥d␛"
+
+
+def test_colours_are_apart_and_even():
+    colours = source_colours([["embedding", *(f"{kind} {i}" for i in range(12) for kind in ("attention", "mlp"))]])
+    assert len(set(colours.values())) == 25
+    assert weight_colour(0.0) == "#440154" and weight_colour(1.0) == weight_colour(3.0) == "#fde725"
+    assert all(re.fullmatch("#[0-9a-f]{6}", weight_colour(w)) for w in (-0.5, 0.2, 0.9999))
+
+
+def test_weights_that_do_not_sum_to_one_still_make_bars_of_one_length():
+    rows = [["embedding", "mlp 0"]]
+    svg = figures.stack(["mlp 0"], rows, [np.array([3.0, -1.0])], source_colours(rows), frozenset(), "title")
+    widths = [float(x) for x in re.findall(r'width="([\d.]+)" height="12', svg)]
+    assert widths[0] / sum(widths) == pytest.approx(0.75, abs=1e-3)
