@@ -19,7 +19,7 @@ import tyro
 from attnres.errors import UserError, unknown
 from attnres.evals.config import EvalConfig, GenerateConfig
 from attnres.flags import Hidden, Settings, Size, config_file, parse
-from attnres.inspect.config import InspectConfig
+from attnres.inspect.config import InspectConfig, LookConfig
 from attnres.train.config import ModelConfig, OptimConfig, TrainConfig, from_dict
 
 HELP = """\
@@ -180,7 +180,7 @@ class Families:
 
 
 @dataclass
-class Figures:
+class Figures(LookConfig):
     """Write the figures of models, runs or saved inspections: attnres figures MODEL [MORE ...] OUT/.
 
     Several are also set side by side, each in a folder of its own. A model is looked at first, as attnres inspect does.
@@ -190,24 +190,6 @@ class Figures:
     """Run folders, folders of runs, model folders, hub names or files of attnres inspect; last the folder to write."""
     formats: tuple[str, ...] = ("pdf", "png")
     """Of pdf, png and svg."""
-    text: str | None = None
-    """A text to look at, shown token by token."""
-    file: str | None = None
-    """A text file to look at."""
-    corpus: str | None = None
-    """stdlib, a file or folder, or hub:NAME[:CONFIG[:SPLIT]]; none is what a run was trained on."""
-    column: str = "text"
-    """Field of .jsonl, column of .parquet and hub data sets that holds the text."""
-    limit: int = 20_000
-    """Read so many tokens."""
-    context: int | None = None
-    """Tokens in a window; none is the model's context, at most 2048."""
-    device: str = "auto"
-    """auto (CUDA where there is one, else the CPU), cpu or cuda."""
-    trust_remote_code: bool = False
-    """Run code that comes with a model. Read it first."""
-    progress: bool = True
-    """Show a progress bar."""
 
 
 @dataclass

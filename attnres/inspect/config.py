@@ -6,15 +6,10 @@ from typing import Literal
 import tyro
 
 
-@dataclass
-class InspectConfig:
-    """Show where every read of a model comes from, on a text or a corpus: tables here, figures and JSON with --out.
+@dataclass(kw_only=True)
+class LookConfig:
+    """What is looked at: a text or a corpus, and how much of it."""
 
-    Without a text, a run folder is inspected on what it was trained on.
-    """
-
-    model: tyro.conf.Positional[str]
-    """A run folder, a model folder or a hub name; with depth reads, or another residual of attnres."""
     text: str | None = None
     """A text, shown token by token."""
     file: str | None = None
@@ -27,6 +22,23 @@ class InspectConfig:
     """Read so many tokens of the text or corpus."""
     context: int | None = None
     """Tokens in a window; none is the model's context, at most 2048."""
+    device: str = "auto"
+    """auto (CUDA where there is one, else the CPU), cpu or cuda."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model. Read it first."""
+    progress: bool = True
+    """Show a progress bar."""
+
+
+@dataclass
+class InspectConfig(LookConfig):
+    """Show where every read of a model comes from, on a text or a corpus: tables here, figures and JSON with --out.
+
+    Without a text, a run folder is inspected on what it was trained on.
+    """
+
+    model: tyro.conf.Positional[str]
+    """A run folder, a model folder or a hub name; with depth reads, or another residual of attnres."""
     kind: Literal["auto", "code", "prose"] = "auto"
     """What the text is: decides the kinds of tokens that are told apart."""
     out: str | None = None
@@ -44,9 +56,3 @@ class InspectConfig:
     """Tokens in one forward pass."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the weights; auto is what they are stored in."""
-    device: str = "auto"
-    """auto (CUDA where there is one, else the CPU), cpu or cuda."""
-    trust_remote_code: bool = False
-    """Run code that comes with the model. Read it first."""
-    progress: bool = True
-    """Show a progress bar."""

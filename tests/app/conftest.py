@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tiny import SIZE
 from transformers import PreTrainedTokenizerFast
 
 from attnres.app.explorer import Opened
@@ -11,15 +12,6 @@ from attnres.files import write_json
 from attnres.models import build
 
 TRAINING_TEXT = ["def read(rows, name):\n    return rows[name]\n", "The quick brown fox jumps over the lazy dog. "] * 40
-SIZE = {
-    "family": "qwen3",
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-}
 CONTEXT = 512
 
 

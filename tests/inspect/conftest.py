@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from tiny import SIZE
 from transformers import PreTrainedTokenizerFast
 
 from attnres.data.tokenizer import END_OF_TEXT, train_tokenizer
@@ -11,15 +12,6 @@ from attnres.models import build
 
 PANGRAM = "the quick brown fox jumps over a lazy dog while seven wizards box up jugs of liquid zinc"
 WORDS = PANGRAM.split(" ")
-SIZE = {
-    "family": "qwen3",
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-}
 CONTEXT = 32
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from tiny import SIZE
 
 from attnres import UserError
 from attnres.inspect.attribution import agreement, attribute, spearman
@@ -13,15 +14,6 @@ from attnres.inspect.edits import Edit, KnockOut
 from attnres.inspect.intervene import intervene, source_names
 from attnres.models import build
 
-SIZE = {
-    "family": "qwen3",
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-}
 LAYOUTS = ["block", "full", "cumulative", "boundary", "standard", "rescaled", "denseformer", "hyper_connections"]
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny import SIZE
 
 from attnres import RESIDUALS, UserError
 from attnres.inspect.edits import AddLogit, KnockOut, Pin, Recency, Swap, Uniform, pin_from
@@ -13,15 +14,6 @@ from attnres.inspect.intervene import intervene, source_names
 from attnres.inspect.record import record
 from attnres.models import build
 
-SIZE = {
-    "family": "qwen3",
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-}
 EDITABLE = sorted(set(RESIDUALS) - {"deepnorm"})
 SOFTMAX = ("block", "full", "cumulative", "boundary")
 

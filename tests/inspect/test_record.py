@@ -2,20 +2,11 @@
 
 import pytest
 import torch
+from tiny import SIZE
 
 from attnres import RESIDUALS, UserError, depth_read_reference
 from attnres.inspect import read_names, record
 from attnres.models import build
-
-SIZE = {
-    "family": "qwen3",
-    "hidden_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "intermediate_size": 48,
-}
 
 
 def make(residual, **settings):
