@@ -79,7 +79,7 @@ def measures(inspections: Sequence["Inspection"]) -> Plot:
 def magnitudes(inspections: Sequence["Inspection"]) -> Plot:
     """RMS of what sublayers write and of what reads make; of one model also that of the last read's sources."""
     seen = inspections[0]
-    last = _last_sources(seen) if len(inspections) == 1 else None
+    last = last_sources(seen) if len(inspections) == 1 else None
     figure, axes = canvas(PAGE, 2.15, 1, 3 if last else 2, width_ratios=[1, 1, 1.15] if last else [1, 1])
     looks = model_looks(inspections)
     for ax, name, what in ((axes[0, 0], "output_rms", "RMS of outputs"), (axes[0, 1], "input_rms", "RMS of reads")):
@@ -112,7 +112,7 @@ def model_looks(inspections: Sequence["Inspection"]) -> list[dict[str, Any]]:
     return [{**looks[str(i)], "label": plain(str(seen.model["name"]))} for i, seen in enumerate(inspections)]
 
 
-def _last_sources(seen: "Inspection") -> tuple[list[str], list[float]] | None:
+def last_sources(seen: "Inspection") -> tuple[list[str], list[float]] | None:
     """Names and RMS of the sources of the last read with a softmax and more than one source."""
     if seen.routing is None:
         return None

@@ -12,14 +12,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
-from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from ..files import read_json, write_text
@@ -27,6 +26,9 @@ from . import geometry, measures
 from .kinds import KINDS, guess_language, kinds_of
 from .record import find_residual, record
 from .survey import Encoded, Survey, encode, front, survey
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 Kind = Literal["auto", "code", "prose"]
 
@@ -116,7 +118,7 @@ class Inspection:
 
 def inspect_model(
     model: Any,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     documents: Iterable[str],
     *,
     context: int,
@@ -144,7 +146,7 @@ def inspect_model(
     Raises:
         UserError: no residual of this package, no text, a single token, or what `survey` and `encode` raise.
     """
-    residual = find_residual(model)
+    find_residual(model)
     before = front(tokenizer)
     if context < len(before) + 2:
         raise UserError(f"context is {context} tokens: expected at least {len(before) + 2}, one to predict another")
@@ -152,13 +154,25 @@ def inspect_model(
     options: dict[str, Any] = {"context": context, "batch_size": batch_size, "before": before}
     with _bar(progress, limit) as on_tokens:
         seen = survey(model, reader, labels=len(reader.names), on_tokens=on_tokens, **options)
-    trace = seen.trace
     if seen.loss.tokens == 0:
         raise UserError(
             "the text is empty: expected at least two tokens, one to predict another"
-            if trace.tokens - seen.windows * len(before) == 0
+            if seen.trace.tokens - seen.windows * len(before) == 0
             else "the text is a single token: expected at least two, one to predict another"
         )
+    found = from_survey(model, seen, name=name, source=source, context=context, kind=reader.kind, kinds=reader.names)
+    return dataclasses.replace(
+        found,
+        prompts=_prompts(model, tokenizer, options) if prompts else None,
+        example=None if example is None else show_example(model, tokenizer, example, context=context, kind=reader.kind),
+    )
+
+
+def from_survey(
+    model: Any, seen: Survey, *, name: str | None, source: str, context: int, kind: str, kinds: Sequence[str]
+) -> Inspection:
+    """An inspection, without prompts and example, of what a survey saw; `kinds` are the names of its labels."""
+    residual, trace = find_residual(model), seen.trace
     mixing = trace.mixing
     nats = [None if math.isnan(value) else value for value in trace.entropy]
     config = model.config
@@ -177,7 +191,7 @@ def inspect_model(
             "windows": seen.windows,
             "tokens": trace.tokens,
             "context": context,
-            "kind": reader.kind,
+            "kind": kind,
         },
         reads=trace.reads,
         routing=_routing(seen),
@@ -198,16 +212,14 @@ def inspect_model(
         source_rms=trace.source_rms,
         source_cosine=trace.source_cosine,
         key_cosine=trace.key_cosine,
-        kinds=_by_label(seen, reader.names, kind=reader.kind),
-        prompts=_prompts(model, tokenizer, options) if prompts else None,
-        example=None if example is None else show_example(model, tokenizer, example, context=context, kind=reader.kind),
+        kinds=_by_label(seen, kinds, kind=kind),
         losses={"mean": float(seen.loss.mean[0]), "error": float(seen.loss.error[0]), "tokens": seen.loss.tokens},
     )
 
 
 @torch.no_grad()
 def show_example(
-    model: nn.Module, tokenizer: PreTrainedTokenizerBase, text: str, *, context: int, kind: str
+    model: nn.Module, tokenizer: "PreTrainedTokenizerBase", text: str, *, context: int, kind: str
 ) -> dict[str, Any] | None:
     """Every token of a text, cut after `context` tokens, with its weights in each read; None for a residual that weighs
     nothing. Fields as in `Inspection.example`."""
@@ -243,7 +255,7 @@ class _Reader:
     """Documents as labelled tokens, up to `limit` of them."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, documents: Iterable[str], kind: Kind, limit: int | None
+        self, tokenizer: "PreTrainedTokenizerBase", documents: Iterable[str], kind: Kind, limit: int | None
     ) -> None:
         rest = iter(documents)
         first = list(islice(rest, FIRST))
@@ -267,7 +279,7 @@ class _Reader:
                 return
 
 
-def _prompts(model: nn.Module, tokenizer: PreTrainedTokenizerBase, options: dict[str, Any]) -> dict[str, Any] | None:
+def _prompts(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", options: dict[str, Any]) -> dict[str, Any] | None:
     """Weights by the category of the prompts that come with the package."""
     from .prompts import prompts
 

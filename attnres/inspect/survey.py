@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from .measures import LabelMean, LabelSums
 from .record import Trace, record
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BINS = 500
 """Of the histogram of each source's shares: quantiles are right to 1 / BINS."""
@@ -75,13 +77,13 @@ class Survey:
         return [part.tolist() for part in np.split(values, ends[:-1])]
 
 
-def front(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def front(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """What the tokenizer itself puts in front of a text, a beginning-of-text token, or nothing."""
     own = list(tokenizer("")["input_ids"])
     return own if own and own == [tokenizer.bos_token_id] else []
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> Encoded:
+def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> Encoded:
     """The tokens of a text without special ones, labelled -1.
 
     Raises:

@@ -8,7 +8,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from attnres.figures.cells import cell_numbers, cells, named, scale
-from attnres.report.plots import WIDTH, Plot, seeds_phrase
+from attnres.report.plots import WIDTH, Plot, seeds_phrase, slug
 from attnres.report.runs import Routing, Study
 
 
@@ -61,7 +61,7 @@ def _variant(label: str, routing: Routing, who: str) -> list[Plot]:
         figure = _heatmap(
             routing.matrix(rows, columns), [_row_name(row) for row in rows], columns, split=last and output
         )
-        name = f"routing-{_slug(label)}-{kind}"
+        name = f"routing-{slug(label)}-{kind}"
         caption = f"Weight of each source (columns) in each read (rows), {who}. Hatched: not a source of that read."
         if "partial" in columns:
             caption += " Partial: the sum so far of the block in progress."
@@ -72,10 +72,6 @@ def _variant(label: str, routing: Routing, who: str) -> list[Plot]:
 def _row_name(read: str) -> str:
     kind, _, layer = read.partition(" ")
     return f"layer {layer}" if layer else kind
-
-
-def _slug(label: str) -> str:
-    return "".join(character if character.isalnum() else "-" for character in label)
 
 
 def _heatmap(weights: np.ndarray, rows: list[str], columns: list[str], split: object) -> Figure:

@@ -3,7 +3,7 @@ and on a phone. No script, no font, no address is loaded.
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -12,12 +12,17 @@ from typing import Any
 
 from attnres.files import write_text
 from attnres.report import style
+from attnres.report.example import example
 from attnres.report.heatmaps import heatmaps
+from attnres.report.inside import Part, inspections, parts
 from attnres.report.plots import Plot, curve_plots, depth_plots
 from attnres.report.runs import Study
 from attnres.report.stats import equal_conditions, leaves
 from attnres.report.table import COLUMNS, Row, Table, build_table, cells, to_csv
 from attnres.report.verdict import verdict
+
+ZOOM = 1.36
+"""Of figures drawn for the width of a page of paper, in this page."""
 
 
 def write_report(study: Study, folder: Path | str, images: str | None = None) -> list[Path]:
@@ -29,18 +34,27 @@ def write_report(study: Study, folder: Path | str, images: str | None = None) ->
     table = build_table(study)
     with style.style():
         curves, depth, maps = curve_plots(study, table), depth_plots(study), heatmaps(study)
-    write_text(folder / "report.html", page(study, table, curves, depth, maps))
+        inner = parts(study)
+    write_text(folder / "report.html", page(study, table, curves, depth, maps, inner))
     write_text(folder / "table.csv", to_csv(table))
     written = [folder / "report.html", folder / "table.csv"]
     if images is not None:
-        for plot in [*curves, *depth, *(plot for _, plots in maps for plot in plots)]:
+        many = [*(plots for _, plots in maps), *(part.every for part in inner)]
+        for plot in [*curves, *depth, *(plot for plots in many for plot in plots)]:
             path = folder / "figures" / f"{plot.name}.{images}"
             style.save(plot.figure, path)
             written.append(path)
     return written
 
 
-def page(study: Study, table: Table, curves: list[Plot], depth: list[Plot], maps: list[tuple[str, list[Plot]]]) -> str:
+def page(
+    study: Study,
+    table: Table,
+    curves: list[Plot],
+    depth: list[Plot],
+    maps: list[tuple[str, list[Plot]]],
+    inner: Sequence[Part] = (),
+) -> str:
     """The HTML text."""
     headline, _, more = verdict(study, table).partition(". ")
     template = Template((files("attnres.report") / "page.html").read_text(encoding="utf-8"))
@@ -56,6 +70,8 @@ def page(study: Study, table: Table, curves: list[Plot], depth: list[Plot], maps
         if maps
         else "",
         _section("Magnitudes by depth", _figures(depth, "three")) if depth else "",
+        *(_section(part.title, _part(part), part.lead) for part in inner),
+        _example(study),
         _section("Configuration and environment", _configuration(study)),
     ]
     return template.substitute(
@@ -110,10 +126,30 @@ def _same_conditions(study: Study) -> str:
     return f"Every variant: {weights}, the same batches in the same order."
 
 
+def _part(part: Part) -> str:
+    """Figures of all variants in the open, those of single variants folded."""
+    if not part.broad:
+        return _figures(part.plots)
+    folded = (_details(label, _figures(plots, "broad"), open_=False) for label, plots in part.folded)
+    return (_figures(part.plots, "broad") if part.plots else "") + "".join(folded)
+
+
+def _example(study: Study) -> str:
+    """The same held-out text for every variant that weighs its sources token by token."""
+    texts = {label: example(seen) for label, seen in inspections(study).items()}
+    texts = {label: text for label, text in texts.items() if text}
+    folded = (_details(label, text, open_=i == 0) for i, (label, text) in enumerate(texts.items()))
+    lead = (
+        "The first tokens of the held-out text in the reads with which blocks begin. The darker, the more of the "
+        "embedding a token reads, from zero to the largest; pointing at a token names its kind and its largest sources."
+    )
+    return _section("One text, token by token", "".join(folded), lead) if texts else ""
+
+
 def _figures(plots: Iterable[Plot], extra: str = "") -> str:
     parts = []
     for plot in plots:
-        svg = style.to_svg(plot.figure, plot.name, escape(plot.title, quote=True))
+        svg = style.to_svg(plot.figure, plot.name, escape(plot.title, quote=True), ZOOM if extra == "broad" else None)
         caption = f"<figcaption>{escape(plot.caption)}</figcaption>"
         parts.append(f'<figure class="card"><h3>{escape(plot.title)}</h3>\n{svg}\n{caption}</figure>')
     return f'<div class="figures {extra}">\n' + "\n".join(parts) + "\n</div>"

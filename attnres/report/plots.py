@@ -177,12 +177,33 @@ def loss_by_lr(study: Study) -> Plot | None:
 
 def magnitude(study: Study, key: str, title: str, what: str) -> Plot | None:
     """One quantity at every sublayer, for each variant, at the last measurement."""
+
+    def rows(label: str) -> list[Any]:
+        return [run.depth[-1].get(key) for run in study.of(label) if run.depth]
+
+    caption = f"{what}, at the last measurement of the run."
+    return by_depth(study, rows, key.replace("_", "-"), title, caption, "RMS", reads=key == "input_rms")
+
+
+def by_depth(
+    study: Study,
+    rows: Callable[[str], list[Any]],
+    name: str,
+    title: str,
+    caption: str,
+    unit: str,
+    *,
+    reads: bool,
+) -> Plot | None:
+    """A line a variant over the sublayers, or over the `reads`, of which the output's is the last.
+
+    `rows(label)`: a row of numbers for each seed; None for what does not exist.
+    """
     lines = {}
     for label in study.labels:
-        rows = [run.depth[-1].get(key) or [] for run in study.of(label) if run.depth]
-        rows = [np.array(row, dtype=float) for row in rows if row]
-        if rows and len({len(row) for row in rows}) == 1:
-            lines[label] = np.stack(rows)  # (seeds, sublayers)
+        found = [np.array([np.nan if value is None else value for value in row], float) for row in rows(label) if row]
+        if found and len({len(row) for row in found}) == 1 and np.isfinite(found).any():
+            lines[label] = np.stack(found)  # (seeds, sublayers)
     if not lines:
         return None
     figure, ax = _figure(3.1)
@@ -201,16 +222,17 @@ def magnitude(study: Study, key: str, title: str, what: str) -> Plot | None:
         ax.plot(depth[1::2], mean[1::2], "o", color=looks[label]["color"], markersize=3.6, **hollow)
     everything = np.concatenate([values.ravel() for values in lines.values()])
     positive = everything[np.isfinite(everything) & (everything > 0)]
-    if len(positive) and positive.max() > 4 * positive.min():
+    if len(positive) and positive.max() > 4 * positive.min() and unit == "RMS":
         ax.set_yscale("log")
         _plain_log_ticks(ax, positive)
+    elif unit != "RMS":
+        ax.set_ylim(bottom=0)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9))
-    ax.set_xlabel("sublayer" + (" (the last: the output's read)" if key == "input_rms" else ""))
-    ax.set_ylabel("RMS")
+    ax.set_xlabel("sublayer" + (" (the last: the output's read)" if reads else ""))
+    ax.set_ylabel(unit)
     _finish(ax)
     over = " Bands: least to most over seeds." if any(len(values) > 1 for values in lines.values()) else ""
-    caption = f"{what}, at the last measurement of the run. Filled points: attention, hollow: MLP.{over}"
-    return Plot(key.replace("_", "-"), title, caption, figure)
+    return Plot(name, title, f"{caption} Filled points: attention, hollow: MLP.{over}", figure)
 
 
 # ------------------------------------------------------------------ helpers
@@ -314,3 +336,8 @@ def _plain_log_ticks(ax: Axes, values: np.ndarray) -> None:
 
 def seeds_phrase(seeds: list[int]) -> str:
     return f"mean over seeds {listed([str(seed) for seed in seeds])}" if len(seeds) > 1 else f"seed {seeds[0]}"
+
+
+def slug(label: str) -> str:
+    """A label as part of a file's or an element's name."""
+    return "".join(character if character.isalnum() else "-" for character in label)

@@ -1,8 +1,9 @@
 """Read run folders: what a training run left on disk, finished or not.
 
 A run folder holds `config.json`, `data.json`, `environment.json`, `metrics.jsonl`, `val/STEP.npy` (mean loss of each
-held-out window), `routing.json` (absent for residuals without weights) and, once finished, `summary.json`. A comparison
-is a folder of run folders, named `LABEL-seedK`, with `compare.json` and optionally `speed.json`.
+held-out window), `inspection.json` (absent from runs of earlier versions), `routing.json` (absent for residuals without
+weights) and, once finished, `summary.json`. A comparison is a folder of run folders, named `LABEL-seedK`, with
+`compare.json` and optionally `speed.json`.
 
 A run that is still going, or that was interrupted, is read as far as it came. What is not a run, or is damaged,
 raises `UserError`.
@@ -12,13 +13,16 @@ import json
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from attnres.errors import UserError
 from attnres.figures.routing import Routing
 from attnres.files import read_json
+
+if TYPE_CHECKING:
+    from attnres.inspect.inspection import Inspection
 
 RUN_NAME = re.compile(r"(?P<label>.+)-seed(?P<seed>\d+)")
 
@@ -38,6 +42,7 @@ class Run:
     depth: list[dict[str, Any]] = field(default_factory=list)
     windows: dict[int, np.ndarray] = field(default_factory=dict)  # step -> (windows,) nats per token
     routing: Routing | None = None
+    inspection: "Inspection | None" = None
     summary: dict[str, Any] | None = None
 
     @property
@@ -119,6 +124,7 @@ def load_run(folder: Path | str) -> Run:
         depth=metrics["depth"],
         windows=_read_windows(folder / "val"),
         routing=_read_routing(routing) if routing.is_file() else None,
+        inspection=_read_inspection(folder / "inspection.json"),
         summary=_read_object(folder / "summary.json") or None,
     )
 
@@ -258,6 +264,14 @@ def _read_windows(folder: Path) -> dict[int, np.ndarray]:
             )
         windows[int(path.stem)] = losses.astype(np.float64)
     return windows
+
+
+def _read_inspection(path: Path) -> "Inspection | None":
+    if not path.is_file():
+        return None
+    from attnres.inspect.inspection import Inspection
+
+    return Inspection.load(path)
 
 
 def _read_routing(path: Path) -> Routing:

@@ -69,14 +69,18 @@ def css_variables(dark: bool) -> str:
     )
 
 
-def to_svg(figure: Figure, name: str, alt: str) -> str:
-    """An `<svg>` to put in the page: scales with its box, theme's colours, ids of its own."""
+def to_svg(figure: Figure, name: str, alt: str, zoom: float | None = None) -> str:
+    """An `<svg>` to put in the page: scales with its box, theme's colours, ids of its own.
+
+    `zoom`: of a figure drawn for paper, shown so much larger where there is room and never much smaller than it is.
+    """
     out = io.StringIO()
     with style():
         FigureCanvasSVG(figure).print_svg(out, metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
     svg = out.getvalue()
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'(<image\b[^>]*?) id="[^"]*"', r"\1", svg)  # named by content, so that equal images share a name
     svg = re.sub(r'\bid="', lambda _: f'id="{name}-', svg)
     svg = svg.replace("url(#", f"url(#{name}-")
     svg = svg.replace('href="#', f'href="#{name}-')
@@ -87,8 +91,9 @@ def to_svg(figure: Figure, name: str, alt: str) -> str:
     svg = re.sub(r"font-family: [^;\"]+", "font-family: var(--font)", svg)
     svg = re.sub(r"(font: (?:[\w.]+ )*?[\d.]+px )[^;\"]+", r"\1var(--font)", svg)
     width, height = (float(re.search(rf'{side}="([\d.]+)pt"', svg)[1]) for side in ("width", "height"))  # ty: ignore
+    size = f"max-width:{width * 4 / 3 * (zoom or 1):.0f}px" + (f";min-width:{width * 1.1:.0f}px" if zoom else "")
     opening = (
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" role="img" '
-        f'aria-label="{alt}" viewBox="0 0 {width:g} {height:g}" style="max-width:{width * 4 / 3:.0f}px">'
+        f'aria-label="{alt}" viewBox="0 0 {width:g} {height:g}" style="{size}">'
     )
     return re.sub(r"<svg[^>]*>", lambda _: opening, svg, count=1)

@@ -3,19 +3,17 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
 from rich.console import Console
 
 from ..errors import UserError, unknown
 from ..figures import Plot, draw_comparison, draw_dynamics, draw_model, save_all
-from ..figures.dynamics import Curves
 from ..figures.style import FORMATS
 from ..figures.write import Drawn
 from ..files import write_text
 from ..inspect.config import InspectConfig
 from ..inspect.inspection import Inspection
-from ..inspect.measures import dynamics as by_depth
-from ..report.runs import Run, Study, load_study
+from ..report.curves import curves
+from ..report.runs import load_study
 from .look import look
 
 
@@ -60,33 +58,6 @@ def draw(given: Sequence[str], out: Path | str, formats: Sequence[str], options:
         written += _write(console, "training" if len(inspections) == 1 else "side by side", whole, folder, formats)
     console.print(f"{len(written)} files in {out}", highlight=False, markup=False, soft_wrap=True)
     return written
-
-
-def curves(study: Study) -> list[Curves]:
-    """Held-out loss and what was recorded by depth, for each label as means over its seeds at their common steps."""
-    result = []
-    for label in study.labels:
-        runs = [run for run in study.of(label) if run.val or run.depth]
-        if not runs:
-            continue
-        losses = [{record["step"]: record["loss"] for record in run.val} for run in runs]
-        steps = sorted(set.intersection(*(set(loss) for loss in losses)))
-        loss = [(step, float(np.mean([one[step] for one in losses]))) for step in steps]
-        result.append(Curves(label, study.residual(label), loss, _mean_dynamics(runs)))
-    return result
-
-
-def _mean_dynamics(runs: Sequence[Run]) -> dict[str, list]:
-    """`attnres.inspect.measures.dynamics` as means over runs; of the first alone if they recorded at other steps."""
-    found = [by_depth(run.depth) for run in runs]
-    kept = [one for one in found if one is not None]
-    if not kept:
-        return {}
-    first = kept[0]
-    if any(one["steps"] != first["steps"] or set(one) != set(first) for one in kept):
-        return first
-    rows = {name: np.array([one[name] for one in kept], dtype=float) for name in first if name != "steps"}
-    return {"steps": first["steps"], **{name: values.mean(0).tolist() for name, values in rows.items()}}
 
 
 def _expand(given: Sequence[str]) -> tuple[list[str], list[Path]]:

@@ -25,6 +25,7 @@ from attnres.train import checkpoint, distill, environment, regimes, start, vali
 from attnres.train.config import TrainConfig, check, resolve, to_dict
 from attnres.train.data import data_record, open_data
 from attnres.train.device import tune
+from attnres.train.inside import write_inside
 from attnres.train.interrupt import Interrupted, Signals, caught_signals
 from attnres.train.metrics import Metrics, Tracker, import_tracker
 from attnres.train.optim import build_optimizers, set_learning_rate
@@ -275,14 +276,14 @@ class Run:
         self.who.wait()
 
     def finish(self) -> dict[str, Any]:
-        """Write the model, its routing and, last, the summary."""
+        """Write what the model does inside, the model and, last, the summary."""
         config, past, who = self.config, self.past, self.who
         memory = self._peak_memory()
         if not who.first:
             return who.share(None)
-        routing = validate.mean_routing(self.model, self.windows, who.device, self.cast, self._rows())
-        if routing:
-            write_json(self.folder / "routing.json", routing)
+        if self.metrics:
+            self.metrics.sync()
+        write_inside(self.model, self.prepared, config, self.cast, self._rows())
         regimes.merge_adapter(self.model)
         with replaced_folder(self.folder / "model") as beside:
             checkpoint.save_model(self.model, beside)

@@ -1,4 +1,4 @@
-"""The loss, window by window on held-out text, and what depth attention does there."""
+"""The loss, window by window on held-out text."""
 
 import io
 from collections.abc import Callable
@@ -56,28 +56,3 @@ def save_windows(folder: str | Path, step: int, losses: np.ndarray) -> None:
 def windows_path(folder: str | Path, step: int) -> Path:
     """RUN/val/STEP.npy, the step in six digits or more."""
     return Path(folder) / "val" / f"{step:06d}.npy"
-
-
-@torch.no_grad()
-def mean_routing(
-    model: nn.Module, windows: Tensor, device: torch.device, cast: Cast, batch: int
-) -> dict[str, Any] | None:
-    """Weights of every depth read, averaged over the held-out windows; None for a residual without weights.
-
-    {"weights": a row a read, "sources": the names of what each row weighs, "reads": the names of the rows}
-    """
-    from attnres.inspect import record
-
-    total: list[np.ndarray] = []
-    names: dict[str, Any] = {}
-    model.eval()
-    for tokens in windows.split(batch):
-        with record(model) as trace, cast():
-            model(input_ids=tokens[:, :-1].to(device), use_cache=False)
-        if trace.routing is None:
-            break
-        rows = [np.array(row, dtype=np.float64) * (len(tokens) / len(windows)) for row in trace.routing["weights"]]
-        total = [a + b for a, b in zip(total, rows)] if total else rows
-        names = {"sources": trace.routing["sources"], "reads": trace.routing["reads"]}
-    model.train()
-    return {"weights": [row.tolist() for row in total], **names} if total else None

@@ -63,7 +63,7 @@ def test_a_comparison_makes_a_whole_page(tmp_path):
         assert part in text
     assert "block: reads before attention" in text
     assert "full: reads before the MLP and at the output" in text
-    assert text.count("<svg") == 2 + 2 + 4 + 3
+    assert text.count("<svg") == 2 + 2 + 4 + 3 + 1
     assert (tmp_path / "table.csv").read_text().startswith("label,")
 
 
@@ -140,7 +140,7 @@ def test_figures_are_written_as_files_when_asked(tmp_path):
     write_study(tmp_path, ("standard", "block"), layers=2)
     written = write_report(load_study(tmp_path), tmp_path, images="png")
     images = [path for path in written if path.suffix == ".png"]
-    assert len(images) == 2 + 2 + 2 + 3
+    assert len(images) == 2 + 2 + 2 + 3 + 1
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in images)
 
 

@@ -1,0 +1,144 @@
+"""What the report shows of the runs' insides."""
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from synthetic import routing, write_study
+
+from attnres.errors import UserError
+from attnres.inspect.inspection import Inspection
+from attnres.report import load_study, style
+from attnres.report.example import example
+from attnres.report.inside import inspections, parts
+from attnres.report.page import write_report
+
+
+def invented(residual: str, seed: int, layers: int = 3) -> Inspection:
+    """An inspection of invented numbers of a model with `2 * layers` sublayers."""
+    rng = np.random.default_rng(seed)
+    reads = [*(f"{kind} {i}" for i in range(layers) for kind in ("attention", "mlp")), "output"]
+    count = len(reads)
+    found = routing(residual, layers)
+    weighs = found is not None
+    sources = found["sources"] if found else [["embedding", *reads[:i]] for i in range(count)]
+    weights = found["weights"] if found else [[1.0] * len(row) for row in sources]
+    mixing = np.tril(rng.uniform(0.1, 1, (count, count)))
+    names, tokens = ["statement start", "identifier"], ["if", " <x>", "\n"]
+
+    def varied(row: list[float]) -> list[float]:
+        values = np.array(row) * (rng.uniform(0.5, 1.5, len(row)) if weighs else 1.0)
+        return (values / values.sum()).tolist()
+
+    kinds = [[varied(row) for row in weights] for _ in names]
+    return Inspection(
+        model={"name": residual, "residual": residual, "settings": {}, "num_sublayers": 2 * layers, "width": 8},
+        data={"source": "invented", "documents": 2, "windows": 2, "tokens": 100, "context": 8, "kind": "code"},
+        reads=reads,
+        routing={"reads": reads, "sources": sources, "weights": weights},
+        entropy={
+            "nats": [0.1 * i for i in range(count)],
+            "effective": [float(np.exp(0.1 * i)) + seed for i in range(count)],
+            "most": [len(row) for row in sources],
+        },
+        mixing=mixing.tolist(),
+        distance=[float(i) for i in range(count)],
+        persistence=[1 / (i + 1) for i in range(count)],
+        sharpness=[None, *rng.uniform(1, 3, count - 1).tolist()] if weighs else None,
+        query_cosine=np.eye(count).tolist() if weighs else None,
+        query_pca=None,
+        gates=None,
+        output_rms=[0.1 + seed] * (count - 1),
+        input_rms=[0.1] * count,
+        source_rms=[[0.5 + i for i in range(len(row))] if weighs else [] for row in sources],
+        source_cosine=[[] for _ in sources],
+        key_cosine=[],
+        kinds={"kind": "code", "names": names, "tokens": [5, 7], "documents": [2, 2], "weights": kinds, "error": kinds},
+        example={
+            "text": "".join(tokens),
+            "tokens": tokens,
+            "ids": [1, 2, 3],
+            "kinds": ["statement start", "identifier", "indentation"],
+            "losses": [1.0, 2.0, None],
+            "sources": sources,
+            "weights": [[varied(row) for _ in tokens] for row in weights],
+        },
+    )
+
+
+@pytest.fixture
+def inspected(tmp_path: Path) -> Path:
+    """Two seeds of a comparison, with an inspection in each run."""
+    folder = write_study(tmp_path / "study", ("standard", "block", "full"), seeds=2, layers=3, steps=200)
+    for run in folder.glob("*-seed*"):
+        residual, seed = run.name.split("-seed")
+        invented(residual, int(seed)).save(run / "inspection.json")
+    return folder
+
+
+def test_the_page_has_a_section_for_everything_inside(inspected: Path) -> None:
+    write_report(load_study(inspected), inspected)
+    text = (inspected / "report.html").read_text(encoding="utf-8")
+    for title in (
+        *("How much of each output is in each read", "How reads choose, by depth", "How large the sources are"),
+        *("Training by depth", "What kinds of token read", "Which reads ask alike", "One text, token by token"),
+    ):
+        assert f"<h2>{title}</h2>" in text
+    assert "&lt;x&gt;</span>" in text and "<x>" not in text
+    assert not re.search(r"(?:src|href)=\"(?!data:|#)", text) and "<script" not in text
+    identifiers = re.findall(r'\bid="([^"]+)"', text)
+    assert len(identifiers) == len(set(identifiers))
+
+
+def test_every_figure_inside_has_a_file_of_its_own(inspected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = load_study(inspected)
+    with style.style():
+        names = [plot.name for part in parts(study) for plot in part.every]
+    assert len(names) == len(set(names))
+    assert {"compare-mixing", "effective-sources", "source-norms", "kinds-block", "queries-full"} <= set(names)
+    monkeypatch.setattr(style, "save", lambda figure, path: None)  # drawing them all takes long
+    monkeypatch.setattr(style, "to_svg", lambda *_: "")
+    written = {path.name for path in write_report(study, inspected, images="svg")}
+    assert {f"{name}.svg" for name in names} <= written
+
+
+def test_several_seeds_are_shown_as_their_mean(inspected: Path) -> None:
+    (first, second) = (Inspection.load(inspected / f"block-seed{seed}" / "inspection.json") for seed in (0, 1))
+    mean = inspections(load_study(inspected))["block"]
+    assert mean.model["name"] == "block"
+    assert mean.mixing is not None and first.mixing is not None and second.mixing is not None
+    np.testing.assert_allclose(mean.mixing, (np.array(first.mixing) + second.mixing) / 2, rtol=1e-5)
+    assert mean.sharpness is not None and mean.sharpness[0] is None
+
+
+def test_runs_without_an_inspection_have_the_page_they_had(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "study", ("standard", "block"), layers=3, steps=200)
+    write_report(load_study(folder), folder)
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    assert "Where each sublayer reads from" in text and "Magnitudes by depth" in text
+    assert "How reads choose" not in text and "One text" not in text
+
+
+def test_one_inspected_run_among_others_is_shown_alone(tmp_path: Path) -> None:
+    folder = write_study(tmp_path / "study", ("standard", "block"), layers=3, steps=200)
+    invented("block", 0).save(folder / "block-seed0" / "inspection.json")
+    assert list(inspections(load_study(folder))) == ["block"]
+    write_report(load_study(folder), folder)
+
+
+def test_a_damaged_inspection_is_refused_by_name(inspected: Path) -> None:
+    path = inspected / "block-seed0" / "inspection.json"
+    path.write_text(json.dumps({"format": 1, "model": {}}))
+    with pytest.raises(UserError, match=r"inspection\.json is no inspection of format 1"):
+        load_study(inspected)
+
+
+def test_the_text_is_as_dark_as_the_embedding_weighs() -> None:
+    seen = invented("full", 0)
+    assert seen.example is not None
+    output = np.array(seen.example["weights"][-1])[:, 0]
+    shown = [int(part) for part in re.findall(r"--w:(\d+)%", example(seen))]
+    assert shown[-3:] == [round(65 * weight / output.max()) for weight in output]
+    assert example(invented("standard", 0)) == ""  # the same for every token: nothing to see
