@@ -4,6 +4,7 @@ Peers are installed apart (`python benchmarks/peers.py` says how); each that is 
 dtype or width, is skipped with its reason.
 """
 
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,12 @@ def peers() -> ModuleType:
         return peers
 
 
+@pytest.fixture(scope="module")
+def equality(peers: ModuleType) -> ModuleType:
+    """benchmarks/equality.py."""
+    return sys.modules["equality"]  # peers imports it
+
+
 def found(peers: ModuleType, name: str, device: str, dtype: torch.dtype, width: int) -> Any:
     (peer,) = [peer for peer in peers.PEERS if peer.name == name]
     reason = peer.available(torch.device(device), dtype, width)
@@ -50,14 +57,16 @@ def test_every_peer_of_the_benchmarks_is_tested_here(peers: ModuleType) -> None:
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", list(DTYPES))
 @pytest.mark.parametrize("sources", [2, 5, 9])
-def test_the_read_is_theirs(peers: ModuleType, device: str, name: str, dtype: str, sources: int) -> None:
+def test_the_read_is_theirs(
+    peers: ModuleType, equality: ModuleType, device: str, name: str, dtype: str, sources: int
+) -> None:
     width, tokens = (2048, 1024) if device == "cuda" else (64, 37)
     peer = found(peers, name, device, DTYPES[dtype], width)
-    inputs = peers.Inputs(sources, tokens, width, torch.device(device), DTYPES[dtype])
-    theirs, mine = peers.errors(peer.read, inputs), peers.errors(ours, inputs)
+    inputs = equality.Inputs(sources, tokens, width, torch.device(device), DTYPES[dtype])
+    theirs, mine = equality.errors(peer.read, inputs), equality.errors(ours, inputs)
     for part, error in theirs.items():
         # Theirs within rounding of the oracle means: the same function. Peers round more than once in bf16.
-        assert error["relative_rms"] < (1e-4 if dtype == "fp32" else peers.WRONG), f"{name}, {part}: {error}"
+        assert error["relative_rms"] < (1e-4 if dtype == "fp32" else equality.WRONG), f"{name}, {part}: {error}"
         bar = 1.2 * error["relative_rms"] + (1e-6 if dtype == "fp32" else 1e-4)
         assert mine[part]["relative_rms"] <= bar, f"{part}: {mine[part]} against {name}'s {error}"
 
@@ -65,10 +74,12 @@ def test_the_read_is_theirs(peers: ModuleType, device: str, name: str, dtype: st
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", ["fla naive", "fla", "fla, level 0", "fla gluon"])
 @pytest.mark.parametrize("dtype", list(DTYPES))
-def test_the_read_with_its_norm_is_theirs(peers: ModuleType, device: str, name: str, dtype: str) -> None:
+def test_the_read_with_its_norm_is_theirs(
+    peers: ModuleType, equality: ModuleType, device: str, name: str, dtype: str
+) -> None:
     width, tokens = (2048, 1024) if device == "cuda" else (64, 37)
     peer = found(peers, name, device, DTYPES[dtype], width)
-    inputs = peers.Inputs(5, tokens, width, torch.device(device), DTYPES[dtype])
+    inputs = equality.Inputs(5, tokens, width, torch.device(device), DTYPES[dtype])
     query, gain, *sources = inputs.leaves()
     weight = torch.linspace(0.5, 1.5, width, device=device)
     theirs = peer.read(sources, query, gain, 1e-6, weight)
