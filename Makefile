@@ -37,7 +37,7 @@ types: .venv/ready
 	$(BIN)/ty check
 
 test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --dist loadfile
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/step.py
