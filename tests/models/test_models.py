@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from tiny import SIZE
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,15 +22,7 @@ from attnres.models import SIZES, build, load
 from attnres.models.stream import Stream
 
 SMALL = {
-    "qwen3": {
-        "family": "qwen3",
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "intermediate_size": 48,
-    },
+    "qwen3": SIZE,
     "llama": {
         "family": "llama",
         "hidden_size": 32,
