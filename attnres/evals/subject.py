@@ -5,8 +5,6 @@ code that comes with a model runs only when it was trusted.
 """
 
 import re
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +12,13 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging
 
 from ..errors import UserError
 from ..files import read_json
 from ..models import load
 from ..models.classes import register_stored
 from ..models.foreign_kinds import refuse_foreign
+from ..train.checkpoint import quiet_transformers
 from .config import Dtype
 
 DEFAULT_CONTEXT = 2048
@@ -66,7 +64,7 @@ class Subject:
     def load(self, dtype: Dtype = "auto", device: str = "cpu") -> PreTrainedModel:
         """The model in evaluation mode; `auto` keeps the dtype of its file. Raises UserError."""
         wanted = _DTYPES[dtype]
-        with _no_bar():
+        with quiet_transformers():
             return self._load(wanted).to(device).eval()
 
     def _load(self, wanted: str | torch.dtype) -> Any:
@@ -171,18 +169,6 @@ def pick_device(name: str) -> torch.device:
 def first_line(error: Exception) -> str:
     """What another library's error says, short enough for one sentence."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".: ")
-
-
-@contextmanager
-def _no_bar() -> Generator[None]:
-    """Transformers draws a bar while it loads, whoever reads stderr."""
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def _is_ours(config: Any) -> bool:

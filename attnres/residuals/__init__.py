@@ -10,7 +10,9 @@ from .boundary import Boundary, BoundaryNormed
 from .cumulative import Cumulative
 from .deepnorm import DeepNorm
 from .denseformer import DenseFormer
+from .depth_attention import DepthAttention
 from .full import Full
+from .gates import Gates
 from .hyper_connections import HyperConnections
 from .rescaled import Rescaled
 from .standard import Standard
@@ -36,7 +38,9 @@ def settings_of(name: str) -> dict[str, Any]:
     """The settings a residual takes, with their defaults."""
     if name not in RESIDUALS:
         raise unknown("residual", name, RESIDUALS)
-    parameters = inspect.signature(RESIDUALS[name].__init__).parameters.values()
+    residual = RESIDUALS[name]
+    makers = (residual, Gates) if issubclass(residual, DepthAttention) else (residual,)  # depth reads pass them on
+    parameters = [p for maker in makers for p in inspect.signature(maker.__init__).parameters.values()]
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from ..errors import UserError
 from .base import whole
 from .depth_attention import DepthAttention, DepthState
-from .gates import AlphaKind, GateKind
 
 DEFAULT_BLOCKS = 8
 """About eight blocks recover most of Full's gain (arXiv 2603.15031, figure on block size)."""
@@ -57,13 +57,7 @@ class Block(DepthAttention):
         num_blocks: int | None = None,
         key_norm_eps: float = 1e-6,
         read_scale="mean",
-        recency_bias: float | None = None,
-        recency_bias_frozen: bool = False,
-        gate: GateKind = "none",
-        gate_init: float = -2.0,
-        alpha: AlphaKind = "none",
-        read_temperature: float = 1.0,
-        null_source: bool = False,
+        **gates: Any,
     ) -> None:
         size = resolve_block_size(num_sublayers, block_size, num_blocks)
         super().__init__(
@@ -72,13 +66,7 @@ class Block(DepthAttention):
             group=size,
             key_norm_eps=key_norm_eps,
             read_scale=read_scale,
-            recency_bias=recency_bias,
-            recency_bias_frozen=recency_bias_frozen,
-            gate=gate,
-            gate_init=gate_init,
-            alpha=alpha,
-            read_temperature=read_temperature,
-            null_source=null_source,
+            **gates,
         )
         self.block_size = size
 

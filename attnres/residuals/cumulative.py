@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -9,7 +10,6 @@ from ..errors import UserError
 from .base import NormLike, whole
 from .block import DEFAULT_BLOCKS
 from .depth_attention import DepthAttention, DepthState
-from .gates import AlphaKind, GateKind
 
 
 def snapshot_size(num_sublayers: int, block_size: int | None, num_blocks: int | None) -> int:
@@ -50,13 +50,7 @@ class Cumulative(DepthAttention):
         block_size: int | None = None,
         num_blocks: int | None = None,
         key_norm_eps: float = 1e-6,
-        recency_bias: float | None = None,
-        recency_bias_frozen: bool = False,
-        gate: GateKind = "none",
-        gate_init: float = -2.0,
-        alpha: AlphaKind = "none",
-        read_temperature: float = 1.0,
-        null_source: bool = False,
+        **gates: Any,
     ) -> None:
         size = snapshot_size(num_sublayers, block_size, num_blocks)
         super().__init__(
@@ -64,13 +58,8 @@ class Cumulative(DepthAttention):
             width,
             group=size,
             key_norm_eps=key_norm_eps,
-            recency_bias=recency_bias,
-            recency_bias_frozen=recency_bias_frozen,
-            gate=gate,
-            gate_init=gate_init,
-            alpha=alpha,
-            read_temperature=read_temperature,
-            null_source=null_source,
+            read_scale="mean",
+            **gates,
         )
         self.block_size = size
 

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
 from .base import output_names, whole
 from .depth_attention import DepthAttention, DepthState
-from .gates import AlphaKind, GateKind
 
 
 class Full(DepthAttention):
@@ -27,13 +27,7 @@ class Full(DepthAttention):
         group: int | None = None,
         key_norm_eps: float = 1e-6,
         read_scale="mean",
-        recency_bias: float | None = None,
-        recency_bias_frozen: bool = False,
-        gate: GateKind = "none",
-        gate_init: float = -2.0,
-        alpha: AlphaKind = "none",
-        read_temperature: float = 1.0,
-        null_source: bool = False,
+        **gates: Any,
     ) -> None:
         group = max(1, round(math.sqrt(num_sublayers))) if group is None else whole("group", group)
         super().__init__(
@@ -42,13 +36,7 @@ class Full(DepthAttention):
             group=group,
             key_norm_eps=key_norm_eps,
             read_scale=read_scale,
-            recency_bias=recency_bias,
-            recency_bias_frozen=recency_bias_frozen,
-            gate=gate,
-            gate_init=gate_init,
-            alpha=alpha,
-            read_temperature=read_temperature,
-            null_source=null_source,
+            **gates,
         )
 
     def opened(self, state: DepthState, output: Tensor) -> DepthState:
