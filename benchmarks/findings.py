@@ -5,7 +5,7 @@
     python benchmarks/findings.py runs/findings/code runs/findings/prose --out runs/findings
 
 For each comparison NAME it writes OUT/NAME/findings.json, weights.csv and knock_outs.csv, and findings.txt, which it
-prints too.
+prints too; OUT/starts.png and .pdf show all of them.
 """
 
 import sys
@@ -16,6 +16,8 @@ from typing import Annotated
 import tyro
 
 from attnres.errors import UserError
+from attnres.figures.starts import starts
+from attnres.figures.write import Drawn, save_all
 from attnres.studies.findings import FindingsConfig, findings
 from attnres.studies.findings_files import save, table
 
@@ -39,10 +41,15 @@ class Options:
 
 def main() -> None:
     options = tyro.cli(Options, description=__doc__)
+    all_found = []
     for study in options.studies:
         found = findings(FindingsConfig([study], options.documents, options.windows, options.language, options.device))
         save(found, options.out / Path(study).resolve().name)
-        print(table(found))
+        print(table(found), flush=True)
+        all_found.append(found)
+    drawn = Drawn()
+    drawn.add("starts", lambda: starts(all_found))
+    save_all(drawn.plots, options.out)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,12 @@ set K of kinds of tokens (`attnres.inspect.kinds`)
 
     w_l(D, K)     = mean over D's tokens of these kinds of a_{embedding -> l}
     spike_l(D)    = w_l(D, starts) - w_l(D, others)
+    same_l(D)     = sum_v h_v (w_l(D, starts that are token v) - w_l(D, others that are v)) / sum_v h_v,
+                    h_v = n_s n_o / (n_s + n_o) of v's n_s starts and n_o others in D
     change(D, K)  = mean over D's tokens of these kinds of the next token's loss with the edge removed less without
+
+`same` tells a start from the tokens that tend to stand there: a query is constant, so the embedding's score depends on
+the token alone, and `return` is hardly ever anything but a start.
 
 Figures are means over documents, then over seeds. `se_documents` is what one seed's documents leave open (the root mean
 square over seeds), `se_seeds` what the seeds do, with s over n - 1; None for a single one.
@@ -77,7 +82,7 @@ def findings(config: FindingsConfig) -> dict[str, Any]:
 
     {"language", "start", "kinds", "alike", "documents", "tokens": of each kind, "skipped": labels of variants that
     weigh nothing, "variants": [{"label", "residual", "seeds", "reads", "boundaries": numbers of reads between blocks,
-    "weights": {kind: figures}, "spikes": {"other tokens": figures, "alike": figures}, "largest": {"any read": ...,
+    "weights": {kind: figures}, "spikes": {"other tokens", "alike", "same token": figures}, "largest": {"any read": ...,
     "boundary": ...}, "knock_outs": [...]}]}; figures are {"mean", "se_documents", "se_seeds"}, a number a read.
 
     Raises:
@@ -186,18 +191,20 @@ def _variant(
     alike = [kinds.index(name) for name in ALIKE[language]]
     others = list(range(1, len(kinds)))
     counts = np.stack([_counts(document, len(kinds)) for document in documents])
-    seen, reads, sources = [], [], []
+    seen, same, reads, sources = [], [], [], []
     for run in runs:
         with _loaded(run, device) as model:
-            weights, reads, sources, weighs = embedding_weights(model, documents, len(kinds))
+            weights, matched, reads, sources, weighs = embedding_weights(model, documents, len(kinds))
         if not weighs:
             return None
         seen.append(weights)
+        same.append(matched)
     by_kind = np.stack(seen)  # (seeds, documents, reads, kinds)
     spikes = {
         name: by_kind[..., 0] - _mean_of(by_kind, counts, group)
         for name, group in (("other tokens", others), ("alike", alike))
     }
+    spikes["same token"] = np.stack(same)
     several = [i for i, names in enumerate(sources) if EMBEDDING in names and len(names) > 1]
     if not several:
         return None
@@ -241,23 +248,56 @@ class _loaded:
 
 def embedding_weights(
     model: nn.Module, documents: Sequence[Document], kinds: int
-) -> tuple[np.ndarray, list[str], list[list[str]], bool]:
-    """(documents, reads, kinds) mean weight of the embedding, NaN where there is none; names of the reads and of their
-    sources; whether the reads are softmaxes."""
+) -> tuple[np.ndarray, np.ndarray, list[str], list[list[str]], bool]:
+    """(documents, reads, kinds) mean weight of the embedding, NaN where there is none; (documents, reads) how much
+    larger it is where a token is a start than where the same token is none; names of the reads and of their sources;
+    whether the reads are softmaxes."""
     device = next(model.parameters()).device
-    rows, reads, sources, weighs = [], [], [], False
+    rows, same, reads, sources, weighs = [], [], [], [], False
     for document in documents:
-        with record(model, labels=kinds) as trace, torch.no_grad():
-            trace.label(document.kinds)
+        chosen = document.kinds >= 0
+        pairs, which, counts = np.unique(
+            np.stack([document.kinds[chosen].numpy(), document.ids[chosen].numpy()]),
+            axis=1,
+            return_inverse=True,
+            return_counts=True,
+        )
+        labels = torch.full_like(document.kinds, -1)
+        labels[chosen] = torch.from_numpy(which.reshape(-1))
+        with record(model, labels=len(counts)) as trace, torch.no_grad():
+            trace.label(labels)
             model(input_ids=document.ids.to(device), use_cache=False)
         reads, sources, weighs = trace.reads, trace.sources, trace.routing is not None
-        rows.append(
+        none = np.full(len(counts), np.nan)
+        of_pair = np.stack(
             [
-                table[:, names.index(EMBEDDING)] if EMBEDDING in names else np.full(kinds, np.nan)
+                table[:, names.index(EMBEDDING)] if EMBEDDING in names else none
                 for table, names in zip(trace.label_weights, sources, strict=True)
             ]
         )
-    return np.array(rows), reads, sources, weighs
+        rows.append(np.stack([_weighted(of_pair, counts * (pairs[0] == kind)) for kind in range(kinds)], 1))
+        same.append(same_token(of_pair, counts, pairs[0] == 0, pairs[1]))
+    return np.array(rows), np.array(same), reads, sources, weighs
+
+
+def same_token(weights: np.ndarray, counts: np.ndarray, start: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """(reads,) `same` of the formula above, from mean weights (reads, groups) of groups of `counts` tokens, each of one
+    id, of starts or of others; NaN where no id is in both."""
+    differences, shares = [], []
+    for token in np.intersect1d(ids[start], ids[~start]):
+        of_starts, of_others = counts * (start & (ids == token)), counts * (~start & (ids == token))
+        differences.append(_weighted(weights, of_starts) - _weighted(weights, of_others))
+        n_starts, n_others = of_starts.sum(), of_others.sum()
+        shares.append(n_starts * n_others / (n_starts + n_others))
+    if not shares:
+        return np.full(len(weights), np.nan)
+    return np.average(np.array(differences), axis=0, weights=shares)
+
+
+def _weighted(values: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """(reads,) the mean of (reads, groups) over groups of `share` (groups,) tokens; NaN where there are none."""
+    held = share > 0
+    return (values[:, held] @ share[held]) / share[held].sum() if held.any() else np.full(len(values), np.nan)
 
 
 def _mean_of(by_kind: np.ndarray, counts: np.ndarray, group: Sequence[int]) -> np.ndarray:

@@ -58,7 +58,8 @@ def table(found: dict[str, Any]) -> str:
         for name, top in variant["largest"].items():
             lines.append(
                 f"  largest spike, {name} (of {top['of']}): '{top['read']}' {_say(top['other tokens'])} over other "
-                f"tokens, {_say(top['alike'])} over tokens alike; by seed: {', '.join(top['largest_of_each_seed'])}"
+                f"tokens, {_say(top['alike'])} over tokens alike, {_say(top['same token'])} over the same token "
+                f"elsewhere; by seed: {', '.join(top['largest_of_each_seed'])}"
             )
         for row in variant["knock_outs"]:
             lines.append(

@@ -10,10 +10,13 @@ import torch
 
 from attnres.data import prepare
 from attnres.errors import UserError
+from attnres.figures import style
+from attnres.figures.plot import NotShown
+from attnres.figures.starts import starts
 from attnres.inspect.kinds import KINDS
 from attnres.models import build
 from attnres.report import load_study
-from attnres.studies.findings import FindingsConfig, figures, findings, read_documents
+from attnres.studies.findings import FindingsConfig, figures, findings, read_documents, same_token
 from attnres.studies.findings_files import save, table
 
 SIZE = {
@@ -118,6 +121,42 @@ def test_the_spike_is_the_starts_weight_less_the_mean_of_the_others(study):
     assert full["spikes"]["other tokens"]["mean"][5] == pytest.approx(np.mean(spikes), abs=1e-6)
 
 
+def test_the_same_token_elsewhere_is_what_a_start_is_held_against(study):
+    """Token by token, over those that are a start here and none there."""
+    from attnres.inspect.record import record
+    from attnres.models import load
+
+    folder, found = study
+    _, documents = read_documents(load_study(folder).of("full"), FindingsConfig(documents=6, windows=2))
+    of_seeds = []
+    for seed in (0, 1):
+        model = load(folder / f"full-seed{seed}" / "model").eval()
+        of_documents = []
+        for document in documents:
+            with record(model, tokens=True) as trace, torch.no_grad():
+                model(input_ids=document.ids, use_cache=False)
+            weight = trace.token_weights[5][..., 0]
+            total, shares = 0.0, 0.0
+            for token in document.ids.unique():
+                here = weight[(document.ids == token) & (document.kinds == 0)]
+                there = weight[(document.ids == token) & (document.kinds > 0)]
+                if len(here) and len(there):
+                    share = len(here) * len(there) / (len(here) + len(there))
+                    total, shares = total + share * (here.mean() - there.mean()).item(), shares + share
+            if shares:
+                of_documents.append(total / shares)
+        of_seeds.append(np.mean(of_documents))
+    full = next(v for v in found["variants"] if v["label"] == "full")
+    assert full["spikes"]["same token"]["mean"][5] == pytest.approx(np.mean(of_seeds), abs=1e-6)
+
+
+def test_a_weight_of_the_token_alone_has_no_spike_over_the_same_token():
+    start, ids = np.array([True, False, True, False]), np.array([7, 7, 8, 9])
+    weights = np.array([[0.4, 0.4, 0.9, 0.1], [0.5, 0.3, 0.9, 0.1]])
+    assert same_token(weights, np.array([2, 3, 4, 5]), start, ids) == pytest.approx([0.0, 0.2])
+    assert np.isnan(same_token(weights, np.ones(4), start, np.arange(4))).all()
+
+
 def test_an_edge_removed_at_starts_of_the_last_read_changes_nothing_elsewhere(study):
     _, found = study
     for variant in found["variants"]:
@@ -156,6 +195,19 @@ def test_files(study, tmp_path):
     assert {row["kind"] for row in rows} >= {"statement start", "spike over other tokens"}
     assert len(list(csv.DictReader(paths[2].read_text().splitlines()))) > 40
     assert "largest spike, boundary" in paths[3].read_text() == table(found)
+
+
+def test_a_picture_with_a_panel_for_each_variant(study):
+    _, found = study
+    with style.style():
+        plot = starts([found, found])
+    titles = [ax.get_title(loc="left") for ax in plot.figure.axes]
+    assert titles == ["code: block", "code: boundary", "code: full"] * 2
+    points = plot.figure.axes[2].containers[0].lines[0].get_ydata()
+    assert points[5] == found["variants"][2]["spikes"]["other tokens"]["mean"][5]
+    assert "identifier" in plot.caption
+    with pytest.raises(NotShown):
+        starts([{**found, "variants": []}])
 
 
 def test_mistakes_are_told(study, tmp_path):
