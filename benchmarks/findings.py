@@ -32,7 +32,7 @@ class Options:
     """Where a folder is made for each."""
     documents: int = 128
     """Held-out documents of each, at most."""
-    windows: int = 4
+    windows: int = 16
     """Windows of each document, at most; as long as in training."""
     language: str = "auto"
     """code, prose, or auto."""

@@ -64,7 +64,7 @@ class FindingsConfig:
 
     runs: list[str] = field(default_factory=list)
     documents: int = 128
-    windows: int = 4
+    windows: int = 16
     language: str = "auto"
     device: str = "auto"
 

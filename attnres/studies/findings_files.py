@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,9 @@ def table(found: dict[str, Any]) -> str:
     ]
     for variant in found["variants"]:
         lines += ["", f"{variant['label']}, {len(variant['seeds'])} seeds"]
+        for name, part in variant["spikes"].items():
+            more, less, reads = beyond(part)
+            lines.append(f"  against {name}: {more} of {reads} reads weigh the embedding more at starts, {less} less")
         for name, top in variant["largest"].items():
             lines.append(
                 f"  largest spike, {name} (of {top['of']}): '{top['read']}' {_say(top['other tokens'])} over other "
@@ -69,6 +73,15 @@ def table(found: dict[str, Any]) -> str:
     if found["skipped"]:
         lines += ["", f"no weights of the embedding: {', '.join(found['skipped'])}"]
     return "\n".join(lines) + "\n"
+
+
+def beyond(spike: dict[str, Any], errors: float = 2.0) -> tuple[int, int, int]:
+    """How many reads have a spike above, and below, zero by more than so many standard errors (over documents and over
+    seeds, added in squares), and of how many there is one to tell."""
+    rows = zip(*(spike[key] for key in ("mean", "se_documents", "se_seeds")), strict=True)
+    with_errors = [(mean, math.hypot(documents or 0.0, seeds or 0.0)) for mean, documents, seeds in rows]
+    told = [mean / error for mean, error in with_errors if error]
+    return sum(ratio > errors for ratio in told), sum(ratio < -errors for ratio in told), len(told)
 
 
 def _say(part: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from attnres.inspect.kinds import KINDS
 from attnres.models import build
 from attnres.report import load_study
 from attnres.studies.findings import FindingsConfig, figures, findings, read_documents, same_token
-from attnres.studies.findings_files import save, table
+from attnres.studies.findings_files import beyond, save, table
 
 SIZE = {
     "family": "qwen3",
@@ -208,6 +208,15 @@ def test_a_picture_with_a_panel_for_each_variant(study):
     assert "identifier" in plot.caption
     with pytest.raises(NotShown):
         starts([{**found, "variants": []}])
+
+
+def test_reads_beyond_their_errors_are_counted():
+    spike = {
+        "mean": [0.0, 0.3, -0.2, 0.2, None],
+        "se_documents": [0.0, 0.1, 0.03, 0.08, None],
+        "se_seeds": [None, None, 0.04, 0.08, None],
+    }
+    assert beyond(spike) == (1, 1, 3)
 
 
 def test_mistakes_are_told(study, tmp_path):
