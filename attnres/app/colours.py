@@ -36,6 +36,24 @@ def blend(a: str, b: str, share: float) -> str:
     return "#" + "".join(f"{round(x + (y - x) * share):02x}" for x, y in zip(rgb(a), rgb(b), strict=True))
 
 
+def contrast(a: str, b: str) -> float:
+    """From 1 to 21, of text in one colour on the other: (L + 0.05) / (l + 0.05), L the lighter one's relative
+    luminance (WCAG 2.2); 4.5 is enough for small text."""
+    light, dark = sorted((_luminance(a), _luminance(b)), reverse=True)
+    return (light + 0.05) / (dark + 0.05)
+
+
+def _luminance(colour: str) -> float:
+    shares = [x / 255 for x in rgb(colour)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in shares]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def ink_on(colour: str) -> str:
+    """Black or white text, whichever reads better on it: of any colour the contrast is above 4.5."""
+    return max("#000000", "#ffffff", key=lambda ink: contrast(ink, colour))
+
+
 def source_colours(rows: Sequence[Sequence[str]]) -> dict[str, str]:
     """A colour for every source of a model's reads."""
     numbers: dict[str, list[int]] = {}

@@ -21,6 +21,7 @@ from ..inspect.edits import KnockOut
 from ..inspect.effects import predict
 from ..inspect.geometry import query_cosine
 from ..inspect.intervene import intervene, source_names
+from ..inspect.pieces import piece
 from ..inspect.record import find_residual, read_names, record
 from ..models.classes import register_stored
 from ..residuals import Residual
@@ -150,13 +151,14 @@ class Opened:
         return self._keep(("edit", text, edges), lambda: self._knock_out(text, edges))
 
     def top(self, reading: Reading, effect: Effect | None, token: int, count: int = 8) -> list[Candidate]:
-        """The likeliest tokens after `token`, before and after a knock-out; the likeliest of both, in the order of
-        before."""
+        """The `count` likeliest tokens after `token`; with a knock-out half of them those before it, half after."""
         before = reading.log_probs[token]
         after = effect.log_probs[token] if effect is not None else None
-        chosen = before.topk(min(count, len(before))).indices.tolist()
+        count = min(count, len(before))
+        chosen = before.topk(count).indices.tolist()
         if after is not None:
-            chosen += [i for i in after.topk(min(count // 2, len(after))).indices.tolist() if i not in chosen]
+            chosen = chosen[: count // 2]
+            chosen += [i for i in after.topk(count).indices.tolist() if i not in chosen][: count - len(chosen)]
         return [
             Candidate(self.piece(i), float(before[i].exp()), float(after[i].exp()) if after is not None else None)
             for i in chosen
@@ -175,7 +177,7 @@ class Opened:
 
     def piece(self, token: int) -> str:
         """What a token says."""
-        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
+        return piece(self.tokenizer, token)
 
     # ------------------------------------------------------------------ runs of the model
 

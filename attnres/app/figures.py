@@ -1,7 +1,7 @@
 """SVG figures of the page, drawn by hand so that every cell can be pointed at and clicked; each stands on its own.
 
-A cell says what it is in `data-tip` (shown when it is pointed at) and, where a click knocks it out, in `data-read` and
-`data-source`. All text is escaped.
+An edge says what it is in `aria-label` (shown when it is pointed at), and in `data-read` and `data-source` what a click
+knocks out. Other cells have a `data-tip`. All text is escaped.
 """
 
 import math
@@ -10,12 +10,14 @@ from html import escape
 
 import numpy as np
 
-from .colours import GRID, INK, MUTED, OUT, PAPER, signed_colour, weight_colour
+from .colours import GRID, INK, MUTED, OUT, PAPER, ink_on, signed_colour, weight_colour
 
-WIDTH = 420.0
+WIDTH = 370.0
 """Of every figure, in units of its own; a phone shows it at about one unit a pixel."""
-LABEL = 58.0
+LABEL = 46.0
 """For the names of rows."""
+RIGHT = 14.0
+"""For the last column's name, which is slanted."""
 FONT = "font-family='system-ui,sans-serif'"
 _SHORT = {
     "embedding": "emb",
@@ -26,12 +28,19 @@ _SHORT = {
     "stream": "str",
     "state": "s",
 }
+_SAID = {"partial": "the block in progress", "stream": "the running sum"}
 
 
 def short(source: str) -> str:
     """The name of a source in a few letters: emb, b3, part, a4, m4."""
     kind, _, number = source.partition(" ")
     return f"{_SHORT.get(kind, kind)}{number}"
+
+
+def key(sources: Sequence[Sequence[str]]) -> str:
+    """What the short names mean: "emb embedding, b block, part the block in progress"."""
+    kinds = dict.fromkeys(name.partition(" ")[0] for name in columns_of(sources))
+    return ", ".join(f"{_SHORT[kind]} {_SAID.get(kind, kind)}" for kind in kinds if kind in _SHORT)
 
 
 def row_name(read: str) -> str:
@@ -52,10 +61,10 @@ def columns_of(rows: Sequence[Sequence[str]]) -> list[str]:
     return order
 
 
-def svg(name: str, title: str, height: float, parts: Iterable[str]) -> str:
+def svg(name: str, title: str, height: float, parts: Iterable[str], role: str = "group") -> str:
     """A figure with a name for its file and a title for those who cannot see it."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-label="{escape(title)}" data-figure="{escape(name)}" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="{role}" aria-label="{escape(title)}" data-figure="{name}" '
         f'viewBox="0 0 {WIDTH:g} {height:g}" {FONT} font-size="9.5" fill="{INK}">{"".join(parts)}</svg>'
     )
 
@@ -79,11 +88,11 @@ def heatmap(
     """Mean weights: a row for each read, a column for each source, with a cross on what is knocked out."""
     columns = columns_of(sources)
     place = {name: i for i, name in enumerate(columns)}
-    wide = (WIDTH - LABEL - 4) / len(columns)
-    tall = min(18.0, max(9.0, wide))
+    wide = (WIDTH - LABEL - RIGHT) / len(columns)
+    tall = min(14.0, max(9.0, wide))
     top = 30.0
     largest = max(1.0, max(float(np.abs(row).max(initial=0)) for row in means))
-    parts = []
+    parts, crosses = [], []
     every = _spacing(wide)
     for i, name in enumerate(columns):
         if i % every == 0 or (i == len(columns) - 1 and (len(columns) - 1) % every >= every / 2):
@@ -97,35 +106,49 @@ def heatmap(
         for i, name in enumerate(sources[r]):
             x = LABEL + place[name] * wide
             weight = float(means[r][i])
-            colour, gone = weight_colour(weight, largest), (r, i) in out
-            parts.append(
-                _edge(r, i, (x, y, wide - 0.6, tall - 0.6), colour, f"{read} reads {name}: {weight:.3f}", gone)
-            )
+            box = (x, y, wide - 0.6, tall - 0.6)
+            gone = (r, i) in out
+            words = f"{read} reads {name}: {weight:.3f}"
+            parts.append(_edge(r, i, box, weight_colour(weight, largest), words, gone))
+            crosses += [_cross(box)] * gone
     bottom = top + len(reads) * tall + 8
     parts.append(_scale(bottom, largest))
-    return svg("weights", title, bottom + 22, parts)
+    return svg("weights", title, bottom + 22, parts + crosses)
 
 
-def _edge(read: int, source: int, box: tuple[float, float, float, float], colour: str, words: str, gone: bool) -> str:
-    """A cell (x, y, width, height) to click, crossed out where it is knocked out."""
+Box = tuple[float, float, float, float]
+"""x, y, width, height."""
+
+
+def _place(box: Box) -> str:
     x, y, width, height = box
-    place = f'x="{x:.2f}" y="{y:.2f}" width="{max(0.0, width):.2f}" height="{height:.2f}"'
-    tip = escape(words + (" (knocked out)" if gone else ""))
-    cell = f'<rect class="edge{" gone" if gone else ""}" {place} fill="{colour}" data-read="{read}" '
-    cell += f'data-source="{source}" data-tip="{tip}"/>'
-    if not gone:
-        return cell
+    return f'x="{x:.2f}" y="{y:.2f}" width="{max(0.0, width):.2f}" height="{height:.2f}"'
+
+
+def _edge(read: int, source: int, box: Box, colour: str, words: str, gone: bool) -> str:
+    """A cell to click; the figure's first is where the tabulator key stops, arrow keys lead to the others."""
+    words = escape(words + (" (knocked out)" if gone else ""))
+    return (
+        f'<rect class="edge{" gone" if gone else ""}" {_place(box)} fill="{colour}" data-read="{read}" '
+        f'data-source="{source}" role="button" tabindex="{0 if read == source == 0 else -1}" aria-label="{words}"/>'
+    )
+
+
+def _cross(box: Box) -> str:
+    """On what is knocked out."""
+    x, y, width, height = box
     lines = f'd="M{x:.2f} {y:.2f}l{width:.2f} {height:.2f}m0 {-height:.2f}l{-width:.2f} {height:.2f}"'
     return (
-        f'{cell}<g pointer-events="none" fill="none"><rect {place} stroke="{OUT}" stroke-width="1.4"/>'
+        f'<g pointer-events="none" fill="none"><rect {_place(box)} stroke="{OUT}" stroke-width="1.4"/>'
         f'<path {lines} stroke="{PAPER}" stroke-width="2.6"/><path {lines} stroke="{OUT}" stroke-width="1.4"/></g>'
     )
 
 
 def _scale(y: float, largest: float) -> str:
     """The scale of weights: colours over the square root, with the numbers themselves below."""
-    steps, width = 40, WIDTH - LABEL - 4
-    parts = [
+    steps, width = 40, WIDTH - LABEL - RIGHT
+    parts = [_text(LABEL - 5, y + 6, "weight", "end")]
+    parts += [
         f'<rect x="{LABEL + i * width / steps:.2f}" y="{y:.1f}" width="{width / steps + 0.3:.2f}" height="6" '
         f'fill="{weight_colour(((i + 0.5) / steps) ** 2)}"/>'
         for i in range(steps)
@@ -148,9 +171,9 @@ def stack(
 
     Bars are as long as one another: a segment is a source's share of the weights' absolute values.
     """
-    tall = 14.0 if len(reads) <= 40 else 10.0
+    tall = 13.5 if len(reads) <= 40 else 10.0
     wide = WIDTH - LABEL - 4
-    parts = []
+    parts, crosses = [], []
     for r, read in enumerate(reads):
         y, x = 4 + r * tall, LABEL
         parts.append(_text(LABEL - 5, y + tall / 2 + 3, row_name(read), "end"))
@@ -159,31 +182,20 @@ def stack(
             weight = float(weights[r][i])
             width = abs(weight) / total * wide
             box = (x, y, width - 0.4, tall - 2)
-            parts.append(_edge(r, i, box, colours[name], f"{read} reads {name}: {weight:.3f}", (r, i) in out))
-            if width > 7 + 5.2 * len(short(name)):
-                tone = INK if _light(colours[name]) else PAPER
-                parts.append(
-                    _text(
-                        x + width / 2,
-                        y + tall / 2 + 2,
-                        short(name),
-                        "middle",
-                        tone,
-                        'font-size="8" pointer-events="none"',
-                    )
-                )
+            gone = (r, i) in out
+            parts.append(_edge(r, i, box, colours[name], f"{read} reads {name}: {weight:.3f}", gone))
+            crosses += [_cross(box)] * gone
+            if width > 6 + 5.2 * len(short(name)):
+                size = 'font-size="8.5" pointer-events="none"'
+                ink = ink_on(colours[name])
+                parts.append(_text(x + width / 2, y + tall / 2 + 2, short(name), "middle", ink, size))
             x += width
-    return svg("stack", title, 8 + len(reads) * tall, parts)
-
-
-def _light(colour: str) -> bool:
-    """Whether dark text is read on it more easily than light text."""
-    return sum(int(colour[i : i + 2], 16) * share for i, share in ((1, 0.3), (3, 0.59), (5, 0.11))) > 140
+    return svg("stack", title, 8 + len(reads) * tall, parts + crosses)
 
 
 def similarity(reads: Sequence[str], cosines: np.ndarray, title: str) -> str:
     """Cosines between the pseudo-queries of all reads."""
-    cell = (WIDTH - LABEL - 4) / len(reads)
+    cell = min(18.0, (WIDTH - LABEL - 4) / len(reads))
     parts = []
     every = _spacing(cell)
     for r, read in enumerate(reads):
@@ -201,4 +213,4 @@ def similarity(reads: Sequence[str], cosines: np.ndarray, title: str) -> str:
     parts.append(_text(LABEL, y + 12, "orange: opposite"))
     parts.append(_text(LABEL + (WIDTH - LABEL) / 2, y + 12, "white: unrelated", "middle"))
     parts.append(_text(WIDTH - 4, y + 12, "blue: alike", "end"))
-    return svg("queries", title, y + 18, parts)
+    return svg("queries", title, y + 18, parts, role="img")

@@ -8,7 +8,7 @@ from ..errors import UserError
 from . import view as html
 from .examples import CODE
 from .explorer import Opened
-from .state import HEAVIEST, LOSS, MAX_EDGES, Edge, View, decode, encode
+from .state import HEAVIEST, LOSS, MAX_CHARACTERS, MAX_EDGES, Edge, View, decode, encode
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Page:
         reads = [(name, -1 if name == "output" else number) for number, name in enumerate(first.reads)][::-1]
         sources = [("heaviest source", HEAVIEST), *((name, name) for name in row), ("change in loss", LOSS)]
         query = encode(view)
-        if not query:
+        if not query and len(view.text) <= MAX_CHARACTERS:
             said = said or "The text is too long for a link to this view: export it as JSON instead."
         return Shown(view, panes, said, reads, sources, query)
 

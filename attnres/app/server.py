@@ -32,7 +32,7 @@ _INTRO = (
 
 def build(page: Page) -> gr.Blocks:
     """The components of the page and their events."""
-    options: dict[str, Any] = {"api_visibility": "private", "show_progress": "hidden", "queue": True}
+    options: dict[str, Any] = {"api_visibility": "private", "queue": True, "show_progress": "minimal"}
     with gr.Blocks(title=_TITLE, analytics_enabled=False, fill_width=True) as blocks:
         state = gr.State(View())
         query = gr.Textbox(visible=False)
@@ -40,7 +40,13 @@ def build(page: Page) -> gr.Blocks:
         gr.HTML(_INTRO, apply_default_css=False, elem_id="intro", js_on_load=None)
         with gr.Row():
             text = gr.Textbox(
-                label="Text", lines=6, max_lines=12, max_length=MAX_CHARACTERS, elem_id="text", scale=3, min_width=300
+                label="Text",
+                lines=6,
+                max_lines=9,
+                max_length=5 * MAX_CHARACTERS,
+                elem_id="text",
+                scale=3,
+                min_width=300,
             )
             with gr.Column(scale=2, min_width=300):
                 with gr.Row():
@@ -58,10 +64,11 @@ def build(page: Page) -> gr.Blocks:
                     read = gr.Dropdown([], label="Read", elem_id="read", min_width=140)
                     source = gr.Dropdown([], label="Colour tokens by", elem_id="source", min_width=140)
         said = gr.HTML("", apply_default_css=False, elem_id="said", js_on_load=None)
+        options["show_progress_on"] = said
         with gr.Row(elem_id="panes"):
             panes = [
-                gr.HTML("", apply_default_css=False, js_on_load=ON_PANE, elem_id=f"pane-{i}", min_width=320)
-                for i in range(2)
+                gr.HTML(wait, apply_default_css=False, js_on_load=ON_PANE, elem_id=f"pane-{i}", min_width=320)
+                for i, wait in enumerate([html.message("reading the text ...", "note"), ""])
             ]
         outputs = [state, said, *panes, models, read, source, query]
 

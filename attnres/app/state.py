@@ -64,7 +64,8 @@ class View:
 
 
 def encode(view: View) -> str:
-    """The query string of a view, without the question mark; empty where it would be longer than `MAX_LINK`.
+    """The query string of a view, without the question mark; empty where it would be longer than `MAX_LINK`, or its
+    text is longer than the page takes.
 
     >>> encode(View("", (0, 1), edges=frozenset({Edge(1, 4, 0)})))
     'm=0.1&e=1.4.0'
@@ -83,7 +84,7 @@ def encode(view: View) -> str:
         edges = sorted((edge.model, edge.read, edge.source) for edge in view.edges)
         fields["e"] = "_".join(".".join(map(str, edge)) for edge in edges)
     query = urlencode(fields)
-    return query if len(query) <= MAX_LINK else ""
+    return query if len(query) <= MAX_LINK and len(view.text) <= MAX_CHARACTERS else ""
 
 
 def decode(fields: Mapping[str, str], models: int) -> View:

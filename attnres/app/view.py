@@ -7,11 +7,13 @@ from html import escape
 import numpy as np
 
 from . import figures
-from .colours import BETTER, GRID, OUT, blend, source_colours
+from .colours import BETTER, MUTED, OUT, blend, ink_on, source_colours
 from .explorer import Candidate, Effect, Reading
 from .state import HEAVIEST, LOSS
 
 PAPER = "#ffffff"
+BEFORE = "#8a94a3"
+"""Of bars that an edit is compared with."""
 NAMED = 3
 """Sources of a read that a token names when it is pointed at."""
 
@@ -52,7 +54,7 @@ def visible(piece: str) -> str:
 
 def message(text: str, kind: str = "error") -> str:
     """A sentence for the reader, or nothing."""
-    return f'<p class="{escape(kind)}" role="status">{escape(text)}</p>' if text else ""
+    return f'<p class="{escape(kind)}" role="status">{escape(text[:1].upper() + text[1:])}</p>' if text else ""
 
 
 def pane(p: Pane) -> str:
@@ -67,16 +69,21 @@ def pane(p: Pane) -> str:
     cells = figures.heatmap(
         p.reading.reads, p.reading.sources, p.reading.means, p.edges, f"Mean weights of this text, {title}"
     )
+    short = f"Rows are reads, bars their sources: {figures.key(p.reading.sources)}."
     left = [
         _section("next", f"Next token after {of_token}", _next(p)),
-        _section("stack", f"Where {of_token} reads from, through depth", bars, save=True),
+        _section("stack", f"Where {of_token} reads from, through depth", bars, short, save=True),
     ]
-    click = "Rows are reads, columns sources. Click a cell to knock that edge out, again to bring it back."
+    click = (
+        "Rows are reads, columns sources; all weights are those with every edge in place. Click a cell to knock its "
+        "edge out, again to bring it back."
+    )
     right = [_section("weights", "Weights, mean over the text", cells, click, save=True)]
     if p.similarity is not None:
         names, cosines = p.similarity
         queries = figures.similarity(names, cosines, f"Cosines between pseudo-queries, {title}")
-        right.append(_section("queries", "Pseudo-queries: how alike", queries, save=True))
+        alike = "Cosines between the vectors by which reads choose their sources."
+        right.append(_section("queries", "Pseudo-queries: how alike", queries, alike, save=True))
     return (
         f'<article class="pane" data-model="{p.number}">{_head(p)}'
         f"{_section('tokens', _colouring(p), _tokens(p, colours) + _legend(p, colours))}"
@@ -101,7 +108,7 @@ def _head(p: Pane) -> str:
         if p.effect is not None:
             change = float(p.effect.losses.mean()) - loss
             edges = f"{len(p.edges)} edge{'s' if len(p.edges) > 1 else ''}"
-            said = f"{said} → <b>{loss + change:.3f}</b> ({change:+.3f}) without {edges}"
+            said = f"loss {loss:.3f} → <b>{loss + change:.3f}</b> nats ({change:+.3f}) without {edges}"
     notes = "".join(message(note, "note") for note in p.reading.notes)
     return (
         f'<header><h2>{escape(visible(p.title))}</h2><p class="details">{escape(visible(p.details))}</p>'
@@ -133,8 +140,9 @@ def _tokens(p: Pane, colours: dict[str, str]) -> str:
                 tip += f" → {p.effect.losses[i - 1]:.2f}"
         chosen = ' aria-pressed="true"' if i == p.token else ""
         parts.append(
-            f'<span class="token" role="button" tabindex="0" data-token="{i}"{chosen} style="background:{fills[i]}" '
-            f'data-tip="{escape(tip)}">{escape(_inline(piece))}</span>'
+            f'<span class="token" role="button" tabindex="{0 if chosen else -1}" data-token="{i}"{chosen} '
+            f'style="background:{fills[i]};color:{ink_on(fills[i])}" data-tip="{escape(tip)}">'
+            f"{escape(_inline(piece))}</span>"
         )
     return f'<div class="text">{"".join(parts)}</div>'
 
@@ -146,7 +154,7 @@ def _inline(piece: str) -> str:
 
 
 def _fills(p: Pane, colours: dict[str, str]) -> list[str]:
-    """A background for each token, light enough for dark text."""
+    """A background for each token."""
     if p.source == LOSS:
         change = _loss_change(p)
         largest = float(np.abs(change).max(initial=0)) or 1.0
@@ -155,10 +163,7 @@ def _fills(p: Pane, colours: dict[str, str]) -> list[str]:
     if p.source == HEAVIEST or p.source not in names:
         if _alike(weights):
             return [PAPER] * len(weights)
-        heaviest = np.abs(weights).max(1)
-        tones = 0.2 + 0.5 * (heaviest - heaviest.min()) / (float(np.ptp(heaviest)) or 1.0)
-        best = np.abs(weights).argmax(1)
-        return [blend(PAPER, colours[names[j]], float(tone)) for j, tone in zip(best, tones, strict=True)]
+        return [colours[names[j]] for j in np.abs(weights).argmax(1)]
     column = np.abs(weights[:, names.index(p.source)])
     largest = float(column.max()) or 1.0
     return [blend(PAPER, "#0072b2", 0.65 * float(x) / largest) for x in column]
@@ -184,7 +189,10 @@ def _legend(p: Pane, colours: dict[str, str]) -> str:
         return f'<p class="legend">{worse} loss up, by {largest:.2f} nats at most {better} loss down</p>'
     if p.source == HEAVIEST or p.source not in names:
         if _alike(p.reading.weights[p.read]):
-            return '<p class="legend">All sources of this read weigh the same: none is the heaviest.</p>'
+            return (
+                '<p class="legend">All sources of this read weigh the same: none is the heaviest. Knock one out, and '
+                "colour tokens by the change in loss.</p>"
+            )
         best = np.abs(p.reading.weights[p.read]).argmax(1)
         counts = np.bincount(best, minlength=len(names))
         shown = [j for j in np.argsort(-counts) if counts[j]]
@@ -192,7 +200,6 @@ def _legend(p: Pane, colours: dict[str, str]) -> str:
         missing = (
             "" if p.source == HEAVIEST else f"This read has no source {escape(p.source)}: by its heaviest instead. "
         )
-        words.append("deeper tone: more of it")
         return f'<p class="legend">{missing}{" ".join(f"<span>{word}</span>" for word in words)}</p>'
     column = np.abs(p.reading.weights[p.read][:, names.index(p.source)])
     ramp = f"linear-gradient(90deg,{PAPER},{blend(PAPER, '#0072b2', 0.65)})"
@@ -211,28 +218,25 @@ def _next(p: Pane) -> str:
     largest = max([c.before for c in p.candidates] + [c.after or 0.0 for c in p.candidates]) or 1.0
     rows = []
     for c in p.candidates:
-        bars = _bar(c.before, largest, "#5f6b7a" if c.after is None else GRID)
+        bars = _bar(c.before, largest, MUTED if c.after is None else BEFORE)
         words = f"{c.before:.3f}"
         if c.after is not None:
-            bars += _bar(c.after, largest, OUT if c.after < c.before else BETTER)
+            same = abs(c.after - c.before) < 0.0005  # in the digits that are shown
+            bars += _bar(c.after, largest, BEFORE if same else OUT if c.after < c.before else BETTER)
             words = f"{c.before:.3f} → {c.after:.3f}"
         rows.append(
             f'<tr><th scope="row">{escape(visible(c.piece))}</th><td class="bars">{bars}</td>'
             f'<td class="number">{words}</td></tr>'
         )
-    said = ""
-    if p.effect is not None:
-        kl = kl_divergence(p)
-        said = f'<p class="note">Knocked out: divergence {kl:.3f} nats (KL, before from after); '
-        said += f"{_swatch(GRID)} before {_swatch(BETTER)} risen {_swatch(OUT)} fallen</p>"
-    after = p.token + 1
+    line, after = "The text ends here.", p.token + 1
     if after < len(p.reading.pieces):
-        true = visible(p.reading.pieces[after])
-        line = f"The text goes on with “{true}”, loss {p.reading.losses[p.token]:.2f}"
-        if p.effect is not None:
-            line += f" → {p.effect.losses[p.token]:.2f}"
-        said += f'<p class="note">{escape(line)}.</p>'
-    return f"{said}<table>{''.join(rows)}</table>"
+        line = f"The text goes on with “{visible(p.reading.pieces[after])}”, loss {p.reading.losses[p.token]:.2f}"
+        line += f" → {p.effect.losses[p.token]:.2f}." if p.effect is not None else "."
+    change = "Click a bar or a cell to see what it changes here."
+    if p.effect is not None:
+        kl = f'<span data-tip="sum p ln(p/q), p before and q after">KL {kl_divergence(p):.3f} nats</span>'
+        change = f"{_swatch(BEFORE)} before {_swatch(BETTER)} risen {_swatch(OUT)} fallen; {kl}"
+    return f'<p class="note">{escape(line)}</p><p class="note">{change}</p><table>{"".join(rows)}</table>'
 
 
 def kl_divergence(p: Pane) -> float:

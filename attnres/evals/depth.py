@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
+from ..inspect.pieces import piece
 from ..residuals import Residual
 
 TOP = 3
@@ -109,7 +110,7 @@ class DepthReader:
                     sums[source] = sums.get(source, 0.0) + weight / len(reads)
             source = max(sums, key=lambda name: sums[name])
             blocks.append((f"b{number}", source, sums[source]))
-        return TokenDepth(token, str(self.tokenizer.decode([token])), output, blocks)
+        return TokenDepth(token, piece(self.tokenizer, token), output, blocks)
 
 
 def _short(source: str) -> str:

@@ -16,7 +16,7 @@ from attnres.figures.plot import SMALL, number, plain, thin_ticks
 COLOURMAP = "viridis"  # even in lightness for every kind of colour vision
 SHARES = PowerNorm(0.5, vmin=0.0, vmax=1.0)  # square root: with twenty sources a weight of 0.05 is the even share
 SIGNED, SIGNED_MAP = Normalize(-1.0, 1.0), "RdBu_r"  # red and blue are told apart by nearly everybody
-VECTOR_CELLS = 3000  # beyond that the cells are one embedded image
+VECTOR_CELLS = 1600  # beyond that the cells are one embedded image: lines between them would cover them
 
 
 def cells(

@@ -13,6 +13,7 @@ from attnres.figures.plot import (
     canvas,
     depth_axis,
     depth_line,
+    from_zero,
     legend,
     log_if_wide,
     plain,
@@ -40,11 +41,9 @@ def measures(inspections: Sequence["Inspection"]) -> Plot:
     panels = [panel for panel in panels if any(_any(panel[1](seen)) for seen in inspections)]
     if not panels:
         raise NotShown("nothing of it is measured for this residual")
-    rows = (len(panels) + 1) // 2
-    figure, axes = canvas(PAGE, 1.9 * rows + 0.25, rows, min(2, len(panels)))
+    rows = 2 if len(panels) == 4 else 1
+    figure, axes = canvas(PAGE, 1.9 * rows + 0.25, rows, len(panels) // rows)
     looks = model_looks(inspections)
-    for ax in list(axes.flat)[len(panels) :]:
-        ax.remove()
     for ax, (what, values, plain_residual) in zip(axes.flat, panels):
         deepest = max(len(seen.reads) for seen in inspections)
         everything: list[float] = []
@@ -65,12 +64,14 @@ def measures(inspections: Sequence["Inspection"]) -> Plot:
         if what == "share of the embedding":
             log_if_wide(ax, everything, 15)
         else:
-            ax.set_ylim(bottom=0)
-    legend(figure, axes.flat[0])
-    caption = (
-        "Effective number of sources: exp of the mean entropy of the weights. Distance: mean number of sublayers "
-        "between a read and what it reads. Sharpness: the largest logit that a query can give. "
-    )
+            from_zero(ax)
+    legend(figure, *axes.flat)
+    meant = {
+        "effective number of sources": "Effective number of sources: exp of the mean entropy of the weights. ",
+        "effective depth distance": "Distance: mean number of sublayers between a read and what it reads. ",
+        "sharpness |w g| √d": "Sharpness: the largest logit that a query can give. ",
+    }
+    caption = "".join(meant.get(panel[0], "") for panel in panels)
     dots = "a plain residual" + (", and as many sources as there are" if len(inspections) == 1 else "")
     caption += f"Dotted: {dots}. {_MARKS}"
     return Plot(*_name(inspections, "depth", "reads by depth"), caption, figure)
@@ -99,7 +100,7 @@ def magnitudes(inspections: Sequence["Inspection"]) -> Plot:
         for tick in ax.get_xticklabels():
             tick.set(rotation=90, ha="center")
         ax.grid(visible=False, axis="x")
-    legend(figure, axes[0, 0])
+    legend(figure, *axes.flat)
     caption = f"Root mean square of what each sublayer writes and of what each read makes, before its norm. {_MARKS}"
     if last:
         caption += " Right: the sources of the last read; keys are normed and values are not, so a large one fills it."

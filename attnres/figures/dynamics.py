@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.colors import LogNorm, Normalize
+from matplotlib.ticker import MaxNLocator
 
 from attnres.figures import style
 from attnres.figures.plot import (
@@ -27,6 +28,9 @@ DEPTH = {
     "grad_rms": "RMS of gradients",
     "entropy": "entropy of reads (nats)",
     "sharpness": "sharpness |w g| √d",
+    "recency_bias": "bias of the last source",
+    "gate": "gate: share of the read",
+    "alpha": "alpha",
 }
 """What runs record by depth, as `attnres.inspect.measures.dynamics` names it."""
 
@@ -76,7 +80,7 @@ def dynamics(runs: Sequence[Curves]) -> Plot:
         log_if_wide(ax, everything)
         depth_axis(ax, max(len(line.get_xdata()) for line in ax.get_lines()), reads=False)
         ax.set_ylabel(DEPTH[name])
-    legend(figure, axes[0, 0])
+    legend(figure, *axes.flat)
     caption = (
         "Held-out loss over training, and the root mean square of each sublayer's output and of the loss's gradient at "
         "it, at the last measurement. Filled points: attention, hollow: MLP."
@@ -85,15 +89,22 @@ def dynamics(runs: Sequence[Curves]) -> Plot:
 
 
 def over_steps(runs: Sequence[Curves]) -> Plot:
-    """Every quantity that was recorded by depth over all its steps: a panel a run and quantity, depth downwards."""
-    names = [name for name in DEPTH if any(len(_rows(run, name)) > 1 for run in runs)]
-    if not names:
+    """Every quantity that was recorded by depth over all its steps: a panel a run and quantity, depth downwards.
+
+    A run that did not record a quantity has no panel in that row.
+    """
+    found = {name: [np.array(_rows(run, name), dtype=float).T for run in runs] for name in DEPTH}
+    found = {
+        name: tables
+        for name, tables in found.items()
+        if any(table.size and table.shape[1] > 1 and np.isfinite(table).any() for table in tables)
+    }
+    if not found:
         raise NotShown("the runs recorded nothing by depth at more than one step")
-    figure, axes = canvas(PAGE, 1.35 * len(names) + 0.45, len(names), len(runs), sharey="row")
-    for row, name in zip(axes, names, strict=True):
-        tables = [np.array(_rows(run, name), dtype=float).T for run in runs]
-        values = np.concatenate([table.ravel() for table in tables])
-        values = values[np.isfinite(values)]
+    figure, axes = canvas(PAGE, 1.35 * len(found) + 0.55, len(found), len(runs), sharey="row")
+    inches = (PAGE - 1.2) / len(runs)
+    for row, (name, tables) in zip(axes, found.items(), strict=True):
+        values = np.concatenate([table[np.isfinite(table)] for table in tables if table.size])
         wide = values.min() > 0 and values.max() > 6 * values.min()
         norm = LogNorm(values.min(), values.max()) if wide else Normalize(min(0.0, values.min()), values.max())
         for ax, run, table in zip(row, runs, tables, strict=True):
@@ -102,28 +113,33 @@ def over_steps(runs: Sequence[Curves]) -> Plot:
                 continue
             steps = np.array(run.dynamics["steps"], dtype=float)
             gap = np.diff(steps).mean() if len(steps) > 1 else 1.0
-            edges = np.concatenate([[steps[0] - gap / 2], (steps[1:] + steps[:-1]) / 2, [steps[-1] + gap / 2]])
             mesh = ax.pcolormesh(
-                edges,
-                np.arange(len(table) + 1),
+                np.concatenate([[steps[0] - gap / 2], (steps[1:] + steps[:-1]) / 2, [steps[-1] + gap / 2]]),
+                np.arange(len(table) + 1) - 0.5,
                 np.ma.masked_invalid(table),
                 norm=norm,
                 cmap="viridis",
                 rasterized=True,
             )
-            ax.set_ylim(len(table), 0)
             ax.grid(visible=False)
-            _steps(ax)
-            if ax not in axes[-1]:
-                ax.set_xlabel("")
-                ax.tick_params(labelbottom=False)
-            if ax in axes[0]:
-                head(ax, run.label)
-        row[0].set_ylabel("sublayer" if name not in ("entropy", "sharpness") else "read")
+        row[0].set_ylim(max(len(table) for table in tables) - 0.5, -0.5)
+        row[0].yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
+        first = next(ax for ax, table in zip(row, tables, strict=True) if table.size)
+        first.set_ylabel("sublayer" if name in ("output_rms", "grad_rms") else "read")
+        first.tick_params(labelleft=True)
         bar = figure.colorbar(mesh, ax=list(row), fraction=0.03, pad=0.015)
         bar.set_label(DEPTH[name], fontsize=SMALL)
         bar.outline.set_visible(False)
         bar.ax.tick_params(length=0, which="both", labelsize=SMALL)
+    for column, run in zip(axes.T, runs, strict=True):
+        shown = [ax for ax in column if ax.axison]
+        for ax in shown:
+            _steps(ax, inches)
+            if ax is not shown[-1]:
+                ax.set_xlabel("")
+                ax.tick_params(labelbottom=False)
+        if shown:
+            head(shown[0], run.label, inches=inches - 0.1)
     caption = "By depth (downwards) over the steps of training, on one colour scale a row."
     return Plot("dynamics-steps", "Training dynamics by depth", caption, figure)
 
@@ -134,6 +150,6 @@ def _rows(run: Curves, name: str) -> list[list[float]]:
     return rows if all(rows) else []
 
 
-def _steps(ax: Any) -> None:
+def _steps(ax: Any, inches: float = 2.0) -> None:
     ax.set_xlabel("step")
-    ax.locator_params(axis="x", nbins=4)
+    ax.locator_params(axis="x", nbins=max(1, min(4, int(inches / 0.4))))

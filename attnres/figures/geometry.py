@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.colors import Normalize
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from attnres.figures import style
 from attnres.figures.cells import SIGNED, SIGNED_MAP, cells, named, scale
@@ -57,8 +59,11 @@ def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: list[str]) -> Non
     marks = {"attention": "o", "mlp": "s", "output": "D"}
     few = len(points) <= 60
     ax.plot(*points[there].T, color=style.GRID, linewidth=0.7, zorder=1)
+    keys = []
     for kind, mark in marks.items():
         mine = there & np.array([read.split()[0] == kind for read in reads])
+        if not mine.any():
+            continue
         name = {"attention": "attention", "mlp": "MLP", "output": "output"}[kind]
         drawn = ax.scatter(
             *points[mine].T,
@@ -70,9 +75,9 @@ def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: list[str]) -> Non
             s=22 if few else 9,
             edgecolors=style.PAPER,
             linewidths=0.4,
-            label=name,
             zorder=2,
         )
+        keys.append(Line2D([], [], color=style.MUTED, marker=mark, linestyle="", markersize=4.5, label=name))
     first, last = np.flatnonzero(there)[[0, -1]]
     for i in (first, last):
         ax.annotate(
@@ -85,10 +90,9 @@ def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: list[str]) -> Non
     ax.set_ylabel(f"second axis, {two:.0%}")
     head(ax, "queries on their principal axes")
     ax.margins(0.12)
-    handles = ax.legend(fontsize=SMALL, loc="best", handletextpad=0.1)
-    for handle in handles.legend_handles:
-        handle.set_color(style.MUTED)
+    ax.legend(handles=keys, fontsize=SMALL, loc="best", handletextpad=0.1)
     bar = figure.colorbar(drawn, ax=ax, fraction=0.045, pad=0.02)
+    bar.locator = MaxNLocator(nbins=6, integer=True)
     bar.set_label("read", fontsize=SMALL)
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0, labelsize=SMALL)
@@ -97,13 +101,13 @@ def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: list[str]) -> Non
 def keys(inspection: "Inspection") -> Plot:
     """Cosine of the last read's sources with one another: the geometry that its query has to tell apart."""
     if not inspection.key_cosine or len(inspection.key_cosine) < 2:
-        raise NotShown("no softmax read with more than one source")
+        raise NotShown("the output's read is no softmax over more than one source")
     assert inspection.routing is not None
     cosine = np.array(inspection.key_cosine, dtype=float)
     rows = [row for row in inspection.routing["sources"] if len(row) == len(cosine)]
     names = [short(name) for name in (rows[-1] if rows else map(str, range(len(cosine))))]
     side = COLUMN - 0.9
-    figure, axes = canvas(COLUMN, side + 0.6)
+    figure, axes = canvas(COLUMN, side + 0.4)
     mesh = cells(axes[0, 0], cosine, norm=SIGNED, colourmap=SIGNED_MAP)
     named(axes[0, 0], names, names, np.arange(len(cosine), dtype=float), side - 0.2, side - 0.2)
     axes[0, 0].set_aspect("equal")

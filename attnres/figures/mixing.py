@@ -43,7 +43,7 @@ def mixing(inspections: Sequence["Inspection"]) -> Plot:
     rows = math.ceil(len(tables) / columns)
     width = COLUMN if len(tables) == 1 else PAGE
     side = (width - 0.9) / columns - 0.45
-    figure, axes = canvas(width, rows * (side + 0.65), rows, columns)
+    figure, axes = canvas(width, rows * (side + 0.7), rows, columns)
     for ax in list(axes.flat)[len(tables) :]:
         ax.remove()
     for i, (name, values) in enumerate(tables):
@@ -53,7 +53,7 @@ def mixing(inspections: Sequence["Inspection"]) -> Plot:
         named(ax, across, [short(part) for part in reads], np.arange(len(values), dtype=float), side, side)
         ax.set_aspect("equal")
         if len(tables) > 1:
-            head(ax, name)
+            head(ax, name, inches=side + 0.1)
         if i % columns == 0:
             ax.set_ylabel("read")
         if i // columns == rows - 1:
@@ -87,7 +87,7 @@ def layers(inspection: "Inspection") -> Plot:
     count = len(values) - 1
     numbered = count <= 12
     side = PAGE * 0.45
-    figure, axes = canvas(PAGE, side + 0.35, 1, 2, width_ratios=[1.0, 1.0])
+    figure, axes = canvas(PAGE, side + 0.35, 1, 2, width_ratios=[1.0, 0.75])
     matrix, arcs = axes[0]
     names = ["emb", *(f"{i}" for i in range(count))]
     rows = [*(f"layer {i}" for i in range(count)), "output"]
@@ -112,6 +112,7 @@ def _arcs(ax: Axes, values: np.ndarray, names: list[str]) -> None:
     """Nodes down a line, the embedding first; who reads is below what is read."""
     count = len(values) - 1
     nodes = [*names, "out"]
+    beside = 0.1 * (count + 1)  # the links of the output begin right of the names
     colours = ["#d55e00", *matplotlib.colormaps["viridis"](np.linspace(0, 0.85, count))]
     for reader in range(count + 1):
         node = reader + 1
@@ -119,13 +120,12 @@ def _arcs(ax: Axes, values: np.ndarray, names: list[str]) -> None:
         for weight, source in sorted(links, reverse=True)[:3]:
             if weight < min(0.1, 2 / len(links)) or source == node:
                 continue
-            last = reader == count
-            bend = 0.5 if last else -0.5
+            side, bend = (beside, -0.5) if reader == count else (-0.06, 0.5)
             ax.add_patch(
                 FancyArrowPatch(
-                    (0.06 if last else -0.06, source),
-                    (0.06 if last else -0.06, node),
-                    connectionstyle=f"arc3,rad={-bend}",
+                    (side, source),
+                    (side, node),
+                    connectionstyle=f"arc3,rad={bend}",
                     arrowstyle="-|>",
                     mutation_scale=5,
                     linewidth=0.3 + 3.2 * weight,
@@ -137,11 +137,10 @@ def _arcs(ax: Axes, values: np.ndarray, names: list[str]) -> None:
             )
     ax.plot([0] * len(nodes), range(len(nodes)), "o", color=style.INK, markersize=max(1.5, 5 - count / 20), zorder=3)
     every = max(1, math.ceil(count / 28))
-    behind = {"facecolor": style.PAPER, "edgecolor": "none", "pad": 0.6}
     for i, name in enumerate(nodes):
         if (i % every == 0 and len(nodes) - 1 - i >= every) or i == len(nodes) - 1:
-            ax.text(0.03 * count, i, name, fontsize=SMALL, va="center", ha="left", zorder=4, bbox=behind)
-    reach = 0.33 * (count + 1)
-    ax.set_xlim(-reach, reach)
+            ax.text(0.02 * (count + 1), i, name, fontsize=SMALL, va="center", ha="left")
+    reach = 0.28 * (count + 1)
+    ax.set_xlim(-reach, reach + beside)
     ax.set_ylim(len(nodes) - 0.5, -0.5)
     ax.set_axis_off()

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from matplotlib.colors import Normalize
+from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from attnres.figures.cells import cell_numbers, cells, named, scale
 from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, plain, short
@@ -45,7 +46,7 @@ def what_shares_are(inspection: "Inspection") -> str:
     rows = [row for row in inspection.routing["weights"] if row]
     if all(min(row) >= 0 and abs(sum(row) - 1) < 1e-3 for row in rows):
         return "Mean weight"
-    return "Share |weight| / sum |weights| of the mixing coefficients"
+    return "Share |weight| / sum |weights|"
 
 
 def boundaries(routing: Routing, most: int = 7) -> list[int]:
@@ -62,6 +63,20 @@ def boundaries(routing: Routing, most: int = 7) -> list[int]:
     if len(rows) > most:
         rows = [rows[i] for i in np.unique(np.linspace(0, len(rows) - 1, most).round().astype(int))]
     return rows
+
+
+def which_reads(routing: Routing) -> str:
+    """How a caption names the reads that `boundaries` chooses."""
+    sealed = any(name.split()[0] in _SEALED for row in routing.sources for name in row)
+    return f"in {'the reads with which blocks begin' if sealed else 'some of the reads, evenly chosen'} and in the last"
+
+
+def last_mix(routing: Routing) -> int:
+    """Row of the last read with more than one source: the output's in most layouts. Raises `NotShown`."""
+    for row in range(len(routing.reads) - 1, -1, -1):
+        if len(routing.sources[row]) > 1:
+            return row
+    raise NotShown("every read has one source")
 
 
 def patterns(inspection: "Inspection") -> Plot:
@@ -122,7 +137,8 @@ def at_boundaries(inspection: "Inspection") -> Plot:
 
 
 def by_label(inspection: "Inspection", part: dict[str, Any] | None, name: str, what: str) -> Plot:
-    """The weight of one source by label, a panel for each boundary, with 95 % intervals; a line at all tokens' mean."""
+    """The weight of one source by label, a panel for each boundary, with standard errors; a line at their mean
+    over all these tokens."""
     if part is None:
         raise NotShown(f"the inspection has no weights by {what}")
     routing = shares(inspection)
@@ -144,23 +160,23 @@ def by_label(inspection: "Inspection", part: dict[str, Any] | None, name: str, w
             size = sum(abs(value or 0.0) for value in weights[read]) or 1.0
             values.append(abs(weights[read][column] or 0.0) / size)
             spread = None if error is None or not error[read] else error[read][column]
-            errors.append(np.nan if spread is None else 1.96 * spread / size)
+            errors.append(np.nan if spread is None else spread / size)
         places = np.arange(len(names))
-        mean = routing.weights[row][routing.sources[row].index(source)]
+        mean = float(np.average(values, weights=part["tokens"]))
         ax.axvline(mean, color="#4a5260", linewidth=0.9)
         ax.errorbar(values, places, xerr=errors, fmt="o", color="#0072b2", markersize=3, linewidth=1.2)
         head(ax, short(routing.reads[row]))
-        ax.set_xlim(left=0)
-        ax.margins(x=0.12)
-        ax.locator_params(axis="x", nbins=3)
+        ax.set_xlim(0, 1.12 * max([mean, *np.add(values, np.nan_to_num(errors)).tolist()]) or 1)
+        ax.xaxis.set_major_locator(MaxNLocator(nbins=3 if len(rows) < 4 else 2, steps=[1, 2, 5, 10]))
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}".replace("0.", ".", 1)))
         ax.set_yticks(places, [plain(label) for label in names], fontsize=SMALL)
         ax.set_ylim(len(names) - 0.5, -0.5)
         ax.tick_params(axis="y", length=0)
     figure.supxlabel("weight of the embedding", fontsize=SMALL + 0.5)
     over = "prompts" if what == "prompt category" else "documents"
     caption = (
-        f"Mean weight of the embedding by {what}, in the reads with which blocks begin and at the output. "
-        f"Bars: 95 % interval over {over}; line: all tokens."
+        f"{what_shares_are(inspection)} of the embedding by {what}, {which_reads(routing)}. "
+        f"Bars: standard error over {over}; line: all of these tokens."
     )
     return Plot(name, f"{inspection.model['name']}: the embedding's weight by {what}", caption, figure)
 
@@ -183,19 +199,19 @@ def by_prompt(inspection: "Inspection") -> Plot:
 
 
 def label_sources(inspection: "Inspection") -> Plot:
-    """Kinds of token against the output's sources: how much more or less than all tokens read each."""
+    """Kinds of token against the sources of the last read that has several: how much more or less than all tokens
+    read each."""
     part = inspection.kinds
     if part is None:
         raise NotShown("the inspection has no weights by kind of token")
     routing = shares(inspection)
     assert inspection.routing is not None
     _refuse_constant(part)
-    read = inspection.routing["reads"].index(routing.reads[-1])
-    if len(routing.sources[-1]) < 2:
-        raise NotShown("the last read has one source")
-    all_tokens = np.array(routing.weights[-1])
+    row = last_mix(routing)
+    read = inspection.routing["reads"].index(routing.reads[row])
+    all_tokens = np.array(routing.weights[row])
     values = np.stack([share([value or 0.0 for value in weights[read]]) for weights in part["weights"]]) - all_tokens
-    columns, names = routing.sources[-1], part["names"]
+    columns, names = routing.sources[row], part["names"]
     largest = max(0.01, float(np.abs(values).max()))
     height = 0.17 * len(names)
     figure, axes = canvas(COLUMN if len(columns) <= 10 else PAGE, height + 0.95)
@@ -204,5 +220,8 @@ def label_sources(inspection: "Inspection") -> Plot:
     mesh = cells(ax, values, norm=Normalize(-largest, largest), colourmap="RdBu_r")
     named(ax, [short(column) for column in columns], names, tops, width, height)
     scale(figure, mesh, ax, "less or more than all tokens", fraction=0.05)
-    caption = f"Weight of each source at the read '{routing.reads[-1]}' by kind of token, less all tokens' mean."
+    caption = (
+        f"{what_shares_are(inspection)} of each source at the read '{routing.reads[row]}' by kind of token, less that "
+        "of all tokens."
+    )
     return Plot("kinds-sources", f"{inspection.model['name']}: sources by kind of token", caption, figure)

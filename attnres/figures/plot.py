@@ -14,7 +14,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from attnres.figures import style
 
 COLUMN, PAGE = 3.3, 6.9
-"""Inches: a column and the full width of a two-column paper. Text in figures of this width is 6 to 8 points."""
+"""Inches: a column and the full width of a two-column paper. Text in figures of this width is 5.5 to 8 points."""
 SMALL = 7.0
 """Points: tick labels and legends of a figure in a paper."""
 _SHORT = {"embedding": "emb", "attention": "attn", "output": "out"}
@@ -45,9 +45,25 @@ def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **optio
     return figure, axes
 
 
-def head(ax: Axes, text: str, pad: float = 5) -> None:
-    """A panel's title."""
-    ax.set_title(plain(text), fontsize=8, pad=pad)
+def head(ax: Axes, text: str, pad: float = 5, inches: float | None = None) -> None:
+    """A panel's title; in several lines, and shortened, where it would be wider than `inches`."""
+    ax.set_title(plain(text if inches is None else fit(text, inches)), fontsize=8, pad=pad)
+
+
+def fit(text: str, inches: float, size: float = 8.0) -> str:
+    """`text` in at most three lines of bold letters no wider than `inches`; what is longer loses letters in between.
+
+    >>> fit("block-num_blocks4-seed0", 1.0)
+    'block-num_\\nblocks4-seed0'
+    """
+    room = max(4, int(inches * 72 / (0.68 * size)))
+    lines = []
+    while len(text) > room and len(lines) < 2:
+        ends = [i for i in range(room // 2, room + 1) if text[i - 1] in "-_. :/,"]
+        cut = ends[-1] if ends else room
+        lines.append(text[:cut])
+        text = text[cut:]
+    return "\n".join([*lines, text if len(text) <= room else "…" + text[1 - room :]])
 
 
 def plain(text: str) -> str:
@@ -87,6 +103,7 @@ def depth_axis(ax: Axes, count: int, *, reads: bool) -> None:
     last = count - 1
     step = max(1, math.ceil(last / 6 / 2) * 2)
     ticks = [i for i in range(0, count, step) if not reads or last - i >= step * 0.6]
+    ax.set_xlim(-0.04 * count, last + 0.04 * count)
     names = [str(i) for i in ticks]
     if reads:
         ticks, names = [*ticks, last], [*names, "out"]
@@ -104,17 +121,18 @@ def depth_line(ax: Axes, values: Sequence[float | None], **look: Any) -> None:
     depth = np.arange(len(numbers))
     output = [len(numbers) - 1] if len(numbers) % 2 else []
     inner = len(numbers) - len(output)
-    ax.plot(depth[0:inner:2], numbers[0:inner:2], "o", color=colour, markersize=size)
-    ax.plot(depth[1:inner:2], numbers[1:inner:2], "o", color=colour, markersize=size, **hollow)
-    ax.plot(output, numbers[output], "D", color=colour, markersize=size + 0.6)
+    dots: dict[str, Any] = {"color": colour, "clip_on": False, "in_layout": False, "zorder": 3}
+    ax.plot(depth[0:inner:2], numbers[0:inner:2], "o", markersize=size, **dots)
+    ax.plot(depth[1:inner:2], numbers[1:inner:2], "o", markersize=size, **dots, **hollow)
+    ax.plot(output, numbers[output], "D", markersize=size + 0.6, **dots)
 
 
 def log_if_wide(ax: Axes, values: Sequence[float], factor: float = 6.0) -> None:
-    """A logarithmic y where the values span more than `factor`, with plain numbers on it."""
+    """A logarithmic y where the values span more than `factor`, with plain numbers on it; else one from zero."""
     numbers = np.array([value for value in values if value is not None], dtype=float)
     numbers = numbers[np.isfinite(numbers) & (numbers > 0)]
     if not len(numbers) or numbers.max() <= factor * numbers.min():
-        ax.set_ylim(bottom=0)
+        from_zero(ax)
         return
     ax.set_yscale("log")
     decades = math.log10(numbers.max() / numbers.min())
@@ -125,13 +143,27 @@ def log_if_wide(ax: Axes, values: Sequence[float], factor: float = 6.0) -> None:
     ax.yaxis.set_minor_formatter(NullFormatter())
 
 
-def legend(figure: Figure, ax: Axes) -> None:
-    """One legend above the whole figure, if there is more than one line to tell apart."""
-    handles, labels = ax.get_legend_handles_labels()
-    if len(labels) > 1:
-        longest = max(len(label) for label in labels)
-        columns = max(1, min(len(labels), int(figure.get_figwidth() * 16 / (longest + 6))))
-        figure.legend(handles, labels, loc="outside upper left", ncols=columns, fontsize=SMALL + 0.5)
+def from_zero(ax: Axes) -> None:
+    """y from zero to a little above what is drawn, which may all lie far from zero."""
+    top = ax.dataLim.y1
+    ax.set_ylim(0, 1.06 * top if top > 0 else 1)
+
+
+def legend(figure: Figure, *axes: Axes) -> None:
+    """One legend above the whole figure, if there is more than one line to tell apart; the figure grows with its rows.
+
+    A line that some axes lack is taken from others.
+    """
+    entries: dict[str, Any] = {}
+    for ax in axes:
+        for handle, label in zip(*ax.get_legend_handles_labels(), strict=True):
+            entries.setdefault(label, handle)
+    if len(entries) < 2:
+        return
+    names = [name if len(name) <= 60 else f"{name[:29]}…{name[-30:]}" for name in entries]
+    columns = max(1, min(len(names), int(figure.get_figwidth() * 16 / (max(map(len, names)) + 6))))
+    figure.set_figheight(figure.get_figheight() + 0.16 * (math.ceil(len(names) / columns) - 1))
+    figure.legend(list(entries.values()), names, loc="outside upper left", ncols=columns, fontsize=SMALL + 0.5)
 
 
 def number(value: float) -> str:

@@ -29,6 +29,7 @@ COLOURS = {
     "deepnorm": "#e69f00",
 }
 OTHERS = ("#8c6bb1", "#7f7f00", "#5b8c5a", "#b07d62")
+_SHARED = {"cumulative": 0, "boundary": 2, "boundary_normed": 3}
 
 DASHES = ("-", (0, (5, 1.6)), (0, (1.4, 1.4)), (0, (5, 1.4, 1.4, 1.4)), (0, (8, 2, 2, 2, 2, 2)))
 
@@ -88,16 +89,22 @@ def style() -> Generator[None]:
 
 def colour_of(residual: str) -> str:
     """The colour of a residual, always the same one."""
-    return COLOURS.get(residual) or OTHERS[zlib.crc32(residual.encode()) % len(OTHERS)]
+    place = _SHARED.get(residual, zlib.crc32(residual.encode()))
+    return COLOURS.get(residual) or OTHERS[place % len(OTHERS)]
 
 
 def looks(residuals: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Line keywords for each label, given its residual: a colour for each residual, a dash for each further label."""
+    """Line keywords for each label, given its residual: a colour for each residual, a dash for each further label.
+
+    Residuals without a colour of their own share a few, which not every eye tells from the others: each has a dash.
+    """
     result: dict[str, dict[str, Any]] = {}
     seen: Counter[str] = Counter()
     for label, name in residuals.items():
-        result[label] = {"color": colour_of(name), "linestyle": DASHES[seen[name] % len(DASHES)]}
-        seen[name] += 1
+        group = name if name in COLOURS else ""
+        dash = seen[group] + (not group)
+        result[label] = {"color": colour_of(name), "linestyle": DASHES[dash % len(DASHES)]}
+        seen[group] += 1
     return result
 
 

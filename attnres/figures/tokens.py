@@ -1,6 +1,7 @@
 """One text token by token: its sources stacked, and the text itself coloured by where each token reads from."""
 
 import functools
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from matplotlib.ft2font import FT2Font
 from matplotlib.patches import Rectangle
 
 from attnres.figures import style
-from attnres.figures.patterns import boundaries, share, shares
+from attnres.figures.patterns import boundaries, last_mix, share, shares, which_reads
 from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, number, plain, short
 
 if TYPE_CHECKING:
@@ -20,19 +21,19 @@ if TYPE_CHECKING:
 
 BARS = 44  # tokens in a row of bars: their names still fit below
 ROWS = 4
-LINES = 44  # of text in a panel
+LINES = 84  # of text below one another: nine inches, a page
 LETTERS = 68  # in a line: at 3.1 inches each is 3.3 points wide
 MAP = LinearSegmentedColormap.from_list("reads", [style.PAPER, "#9fd0f0", "#0072b2", "#06304d"])
 _DARK = 0.55
 
 
 def stacked(inspection: "Inspection", read: str | None = None) -> Plot:
-    """Bars of a read's sources, one for each token of the example; by default of the output.
+    """Bars of a read's sources, one for each token of the example; by default of the last read that has several.
 
     Raises:
         NotShown: there is no example, or the read has one source.
     """
-    tokens, weights, names = _example(inspection, read)
+    tokens, weights, names, which = _example(inspection, read)
     groups = _grouped(names)
     parts = np.stack([weights[:, [names.index(name) for name in members]].sum(1) for _, members in groups])
     count = min(len(tokens), BARS * ROWS)
@@ -51,12 +52,12 @@ def stacked(inspection: "Inspection", read: str | None = None) -> Plot:
         ax.set_xticks(places, [_label(token) for token in tokens[span]], rotation=90, family="DejaVu Sans Mono")
         ax.tick_params(axis="x", labelsize=6, length=0)
         ax.grid(visible=False)
+    figure.supylabel("share of the read", fontsize=SMALL + 0.5, color=style.MUTED)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     columns = max(1, min(len(labels), int(PAGE * 72 / ((max(map(len, labels)) * 0.6 + 3.6) * SMALL))))
     figure.legend(handles, labels, loc="outside upper left", ncols=columns, fontsize=SMALL, handlelength=1)
-    which = read or inspection.reads[-1]
     cut = f" Shown: the first {count} tokens." if count < len(tokens) else ""
-    caption = f"Sources of the read '{which}' at each token of the example; \N{OPEN BOX} is a space.{cut}"
+    caption = f"Sources of the read '{which}' at each token of the example; \N{OPEN BOX}: space, ↵: line break.{cut}"
     return Plot("tokens", f"{inspection.model['name']}: where each token reads from", caption, figure)
 
 
@@ -77,17 +78,18 @@ def token_map(inspection: "Inspection", source: str = "embedding") -> Plot:
     ]
     if not rows:
         raise NotShown(f"no read weighs {source} beside another source")
-    fragments, lines, letters, shown = _layout(example["tokens"])
+    columns = 1 if len(rows) == 1 else 2
+    height = -(-len(rows) // columns)
+    fragments, lines, letters, shown = _layout(example["tokens"], min(44, LINES // height))
     panels = {}
     for row in rows:
         read = inspection.routing["reads"].index(routing.reads[row])
         column = inspection.routing["sources"][read].index(source)
         panels[routing.reads[row]] = np.array([share(token)[column] for token in example["weights"][read]])
     _refuse_constant(np.stack(list(panels.values()), axis=1))
-    columns = 1 if len(panels) == 1 else 2
-    height = -(-len(panels) // columns)
     letter = min(4.2, 72 * (3.05 if columns == 2 else 2.75) / letters)  # points
-    size = letter / 0.602  # DejaVu Sans Mono's advance is 0.602 of its size
+    page = 72 * (9 / height - 0.3) / 1.28 / lines
+    size = min(letter / 0.602, page)  # DejaVu Sans Mono's advance is 0.602 of its size
     panel = lines * size * 1.28 / 72
     figure, axes = canvas(PAGE if columns == 2 else COLUMN, height * (panel + 0.3) + 0.1, height, columns)
     for ax in list(axes.flat)[len(panels) :]:
@@ -125,8 +127,8 @@ def token_map(inspection: "Inspection", source: str = "embedding") -> Plot:
     bar.ax.tick_params(length=0, labelsize=SMALL)
     cut = f" Shown: the first {shown} tokens." if shown < len(example["tokens"]) else ""
     caption = (
-        f"Each token of the example on the colour of its weight of the {source}, in the reads with which blocks begin "
-        f"and at the output, each panel from zero to its largest. After a line: its line break.{cut}"
+        f"Each token of the example on the colour of its weight of the {source}, {which_reads(routing)}, each panel "
+        f"from zero to its largest. After a line: its line break.{cut}"
     )
     return Plot("token-map", f"{inspection.model['name']}: the {source}'s weight in a text", caption, figure)
 
@@ -134,12 +136,12 @@ def token_map(inspection: "Inspection", source: str = "embedding") -> Plot:
 # ------------------------------------------------------------------ tokens as text
 
 
-def _example(inspection: "Inspection", read: str | None) -> tuple[list[str], np.ndarray, list[str]]:
-    """Tokens, (tokens, sources) shares and the sources' names of a read (by default the last that weighs)."""
+def _example(inspection: "Inspection", read: str | None) -> tuple[list[str], np.ndarray, list[str], str]:
+    """Tokens, (tokens, sources) shares, the sources' names, and the read's (by default the last with several)."""
     if inspection.example is None:
         raise NotShown("the inspection has no example text")
     routing = shares(inspection)
-    read = read or routing.reads[-1]
+    read = read or routing.reads[last_mix(routing)]
     if read not in routing.reads:
         raise NotShown(f"there is no read '{read}' that weighs its sources")
     assert inspection.routing is not None
@@ -149,7 +151,7 @@ def _example(inspection: "Inspection", read: str | None) -> tuple[list[str], np.
         raise NotShown(f"the read '{read}' has one source")
     weights = np.stack([share(token) for token in inspection.example["weights"][index]])
     _refuse_constant(weights)
-    return inspection.example["tokens"], weights, names
+    return inspection.example["tokens"], weights, names, read
 
 
 def _refuse_constant(weights: np.ndarray) -> None:
@@ -157,8 +159,9 @@ def _refuse_constant(weights: np.ndarray) -> None:
         raise NotShown("its weights are the same for every token")
 
 
-def _layout(tokens: Sequence[str]) -> tuple[list[tuple[int, int, int, str]], int, int, int]:
-    """Where each token's text goes: (token, line, first letter, text), how many lines, letters, and tokens that fit.
+def _layout(tokens: Sequence[str], most: int = 44) -> tuple[list[tuple[int, int, int, str]], int, int, int]:
+    """Where each token's text goes: (token, line, first letter, text), how many lines, letters, and tokens that fit in
+    `most` lines.
 
     Long lines go on in the next one; a line break takes one letter's place at the end of its line.
     """
@@ -177,10 +180,10 @@ def _layout(tokens: Sequence[str]) -> tuple[list[tuple[int, int, int, str]], int
                 fragments.append((i, line, letter, piece))
                 letter += len(piece)
                 widest = max(widest, letter)
-        if line >= LINES:
+        if line >= most:
             break
         shown = i + 1
-    kept = [fragment for fragment in fragments if fragment[1] < LINES and fragment[0] < shown]
+    kept = [fragment for fragment in fragments if fragment[1] < most and fragment[0] < shown]
     last = max((fragment[1] for fragment in kept), default=0)
     return kept, last + 1, max(24, widest), shown
 
@@ -198,10 +201,8 @@ def drawable(text: str) -> str:
 
 def _label(token: str) -> str:
     """A token in at most nine letters, with its spaces and line breaks visible."""
-    text = token.replace("\r", "").replace("\n", "⏎").replace("\t", "→")
-    spaces = len(text) - len(text.lstrip(" "))
-    text = ("␣" * spaces if spaces < 3 else f"␣×{spaces}") + text[spaces:]
-    text = text.replace(" ", "␣").replace("␣", "\N{OPEN BOX}")
+    text = token.replace("\r", "").replace("\n", "↵").replace("\t", "→")
+    text = re.sub(" {3,}", lambda run: f" ×{len(run[0])}", text).replace(" ", "\N{OPEN BOX}")
     text = drawable(text)
     return plain(text if len(text) <= 9 else text[:8] + "…")
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attnres.errors import unknown
+from attnres.errors import UserError, unknown
 from attnres.figures import style
 from attnres.figures.depth import magnitudes, measures
 from attnres.figures.dynamics import Curves, dynamics, over_steps
@@ -75,11 +75,18 @@ def draw_dynamics(runs: Sequence[Curves]) -> Drawn:
     return drawn
 
 
-def save_all(plots: Sequence[Plot], out: Path | str, formats: Sequence[str] = ("pdf", "png")) -> list[Path]:
-    """Write figures as `out/NAME.FORMAT`, each whole or not at all. Raises UserError."""
+def check_formats(formats: Sequence[str]) -> None:
+    """Raise UserError for an unknown image format, or for none."""
     for name in formats:
         if name not in style.FORMATS:
             raise unknown("image format", name, style.FORMATS)
+    if not formats:
+        raise UserError(f"no image format given: expected some of {', '.join(style.FORMATS)}")
+
+
+def save_all(plots: Sequence[Plot], out: Path | str, formats: Sequence[str] = ("pdf", "png")) -> list[Path]:
+    """Write figures as `out/NAME.FORMAT`, each whole or not at all. Raises UserError."""
+    check_formats(formats)
     written = []
     for plot in plots:
         for kind in formats:
@@ -103,4 +110,5 @@ def write_figures(inspection: "Inspection", out: Path | str, formats: Sequence[s
     Raises:
         UserError: an unknown format, or a file cannot be written.
     """
+    check_formats(formats)
     return save_all(draw_model(inspection).plots, out, formats)

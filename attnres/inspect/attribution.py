@@ -102,7 +102,7 @@ def attribute(
     target: int | None = None,
     everywhere: bool = True,
     batch_size: int = 32,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> Attribution:
     """How ln p(target | tokens 0 .. position) changes when source i is removed from read l, for every edge (l, i).
 
@@ -121,7 +121,7 @@ def attribute(
             likeliest.
         everywhere: remove edges at all tokens 0 .. position; else at `position` alone.
         batch_size: copies in one forward pass.
-        progress: called with the edges done and all.
+        progress: called with the number of edges after each pass.
 
     Raises:
         UserError: as `effect`; a position or a target that is not there; a residual that mixes by no weights.
@@ -147,7 +147,7 @@ def attribute(
             part = edges[start : start + batch_size]
             knockout += [value - log_p for value in _removed(model, ids, part, target, everywhere)]
             if progress is not None:
-                progress(start + len(part), len(edges))
+                progress(len(part))
     gradient = [probe.estimate(index, source, everywhere) for index, source in edges]
     choice = np.array([len(probe.sources[index]) > 1 for index, _ in edges], dtype=bool)
     return Attribution(

@@ -7,8 +7,7 @@ inspection.save("inspection.json")
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from pathlib import Path
@@ -16,14 +15,14 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import nn
 
 from ..errors import UserError
 from ..files import read_json, write_text
+from ..progress import counting
 from . import geometry, measures
 from .kinds import KINDS, guess_language, kinds_of
+from .pieces import pieces
 from .record import find_residual, record
 from .survey import Encoded, Survey, encode, front, survey
 
@@ -152,7 +151,7 @@ def inspect_model(
         raise UserError(f"context is {context} tokens: expected at least {len(before) + 2}, one to predict another")
     reader = _Reader(tokenizer, documents, kind, limit)
     options: dict[str, Any] = {"context": context, "batch_size": batch_size, "before": before}
-    with _bar(progress, limit) as on_tokens:
+    with counting("reading", limit, "tokens", shown=progress) as on_tokens:
         seen = survey(model, reader, labels=len(reader.names), on_tokens=on_tokens, **options)
     if seen.loss.tokens == 0:
         raise UserError(
@@ -227,10 +226,6 @@ def show_example(
     encoded = encode(tokenizer, text)
     keep = context - len(before)
     ids = encoded.ids[:keep].tolist()
-    shown = [
-        text[start:end] if start < end else str(tokenizer.decode([token]))
-        for token, (start, end) in zip(ids, encoded.offsets or [(0, 0)] * len(ids))
-    ]
     device = next(model.parameters()).device
     inputs = torch.tensor([[*before, *ids]], device=device)
     with record(model, tokens=True) as trace:
@@ -242,7 +237,7 @@ def show_example(
     labels = kinds_of(text, encoded.offsets, kind)[:keep]
     return {
         "text": text[: encoded.offsets[keep - 1][1]] if len(encoded.offsets) > keep else text,
-        "tokens": shown,
+        "tokens": pieces(tokenizer, ids, text, encoded.offsets),
         "ids": ids,
         "kinds": [names[label] for label in labels],
         "losses": [*losses[len(before) :].tolist(), None],
@@ -314,16 +309,6 @@ def _by_label(seen: Survey, names: Sequence[str], **more: Any) -> dict[str, Any]
         "weights": [seen.rows(mean.mean) for _, mean in found],
         "error": [seen.rows(mean.error) for _, mean in found],
     }
-
-
-@contextmanager
-def _bar(shown: bool, limit: int | None) -> Generator[Callable[[int], None]]:
-    """What is called with the number of tokens that were run, and draws a bar on a terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("reading"), BarColumn(), TextColumn("{task.completed:,.0f} tokens"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (shown and console.is_terminal)) as progress:
-        task = progress.add_task("", total=limit)
-        yield lambda tokens: progress.advance(task, tokens)
 
 
 def _plain(value: Any) -> Any:

@@ -34,7 +34,7 @@ Prose (English):
 
 import re
 from collections.abc import Callable, Sequence
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Literal
 
 from ..errors import UserError, unknown
@@ -186,10 +186,11 @@ def _logical_lines(words: Sequence[Lexeme]) -> list[list[Lexeme]]:
 def _starts(words: Sequence[Lexeme]) -> list[Lexeme]:
     """Of a logical line without its comments the words that begin a statement."""
     found, depth, header, lambdas, begins = [], 0, False, 0, True
-    for word in words:
+    for word, after in zip_longest(words, words[1:]):
         if begins:
             found.append(word)
-            header, begins, lambdas = word.text in _HEADERS, False, 0
+            is_name = word.type == "name" and after is not None and after.text == ":"  # `match: int`
+            header, begins, lambdas = word.text in _HEADERS and not is_name, False, 0
         if word.text in ("(", "[", "{"):
             depth += 1
         elif word.text in (")", "]", "}"):

@@ -154,6 +154,10 @@ class LabelSums:
         return LabelMean(int(b), int(n), mean, error)
 
 
+def _is_row(values: list[Any]) -> bool:
+    return not any(isinstance(value, list) for value in values)
+
+
 def dynamics(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """What a training run recorded by depth, over its steps; None where it recorded nothing.
 
@@ -161,13 +165,14 @@ def dynamics(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         lines: of metrics.jsonl, as `attnres.train.metrics.read` gives them.
 
     Returns:
-        `steps`, and every quantity that all of the `depth` lines have, for each step a row with a value for each
-        sublayer or read: `output_rms`, `input_rms`, `grad_rms`, and `entropy` and `sharpness` where the run has them.
+        `steps`, and every quantity that all of the `depth` lines have as a row of numbers, one for each sublayer or
+        read: `output_rms`, `input_rms`, `grad_rms`, and where the run has them `entropy`, `sharpness`, `gate`,
+        `recency_bias`, `alpha`. Coefficients that are a row or a matrix for each read are not curves and left out.
     """
     found = {line["step"]: line for line in lines if line["kind"] == "depth"}  # after a resume the later one counts
     if not found:
         return None
     steps = sorted(found)
-    names = [key for key, value in found[steps[0]].items() if isinstance(value, list)]
+    names = [key for key, value in found[steps[0]].items() if isinstance(value, list) and _is_row(value)]
     rows = {name: [found[step][name] for step in steps] for name in names if all(name in found[s] for s in steps)}
     return {"steps": steps, **rows}

@@ -125,6 +125,8 @@ def prune_report(inspection: Inspection, threshold: float = 0.01) -> PruneReport
         part = _shares([share * length for share, length in zip(mean, rms, strict=True)]) if rms else mean
         rows = (sources, mean, routing["high"][index], routing["largest"][index], part)
         for source, *values in zip(*rows, strict=True):
+            if source == "null":  # no vector is loaded for it
+                continue
             edge = Edge(read, source, *values)
             edges.append(edge)
             uses.setdefault(source, []).append(edge)

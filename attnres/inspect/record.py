@@ -1,7 +1,8 @@
 """What a forward (and backward) pass really did: where each read came from, magnitudes and gradients by depth."""
 
+import sys
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
+from ..ops import compute_dtype
 from ..residuals import Residual, sublayer_name
 
 
@@ -58,7 +60,7 @@ class Trace:
         self._mechanism = residual
         self._output_squares = [0.0] * self.num_sublayers
         self._grad_squares = [0.0] * self.num_sublayers
-        self._has_grads = False
+        self._grad_tokens = [0] * self.num_sublayers
         self._input_squares = [0.0] * reads
         self._weights: list[Any] = [0.0] * reads
         self._entropy = [0.0] * reads
@@ -70,6 +72,7 @@ class Trace:
         self._lengths: dict[str, Tensor] = {}
         self._keep, self._labels = tokens, labels
         self._label_ids: Tensor | None = None
+        self._coming_labels: Tensor | None = None
         self._label_sums: list[Any] = [0.0] * reads
         self._label_tokens = torch.zeros(labels, dtype=torch.float64)
         self._shape = torch.Size()
@@ -87,7 +90,7 @@ class Trace:
                 f"label {int(ids.max())} in a recording of {self._labels} labels: pass record(model, labels=...) their "
                 "number"
             )
-        self._label_ids = ids.flatten().cpu()
+        self._coming_labels = ids.flatten().cpu()
 
     # -- the observer of a residual ------------------------------------------------------------------------------
     def on_start(self, embedding: Tensor) -> None:
@@ -98,6 +101,7 @@ class Trace:
         self._rows.clear()
         self._lengths.clear()
         if self._labels:
+            self._label_ids, self._coming_labels = self._coming_labels, None  # of this pass alone
             if self._label_ids is None or len(self._label_ids) != self._shape.numel():
                 given = "none" if self._label_ids is None else str(len(self._label_ids))
                 raise UserError(
@@ -145,7 +149,7 @@ class Trace:
         for name, value in zip(sources, flat, strict=True):
             length = self._lengths.get(name)
             if length is None:
-                length = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32)
+                length = torch.linalg.vector_norm(value, dim=-1, dtype=compute_dtype(value.dtype))
                 if name not in ("partial", "stream"):  # the others are finished: the same at every read
                     self._lengths[name] = length
             lengths.append(length)
@@ -173,11 +177,12 @@ class Trace:
 
     def _on_grad(self, index: int, grad: Tensor) -> None:
         self._grad_squares[index] += _sum_of_squares(grad)
-        self._has_grads = True
+        self._grad_tokens[index] += grad[..., 0].numel()
 
     # -- magnitudes -----------------------------------------------------------------------------------------------
-    def _rms(self, squares: Sequence[float]) -> list[float]:
-        return [(s / max(1, self.tokens * self.width)) ** 0.5 for s in squares]
+    def _rms(self, squares: Sequence[float], tokens: Sequence[int] | None = None) -> list[float]:
+        counts = tokens or [self.tokens] * len(squares)
+        return [(s / max(1, count * self.width)) ** 0.5 for s, count in zip(squares, counts, strict=True)]
 
     @property
     def output_rms(self) -> list[float]:
@@ -191,8 +196,9 @@ class Trace:
 
     @property
     def grad_rms(self) -> list[float]:
-        """L values: root mean square of dL/dv_l; empty when no backward ran inside the recording."""
-        return self._rms(self._grad_squares) if self._has_grads else []
+        """L values: root mean square of dL/dv_l over the tokens that have a gradient; empty when no backward ran inside
+        the recording."""
+        return self._rms(self._grad_squares, self._grad_tokens) if any(self._grad_tokens) else []
 
     @property
     def source_rms(self) -> list[list[float]]:
@@ -304,12 +310,14 @@ def _in_backward() -> bool:
 
 
 def _sum_of_squares(x: Tensor) -> float:
-    return torch.linalg.vector_norm(x.detach(), dtype=torch.float32).double().square().item()
+    return torch.linalg.vector_norm(x.detach(), dtype=compute_dtype(x.dtype)).double().square().item()
 
 
 @contextmanager
 def record(model: nn.Module, *, tokens: bool = False, labels: int = 0) -> Generator[Trace]:
     """Record what `model`'s residual does while the block runs; logits and gradients stay bit for bit the same.
+
+    Models compiled by `torch.compile` run uncompiled meanwhile: each recorded sum would cut their graph.
 
     Args:
         tokens: keep the weights of every token of the last forward pass (`Trace.token_weights` and others).
@@ -327,7 +335,10 @@ def record(model: nn.Module, *, tokens: bool = False, labels: int = 0) -> Genera
         raise UserError("this model is being recorded already: leave the first `record` block before a second")
     trace = Trace(residual, tokens=tokens, labels=labels)
     residual.observer = trace
+    # Only where something may be compiled: importing torch._dynamo takes seconds.
+    uncompiled = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
     try:
-        yield trace
+        with uncompiled:
+            yield trace
     finally:
         residual.observer = None

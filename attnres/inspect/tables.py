@@ -8,6 +8,7 @@ from rich.table import Table
 
 from .inspection import Inspection
 from .measures import source_spike
+from .pieces import spelled
 
 TOP = 3
 """Sources that are named in a row."""
@@ -15,6 +16,8 @@ TOKENS = 64
 """Tokens of the example that are listed."""
 WIDE = 150
 """Columns of a terminal from which a read's numbers stand in one row."""
+NARROW = 110
+"""Columns of a terminal below which a token's row names one source."""
 FEW = 5
 """Documents from which an error over documents is worth something."""
 CLEAR = 3.0
@@ -22,8 +25,8 @@ CLEAR = 3.0
 
 
 def wide(console: Console | None) -> Console:
-    """The console to print on; a file or a pipe has no edge to wrap at."""
-    console = console or Console()
+    """The console to print on; a file or a pipe has no edge to wrap at. What is in brackets is a token, no markup."""
+    console = console or Console(markup=False, emoji=False, highlight=False)
     if not console.is_terminal:
         console.width = 400
     return console
@@ -43,7 +46,7 @@ def show(inspection: Inspection, console: Console | None = None, *, example: boo
             console.print(_labels(title, part, inspection.routing))
     if example and inspection.example is not None:
         console.print()
-        console.print(_example(inspection.example, inspection.reads))
+        console.print(_example(inspection.example, inspection.reads, console.width))
 
 
 def say(console: Console, line: str) -> None:
@@ -150,11 +153,12 @@ def _notes(inspection: Inspection) -> list[str]:
 
 
 def _labels(title: str, part: dict[str, Any], routing: dict[str, Any]) -> Table:
-    """For each label the weights that are furthest from the average of all tokens, beyond `CLEAR` errors."""
+    """For each label the weights that are furthest from the average of all labelled tokens, beyond `CLEAR` errors."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(title)
     table.add_column("tokens", justify="right")
     table.add_column("reads unlike the average token (weight ± standard error, average)")
+    total = sum(part["tokens"])
     for k, name in enumerate(part["names"]):
         if part["documents"][k] < FEW:
             table.add_row(name, f"{part['tokens'][k]:,}", f"too few texts for errors ({part['documents'][k]})")
@@ -163,7 +167,7 @@ def _labels(title: str, part: dict[str, Any], routing: dict[str, Any]) -> Table:
         for r, read in enumerate(routing["reads"]):
             for s, source in enumerate(routing["sources"][r]):
                 weight, error = part["weights"][k][r][s], part["error"][k][r][s]
-                average = routing["weights"][r][s]
+                average = sum(n * rows[r][s] for n, rows in zip(part["tokens"], part["weights"], strict=True)) / total
                 if weight is None or error is None or abs(weight - average) <= CLEAR * error:
                     continue
                 text = f"{read} ← {source} {number(weight)} ± {number(error)} ({number(average)})"
@@ -173,18 +177,27 @@ def _labels(title: str, part: dict[str, Any], routing: dict[str, Any]) -> Table:
     return table
 
 
-def _example(example: dict[str, Any], reads: Sequence[str]) -> Table:
+def _example(example: dict[str, Any], reads: Sequence[str], width: int) -> Table:
     """For each token its kind, how badly the next was predicted, and where its reads came from."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("token", "kind", "loss of the next", "embedding in attention reads", "in MLP reads", "output read"):
-        table.add_column(title, justify="right" if title[0] in "lei" else "left")
+    titles = (
+        "token",
+        "kind",
+        "loss of\nthe next",
+        "embedding in\nattention reads",
+        "in MLP\nreads",
+        "output reads most from",
+    )
+    for title in titles:
+        table.add_column(title, justify="right" if title[0] in "lei" else "left", no_wrap=title[0] == "k")
+    most = TOP if width >= NARROW else 1
     count = len(example["tokens"])
     chosen = {
         kind: [i for i, read in enumerate(reads) if read.split()[0] == kind and len(example["sources"][i]) > 1]
         for kind in ("attention", "mlp")
     }
     for t in range(min(count, TOKENS)):
-        cells = [repr(example["tokens"][t])[1:-1], example["kinds"][t] if example["kinds"] else "–"]
+        cells = [spelled(example["tokens"][t]), example["kinds"][t] if example["kinds"] else "–"]
         cells.append(number(example["losses"][t]))
         for where in chosen.values():
             weights = [
@@ -193,7 +206,7 @@ def _example(example: dict[str, Any], reads: Sequence[str]) -> Table:
                 if "embedding" in example["sources"][i]
             ]
             cells.append(number(sum(weights) / len(weights) if weights else None))
-        cells.append(top(example["sources"][-1], example["weights"][-1][t]))
+        cells.append(top(example["sources"][-1], example["weights"][-1][t], most))
         table.add_row(*cells)
     if count > TOKENS:
         table.add_row(f"… {count - TOKENS} more")

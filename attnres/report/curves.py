@@ -13,7 +13,7 @@ def curves(study: Study) -> list[Curves]:
     """Held-out loss and what was recorded by depth, for each label as means over its seeds at their common steps."""
     result = []
     for label in study.labels:
-        runs = [run for run in study.of(label) if run.val or run.depth]
+        runs = [run for run in study.counted(label) if run.val or run.depth]
         if not runs:
             continue
         losses = [{record["step"]: record["loss"] for record in run.val} for run in runs]

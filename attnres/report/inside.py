@@ -5,6 +5,7 @@ Runs of earlier versions have no such file; what needs it is left out for them.
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ import numpy as np
 
 from attnres.figures.depth import last_sources, model_looks
 from attnres.figures.dynamics import over_steps
-from attnres.figures.geometry import queries
+from attnres.figures.geometry import gates, queries
 from attnres.figures.mixing import mixing
 from attnres.figures.patterns import by_kind, label_sources
 from attnres.figures.plot import PAGE, NotShown, canvas, head, log_if_wide, short, thin_ticks
@@ -65,37 +66,51 @@ def parts(study: Study) -> list[Part]:
     """The sections that apply; draw inside `style.style`."""
     seen = inspections(study)
     models = list(seen.values())
+    over = _over_seeds(study)
     found = [
         Part(
             "How much of each output is in each read",
             "Weights of blocks and partial sums, taken apart into what each sublayer wrote: so that a plain residual "
             "stands on the same scale as depth attention.",
-            [dataclasses.replace(plot, title="Depth mixing matrices") for plot in _drawn((lambda: mixing(models),))]
-            if models
-            else [],
+            [
+                dataclasses.replace(plot, title="Depth mixing matrices")
+                for plot in _drawn((lambda: mixing(models),) if models else (), over)
+            ],
         ),
-        Part("How reads choose, by depth", "Measured on the held-out windows.", _choices(study), broad=False),
+        Part(
+            "How reads choose, by depth",
+            "Over how many sources a read spreads, how far back it reaches, what is left of the embedding and how "
+            "strongly its query can choose, on the held-out windows.",
+            _choices(study),
+            broad=False,
+        ),
         Part(
             "How large the sources are",
             "Keys are normed and values are not: a source that is large fills a read that hardly weighs it.",
-            _drawn((lambda: source_norms(models),) if models else ()),
+            _drawn((lambda: source_norms(models),) if models else (), over),
         ),
         Part(
             "Training by depth",
-            "Depth runs downwards, steps to the right; one colour scale a row.",
-            _drawn((lambda: over_steps([one for one in curves(study) if one.dynamics]),)),
+            "What each sublayer writes, the gradient that reaches it and how its read chooses, from the first steps.",
+            _drawn((lambda: over_steps([one for one in curves(study) if one.dynamics]),), over),
         ),
         Part(
             "What kinds of token read",
-            "Tokens of the held-out text, told apart by what they are.",
+            "Held-out tokens, told apart by what they are: how much they read of the embedding and of other sources.",
             [],
             _by_variant(study, seen, by_kind, label_sources),
         ),
         Part(
             "Which reads ask alike",
-            "The learned queries, compared with one another.",
+            "The learned queries, compared with one another: two reads with like queries choose alike.",
             [],
             _by_variant(study, seen, queries),
+        ),
+        Part(
+            "What is learned besides queries",
+            "Gates and biases of reads, or the coefficients of a residual that mixes without a softmax.",
+            [],
+            _by_variant(study, seen, gates),
         ),
     ]
     return [part for part in found if part.every]
@@ -113,14 +128,15 @@ def source_norms(models: Sequence["Inspection"]) -> Plot:
         raise NotShown("no residual with a softmax over several sources")
     columns = min(COLUMNS, len(rows))
     lines = -(-len(rows) // columns)
-    figure, axes = canvas(PAGE, 2.3 * lines, lines, columns)
+    figure, axes = canvas(PAGE, 2.3 * lines, lines, columns, sharey=True)
+    everything = [value for _, _, last in rows for value in (last or ([], []))[1]]
     for ax in list(axes.flat)[len(rows) :]:
         ax.remove()
     for ax, (one, look, last) in zip(axes.flat, rows):
         names, rms = last or ([], [])
         places = np.arange(len(names))
         ax.plot(places, rms, "o-", color=look["color"], linewidth=0.7, markersize=3 if len(names) < 60 else 1.6)
-        log_if_wide(ax, rms)
+        log_if_wide(ax, everything)
         thin_ticks(ax.xaxis, places.tolist(), [short(name) for name in names], (PAGE - 1) / columns)
         for tick in ax.get_xticklabels():
             tick.set(rotation=90, ha="center")
@@ -176,30 +192,37 @@ def _choices(study: Study) -> list[Plot]:
     return found
 
 
+def _over_seeds(study: Study) -> str:
+    """What a caption adds where numbers are means over seeds."""
+    seeds = {tuple(run.seed for run in study.counted(label)) for label in study.labels}
+    if all(len(some) == 1 for some in seeds):
+        return ""
+    return f" {seeds_phrase(list(seeds.pop())).capitalize()}." if len(seeds) == 1 else " Means over seeds."
+
+
 def _by_variant(
     study: Study, seen: dict[str, "Inspection"], *figures: Callable[["Inspection"], Plot]
 ) -> list[tuple[str, list[Plot]]]:
     found = []
     for label, one in seen.items():
         seed = next(run.seed for run in study.of(label) if run.inspection is not None)
-        several = len(study.of(label)) > 1
-        drawn = []
-        for plot in _drawn([partial(figure, one) for figure in figures]):
-            caption = f"{plot.caption} {seeds_phrase([seed]).capitalize()}." if several else plot.caption
-            drawn.append(dataclasses.replace(plot, name=f"{plot.name}-{slug(label)}", caption=caption))
+        note = f" {seeds_phrase([seed]).capitalize()}." if len(study.of(label)) > 1 else ""
+        drawn = [
+            dataclasses.replace(plot, name=f"{plot.name}-{slug(label)}")
+            for plot in _drawn([partial(figure, one) for figure in figures], note)
+        ]
         if drawn:
             found.append((label, drawn))
     return found
 
 
-def _drawn(figures: Sequence[Callable[[], Plot]]) -> list[Plot]:
-    """The figures that apply."""
+def _drawn(figures: Sequence[Callable[[], Plot]], note: str) -> list[Plot]:
+    """The figures that apply, with a note at the end of each caption."""
     plots = []
     for draw in figures:
-        try:
-            plots.append(draw())
-        except NotShown:
-            continue
+        with suppress(NotShown):
+            plot = draw()
+            plots.append(dataclasses.replace(plot, caption=plot.caption + note))
     return plots
 
 

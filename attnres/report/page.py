@@ -16,7 +16,7 @@ from attnres.report.example import example
 from attnres.report.heatmaps import heatmaps
 from attnres.report.inside import Part, inspections, parts
 from attnres.report.plots import Plot, curve_plots, depth_plots
-from attnres.report.runs import Study
+from attnres.report.runs import Run, Study
 from attnres.report.stats import equal_conditions, leaves
 from attnres.report.table import COLUMNS, Row, Table, build_table, cells, to_csv
 from attnres.report.verdict import verdict
@@ -64,12 +64,14 @@ def page(
         _section(
             "Where each sublayer reads from",
             "".join(_figures(plots, "pair") for _, plots in maps),
-            "Softmax weights over earlier outputs, averaged over held-out tokens. A column is the same source in "
-            "every row. Colours run over the square root of the weight.",
+            "Weights over earlier outputs, averaged over held-out tokens. A column is the same source in every row. "
+            "Colours run over the square root of the weight.",
         )
         if maps
         else "",
-        _section("Magnitudes by depth", _figures(depth, "three")) if depth else "",
+        _section("Magnitudes by depth", _figures(depth, "three"), "How large values and gradients are along the depth.")
+        if depth
+        else "",
         *(_section(part.title, _part(part), part.lead) for part in inner),
         _example(study),
         _section("Configuration and environment", _configuration(study)),
@@ -140,9 +142,12 @@ def _example(study: Study) -> str:
     texts = {label: text for label, text in texts.items() if text}
     folded = (_details(label, text, open_=i == 0) for i, (label, text) in enumerate(texts.items()))
     lead = (
-        "The first tokens of the held-out text in the reads with which blocks begin. The darker, the more of the "
-        "embedding a token reads, from zero to the largest; pointing at a token names its kind and its largest sources."
+        "The first tokens of the held-out text, in reads with which blocks begin (of a residual without blocks in some "
+        "through its depth) and at the output. The stronger its colour, the more of the embedding a token reads, from "
+        "zero to the largest; pointing at a token names its kind and its largest sources."
     )
+    if any(len(study.of(label)) > 1 for label in texts):
+        lead += " Of each variant the first seed."
     return _section("One text, token by token", "".join(folded), lead) if texts else ""
 
 
@@ -150,6 +155,8 @@ def _figures(plots: Iterable[Plot], extra: str = "") -> str:
     parts = []
     for plot in plots:
         svg = style.to_svg(plot.figure, plot.name, escape(plot.title, quote=True), ZOOM if extra == "broad" else None)
+        if extra == "broad":
+            svg = f'<div class="scroll">{svg}</div>'
         caption = f"<figcaption>{escape(plot.caption)}</figcaption>"
         parts.append(f'<figure class="card"><h3>{escape(plot.title)}</h3>\n{svg}\n{caption}</figure>')
     return f'<div class="figures {extra}">\n' + "\n".join(parts) + "\n</div>"
@@ -173,7 +180,7 @@ def _row(table: Table, row: Row, colour: str) -> str:
     label, *values = cells(table, row)
     star = "" if row.complete else ' <span class="err">unfinished</span>'
     swatch = f'<span class="swatch" style="background: {style.css_variable(colour)}"></span>'
-    out = [f'<th scope="row">{swatch}{escape(label)}{star}</th>']
+    out = [f'<th scope="row">{swatch}<span class="name">{escape(label)}{star}</span></th>']
     for name, value in zip(COLUMNS[1:], values, strict=True):
         number, sign, error = value.partition(" ± ")
         text = escape(number) + (f' <span class="err">± {escape(error)}</span>' if sign else "")
@@ -191,7 +198,7 @@ def _configuration(study: Study) -> str:
     # Seed, name and folder are each run's own.
     hidden = {"seed", "name", "out", "resume"}
     by_label = {
-        label: {key: value for key, value in leaves(study.of(label)[0].config) if key not in hidden}
+        label: _of_seeds(study.of(label), hidden)
         | {"seeds": ", ".join(str(run.seed) for run in study.of(label))}
         | ({"held-out windows": str(text)[:12]} if (text := study.of(label)[0].data.get("windows_sha256")) else {})
         for label in study.labels
@@ -207,7 +214,8 @@ def _configuration(study: Study) -> str:
     environments = [dict(leaves(environment)) for run in study.runs for environment in run.environments]
     environment = {}
     for key in dict.fromkeys(key for values in environments for key in values):
-        values = list(dict.fromkeys(_text(values[key]) for values in environments if key in values))
+        # By length first, so that numbers are in order too.
+        values = sorted({_text(values[key]) for values in environments if key in values}, key=lambda x: (len(x), x))
         environment[key] = values[0] if len(values) == 1 else f"{values[0]} … {values[-1]}"
     parts = []
     if different:
@@ -224,6 +232,17 @@ def _configuration(study: Study) -> str:
     if environment:
         parts.append(_details("Environment", _pairs(environment), open_=False))
     return "\n".join(parts)
+
+
+def _of_seeds(runs: list[Run], hidden: set[str]) -> dict[str, Any]:
+    """A variant's configuration; where its seeds were trained with different ones, all that they had."""
+    configs = [{key: value for key, value in leaves(run.config) if key not in hidden} for run in runs]
+    found = {}
+    for key in dict.fromkeys(key for config in configs for key in config):
+        values = [config.get(key) for config in configs]
+        same = all(value == values[0] for value in values)
+        found[key] = values[0] if same else ", ".join(dict.fromkeys(_text(value) for value in values))
+    return found
 
 
 def _details(title: str, body: str, open_: bool) -> str:

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
-from attnres.figures.plot import Plot
+from attnres.figures.plot import Plot, plain
 from attnres.report import style
 from attnres.report.runs import Run, Study
 from attnres.report.stats import equal_conditions, final_loss, kind, kind_name, mean_loss, paired_curve, sweeps_lr
@@ -51,13 +51,13 @@ def held_out_loss(study: Study) -> Plot | None:
     for label, look in style.looks(study).items():
         runs = [run for run in study.of(label) if run.val]
         curves = {run.seed: {record["step"]: record["loss"] for record in run.val} for run in runs}
-        _seeds_and_mean(ax, label, look, runs, curves, marker="o")
+        _seeds_and_mean(ax, study, label, curves, look, marker="o")
     _clip_start(ax, [(run, [(r["step"], r["loss"]) for r in run.val]) for run in study.runs])
     ax.set_ylabel("held-out loss, nats per token")
     _finish(ax)
     seeds = " Thin lines are single seeds, the thick one their mean." if _several_seeds(study) else ""
-    windows = "the same held-out windows for every variant" if equal_conditions(study) else "held-out windows"
-    caption = f"Mean loss over {windows}.{seeds} The steep start is cut off."
+    windows = "the same held-out windows for every variant" if _comparable(study) else "held-out windows"
+    caption = f"Mean loss over {windows}.{seeds}{_cut_off(ax)}"
     return Plot("held-out-loss", "Held-out loss", caption, figure)
 
 
@@ -70,12 +70,12 @@ def train_loss(study: Study) -> Plot | None:
         runs = [run for run in study.of(label) if len(run.train) > 1]
         curves = {run.seed: _smooth(run) for run in runs}
         smoothed += [(run, list(curves[run.seed].items())) for run in runs]
-        _seeds_and_mean(ax, label, look, runs, curves)
+        _seeds_and_mean(ax, study, label, curves, look)
     _clip_start(ax, smoothed)
     ax.set_ylabel("training loss, nats per token")
     _finish(ax)
-    same = "; the batches are the same" if equal_conditions(study) else ""
-    caption = f"Loss on the training batches, an exponential mean over about 2 % of the run{same}."
+    same = ", which are the same for every variant" if _comparable(study) else ""
+    caption = f"Loss on the training batches{same}: an exponential mean over about 2 % of the run.{_cut_off(ax)}"
     return Plot("train-loss", "Training loss, smoothed", caption, figure)
 
 
@@ -95,7 +95,7 @@ def difference_over_training(study: Study, table: Table) -> Plot | None:
         mean = np.array([pair.mean for pair in curve])
         margin = np.array([pair.margin for pair in curve])  # NaN, from a single window, leaves the band out
         ax.fill_between(tokens, mean - margin, mean + margin, color=looks[label]["color"], alpha=0.18, linewidth=0)
-        ax.plot(tokens, mean, marker="o", markersize=3, label=label, **looks[label])
+        ax.plot(tokens, mean, marker="o", markersize=3, label=plain(label), **looks[label])
         late = np.array([pair.step for pair in curve]) >= 0.1 * curve[-1].step
         settled += [*mean[late], *(mean - margin)[late], *(mean + margin)[late]]
     _limits(ax, [0.0, *settled])
@@ -126,7 +126,7 @@ def final_difference(table: Table) -> Plot | None:
         )
         if len(pair.per_seed) > 1:
             ax.plot(pair.per_seed, [y - 0.26] * len(pair.per_seed), "|", color=colour, markersize=5, alpha=0.9)
-    ax.set_yticks(range(len(rows)), [row.label for row in reversed(rows)])
+    ax.set_yticks(range(len(rows)), [plain(row.label) for row in reversed(rows)])
     ax.tick_params(axis="y", length=0, labelcolor=style.INK)
     ax.set_ylim(-0.6, len(rows) - 0.4)
     ax.grid(visible=False, axis="y")
@@ -159,7 +159,7 @@ def loss_by_lr(study: Study) -> Plot | None:
         colour, dash = style.colour_of(which[0]), style.DASHES[dashes[which[0]] % len(style.DASHES)]
         dashes[which[0]] += 1
         xs = sorted(points)
-        ax.plot(xs, [points[x][0] for x in xs], "o", linestyle=dash, color=colour, markersize=5, label=name)
+        ax.plot(xs, [points[x][0] for x in xs], "o", linestyle=dash, color=colour, markersize=5, label=plain(name))
         for x in xs:
             ax.plot([x] * len(points[x][1]), points[x][1], "_", color=colour, markersize=9)
     ax.set_xscale("log")
@@ -179,7 +179,7 @@ def magnitude(study: Study, key: str, title: str, what: str) -> Plot | None:
     """One quantity at every sublayer, for each variant, at the last measurement."""
 
     def rows(label: str) -> list[Any]:
-        return [run.depth[-1].get(key) for run in study.of(label) if run.depth]
+        return [run.depth[-1].get(key) for run in study.counted(label) if run.depth]
 
     caption = f"{what}, at the last measurement of the run."
     return by_depth(study, rows, key.replace("_", "-"), title, caption, "RMS", reads=key == "input_rms")
@@ -215,11 +215,13 @@ def by_depth(
                 depth, values.min(axis=0), values.max(axis=0), color=looks[label]["color"], alpha=0.15, linewidth=0
             )
         mean = values.mean(axis=0)
-        ax.plot(depth, mean, label=label, **looks[label])
+        ax.plot(depth, mean, label=plain(label), **looks[label])
         # Even sublayers are attention, odd ones MLP: filled and hollow.
-        ax.plot(depth[0::2], mean[0::2], "o", color=looks[label]["color"], markersize=3.6)
+        inner = len(mean) - reads
+        ax.plot(depth[0:inner:2], mean[0:inner:2], "o", color=looks[label]["color"], markersize=3.6)
         hollow: dict[str, Any] = {"markerfacecolor": style.PAPER, "markeredgewidth": 1.2}
-        ax.plot(depth[1::2], mean[1::2], "o", color=looks[label]["color"], markersize=3.6, **hollow)
+        ax.plot(depth[1:inner:2], mean[1:inner:2], "o", color=looks[label]["color"], markersize=3.6, **hollow)
+        ax.plot(depth[inner:], mean[inner:], "D", color=looks[label]["color"], markersize=4)
     everything = np.concatenate([values.ravel() for values in lines.values()])
     positive = everything[np.isfinite(everything) & (everything > 0)]
     if len(positive) and positive.max() > 4 * positive.min() and unit == "RMS":
@@ -227,12 +229,15 @@ def by_depth(
         _plain_log_ticks(ax, positive)
     elif unit != "RMS":
         ax.set_ylim(bottom=0)
+    longest = max(values.shape[1] for values in lines.values())
+    ax.set_xlim(-0.05 * longest, 1.05 * longest - 1)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=9))
-    ax.set_xlabel("sublayer" + (" (the last: the output's read)" if reads else ""))
+    ax.set_xlabel("sublayer that reads" if reads else "sublayer")
     ax.set_ylabel(unit)
     _finish(ax)
-    over = " Bands: least to most over seeds." if any(len(values) > 1 for values in lines.values()) else ""
-    return Plot(name, title, f"{caption} Filled points: attention, hollow: MLP.{over}", figure)
+    marks = " Filled points: attention, hollow: MLP" + (", diamond: the output." if reads else ".")
+    over = " Lines: means over seeds; bands: least to most." if any(len(v) > 1 for v in lines.values()) else ""
+    return Plot(name, title, f"{caption}{marks}{over}", figure)
 
 
 # ------------------------------------------------------------------ helpers
@@ -253,23 +258,39 @@ def _finish(ax: Axes) -> None:
     ax.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=columns, borderaxespad=0.2)
 
 
+def _comparable(study: Study) -> bool:
+    return len(study.labels) > 1 and equal_conditions(study)
+
+
+def _cut_off(ax: Axes) -> str:
+    """What a caption says of lines that begin above the axes."""
+    top = ax.get_ylim()[1]
+    lines = [np.asarray(line.get_ydata(), dtype=float) for line in ax.get_lines()]
+    return " The steep start is cut off." if any(len(line) and line[0] > top for line in lines) else ""
+
+
 def _several_seeds(study: Study) -> bool:
     return any(len(study.of(label)) > 1 for label in study.labels)
 
 
 def _seeds_and_mean(
-    ax: Axes, label: str, look: dict[str, Any], runs: list[Run], curves: dict[int, dict[int, float]], marker: str = ""
+    ax: Axes, study: Study, label: str, curves: dict[int, dict[int, float]], look: dict[str, Any], marker: str = ""
 ) -> None:
-    """One thick line, the mean over seeds at their common steps; single seeds thin behind it."""
+    """One thick line, the mean over seeds at their common steps; single seeds thin behind it.
+
+    `curves`: of each seed that has one, values by step.
+    """
+    runs = [run for run in study.counted(label) if run.seed in curves]
     if not runs:
         return
-    steps = sorted(set.intersection(*(set(curve) for curve in curves.values())))
-    if len(runs) > 1:
-        for run in runs:
-            mine = curves[run.seed]
+    if len(curves) > 1:
+        for run in study.of(label):
+            mine = curves.get(run.seed, {})
             ax.plot([run.tokens_at(step) for step in mine], list(mine.values()), linewidth=0.7, alpha=0.35, **look)
-    mean = [float(np.mean([curve[step] for curve in curves.values()])) for step in steps]
-    ax.plot([runs[0].tokens_at(step) for step in steps], mean, label=label, marker=marker, markersize=3, **look)
+    counted = [curves[run.seed] for run in runs]
+    steps = sorted(set.intersection(*(set(curve) for curve in counted)))
+    mean = [float(np.mean([curve[step] for curve in counted])) for step in steps]
+    ax.plot([runs[0].tokens_at(step) for step in steps], mean, label=plain(label), marker=marker, markersize=3, **look)
 
 
 def _smooth(run: Run) -> dict[int, float]:

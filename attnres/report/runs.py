@@ -9,7 +9,6 @@ A run that is still going, or that was interrupted, is read as far as it came. W
 raises `UserError`.
 """
 
-import json
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ import numpy as np
 from attnres.errors import UserError
 from attnres.figures.routing import Routing
 from attnres.files import read_json
+from attnres.train import metrics
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
@@ -91,6 +91,11 @@ class Study:
         """The runs of one label, by seed."""
         return sorted((run for run in self.runs if run.label == label), key=lambda run: run.seed)
 
+    def counted(self, label: str) -> list[Run]:
+        """Those of which means are taken: the finished ones, or all of them while none has finished."""
+        runs = self.of(label)
+        return [run for run in runs if run.finished] or runs
+
     def residual(self, label: str) -> str:
         return self.of(label)[0].residual
 
@@ -110,7 +115,7 @@ def load_run(folder: Path | str) -> Run:
     matches = (RUN_NAME.fullmatch(name) for name in names)
     labels = [match["label"] for match in matches if match and int(match["seed"]) == seed]
     label = labels[0] if labels else names[1] or names[0]
-    metrics = _read_metrics(folder / "metrics.jsonl")
+    records = _read_metrics(folder / "metrics.jsonl")
     routing = folder / "routing.json"
     return Run(
         folder=folder,
@@ -119,9 +124,9 @@ def load_run(folder: Path | str) -> Run:
         config=config,
         data=_read_object(folder / "data.json"),
         environments=_read_environments(folder / "environment.json"),
-        train=metrics["train"],
-        val=metrics["val"],
-        depth=metrics["depth"],
+        train=records["train"],
+        val=records["val"],
+        depth=records["depth"],
         windows=_read_windows(folder / "val"),
         routing=_read_routing(routing) if routing.is_file() else None,
         inspection=_read_inspection(folder / "inspection.json"),
@@ -228,24 +233,11 @@ def _read_environments(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Records by kind. A resumed run repeats steps: the later line counts. A half-written last line is left out."""
+    """Records by kind, sorted by step. A resumed run repeats steps: the later line counts."""
     by_kind: dict[str, dict[int, dict[str, Any]]] = {"train": {}, "val": {}, "depth": {}}
-    if not path.is_file():
-        return {kind: [] for kind in by_kind}
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            kind, step = record["kind"], int(record["step"])
-        except (ValueError, TypeError, KeyError):
-            if number == len(lines):
-                break
-            raise UserError(f"{path} is damaged at line {number}: expected an object with kind and step") from None
-        if kind in by_kind:
-            by_kind[kind][step] = record
+    for line in metrics.read(path):
+        if line["kind"] in by_kind:
+            by_kind[line["kind"]][line["step"]] = line
     return {kind: [records[step] for step in sorted(records)] for kind, records in by_kind.items()}
 
 

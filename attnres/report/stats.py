@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from attnres.report.runs import Run, Study
+from attnres.train.validate import standard_error
 
 # 97.5 % points of Student's t for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2).
 T_975 = (
@@ -41,11 +42,6 @@ def t_975(degrees: int) -> float:
         return T_975[degrees - 1]
     z = 1.959964  # Cornish-Fisher expansion of t about the normal point: below 1e-4 off from 30 on
     return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
-
-
-def standard_error(values: np.ndarray) -> float:
-    """Of the mean of independent values; NaN for fewer than two."""
-    return float(np.std(values, ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
 @dataclass(frozen=True)
@@ -102,9 +98,11 @@ def unequal(a: Run, b: Run) -> list[str]:
 
 
 def pairs(runs: list[Run], others: list[Run]) -> list[tuple[Run, Run]]:
-    """Runs of two variants matched by seed, where nothing but the variant differs."""
+    """Runs of two variants matched by seed, where nothing but the variant differs: the finished ones, or all of them
+    while none has finished."""
     by_seed = {run.seed: run for run in others}
-    return [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed and not unequal(run, by_seed[run.seed])]
+    both = [(run, by_seed[run.seed]) for run in runs if run.seed in by_seed and not unequal(run, by_seed[run.seed])]
+    return [pair for pair in both if all(run.finished for run in pair)] or both
 
 
 def why_unpaired(study: Study, label: str, other: str) -> str:
@@ -197,7 +195,7 @@ def final_loss_se(run: Run) -> float:
 
 def mean_loss(study: Study, label: str) -> tuple[float, float]:
     """Mean over seeds of the final held-out loss, with its standard error (over seeds from three on, else windows)."""
-    runs = [run for run in study.of(label) if not math.isnan(final_loss(run))]
+    runs = [run for run in study.counted(label) if not math.isnan(final_loss(run))]
     if not runs:
         return math.nan, math.nan
     losses = np.array([final_loss(run) for run in runs])

@@ -81,6 +81,9 @@ def to_svg(figure: Figure, name: str, alt: str, zoom: float | None = None) -> st
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r'(<image\b[^>]*?) id="[^"]*"', r"\1", svg)  # named by content, so that equal images share a name
+    # A cell without a value is an empty path; coordinates need no more than hundredths of a point.
+    svg = re.sub(rf'\s*<path [^>]*style="fill: none; stroke: {PAPER};[^"]*"/>', "", svg)
+    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace(" \n", " "), svg)
     svg = re.sub(r'\bid="', lambda _: f'id="{name}-', svg)
     svg = svg.replace("url(#", f"url(#{name}-")
     svg = svg.replace('href="#', f'href="#{name}-')

@@ -45,7 +45,7 @@ class Row:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.loss)
+        return math.exp(min(self.loss, 700.0))  # what fp64 can hold
 
     @property
     def complete(self) -> bool:
@@ -69,17 +69,17 @@ def build_table(study: Study) -> Table:
     """Everything the table shows, computed from a study; nothing is formatted yet."""
     baseline = strongest_baseline(study)
     interleaved = _interleaved(study, baseline)
-    base_time = _median_of(study.of(baseline), "step_s") if baseline else math.nan
+    base_time = _median_of(study.counted(baseline), "step_s") if baseline else math.nan
     rows = []
     for label in study.labels:
-        runs = study.of(label)
+        runs, counted = study.of(label), study.counted(label)
         loss, loss_se = mean_loss(study, label)
         if interleaved:
             ratio = _timed(study, label) / _timed(study, baseline or "")
             speed = _tokens_a_step(runs[0]) / _timed(study, label)
         else:
-            ratio = _median_of(runs, "step_s") / base_time
-            speed = _median_of(runs, "tokens_per_s")
+            ratio = _median_of(counted, "step_s") / base_time
+            speed = _median_of(counted, "tokens_per_s")
         rows.append(
             Row(
                 label=label,
@@ -94,8 +94,8 @@ def build_table(study: Study) -> Table:
                 tokens_per_s=speed,
                 step_ratio=ratio,
                 peak_memory=max((_known(run, "peak_memory_bytes") for run in runs), default=math.nan),
-                parameters=_known(runs[0], "parameters"),
-                extra_parameters=_known(runs[0], "extra_parameters"),
+                parameters=_known(counted[0], "parameters"),
+                extra_parameters=_known(counted[0], "extra_parameters"),
                 start_loss=_start_loss(runs),
             )
         )
@@ -145,7 +145,7 @@ def _interleaved(study: Study, baseline: str | None) -> bool:
 
 
 def _notes(study: Study, rows: list[Row], baseline: str | None, interleaved: bool) -> list[str]:
-    notes = []
+    notes = _what_the_losses_error_is(rows)
     pairs = [row.paired for row in rows if row.paired is not None]
     if pairs:
         notes.append(_what_the_error_is(pairs, baseline or ""))
@@ -175,17 +175,37 @@ def _notes(study: Study, rows: list[Row], baseline: str | None, interleaved: boo
     started = [f"{row.label} {number(row.start_loss)}" for row in rows if not math.isnan(row.start_loss)]
     if started:
         notes.append(f"Held-out loss before the first step: {listed(started)}.")
-    unfinished = [row for row in rows if not row.complete]
+    unfinished = [_how_far(row) for row in rows if not row.complete]
     if unfinished:
-        progress = ", ".join(f"{row.label} at step {row.step:,} of {row.steps or 0:,}" for row in unfinished)
-        notes.append(f"Unfinished, so preliminary: {progress}.")
+        notes.append(f"Unfinished, so preliminary: {', '.join(unfinished)}.")
     if study.missing:
         notes.append(f"Planned but not started: {listed(study.missing)}.")
     return notes
 
 
+def _how_far(row: Row) -> str:
+    if row.finished:
+        return f"{row.label} ({row.finished} of {len(row.seeds)} seeds finished, whose numbers these are)"
+    return f"{row.label} at step {row.step:,}" + (f" of {row.steps:,}" if row.steps else "")
+
+
 def _last(study: Study, baseline: str | None) -> int:
     return min((run.last_step for run in study.of(baseline)), default=0) if baseline else 0
+
+
+def _what_the_losses_error_is(rows: list[Row]) -> list[str]:
+    """Over what the errors in the column of losses are, see `stats.mean_loss`."""
+    seeds = [row.finished or len(row.seeds) for row in rows if not math.isnan(row.loss_se)]
+    if not seeds:
+        return []
+    many = [count >= SEEDS_FOR_SEED_ERROR for count in seeds]
+    over = "seeds" if all(many) else "windows, or seeds where they are three or more" if any(many) else "windows"
+    shared = (
+        ", some of it common to all variants, which the difference leaves out"
+        if any(row.paired for row in rows)
+        else ""
+    )
+    return [f"Held-out loss: ± is its standard error over {over}{shared}."]
 
 
 def _what_the_error_is(pairs: list[Paired], baseline: str) -> str:
@@ -229,9 +249,14 @@ def number(value: float, digits: int = 3, signed: bool = False) -> str:
     return text.replace("-", "−")
 
 
+def digits_for(se: float) -> int:
+    """Digits of a number in nats with that standard error: three, or more where the error is below 0.001."""
+    return max(3, min(6, math.ceil(-math.log10(se)))) if se > 0 else 3
+
+
 def with_error(value: float, se: float, signed: bool = False) -> str:
-    """Value ± standard error in nats, to three digits, or more where the error is below 0.001."""
-    digits = 3 if math.isnan(se) or se == 0 or se >= 0.001 else 4
+    """Value ± standard error, to `digits_for` it."""
+    digits = digits_for(se)
     return number(value, digits, signed) + ("" if math.isnan(se) else f" ± {number(se, digits)}")
 
 
@@ -275,7 +300,7 @@ def cells(table: Table, row: Row) -> tuple[str, ...]:
     return (
         row.label,
         with_error(row.loss, row.loss_se),
-        UNKNOWN if math.isnan(row.loss) else f"{row.perplexity:.2f}",
+        UNKNOWN if math.isnan(row.loss) else f"{row.perplexity:.{'2f' if row.perplexity < 1e6 else '2e'}}",
         difference,
         whole(row.tokens_per_s),
         UNKNOWN if math.isnan(row.step_ratio) else f"{row.step_ratio:.2f}×",

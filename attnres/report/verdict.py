@@ -4,7 +4,7 @@ import math
 
 from attnres.report.runs import Study
 from attnres.report.stats import Paired, kind, kind_name, paired, sweeps_lr, why_unpaired
-from attnres.report.table import Row, Table, listed, number, with_error
+from attnres.report.table import Row, Table, digits_for, listed, number, with_error
 
 CONTROL = "rescaled"
 ATTENTION_RESIDUALS = ("full", "block")
@@ -152,8 +152,9 @@ def _size(pair: Paired) -> str:
 
 
 def _interval(pair: Paired) -> str:
-    low, high = (number(pair.mean + sign * pair.margin, 3, signed=True) for sign in (-1, 1))
-    return f"{number(pair.mean, 3, signed=True)}; 95 %: {low} to {high}"
+    values = (pair.mean, pair.mean - pair.margin, pair.mean + pair.margin)
+    mean, low, high = (number(value, digits_for(pair.se), signed=True) for value in values)
+    return f"{mean}; 95 %: {low} to {high}" if pair.margin >= 0 else f"{mean}, its error unknown"
 
 
 def _verb(names: list[str], one: str, many: str) -> str:

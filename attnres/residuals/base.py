@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UserError
-from ..ops import Norm, apply_norm
+from ..ops import Norm, apply_norm, compute_dtype
 
 NormLike = Norm | Callable[[Tensor], Tensor]
 """The norm a read ends with: as a value where its arithmetic is known (then it can be fused), else as a function."""
@@ -209,13 +209,26 @@ class Residual(nn.Module):
                 raise UserError(f"residual '{self.name}' mixes its sources by no weights: there is nothing to edit")
             edited = self.editor.edit(index, weights, sources)
             if edited is not weights:
-                change = (edited - weights).to(h).view(*h.shape[:-1], -1)
-                for i, value in enumerate(values or self.editor.outputs):
-                    h = h + change[..., i : i + 1] * value
+                h = _mixed_anew(h, weights, edited, values or self.editor.outputs)
             weights = edited.detach()
         if self.observer is not None:
             self.observer.on_read(index, h, weights, sources, values)
         return h
+
+
+def _mixed_anew(h: Tensor, weights: Tensor, edited: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """`h` (..., d), made with `weights` (tokens, n) of `values`, as `edited` weights make it.
+
+    Where a token's weights changed the sum is made again: what taking values from h leaves is rounding, and the norm
+    after a read that lost everything, or nearly, makes that as large as any input. Elsewhere h stays as it is.
+    """
+    dtype = compute_dtype(h.dtype)
+    changed = (edited != weights).any(-1, keepdim=True)
+    factors = torch.where(changed, edited, edited - weights).to(dtype).view(*h.shape[:-1], -1)
+    mixed = h.to(dtype).masked_fill(changed.view(*h.shape[:-1], 1), 0.0)
+    for i, value in enumerate(values):
+        mixed = mixed + factors[..., i : i + 1] * value
+    return mixed.to(h.dtype)
 
 
 def full_precision(reference: Tensor) -> torch.autocast:

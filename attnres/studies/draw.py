@@ -1,14 +1,14 @@
 """The figures of models, runs or saved inspections: what the command `attnres figures` does."""
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from ..errors import UserError, unknown
+from ..errors import UserError
 from ..figures import Plot, draw_comparison, draw_dynamics, draw_model, save_all
-from ..figures.style import FORMATS
-from ..figures.write import Drawn
+from ..figures.write import Drawn, check_formats
 from ..files import write_text
 from ..inspect.config import InspectConfig
 from ..inspect.inspection import Inspection
@@ -28,36 +28,46 @@ def draw(given: Sequence[str], out: Path | str, formats: Sequence[str], options:
         options: fields of `InspectConfig`, for those that are models.
 
     Raises:
-        UserError: something given is none of these, or a file cannot be written.
+        UserError: something given is none of these, `out` is a file or holds a model, or a file cannot be written.
     """
-    for kind in formats:
-        if kind not in FORMATS:
-            raise unknown("image format", kind, FORMATS)
-    if not formats:
-        raise UserError(f"no image format given: expected some of {', '.join(FORMATS)}")
+    check_formats(formats)
+    out = Path(out).expanduser()
+    _refuse_out(out)
     models, studies = _expand(given)
     inspections = [_inspection(name, options) for name in models]
     names = _distinct([str(seen.model["name"]) for seen in inspections])
     for seen, name in zip(inspections, names, strict=True):
         seen.model["name"] = name
+    training = draw_dynamics(curves(load_study(*studies))) if studies else Drawn()
     console = Console()
-    out = Path(out)
     written = []
-    for seen in inspections:
-        folder = out if len(inspections) == 1 else out / _file_name(str(seen.model["name"]))
-        written += _write(console, str(seen.model["name"]), draw_model(seen), folder, formats)
-    whole = Drawn()
-    if len(inspections) > 1:
+    if len(inspections) == 1:
+        drawn = draw_model(inspections[0])
+        again = {plot.name for plot in training.plots}  # of all seeds where there are several
+        drawn.plots = [plot for plot in drawn.plots if plot.name not in again] + training.plots
+        drawn.left_out += training.left_out
+        written += _write(console, names[0], drawn, out, formats)
+    else:
+        for seen, name, folder in zip(inspections, names, _distinct([_file_name(name) for name in names]), strict=True):
+            written += _write(console, name, draw_model(seen), out / folder, formats)
         whole = draw_comparison(inspections)
-    if studies:
-        of_runs = draw_dynamics(curves(load_study(*studies)))
-        whole.plots += of_runs.plots
-        whole.left_out += of_runs.left_out
-    if whole.plots or whole.left_out:
-        folder = out if len(inspections) > 1 else out / "training"
-        written += _write(console, "training" if len(inspections) == 1 else "side by side", whole, folder, formats)
+        whole.plots += training.plots
+        whole.left_out += training.left_out
+        written += _write(console, "side by side", whole, out, formats)
     console.print(f"{len(written)} files in {out}", highlight=False, markup=False, soft_wrap=True)
     return written
+
+
+def _refuse_out(out: Path) -> None:
+    """Find out before models are run whether figures can go there, and whether a model was given in its place."""
+    if out.is_file() or out.suffix == ".json":
+        raise UserError(f"the last argument is the folder to write figures into, found the file {out}")
+    held = [name for name in ("config.json", "compare.json") if (out / name).is_file()]
+    if held:
+        raise UserError(f"the last argument is the folder to write figures into, found the model or runs in {out}")
+    above = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise UserError(f"cannot write into {out}: choose a folder that this user may write")
 
 
 def _expand(given: Sequence[str]) -> tuple[list[str], list[Path]]:

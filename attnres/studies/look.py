@@ -1,36 +1,41 @@
 """One model looked at: what the command `attnres inspect` does."""
 
-import re
+import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from ..data.sources import open_source
-from ..errors import UserError, unknown
+from ..errors import UserError
 from ..evals.scoring import LOGIT_BYTES
 from ..evals.subject import Subject, find_subject, pick_device
 from ..files import read_json, write_json
-from ..inspect.attribution import Attribution, attribute
 from ..inspect.config import InspectConfig
 from ..inspect.edits import KnockOut
-from ..inspect.effects import effect
 from ..inspect.inspection import Inspection, inspect_model
-from ..inspect.intervene import intervene, source_names
+from ..inspect.intervene import intervene
 from ..inspect.measures import dynamics
-from ..inspect.prune import PruneReport, check_prunable, prune_report
-from ..inspect.record import read_names
-from ..inspect.survey import Survey, encode, front, loss_change, survey
-from ..inspect.tables import number, say, show, wide
+from ..inspect.prune import check_prunable, prune_report
+from ..inspect.survey import Survey, encode, front, survey
+from ..inspect.tables import say, show, wide
+from ..progress import counting
 from ..train.metrics import read as read_metrics
+from .removals import (
+    attribution_table,
+    find_knock_out,
+    knock_out_table,
+    last_window,
+    next_token_table,
+    prune_table,
+    source_and_read,
+)
 
 LARGEST_WINDOW = 2048
 """Tokens in a window where none is given: attention over more costs more than it shows."""
-EDGES = 12
-"""Edges that an attribution names."""
 
 
 @dataclass(frozen=True)
@@ -57,14 +62,15 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
         )
     text = _text(config, _run_folder(config.model))
     context = _context(config, subject)
-    wanted = [(given, *_source_and_read(given)) for given in config.knock_out]
+    wanted = [(given, *source_and_read(given)) for given in config.knock_out]
     if config.attribute and text.alone is None:
         raise UserError("--attribute looks at the prediction after one text: give it with --text or --file")
     if config.prune:
         check_prunable(subject.config.residual, config.threshold)
+    out = None if config.out is None else _folder(config.out)
     model = subject.load(config.dtype, str(pick_device(config.device)))
 
-    knock_outs = [(given, _knock_out(source, read, model)) for given, source, read in wanted]
+    knock_outs = [(given, find_knock_out(source, read, model)) for given, source, read in wanted]
 
     options: dict[str, Any] = {"context": context, "batch_size": _batch_size(config, subject, context)}
     first = text.alone or next(text.read(), "")
@@ -86,36 +92,34 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
     show(inspection, console, example=text.alone is not None)
     for remark in _remarks(config, subject, text, inspection):
         say(console, remark)
-    out = None if config.out is None else Path(config.out)
     files = []
     if out is not None:
         inspection.save(out / "inspection.json")
         files.append(out / "inspection.json")
 
-    def survey_again(*edits: KnockOut) -> Survey:
+    def survey_again(what: str, *edits: KnockOut) -> Survey:
         documents = _encoded(subject, text, config.limit)
-        before = front(subject.tokenizer)
-        if not edits:
-            return survey(model, documents, before=before, **options)
-        with intervene(model, *edits):
-            return survey(model, documents, before=before, **options)
+        edited = intervene(model, *edits) if edits else nullcontext()
+        with edited, counting(what, inspection.data["tokens"], "tokens", shown=config.progress) as on_tokens:
+            return survey(model, documents, before=front(subject.tokenizer), on_tokens=on_tokens, **options)
 
-    plain = survey_again() if config.prune or knock_outs else None
+    plain = survey_again("nothing removed") if config.prune or knock_outs else None
     if config.prune and plain is not None:
         report = prune_report(inspection, config.threshold)
-        record = _prune(report, plain, survey_again, console)
+        record = prune_table(report, plain, survey_again, console)
         if out is not None:
             write_json(out / "prune.json", record)
             files.append(out / "prune.json")
     if knock_outs and plain is not None:
-        rows = _knock(knock_outs, plain, survey_again, console)
+        rows = knock_out_table(knock_outs, plain, survey_again, console)
         if text.alone is not None:
-            _next_tokens(subject, model, text.alone, context, knock_outs, console)
+            following = next_token_table(subject, model, text.alone, context, knock_outs, console)
+            rows = [row | {"next_tokens": tokens} for row, tokens in zip(rows, following, strict=True)]
         if out is not None:
             write_json(out / "knock_out.json", rows)
             files.append(out / "knock_out.json")
     if config.attribute and text.alone is not None:
-        attribution = _attribute(subject, model, text.alone, context, console)
+        attribution = attribution_table(subject, model, last_window(subject, text.alone, context), config, console)
         if out is not None:
             attribution.save(out / "attribution.json")
             files.append(out / "attribution.json")
@@ -124,6 +128,9 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
 
         figures = write_figures(inspection, out)
         say(console, f"\n{out}: {', '.join(file.name for file in files)}; figures: {len(figures)}")
+        earlier = [out / f"{name}.json" for name in ("prune", "knock_out", "attribution")]
+        if left := [file.name for file in earlier if file.exists() and file not in files]:
+            say(console, f"from an earlier inspection: {', '.join(left)}")
     return inspection
 
 
@@ -134,6 +141,9 @@ def _text(config: InspectConfig, run: Path | None) -> _Text:
     given = [name for name in ("text", "file", "corpus") if getattr(config, name) is not None]
     if len(given) > 1:
         raise UserError(f"both --{given[0]} and --{given[1]} are given: give one of them")
+    for name in given:
+        if name != "text" and not getattr(config, name).strip():
+            raise UserError(f"--{name} is empty: expected a name")
     if config.limit < 2:
         raise UserError(f"limit is {config.limit} tokens: expected at least 2, one to predict another")
     if config.text is not None:
@@ -186,6 +196,15 @@ def _remarks(config: InspectConfig, subject: Subject, text: _Text, inspection: I
     return remarks
 
 
+def _folder(out: str) -> Path:
+    """A folder to write to, new or not. Raises UserError before anything is computed for it."""
+    path = Path(out).expanduser()
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    if not out.strip() or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise UserError(f"--out is '{out}': expected a folder that can be written to; '{there}' is none")
+    return path
+
+
 def _encoded(subject: Subject, text: _Text, limit: int) -> Iterator[Any]:
     """The documents as the inspection read them, without labels."""
     for document in text.read():
@@ -223,174 +242,3 @@ def _batch_size(config: InspectConfig, subject: Subject, context: int) -> int:
     if config.batch_tokens < 1:
         raise UserError(f"batch_tokens is {config.batch_tokens}: expected at least 1")
     return max(1, min(config.batch_tokens // context, LOGIT_BYTES // (context * (subject.rows or 1) * 4)))
-
-
-# ------------------------------------------------------------------ changes
-
-
-def _source_and_read(given: str) -> tuple[str, str | None]:
-    source, at, where = given.partition("@")
-    if not source.strip() or (at and not where.strip()):
-        raise UserError(f"--knock-out is '{given}': expected SOURCE or SOURCE@READ, such as embedding@mlp3")
-    return _spaced(source), _spaced(where) if at else None
-
-
-def _knock_out(source: str, where: str | None, model: Any) -> KnockOut:
-    """At one read, at all before attention or before the MLP, or at all that have another source, too.
-
-    Raises:
-        UserError: no such read, or none of them has the source.
-    """
-    rows = source_names(model)
-    names = read_names(len(rows) - 1)
-    reads = [name for name in names if where in (name, name.split()[0])]
-    if where is None:
-        reads = [name for name, row in zip(names, rows, strict=True) if source in row and len(row) > 1] or names
-    elif not reads:
-        raise unknown("read", where, names)
-    edit = KnockOut(source, reads=reads)
-    with intervene(model, edit):  # says what is wrong with it
-        return edit
-
-
-def _spaced(name: str) -> str:
-    """ "mlp3", "mlp_3" and "mlp-3" as "mlp 3"."""
-    return re.sub(r"^([a-z]+)[ _-]*(\d+)$", r"\1 \2", name.strip())
-
-
-def _knock(
-    knock_outs: list[tuple[str, KnockOut]], plain: Survey, again: Callable[..., Survey], console: Console
-) -> list[dict[str, Any]]:
-    """Table and record of what the loss is without each source."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("without")
-    for title in ("loss", "change"):
-        table.add_column(title, justify="right")
-    table.add_row("–", number(float(plain.loss.mean[0]), 3), "")
-    rows = []
-    for given, edit in knock_outs:
-        after = again(edit)
-        change = loss_change(plain, after)
-        value, error = float(change.mean[0]), float(change.error[0])
-        known = error == error
-        rows.append(
-            {
-                "knock_out": given,
-                "loss_before": float(plain.loss.mean[0]),
-                "loss_after": float(after.loss.mean[0]),
-                "difference": value,
-                "error": error if known else None,
-                "documents": change.documents,
-                "tokens": change.tokens,
-            }
-        )
-        text = number(value, 4, sign=True) + (f" ± {number(error, 4)}" if known else "")
-        table.add_row(given, number(float(after.loss.mean[0]), 3), text)
-    console.print()
-    console.print(table)
-    say(console, "each alone, in nats per token" + ("" if plain.documents < 2 else "; ± standard error over documents"))
-    return rows
-
-
-def _next_tokens(
-    subject: Subject, model: Any, text: str, context: int, knock_outs: list[tuple[str, KnockOut]], console: Console
-) -> None:
-    """What comes next after the text, with and without each source."""
-    ids = _last_window(subject, text, context)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("without")
-    table.add_column("likeliest tokens after the text: probability before → after")
-    before = None
-    for given, edit in knock_outs:
-        found = effect(model, ids, edit, top=5, before=before)
-        before = found.before
-        words = [
-            f"{_word(subject, part['id'])} {number(part['before'])} → {number(part['after'])}" for part in found.top
-        ]
-        table.add_row(given, "   ".join(words))
-    console.print()
-    console.print(table)
-
-
-def _attribute(subject: Subject, model: Any, text: str, context: int, console: Console) -> Attribution:
-    found = attribute(model, _last_window(subject, text, context))
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("edge")
-    for title in ("without it", "by gradient"):
-        table.add_column(title, justify="right")
-    for edge in found.top(EDGES):
-        cells = [number(edge.knockout, 3, sign=True), number(edge.gradient, 3, sign=True)]
-        table.add_row(f"{edge.read} ← {edge.source}", *cells)
-    console.print()
-    say(console, f"after the text: {_word(subject, found.target)}, ln p = {number(found.log_probability, 3)}")
-    console.print(table)
-    agreement = found.agreement
-    say(
-        console,
-        f"change of ln p in nats, of {agreement.edges} edges; the two ways agree: rank correlation "
-        f"{number(agreement.spearman)}, {agreement.overlap:.0%} of the {agreement.top} largest in common",
-    )
-    return found
-
-
-def _last_window(subject: Subject, text: str, context: int) -> list[int]:
-    """The text's end, as much as the model takes."""
-    before = front(subject.tokenizer)
-    return [*before, *encode(subject.tokenizer, text).ids[-(context - len(before)) :].tolist()]
-
-
-def _word(subject: Subject, token: int) -> str:
-    return repr(str(subject.tokenizer.decode([token])))
-
-
-# ------------------------------------------------------------------ pruning
-
-
-def _prune(report: PruneReport, plain: Survey, again: Callable[..., Survey], console: Console) -> dict[str, Any]:
-    """Table and record of what hardly any weight goes through, and the loss without it."""
-    record = report.record()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(f"share of the read below {report.threshold:g}")
-    for title in ("edges", "of the traffic", "of the weight", "loss without them", "change"):
-        table.add_column(title, justify="right")
-    for which, title in (
-        ("mean", "weight, on average"),
-        ("high", "weight, for 99% of tokens"),
-        ("part", "weight × rms of the source"),
-    ):
-        edges = report.below(which)
-        cells = [f"{len(edges)} of {len(report.edges)}", f"{report.traffic(which):.1%}", f"{report.weight(which):.1%}"]
-        if edges:
-            after = again(*report.edits(which))
-            change = loss_change(plain, after)
-            value, error = float(change.mean[0]), float(change.error[0])
-            known = error == error
-            record[which] |= {
-                "loss_before": float(plain.loss.mean[0]),
-                "loss_after": float(after.loss.mean[0]),
-                "difference": value,
-                "error": error if known else None,
-            }
-            cells.append(number(float(after.loss.mean[0]), 3))
-            cells.append(number(value, 4, sign=True) + (f" ± {number(error, 4)}" if known else ""))
-        else:
-            cells += ["", ""]
-        table.add_row(title, *cells)
-    console.print()
-    console.print(table)
-    edges = [f"{edge.read} ← {edge.source} {number(edge.part, 3)}" for edge in report.below("part")]
-    if edges:
-        more = f", {len(edges) - EDGES} more" if len(edges) > EDGES else ""
-        say(console, f"least of a read by weight × rms: {', '.join(edges[:EDGES])}{more}")
-    sources = Table(box=None, pad_edge=False, header_style="bold")
-    sources.add_column("source")
-    titles = ("weight", "weight × rms", "below by weight", "for 99% of tokens", "by weight × rms")
-    for title in ("reads that have it", *titles):
-        sources.add_column(title, justify="right")
-    for use in report.sources:
-        counts = (use.below_mean, use.below_high, use.below_part)
-        sources.add_row(use.source, str(use.reads), number(use.mean, 3), number(use.part, 3), *map(str, counts))
-    console.print()
-    console.print(sources)
-    say(console, "traffic: the vectors that reads with a choice load, one a token and edge; the model is unchanged")
-    return record

@@ -1,40 +1,25 @@
-"""What the user sees while several runs train at once: a bar each on a terminal, lines elsewhere."""
+"""What the user sees while several runs train at once."""
 
 import time
-from types import TracebackType
-from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, TaskID
 
+from attnres.progress import Bars
 from attnres.studies.children import Child
 
 SHARE, SECONDS = 0.1, 60.0
 """A line for a run comes after so much more of its steps, or after so many seconds, whichever is sooner."""
 
 
-class Watch:
+class Watch(Bars):
     """The progress of the running children, read from their metrics; `shown=False` shows nothing."""
 
-    def __init__(self, say: Console, *, shown: bool):
-        self.say, self.shown = say, shown
-        self.live = shown and say.is_terminal
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=None), MofNCompleteColumn())
-        self.progress = Progress(
-            *columns, TextColumn("{task.fields[figures]}"), TimeElapsedColumn(), console=say, disable=not self.live
-        )
+    def __init__(self, console: Console, *, shown: bool):
+        super().__init__(MofNCompleteColumn(), left=False, shown=shown, console=console)
         self.tasks: dict[str, TaskID] = {}
         self.starts: dict[str, tuple[float, int]] = {}
         self.said: dict[str, tuple[float, int]] = {}
-
-    def __enter__(self) -> Self:
-        self.progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.progress.stop()
 
     def add(self, child: Child) -> None:
         """Begin to watch a child."""
@@ -56,9 +41,7 @@ class Watch:
             due = step - before >= SHARE * child.steps or now - then >= SECONDS
             if not self.live and step > before and due:
                 self.said[child.name] = (now, step)
-                self.say.print(
-                    f"{child.name}  step {step}/{child.steps}  {figures}", highlight=False, markup=False, soft_wrap=True
-                )
+                self.say(f"{child.name}  step {step}/{child.steps}  {figures}")
 
     def remove(self, child: Child) -> None:
         """The child has ended."""

@@ -296,7 +296,7 @@ class Run:
             "step": past.step,
             "tokens": past.step * tokens,
             "val_loss": past.val_loss,
-            "val_se": validate.standard_error(losses),
+            "val_se": _known(validate.standard_error(losses)),
             "perplexity": math.exp(min(700.0, float(losses.mean()))),
             "train_loss": past.train_loss,
             "tokens_per_s": tokens / seconds,
@@ -321,12 +321,12 @@ class Run:
         """The held-out loss, to metrics.jsonl and val/STEP.npy."""
         past = self.past
         losses = validate.window_losses(self.model, self.windows, self.who, self.cast, self._rows())
-        past.val_loss, error = float(losses.mean()), validate.standard_error(losses)
+        past.val_loss = float(losses.mean())
         if not math.isfinite(past.val_loss):
             raise self._diverged(past.step, past.val_loss, self.norm)
         if self.who.first:
             validate.save_windows(self.folder, past.step, losses)
-        self._write("val", loss=past.val_loss, windows=len(losses), se=error)
+        self._write("val", loss=past.val_loss, windows=len(losses), se=_known(validate.standard_error(losses)))
 
     def _open_folder(self, kept: int) -> None:
         """Make it, or make it what it was at step `kept` (-1: before anything was measured)."""
@@ -367,6 +367,11 @@ class Run:
 
 def _folder(config: TrainConfig) -> Path:
     return Path(config.out or ".")
+
+
+def _known(value: float) -> float | None:
+    """A number as JSON has it, which has no NaN."""
+    return None if math.isnan(value) else value
 
 
 def _record(model: Any) -> AbstractContextManager[Any]:

@@ -1,6 +1,7 @@
 """The loss, window by window on held-out text."""
 
 import io
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -41,9 +42,9 @@ def window_losses(model: nn.Module, windows: Tensor, who: Processes, cast: Cast,
     return who.sum(losses).cpu().numpy()
 
 
-def standard_error(values: np.ndarray) -> float | None:
-    """Standard error of the mean; None, which JSON can hold, for a single value: nothing is known of its error."""
-    return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
+def standard_error(values: np.ndarray) -> float:
+    """Of the mean of independent values; NaN for fewer than two: nothing is known of its error."""
+    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
 def save_windows(folder: str | Path, step: int, losses: np.ndarray) -> None:

@@ -42,7 +42,7 @@ def address(folders, tmp_path_factory):
             command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}
         )
     try:
-        for _ in range(1200):
+        for _ in range(3000):
             if b"open http" in log.read_bytes() or server.poll() is not None:
                 break
             time.sleep(0.1)
@@ -120,10 +120,17 @@ def test_type_click_knock_out_compare_save_and_restore(tab, address):
     assert re.fullmatch(r"mlp 1 reads block 1: [01]\.\d{3}", tab.inner_text("#attnres-tip"))
 
     before = loss(tab)
-    tab.click("#pane-0 .weights [data-read='6'][data-source='0']")
+    cell = tab.locator("#pane-0 .weights [data-read='6'][data-source='0']")
+    cell.hover()
+    place = cell.bounding_box()
+    cell.click()
     tab.wait_for_selector("#pane-0 .weights .gone")
     assert "without 1 edge" in loss(tab) and "→" in tab.inner_text("#pane-0 .next table")
     assert "without" not in loss(tab, "#pane-1")
+    # What changed is in sight, and the cell is where it was.
+    assert cell.bounding_box() == pytest.approx(place, abs=2)
+    change = tab.locator("#pane-0 .next").bounding_box()
+    assert change["y"] >= 0 and change["y"] + change["height"] <= 900
     tab.click("#pane-0 .stack [data-read='2'][data-source='0']")
     tab.wait_for_function("document.querySelectorAll('#pane-0 .weights .gone').length === 2")
     assert "without 2 edges" in loss(tab)
@@ -157,11 +164,31 @@ def test_type_click_knock_out_compare_save_and_restore(tab, address):
     other.close()
 
 
+def test_keys_do_what_clicks_do(tab):
+    at = "(({token, read, source}) => [token, read, source].join(' ').trim())(document.activeElement.dataset)"
+    tab.focus("#pane-0 [data-token='0']")
+    for key, place in [("ArrowRight", "1"), ("End", None), ("Home", "0"), ("ArrowDown", None), ("ArrowUp", "0")]:
+        tab.keyboard.press(key)
+        assert tab.evaluate(at) == place or place is None
+    tab.focus("#pane-0 .weights [tabindex='0']")
+    for key, place in [("ArrowDown", "1 0"), ("ArrowRight", "1 1"), ("End", "6 3"), ("ArrowUp", "5 2")]:
+        tab.keyboard.press(key)
+        assert tab.evaluate(at) == place
+    assert tab.inner_text("#attnres-tip").startswith("mlp 2 reads ")
+    tab.keyboard.press("Enter")
+    tab.wait_for_selector("#pane-0 .weights .gone")
+    assert tab.evaluate(at) == "5 2"
+    tab.keyboard.press(" ")
+    tab.wait_for_function("!document.querySelector('.gone')")
+
+
 def test_one_model_or_both(tab):
     tab.click("#models input")
     tab.click("[role=option] >> nth=1")
     tab.wait_for_selector("#pane-1", state="hidden")
     assert "full" in tab.inner_text("#pane-0 h2")
+    left, right = (tab.locator(f"#pane-0 .{name}").bounding_box() for name in ("next", "weights"))
+    assert right["x"] > left["x"] + left["width"] and abs(right["y"] - left["y"]) < 20
     tab.click("#models input")
     tab.click("[role=option] >> nth=2")
     tab.wait_for_selector("#pane-1 [data-token]")

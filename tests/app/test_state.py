@@ -77,6 +77,7 @@ def test_a_small_link_cannot_unpack_to_a_large_text():
 
 
 def test_a_text_that_does_not_pack_has_no_link():
+    assert encode(View("a" * (MAX_CHARACTERS + 1))) == ""
     text = "".join(chr(0x4E00 + i * 7919 % 20000) for i in range(MAX_CHARACTERS))
     assert encode(View(text)) == ""
     assert len(encode(View("".join(chr(32 + i * 31 % 90) for i in range(MAX_CHARACTERS))))) < MAX_LINK

@@ -10,7 +10,7 @@ import torch
 
 from attnres.app import figures
 from attnres.app import view as html
-from attnres.app.colours import source_colours, weight_colour
+from attnres.app.colours import contrast, ink_on, source_colours, weight_colour
 from attnres.app.explorer import Candidate, Effect, Reading
 from attnres.app.state import LOSS
 
@@ -75,7 +75,14 @@ def test_every_token_and_every_edge_can_be_clicked():
     assert [(int(e.get("data-read")), int(e.get("data-source"))) for e in cells] == [
         (r, i) for r, row in enumerate(SOURCES) for i in range(len(row))
     ]
-    assert cells[2].get("data-tip") == f"mlp 0 reads attention 0: {reading().means[1][1]:.3f}"
+    assert cells[2].get("aria-label") == f"mlp 0 reads attention 0: {reading().means[1][1]:.3f}"
+
+
+def test_the_tabulator_key_stops_once_a_figure_and_at_the_chosen_token():
+    tree = parsed(html.pane(pane()))
+    stops = [e for e in tree.iter() if e.get("tabindex") == "0"]
+    assert [e.get("data-token") or e.get("data-read") for e in stops] == ["1", "0", "0"]
+    assert all(e.get("tabindex") == "-1" for e in tree.iter() if e.get("role") == "button" and e not in stops)
 
 
 def test_bars_of_a_token_are_as_long_as_its_weights():
@@ -96,9 +103,9 @@ def test_a_knock_out_is_crossed_out_and_its_effect_said():
     before, after = made.reading.log_probs[1].double(), made.effect.log_probs[1].double()
     expected = torch.nn.functional.kl_div(after, before, log_target=True, reduction="sum").item()
     assert html.kl_divergence(made) == pytest.approx(expected, rel=1e-6)
-    assert f"divergence {expected:.3f} nats" in page
+    assert f"KL {expected:.3f} nats" in page
     mean = made.reading.loss
-    assert f"loss {mean:.3f} nats per token → <b>{mean + 0.1:.3f}</b> (+0.100) without 1 edge" in page
+    assert f"loss {mean:.3f} → <b>{mean + 0.1:.3f}</b> nats (+0.100) without 1 edge" in page
 
 
 def test_tokens_are_coloured_by_the_change_of_their_own_loss():
@@ -131,10 +138,29 @@ def test_colours_are_apart_and_even():
     assert len(set(colours.values())) == 25
     assert weight_colour(0.0) == "#440154" and weight_colour(1.0) == weight_colour(3.0) == "#fde725"
     assert all(re.fullmatch("#[0-9a-f]{6}", weight_colour(w)) for w in (-0.5, 0.2, 0.9999))
+    assert contrast("#000000", "#ffffff") == pytest.approx(21) and contrast("#777777", "#ffffff") == pytest.approx(
+        4.48, abs=0.01
+    )
+    assert all(contrast(ink_on(colour), colour) >= 4.5 for colour in colours.values())
+
+
+def test_tokens_have_the_colours_of_the_bars():
+    made = pane()
+    tree, colours = parsed(html.pane(made)), source_colours(SOURCES)
+    for i, e in enumerate(e for e in tree.iter("span") if e.get("data-token")):
+        fill = colours[SOURCES[2][made.reading.weights[2][i].argmax()]]
+        assert e.get("style") == f"background:{fill};color:{ink_on(fill)}"
+
+
+def test_the_last_column_has_room_for_its_name():
+    rows = [["embedding", *(f"{kind} {i}" for i in range(12) for kind in ("attention", "mlp"))]]
+    svg = figures.heatmap(["output"], rows, [np.full(25, 0.04)], frozenset(), "title")
+    x = max(float(x) for x in re.findall(r'<text x="([\d.]+)"[^>]*rotate', svg))
+    assert x + 3 * 5.5 * 0.5 < figures.WIDTH  # three letters at 60 degrees
 
 
 def test_weights_that_do_not_sum_to_one_still_make_bars_of_one_length():
     rows = [["embedding", "mlp 0"]]
     svg = figures.stack(["mlp 0"], rows, [np.array([3.0, -1.0])], source_colours(rows), frozenset(), "title")
-    widths = [float(x) for x in re.findall(r'width="([\d.]+)" height="12', svg)]
+    widths = [float(x) for x in re.findall(r'width="([\d.]+)" height="11', svg)]
     assert widths[0] / sum(widths) == pytest.approx(0.75, abs=1e-3)

@@ -9,12 +9,14 @@ from invented import TOKENS, inspection, names
 
 from attnres.errors import UserError
 from attnres.figures import NotShown, draw_comparison, draw_dynamics, draw_model, save_all, style, write_figures
-from attnres.figures.dynamics import Curves
+from attnres.figures.depth import measures
+from attnres.figures.dynamics import Curves, over_steps
 from attnres.figures.geometry import gates
 from attnres.figures.mixing import layer_shares, mixing
-from attnres.figures.patterns import at_boundaries, boundaries, patterns, shares
+from attnres.figures.patterns import at_boundaries, boundaries, by_kind, label_sources, patterns, shares
 from attnres.figures.plot import thin_ticks
 from attnres.figures.tokens import _layout, drawable, stacked, token_map
+from attnres.residuals import RESIDUALS
 
 EVERY = [
     "patterns",
@@ -60,11 +62,10 @@ def test_a_cell_stands_in_the_column_of_its_source(residual):
 
 
 @pytest.mark.parametrize(
-    ("residual", "layers"), [("block", 1), ("full", 1), ("standard", 1), ("block", 2), ("full", 12), ("full", 54)]
+    ("residual", "layers"), [("block", 1), ("full", 1), ("standard", 1), ("block", 2), ("full", 54)]
 )
 def test_every_depth_is_drawn(residual, layers):
-    example = {"example": None} if layers == 54 else {}
-    drawn = draw_model(inspection(residual, layers, **example))
+    drawn = draw_model(inspection(residual, layers, **({"example": None} if layers == 54 else {})))
     left_out = dict(drawn.left_out)
     assert left_out["gates"] == "no gates or biases"
     assert {plot.name for plot in drawn.plots} | set(left_out) == {*EVERY, "gates"}
@@ -175,21 +176,23 @@ def test_files_are_whole_and_the_same_each_time(tmp_path):
     seen = inspection("block", 2)
     kinds = ("pdf", "svg", "png")
     for folder in ("a", "b"):
-        drawn = draw_model(seen)
-        save_all([plot for plot in drawn.plots if plot.name in ("depth", "boundaries")], tmp_path / folder, kinds)
+        with style.style():
+            plot = at_boundaries(seen)
+        save_all([plot], tmp_path / folder, kinds)
     first = sorted((tmp_path / "a").iterdir())
-    assert [path.name for path in first] == [
-        f"{name}.{kind}" for name in ("boundaries", "depth") for kind in sorted(kinds)
-    ]
+    assert [path.name for path in first] == [f"boundaries.{kind}" for kind in sorted(kinds)]
     for path in first:
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
-    assert (tmp_path / "a" / "depth.pdf").read_bytes().startswith(b"%PDF")
-    assert not re.search(r"\b20\d\d-\d\d-\d\d", (tmp_path / "a" / "depth.svg").read_text())
+    assert (tmp_path / "a" / "boundaries.pdf").read_bytes().startswith(b"%PDF")
+    assert not re.search(r"\b20\d\d-\d\d-\d\d", (tmp_path / "a" / "boundaries.svg").read_text())
 
 
 def test_all_figures_of_a_model_are_written(tmp_path):
-    written = write_figures(inspection("block", 1, kinds=None, prompts=None, example=None), tmp_path, ("svg",))
-    assert {path.stem for path in written} >= {"patterns", "mixing", "layers", "depth", "magnitudes"}
+    bare = {"kinds": None, "prompts": None, "example": None, "query_cosine": None}
+    written = write_figures(inspection("block", 1, **bare), tmp_path, ("svg",))
+    assert {path.stem for path in written} == {
+        *("patterns", "boundaries", "mixing", "layers", "depth", "magnitudes", "keys")
+    }
     assert sorted(written) == sorted(tmp_path.iterdir())
 
 
@@ -229,3 +232,82 @@ def test_a_residual_that_weighs_nothing_says_so():
     drawn = draw_model(seen)
     assert {"depth", "magnitudes"} <= {plot.name for plot in drawn.plots}
     assert names("full", 1)[-1] == ["embedding", "attention 0", "mlp 0"]
+
+
+def test_a_row_of_dynamics_is_labelled_where_its_first_panel_is():
+    """The first run lacks the gate: the second's panel names the row, and each column's last one its steps."""
+    rows = {"steps": [10, 20], "output_rms": [[1.0, 2.0], [3.0, 4.0]]}
+    gated = rows | {"gate": [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]}
+    with style.style():
+        axes = over_steps([Curves("standard", "standard", [], rows), Curves("x" * 90, "full", [], gated)]).figure.axes
+    (first, second), (absent, gate) = axes[:2], axes[2:4]
+    assert [ax.get_ylabel() for ax in (first, second, absent, gate)] == ["sublayer", "", "", "read"]
+    assert not absent.axison
+    assert [ax.get_xlabel() for ax in (first, second, gate)] == ["step", "", "step"]
+    assert gate.yaxis.get_tick_params()["labelleft"]
+    assert gate.get_ylim() == (2.5, -0.5), "read 2 stands at 2"
+    assert gate.collections[0].get_array()[1].tolist() == [0.2, 0.5]
+    assert max(map(len, second.get_title(loc="left").split("\n"))) < 60
+
+
+def test_long_names_leave_room_for_the_plots():
+    models = [inspection(residual, 1) for residual in ("standard", "block", "full")]
+    for i, seen in enumerate(models):
+        seen.model["name"] = f"{i}-" + "a-very-long-name-of-a-model" * 3
+    for plot in draw_comparison(models).plots:
+        plot.figure.draw_without_rendering()  # a layout that fails warns
+        panels = [ax for ax in plot.figure.axes if ax.get_label() != "<colorbar>"]
+        assert all(ax.get_window_extent().width > 80 for ax in panels)
+        assert all(ax.get_tightbbox().y1 <= plot.figure.bbox.y1 + 1 for ax in panels)
+
+
+def test_lines_of_every_two_residuals_differ():
+    names = list(RESIDUALS)
+    looks = style.looks(dict(zip(names, names, strict=True))).values()
+    assert len({(look["color"], str(look["linestyle"])) for look in looks}) == len(names)
+    again = style.looks({"a": "full", "b": "full"})
+    assert again["a"]["linestyle"] != again["b"]["linestyle"]
+
+
+def test_points_far_from_zero_are_not_cut():
+    with style.style():
+        figure = measures([inspection("full", 2, sharpness=[20.0, 21.0, 22.0, 20.5, 21.5])]).figure
+        kinds = by_kind(inspection("full", 2)).figure
+    for ax in figure.axes:
+        assert ax.get_ylim()[1] > 1.02 * max(
+            np.nanmax(line.get_ydata()) for line in ax.get_lines() if len(line.get_ydata())
+        )
+    for ax in kinds.axes:
+        points = ax.containers[0].lines[0].get_xdata()
+        assert ax.get_xlim()[0] == 0 and ax.get_xlim()[1] > 1.1 * max(points)
+
+
+def test_a_network_whose_output_has_one_source_shows_its_last_mix():
+    seen = inspection("full", 2)
+    for part in (seen.routing["sources"], seen.routing["weights"], *seen.kinds["weights"], *seen.kinds["error"]):
+        part[-1] = part[-1][:1]
+    seen.example["weights"][-1] = [[1.0] for _ in TOKENS]
+    with style.style():
+        assert "'mlp 1'" in stacked(seen).caption
+        assert "'mlp 1'" in label_sources(seen).caption
+
+
+def test_a_long_text_on_many_boundaries_fits_a_page():
+    seen = inspection("full", 20)
+    tokens = ["word\n"] * 60
+    seen.example |= {
+        "tokens": tokens,
+        "weights": [[row[i % 2] for i in range(60)] for row in seen.example["weights"]],
+    }
+    with style.style():
+        plot = token_map(seen)
+    assert plot.figure.get_figheight() < 9.5 and "the first 27 tokens" in plot.caption
+
+
+def test_captions_say_what_is_shown():
+    block, full, standard = (inspection(residual, 6) for residual in ("block", "full", "standard"))
+    with style.style():
+        assert "the reads with which blocks begin" in by_kind(block).caption
+        assert "evenly chosen" in by_kind(full).caption and "blocks" not in by_kind(full).caption
+        assert "Sharpness" in measures([full]).caption
+        assert "Sharpness" not in measures([standard]).caption

@@ -1,11 +1,19 @@
 """`attnres inspect`: tables a user can read, files, and one sentence for each mistake."""
 
+import io
 import json
+import re
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 
 from attnres import cli
+from attnres.inspect.config import InspectConfig
 from attnres.inspect.inspection import Inspection
+from attnres.inspect.tables import wide
+from attnres.studies.look import look
+from attnres.studies.removals import find_knock_out, source_and_read
 
 TEXT = "The quick brown fox jumps over a lazy dog while seven wizards box up jugs of liquid zinc."
 
@@ -56,8 +64,44 @@ def test_figures_and_files_are_written(run, folder_of, tmp_path, monkeypatch):
     prune, knocked, edges = (json.loads((out / f"{n}.json").read_text()) for n in ("prune", "knock_out", "attribution"))
     assert prune["mean"]["edges"] and prune["mean"]["difference"] != 0
     assert [row["knock_out"] for row in knocked] == ["embedding", "block1@output"]
+    following = knocked[0]["next_tokens"]
+    assert len(following) == 5 and {"token", "id", "before", "after"} == set(following[0])
     assert edges["reads"][-1] == "output"
     assert "attribution.json; figures: 1" in said and "rank correlation" in said and "weight × rms" in said
+
+    code, said, _ = run(folder_of("block"), "--text", TEXT[:40], "--out", out)
+    assert code == 0 and "from an earlier inspection: prune.json, knock_out.json, attribution.json" in said
+
+
+@pytest.mark.parametrize("given", ["embedding@attention", "EMBEDDING @ Attention"])
+def test_of_all_attention_reads_only_those_with_a_choice_lose_a_source(make_model, given):
+    model = make_model("full")
+    edit = find_knock_out(*source_and_read(given), model)
+    assert edit.reads == ["attention 1", "attention 2"]  # without it attention 0 had no input at all
+    assert find_knock_out(*source_and_read("embedding@attention_0"), model).reads == ["attention 0"]
+
+
+def test_a_folder_that_cannot_be_written_is_found_before_anything_is_computed(run, folder_of, tmp_path):
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+        code, said, err = run(folder_of("full"), "--text", TEXT, "--out", out)
+        assert (code, said) == (2, "") and "expected a folder that can be written to" in err
+
+
+def test_what_a_token_holds_in_brackets_is_no_markup(capsys):
+    table = Table()
+    table.add_row("[/INST] [bold] :smile:")
+    wide(None).print(table)
+    assert "[/INST] [bold] :smile:" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_tokens_row_is_one_line(folder_of, width):
+    printed = io.StringIO()
+    console = Console(file=printed, width=width, force_terminal=True, color_system=None)
+    found = look(InspectConfig(str(folder_of("full")), text=TEXT), console)
+    rows = printed.getvalue().split("\ntoken ")[1].splitlines()[1:][: len(found.example["tokens"])]
+    assert all(re.search(r"\.\d\d *$", row) for row in rows) and max(map(len, rows)) <= width
 
 
 def test_a_corpus_has_errors_over_documents_and_no_token_list(run, folder_of, tmp_path):
@@ -75,7 +119,7 @@ def test_a_limit_is_said(run, folder_of):
 
 def test_characters_the_tokenizer_has_never_seen_are_read(run, folder_of):
     code, out, err = run(folder_of("full"), "--text", "漢字 🦊 \udcff é")
-    assert (code, err) == (0, "") and "漢" in out
+    assert (code, err) == (0, "") and r"\xe6" in out
 
 
 def test_a_file_is_a_text(run, folder_of, tmp_path):
@@ -94,6 +138,10 @@ def test_a_file_is_a_text(run, folder_of, tmp_path):
         ("full", [], "there is no text to look at: give --text TEXT, --file FILE or --corpus SOURCE"),
         ("full", ["--text", "a b", "--file", "x"], "both --text and --file are given"),
         ("full", ["--file", "/absent.txt"], "/absent.txt cannot be read: No such file"),
+        ("full", ["--file", ""], "--file is empty"),
+        ("full", ["--corpus", ""], "--corpus is empty"),
+        ("full", ["--text", TEXT, "--out", ""], "--out is ''"),
+        ("full", ["--text", TEXT, "--knock-out", "embedding@atention"], "did you mean 'attention'?"),
         ("full", ["--file", "/"], "a folder of texts is a --corpus"),
         ("full", ["--corpus", "/absent"], "source '/absent' does not exist"),
         ("full", ["--text", TEXT, "--context", "33"], "context is 33 tokens: expected 2 to 32"),

@@ -114,6 +114,15 @@ def test_without_its_only_source_a_read_is_zero():
     assert torch.isfinite(trace.token_norms).all()
 
 
+@pytest.mark.parametrize("residual", ["standard", "denseformer", "hyper_connections"])
+def test_without_the_embedding_nothing_is_left_and_no_rounding_takes_its_place(residual):
+    model = make(residual)
+    trace = token_weights(model, KnockOut("embedding"))
+    assert trace.token_norms.max() == 0  # a sublayer of zeros without biases gives zeros, to the end
+    some = token_weights(model, KnockOut("embedding", tokens=[0]))
+    torch.testing.assert_close(some.token_norms[:, 1:, 0], token_weights(model).token_norms[:, 1:, 0])
+
+
 @pytest.mark.parametrize("residual", SOFTMAX)
 def test_uniform_and_recency(residual):
     model = make(residual)

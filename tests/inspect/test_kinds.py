@@ -30,6 +30,7 @@ CODE = [
     ("d| =| {|a|:| 1|}|;| lambda| q|:| q", "SoonolooSnon"),
     ("a| =| lambda| q|:| q|\n|else|:|\n|  | pass", "Soknon_So__S"),
     ('class| A|:|\n|   | """|It| is|.|"""|\n|   | b| =| \'x\'|  # |why', "Sno__ddddd__Solcc"),
+    ("match|:| int| =| 1|\n|match| x|:|\n|   | case| 1|:| y", "Sonol_Sno__SloS"),
     ("@|cache|\n|async| def| g|():| await| h", "Sn_SknoSn"),
     ("x| =| y| \\|\n|  | +| z|\n|w", "Son___on_S"),
     ('for| i| in| r|:|\n|\n|  |# no|te|\n|  |total|_sum| +=| f"{|i|}"', "Snkno___cc__Snolll"),

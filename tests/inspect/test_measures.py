@@ -91,8 +91,9 @@ def test_dynamics_are_the_depth_lines_of_a_run_in_order_of_steps():
     lines = [
         {"kind": "train", "step": 1, "loss": 2.0},
         {"kind": "depth", "step": 10, "output_rms": [1.0], "grad_rms": [0.1], "entropy": [0.0, 1.0]},
-        {"kind": "depth", "step": 5, "output_rms": [2.0], "grad_rms": [0.2]},
-        {"kind": "depth", "step": 10, "output_rms": [3.0], "grad_rms": [0.3], "entropy": [0.0, 1.0]},
+        {"kind": "depth", "step": 5, "output_rms": [2.0], "grad_rms": [0.2], "mix": [[1.0], [0.5, 0.5]]},
+        {"kind": "depth", "step": 10, "output_rms": [3.0], "grad_rms": [0.3], "mix": [[1.0], [0.2, 0.8]]},
     ]
+    # rows of different lengths for each read are no curves
     assert measures.dynamics(lines) == {"steps": [5, 10], "output_rms": [[2.0], [3.0]], "grad_rms": [[0.2], [0.3]]}
     assert measures.dynamics(lines[:1]) is None

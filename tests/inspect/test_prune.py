@@ -100,3 +100,9 @@ def test_residuals_that_learn_no_weights_have_nothing_to_prune(make_model, token
 def test_thresholds_that_cannot_be_are_refused(model, tokenizer, documents, threshold):
     with pytest.raises(UserError, match="expected a weight between 0 and 1"):
         prune_report(look(model, tokenizer, documents), threshold)
+
+
+def test_a_null_source_is_no_edge_since_nothing_is_loaded_for_it(make_model, tokenizer, documents):
+    report = prune_report(look(make_model("full", scale=0.1, null_source=True), tokenizer, documents), threshold=0.9)
+    assert len(report.edges) == 2 + 3 + 4 + 5 + 6 + 7
+    assert "null" not in [use.source for use in report.sources]

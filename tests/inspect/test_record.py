@@ -102,6 +102,38 @@ def test_source_names_follow_the_blocks():
     assert trace.routing["sources"][6] == ["embedding", "block 1", "block 2"]
 
 
+def test_gradients_are_means_over_the_tokens_that_have_them():
+    model = make("block", block_size=2)
+    with record(model) as plain:
+        forward(model).square().mean().backward()
+    with record(model) as trace:
+        with torch.no_grad():
+            forward(model)
+        forward(model).square().mean().backward()
+    assert trace.tokens == 2 * plain.tokens
+    assert trace.grad_rms == pytest.approx(plain.grad_rms, rel=1e-5)
+
+
+@pytest.mark.parametrize("residual", ["block", "standard"])
+def test_a_model_in_double_precision_is_recorded(residual):
+    with record(model := make(residual)) as single:
+        forward(model)
+    with record(model.double()) as double:
+        forward(model)
+    assert double.input_rms == pytest.approx(single.input_rms, rel=1e-4)
+    assert double.entropy == pytest.approx(single.entropy, rel=1e-4)
+
+
+def test_what_is_compiled_runs_uncompiled_while_it_is_recorded():
+    graphs = []
+    compiled = torch.compile(lambda x: x + 1, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    with record(make("standard")):
+        compiled(torch.ones(1))
+    assert not graphs
+    compiled(torch.ones(1))
+    assert len(graphs) == 1
+
+
 def test_means_run_over_everything_recorded():
     model = make("full")
     ids = torch.randint(0, 50, (4, 9), generator=torch.Generator().manual_seed(3))
@@ -231,6 +263,10 @@ def test_labels_that_do_not_fit_are_refused():
             trace.label(torch.full((2, 9), 2))
         trace.label(torch.zeros(2, 4, dtype=torch.long))
         with pytest.raises(UserError, match="labels for 8 of the pass's 18"):
+            forward(model)
+        trace.label(torch.zeros(2, 9, dtype=torch.long))
+        forward(model)
+        with pytest.raises(UserError, match="labels for none"):  # the last pass's are not used again
             forward(model)
 
 

@@ -49,7 +49,7 @@ def invented(residual: str, seed: int, layers: int = 3) -> Inspection:
         sharpness=[None, *rng.uniform(1, 3, count - 1).tolist()] if weighs else None,
         query_cosine=np.eye(count).tolist() if weighs else None,
         query_pca=None,
-        gates=None,
+        gates={"recency_bias": [0.1] * count} if residual == "block" else None,
         output_rms=[0.1 + seed] * (count - 1),
         input_rms=[0.1] * count,
         source_rms=[[0.5 + i for i in range(len(row))] if weighs else [] for row in sources],
@@ -92,12 +92,35 @@ def test_the_page_has_a_section_for_everything_inside(inspected: Path) -> None:
     assert len(identifiers) == len(set(identifiers))
 
 
+def test_what_is_a_mean_over_seeds_says_so(inspected: Path) -> None:
+    with style.style():
+        plots = {plot.name: plot for part in parts(load_study(inspected)) for plot in part.every}
+    for name in ("compare-mixing", "source-norms"):
+        assert plots[name].caption.endswith("Mean over seeds 0 and 1.")
+    assert plots["kinds-block"].caption.endswith("Seed 0.")
+    tops = {ax.get_ylim() for ax in plots["source-norms"].figure.axes}
+    assert len(tops) == 1  # one scale for all variants
+
+
+def test_cells_without_a_value_are_no_paths_in_the_page(inspected: Path) -> None:
+    with style.style():
+        (plot,) = parts(load_study(inspected))[0].plots
+        svg = style.to_svg(plot.figure, plot.name, "mixing")
+    count = len(invented("full", 0).reads)
+    cells = re.findall(r"<g id=\"compare-mixing-QuadMesh_.*?</g>", svg, flags=re.DOTALL)
+    drawn = sum(cell.count("<path") for cell in cells)
+    assert drawn >= 3 * count * (count + 1) // 2 > drawn - 260  # three triangles and the colour bar
+    assert not re.search(r' d="[^"]*\.\d{3}', svg)
+
+
 def test_every_figure_inside_has_a_file_of_its_own(inspected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     study = load_study(inspected)
     with style.style():
         names = [plot.name for part in parts(study) for plot in part.every]
     assert len(names) == len(set(names))
-    assert {"compare-mixing", "effective-sources", "source-norms", "kinds-block", "queries-full"} <= set(names)
+    assert {"compare-mixing", "effective-sources", "source-norms", "kinds-block", "queries-full", "gates-block"} <= set(
+        names
+    )
     monkeypatch.setattr(style, "save", lambda figure, path: None)  # drawing them all takes long
     monkeypatch.setattr(style, "to_svg", lambda *_: "")
     written = {path.name for path in write_report(study, inspected, images="svg")}

@@ -97,6 +97,15 @@ def test_a_backslash_in_a_label_stays_one(tmp_path):
     assert r"block\g&lt;1&gt;\1: reads before attention" in page_of(tmp_path)
 
 
+def test_a_dollar_in_a_label_begins_no_formula(tmp_path):
+    write_run(tmp_path, "standard", layers=2)
+    write_run(tmp_path, "block", label=r"$\oops{$", layers=2)
+    text = page_of(tmp_path)
+    body = text[text.index("<svg") :]
+    # Losses, difference over training and at the end, magnitudes, training by depth.
+    assert body.count(r">$\oops{$</text>") == 2 + 2 + 3 + 1
+
+
 def test_the_page_claims_equal_conditions_only_where_they_are(tmp_path):
     equal = "the same initial shared weights, the same batches in the same order"
     assert equal in page_of(write_study(tmp_path / "equal", layers=2))
@@ -113,6 +122,24 @@ def test_the_page_claims_equal_conditions_only_where_they_are(tmp_path):
     write_run(folder, "block", 1, layers=2)
     path.write_text(path.read_text().replace("muon", "adamw"))
     assert "same initial" not in page_of(folder)  # one variant has a seed that the other has not
+
+
+def test_a_page_of_one_variant_compares_with_nothing(tmp_path):
+    write_run(tmp_path, "full", layers=2)
+    text = page_of(tmp_path)
+    assert "for every variant" not in text
+    assert "Loss on the training batches: an exponential mean" in text
+
+
+def test_the_configuration_tells_seeds_apart_and_the_environment_has_its_ends_in_order(tmp_path):
+    for seed, threads in enumerate((16, 2, 4)):
+        folder = write_run(tmp_path, "full", seed, steps=200, layers=2)
+        path = folder / "config.json"
+        path.write_text(path.read_text().replace('"batch_size": 8', f'"batch_size": {8 + seed % 2}'))
+        (folder / "environment.json").write_text(f'{{"threads": {threads}}}')
+    text = page_of(tmp_path)
+    assert '<th scope="row">batch_size</th><td>8, 9</td>' in text
+    assert '<th scope="row">threads</th><td>2 … 16</td>' in text
 
 
 def test_runs_without_routing_have_no_heatmap(tmp_path):
@@ -196,6 +223,8 @@ def test_magnitudes_have_a_point_for_every_sublayer(tmp_path):
         plots = {plot.name: plot for plot in depth_plots(study)}
     assert len(lines_of(plots["output-rms"])["block"].get_xdata()) == 12
     assert len(lines_of(plots["input-rms"])["block"].get_xdata()) == 13
+    last = plots["input-rms"].figure.axes[0].get_lines()[-1]
+    assert (last.get_marker(), last.get_xdata().tolist()) == ("D", [12])  # the output is no attention
     assert plots["grad-rms"].figure.axes[0].get_yscale() == "log"
 
 

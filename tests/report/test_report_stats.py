@@ -11,9 +11,11 @@ from rich.console import Console
 from synthetic import write_run, write_study
 
 from attnres.report import load_study
-from attnres.report.stats import paired, paired_curve, standard_error, strongest_baseline, t_975
-from attnres.report.table import build_table, memory, number, print_table, to_csv, with_error
+from attnres.report.page import write_report
+from attnres.report.stats import paired, paired_curve, strongest_baseline, t_975
+from attnres.report.table import build_table, cells, memory, number, print_table, to_csv, with_error
 from attnres.report.verdict import verdict
+from attnres.train.validate import standard_error
 
 
 def both(folder):
@@ -166,6 +168,36 @@ def test_an_unfinished_run_is_paired_at_the_last_common_step_and_claims_nothing(
     assert any("block at step 430 of 1,000" in note for note in table.notes)
 
 
+def test_a_seed_on_its_way_leaves_the_finished_ones_as_they_are(tmp_path):
+    for residual in ("standard", "block"):
+        for seed in (0, 1):
+            write_run(tmp_path, residual, seed)
+    _, before = both(tmp_path)
+    write_run(tmp_path, "standard", 2)
+    write_run(tmp_path, "block", 2, stop=100)
+    study, table = both(tmp_path)
+    row, was = table.row("block"), before.row("block")
+    assert row.paired is not None and was.paired is not None
+    assert (row.loss, row.paired.mean, row.paired.step) == (was.loss, was.paired.mean, 1000)
+    assert len(paired_curve(study, "block", "standard")) == 10
+    assert not row.complete and "beats" not in verdict(study, table)
+    assert "Unfinished, so preliminary: block (2 of 3 seeds finished, whose numbers these are)." in table.notes
+
+
+def test_a_loss_that_is_no_number_is_shown_as_unknown(tmp_path):
+    write_run(tmp_path, "standard")
+    folder = write_run(tmp_path, "block", stop=200)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    spoilt = [line | ({"loss": math.nan} if line["step"] > 100 and "loss" in line else {}) for line in lines]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in spoilt))
+    np.save(folder / "val" / "000200.npy", np.full(64, math.nan))
+    study, table = both(tmp_path)
+    row = table.row("block")
+    assert cells(table, row)[1:4] == ("–", "–", "–")
+    assert row.paired is not None and not row.paired.decided
+    write_report(study, tmp_path)
+
+
 # ------------------------------------------------------------------ verdict
 
 
@@ -267,6 +299,15 @@ def test_the_better_of_two_is_the_one_that_pairs_better(tmp_path):
     assert "block is ahead of full by 0." in text
 
 
+def test_an_interval_has_the_digits_of_its_error(tmp_path):
+    for residual, gain in (("standard", 0.0), ("block", -0.00004)):
+        write_run(tmp_path, residual, gain=gain, noise=0.001)
+        path = tmp_path / f"{residual}-seed0" / "val" / "001000.npy"
+        np.save(path, np.load(path) - np.load(path).mean() + 4 + gain)
+    text = verdict(*both(tmp_path))
+    assert text.startswith("block (0.0000; 95 %: −0.00") and "is within its error of standard" in text
+
+
 def test_a_single_window_decides_nothing(tmp_path):
     write_study(tmp_path, ("standard", "block"), windows=1)
     study, table = both(tmp_path)
@@ -303,8 +344,10 @@ def test_without_an_interleaved_timing_the_ratio_says_so(tmp_path):
 def test_the_footer_says_which_error_it_is(tmp_path):
     one = both(write_study(tmp_path / "one"))[1].notes
     three = both(write_study(tmp_path / "three", seeds=3, noise=0.0001))[1].notes
-    assert "over windows; it does not include what other seeds would change" in one[0]
-    assert "over 3 seeds; 95 % intervals by Student's t" in three[0]
+    assert one[0].startswith("Held-out loss: ± is its standard error over windows, some of it common")
+    assert "over windows; it does not include what other seeds would change" in one[1]
+    assert three[0].startswith("Held-out loss: ± is its standard error over seeds, some of it common")
+    assert "over 3 seeds; 95 % intervals by Student's t" in three[1]
 
 
 def test_csv_has_a_line_a_variant_and_plain_numbers(tmp_path):
@@ -337,9 +380,18 @@ def test_the_terminal_table_fits_eighty_columns(tmp_path):
     assert "−0.1" in out.getvalue()
 
 
+def test_a_loss_beyond_all_bounds_has_a_row(tmp_path):
+    path = write_run(tmp_path, "standard") / "summary.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"val_loss": 1e4}))
+    _, table = both(tmp_path)
+    assert cells(table, table.rows[0])[2] == "1.01e+304"
+
+
 def test_numbers_are_formatted_for_reading():
     assert number(-0.1162, signed=True) == "−0.116"
     assert number(-0.0001, signed=True) == "0.000"
     assert number(math.nan) == "–"
     assert with_error(-0.01234, 0.0004, signed=True) == "−0.0123 ± 0.0004"
+    assert with_error(-0.00012, 0.00003, signed=True) == "−0.00012 ± 0.00003"
+    assert with_error(0.5, math.nan) == "0.500"
     assert (memory(1.234e9), memory(5e7)) == ("1.23 GB", "50 MB")

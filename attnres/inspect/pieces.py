@@ -1,0 +1,51 @@
+"""What a token says, in letters."""
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from transformers import PreTrainedTokenizerBase
+
+
+def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
+    r"""What a token says on its own; bytes that are no whole character as \xc3."""
+    said = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+    if "\ufffd" not in said:
+        return said
+    data = bytes_of(str(tokenizer.convert_ids_to_tokens(token)))
+    return said if data is None else data.decode(errors="backslashreplace")
+
+
+def pieces(
+    tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str, offsets: "Sequence[tuple[int, int]]"
+) -> list[str]:
+    """What each token of `text` says: the characters at its offsets, which keep the spaces that some tokenizers drop,
+    or `piece` where they are not its own, as with tokens that share a character."""
+    own = list(offsets[: len(ids)]) or [(0, 0)] * len(ids)
+    spans = [(0, 0), *own, (len(text), len(text))]
+    alone = [
+        before[1] <= start < end <= after[0]
+        for before, (start, end), after in zip(spans, spans[1:], spans[2:], strict=False)
+    ]
+    return [
+        text[start:end] if whole else piece(tokenizer, token)
+        for token, (start, end), whole in zip(ids, own, alone, strict=True)
+    ]
+
+
+def spelled(said: str) -> str:
+    r"""What a token says on one line: \n for a line's end, \\ for a backslash, \xc3 for a byte of a character."""
+    return repr(said)[1:-1].replace(r"\\x", r"\x")
+
+
+def bytes_of(token: str) -> bytes | None:
+    """Of a token's own spelling: "<0xC3>", or one letter a byte as byte-level BPE writes it, which keeps the printable
+    ones of Latin-1 and counts the others on from 256 (Radford et al. 2019); None for another spelling."""
+    if re.fullmatch("<0x[0-9A-F]{2}>", token):
+        return bytes.fromhex(token[3:5])
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    order = kept + [byte for byte in range(256) if byte not in kept]
+    letters = {chr(byte if i < len(kept) else 256 + i - len(kept)): byte for i, byte in enumerate(order)}
+    return bytes(letters[c] for c in token) if set(token) <= letters.keys() else None

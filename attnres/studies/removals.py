@@ -1,0 +1,192 @@
+"""What a model is without some of its sources, as tables and records: knock-outs, attribution, pruning."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ..errors import UserError, unknown
+from ..evals.subject import Subject
+from ..inspect.attribution import Attribution, attribute
+from ..inspect.config import InspectConfig
+from ..inspect.edits import KnockOut
+from ..inspect.effects import effect
+from ..inspect.intervene import intervene, source_names
+from ..inspect.pieces import piece, spelled
+from ..inspect.prune import PruneReport
+from ..inspect.record import read_names
+from ..inspect.survey import Survey, encode, front, loss_change
+from ..inspect.tables import number, say
+from ..progress import counting
+
+EDGES = 12
+"""Edges that an attribution names."""
+
+
+def source_and_read(given: str) -> tuple[str, str | None]:
+    """What SOURCE or SOURCE@READ names. Raises UserError."""
+    source, at, where = given.partition("@")
+    if not source.strip() or (at and not where.strip()):
+        raise UserError(f"--knock-out is '{given}': expected SOURCE or SOURCE@READ, such as embedding@mlp3")
+    return _spaced(source), _spaced(where) if at else None
+
+
+def find_knock_out(source: str, where: str | None, model: Any) -> KnockOut:
+    """At one read; or, of all reads, or of those before attention or before the MLP, at those with a choice.
+
+    Raises:
+        UserError: no such read, or none of them has the source.
+    """
+    rows = source_names(model)
+    names = read_names(len(rows) - 1)
+    reads = names if where is None else [name for name in names if where in (name, name.split()[0])]
+    if not reads:
+        raise unknown("read", str(where), [*names, "attention", "mlp"])
+    if reads != [where]:  # a read without its only source has no input at all
+        sources = dict(zip(names, rows, strict=True))
+        reads = [name for name in reads if source in sources[name] and len(sources[name]) > 1] or reads
+    edit = KnockOut(source, reads=reads)
+    with intervene(model, edit):  # says what is wrong with it
+        return edit
+
+
+def _spaced(name: str) -> str:
+    """ "mlp3", "mlp_3", "mlp-3" and "MLP 3" as "mlp 3"."""
+    return re.sub(r"^([a-z]+)[ _-]*(\d+)$", r"\1 \2", name.strip().lower())
+
+
+def knock_out_table(
+    knock_outs: list[tuple[str, KnockOut]], plain: Survey, again: Callable[..., Survey], console: Console
+) -> list[dict[str, Any]]:
+    """Table and record of what the loss is without each source."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("without")
+    for title in ("loss", "change"):
+        table.add_column(title, justify="right")
+    table.add_row("–", number(float(plain.loss.mean[0]), 3), "")
+    rows = []
+    for given, edit in knock_outs:
+        record, change = _change(plain, again(f"without {given}", edit))
+        rows.append({"knock_out": given, **record})
+        table.add_row(given, number(record["loss_after"], 3), change)
+    console.print()
+    console.print(table)
+    say(console, "each alone, in nats per token" + ("" if plain.documents < 2 else "; ± standard error over documents"))
+    return rows
+
+
+def _change(plain: Survey, after: Survey) -> tuple[dict[str, Any], str]:
+    """Record and text of how the loss changed, with its error where there are several documents."""
+    change = loss_change(plain, after)
+    value, error = float(change.mean[0]), float(change.error[0])
+    known = error == error
+    record = {
+        "loss_before": float(plain.loss.mean[0]),
+        "loss_after": float(after.loss.mean[0]),
+        "difference": value,
+        "error": error if known else None,
+        "documents": change.documents,
+        "tokens": change.tokens,
+    }
+    return record, number(value, 4, sign=True) + (f" ± {number(error, 4)}" if known else "")
+
+
+def next_token_table(
+    subject: Subject, model: Any, text: str, context: int, knock_outs: list[tuple[str, KnockOut]], console: Console
+) -> list[list[dict[str, Any]]]:
+    """Table and records of what comes next after the text, with and without each source."""
+    ids = last_window(subject, text, context)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("without")
+    table.add_column("likeliest after the text")
+    for title in ("p before", "p after"):
+        table.add_column(title, justify="right")
+    before, records = None, []
+    for given, edit in knock_outs:
+        found = effect(model, ids, edit, top=5, before=before)
+        before = found.before
+        records.append([{"token": piece(subject.tokenizer, part["id"]), **part} for part in found.top])
+        for place, part in enumerate(found.top):
+            cells = (_word(subject, part["id"]), number(part["before"], 3), number(part["after"], 3))
+            table.add_row("" if place else given, *cells)
+    console.print()
+    console.print(table)
+    return records
+
+
+def attribution_table(
+    subject: Subject, model: Any, ids: list[int], config: InspectConfig, console: Console
+) -> Attribution:
+    edges = sum(map(len, source_names(model)))
+    with counting("without each edge", edges, "edges", shown=config.progress) as on_edges:
+        found = attribute(model, ids, batch_size=max(1, config.batch_tokens // len(ids)), progress=on_edges)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("edge")
+    for title in ("without it", "by gradient"):
+        table.add_column(title, justify="right")
+    for edge in found.top(EDGES):
+        cells = [number(edge.knockout, 3, sign=True), number(edge.gradient, 3, sign=True)]
+        table.add_row(f"{edge.read} ← {edge.source}", *cells)
+    console.print()
+    say(console, f"after the text: {_word(subject, found.target)}, ln p = {number(found.log_probability, 3)}")
+    console.print(table)
+    agreement = found.agreement
+    say(
+        console,
+        f"change of ln p in nats, of {agreement.edges} edges; the two ways agree: rank correlation "
+        f"{number(agreement.spearman)}, {agreement.overlap:.0%} of the {agreement.top} largest in common",
+    )
+    return found
+
+
+def last_window(subject: Subject, text: str, context: int) -> list[int]:
+    """The text's end, as much as the model takes."""
+    before = front(subject.tokenizer)
+    return [*before, *encode(subject.tokenizer, text).ids[-(context - len(before)) :].tolist()]
+
+
+def _word(subject: Subject, token: int) -> str:
+    return f"'{spelled(piece(subject.tokenizer, token))}'"
+
+
+def prune_table(report: PruneReport, plain: Survey, again: Callable[..., Survey], console: Console) -> dict[str, Any]:
+    """Table and record of what hardly any weight goes through, and the loss without it."""
+    record = report.record()
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(f"share of the read\nbelow {report.threshold:g}", no_wrap=True)
+    for title in ("edges", "of the\ntraffic", "of the\nweight", "loss\nwithout", "change"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for which, title in (
+        ("mean", "weight, on average"),
+        ("high", "weight, for 99% of tokens"),
+        ("part", "weight × rms of the source"),
+    ):
+        edges = report.below(which)
+        cells = [f"{len(edges)} of {len(report.edges)}", f"{report.traffic(which):.1%}", f"{report.weight(which):.1%}"]
+        if edges:
+            of_loss, change = _change(plain, again(f"without what is below by {title}", *report.edits(which)))
+            record[which] |= of_loss
+            cells += [number(of_loss["loss_after"], 3), change]
+        else:
+            cells += ["", ""]
+        table.add_row(title, *cells)
+    console.print()
+    console.print(table)
+    edges = [f"{edge.read} ← {edge.source} {number(edge.part, 3)}" for edge in report.below("part")]
+    if edges:
+        more = f", {len(edges) - EDGES} more" if len(edges) > EDGES else ""
+        say(console, f"least of a read by weight × rms: {', '.join(edges[:EDGES])}{more}")
+    sources = Table(box=None, pad_edge=False, header_style="bold")
+    sources.add_column("source")
+    titles = ("weight", "weight × rms", "below by weight", "for 99% of tokens", "by weight × rms")
+    for title in ("reads that have it", *titles):
+        sources.add_column(title, justify="right")
+    for use in report.sources:
+        counts = (use.below_mean, use.below_high, use.below_part)
+        sources.add_row(use.source, str(use.reads), number(use.mean, 3), number(use.part, 3), *map(str, counts))
+    console.print()
+    console.print(sources)
+    say(console, "traffic: the vectors that reads with a choice load, one a token and edge; the model is unchanged")
+    return record

@@ -1,0 +1,115 @@
+"""`attnres figures`: models, files and runs to figures and captions, and one sentence for each mistake."""
+
+import json
+
+import pytest
+
+from attnres import cli
+from attnres.figures import patterns as drawings
+from attnres.figures.dynamics import Curves, over_steps
+from attnres.figures.write import Drawn
+from attnres.inspect.inspection import Inspection, inspect_model
+from attnres.studies import draw
+
+TEXT = "The quick brown fox jumps over a lazy dog while seven wizards box up jugs of liquid zinc."
+STEPS = {"steps": [10, 20], "output_rms": [[1.0] * 6, [2.0] * 6]}
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """(exit status, stdout, stderr) of attnres figures, which here draws few figures of a model, as SVG."""
+
+    def draw_model(seen):
+        drawn = Drawn()
+        drawn.add("patterns", lambda: drawings.patterns(seen))
+        drawn.add("prompts", lambda: drawings.by_prompt(seen))
+        if seen.dynamics:
+            drawn.add("dynamics-steps", lambda: over_steps([Curves("own", "block", [], seen.dynamics)]))
+        return drawn
+
+    monkeypatch.setattr(draw, "draw_model", draw_model)
+
+    def run(*arguments):
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main(["figures", *map(str, arguments), "--no-progress", "--formats", "svg"])
+        except SystemExit as left:
+            code = left.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, make_model, tokenizer, documents):
+    """The file of an inspection without prompts."""
+    path = tmp_path_factory.mktemp("saved") / "inspection.json"
+    inspect_model(make_model(), tokenizer, documents, context=20, prompts=False, name="saved").save(path)
+    return path
+
+
+def test_a_model_and_a_file_are_drawn_and_set_side_by_side(run, folder_of, saved, tmp_path):
+    code, out, err = run(folder_of("block"), saved, tmp_path / "out", "--text", TEXT)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "block: patterns, prompts"
+    assert lines[1:3] == ["saved: patterns", "  without prompts: the inspection has no weights by prompt category"]
+    assert lines[3] == "side by side: compare-mixing, compare-depth, compare-magnitudes"
+    assert lines[4].startswith("9 files in")
+    found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")}
+    assert found >= {
+        "captions.md",
+        "block/captions.md",
+        "block/patterns.svg",
+        "saved/patterns.svg",
+        "compare-depth.svg",
+    }
+    assert "**patterns. saved: where reads come from.**" in (tmp_path / "out/saved/captions.md").read_text()
+
+
+def test_a_run_has_its_dynamics_once(run, saved, tmp_path, monkeypatch):
+    folder = tmp_path / "block-seed0"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model": {"residual": "block"}, "seed": 0}))
+    depth = [{"kind": "depth", "step": step, "output_rms": STEPS["output_rms"][i]} for i, step in enumerate((10, 20))]
+    losses = [{"kind": "val", "step": step, "loss": 1.0} for step in (10, 20)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*depth, *losses]))
+
+    def seen(name, options):
+        found = Inspection.load(saved)
+        found.dynamics = STEPS
+        return found
+
+    monkeypatch.setattr(draw, "_inspection", seen)
+    code, out, err = run(folder, tmp_path / "out")
+    assert (code, err) == (0, "")
+    assert out.splitlines()[0] == "saved: patterns, dynamics, dynamics-steps"
+    names = ["captions.md", "dynamics-steps.svg", "dynamics.svg", "patterns.svg"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names, "all in one folder"
+
+
+def test_a_mistake_is_one_sentence_and_writes_nothing(run, saved, folder_of, tmp_path):
+    empty, old, broken = tmp_path / "empty", tmp_path / "old.json", tmp_path / "broken.json"
+    empty.mkdir()
+    old.write_text(json.dumps(json.loads(saved.read_text()) | {"format": 0}))
+    broken.write_text(saved.read_text()[:100])
+    out = tmp_path / "out"
+    mistakes = [
+        ([], "expected attnres figures MODEL [MORE ...] OUT"),
+        ([saved], "expected attnres figures MODEL [MORE ...] OUT"),
+        ([empty, out], "holds no runs"),
+        ([tmp_path / "none.json", out], "cannot read"),
+        ([old, out], "is no inspection of format 1"),
+        ([broken, out], "is not valid JSON"),
+        ([saved, old], "the last argument is the folder to write figures into, found the file"),
+        ([saved, tmp_path / "new.json"], "the last argument is the folder to write figures into"),
+        ([saved, folder_of("block")], "the last argument is the folder to write figures into, found the model or runs"),
+        ([saved, old / "figures"], "choose a folder that this user may write"),
+    ]
+    for arguments, message in mistakes:
+        code, said, err = run(*arguments)
+        assert (code, said) == (2, ""), arguments
+        assert message in err and err.count("\n") == 1, err
+    assert not out.exists()
