@@ -32,11 +32,18 @@ def free_port():
         return probe.getsockname()[1]
 
 
+# Ctrl-C is what ends it, also where the tests run in a shell's background, whose children ignore it.
+ATTNRES = (
+    "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    "runpy.run_module('attnres', run_name='__main__')"
+)
+
+
 @pytest.fixture(scope="module")
 def address(folders, tmp_path_factory):
     """The explorer of two models, as a process of its own."""
     port, log = free_port(), tmp_path_factory.mktemp("server") / "log"
-    command = [sys.executable, "-m", "attnres", "app", str(folders["block"]), str(folders["full"]), "--port", str(port)]
+    command = [sys.executable, "-c", ATTNRES, "app", str(folders["block"]), str(folders["full"]), "--port", str(port)]
     with log.open("wb") as out:
         server = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"}

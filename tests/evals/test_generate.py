@@ -10,6 +10,7 @@ from attnres.evals.config import GenerateConfig
 from attnres.evals.generate import Speaker, generate, open_speaker, speak
 from attnres.evals.speed import beside
 from attnres.inspect import record
+from attnres.inspect.pieces import piece
 
 PROMPT = "the quick brown fox"
 
@@ -121,7 +122,7 @@ def test_depth_is_what_the_predicting_pass_read(speakers, name):
             logits = speaker.model(input_ids=ids, use_cache=False).logits[0, -1]
         speaker.model.residual.observer = None
         assert depth.token == logits.argmax()
-        assert depth.text == speaker.tokenizer.decode([depth.token])
+        assert depth.text == piece(speaker.tokenizer, depth.token)
         assert dict(depth.output) == pytest.approx(rows[-1], abs=1e-5)
         weights = [weight for _, weight in depth.output]
         assert weights == sorted(weights, reverse=True)
