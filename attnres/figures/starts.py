@@ -57,6 +57,7 @@ def _panel(ax: Any, variant: Mapping[str, Any]) -> None:
             depth, mean, error, fmt=mark, color=colour, markersize=2.4, elinewidth=0.8, linewidth=0, label=words
         )
     depth_axis(ax, len(variant["reads"]), reads=True)
+    ax.set_xlim(-1, len(variant["reads"]))
 
 
 def _numbers(values: Sequence[float | None], unknown: float = math.nan) -> np.ndarray:
