@@ -12,12 +12,15 @@ from torch import Tensor, nn
 
 from ..errors import UserError
 from ..files import write_json
+from ..ops import compute_dtype
 from ..residuals import Residual
 from .edits import KnockOut
 from .effects import evaluating, prompt_ids
 from .intervene import Watch, intervene
 from .record import find_residual, read_names
 
+ALONG = 0.02
+"""Part of a gradient along a read above which what follows sees the read's length; a norm leaves rounding and eps."""
 TOP = 10
 """Edges whose overlap between both methods is reported."""
 
@@ -109,11 +112,13 @@ def attribute(
     Removing is `KnockOut`: the other weights of a softmax are renormalised. *Knock-out* runs copies of the text, each
     with its own edge removed. *Gradient* is the first-order estimate of the same,
 
-        d(l, i) = sum_t < dL/dh_l,t , h'_l,t - h_l,t > = sum_t sum_j (p'_j - p_j) dL/dp_l,j,t,    L = ln p(target),
+        d(l, i) = sum_t < dL/dh_l,t , s_t h'_l,t - h_l,t > = sum_t sum_j (s_t p'_j - p_j) dL/dp_l,j,t,
+        L = ln p(target),    s_t = rms(h_l,t) / rms(h'_l,t)
 
-    for all edges from one backward pass, h' and p' the edited read and weights. It cannot see what saturates, nor the
-    removal of a read's only source (the norm after the read hides its length), and it overshoots where a source has
-    nearly all the weight of a softmax: renormalising then multiplies the others by much.
+    for all edges from one backward pass, h' and p' the edited read and weights. A norm after the read hides its length,
+    so h' is first brought to the length of h; s_t is one where the gradient has a part along h, as without such a norm
+    (the boundary layout, gates). The estimate cannot see what saturates, nor the removal of a read's only source, and
+    says little of a source that has nearly all the weight: without it the read is another vector altogether.
 
     Args:
         input_ids: (T,) or (1, T); tokens after `position` play no part.
@@ -192,13 +197,15 @@ def _as_rows(values: Sequence[float], sources: Sequence[Sequence[str]]) -> list[
 
 
 class _Probe(Watch):
-    """Adds zero to all weights, whose gradients are then those of the weights: dL/dp_i = <dL/dh, v_i>."""
+    """Adds zero to all weights, whose gradients are then those of the weights: dL/dp_i = <dL/dh, v_i>. As an observer
+    it keeps the inner products of each read's sources, from which the lengths of all edited reads follow."""
 
     def __init__(self, residual: Residual) -> None:
         super().__init__(residual)
         self.sources: list[list[str]] = []
         self.weights: list[Tensor] = []
         self.zeros: list[Tensor] = []
+        self.products: list[Tensor] = []
         self.grads: Sequence[Tensor] = ()
 
     def edit(self, index: int, weights: Tensor, sources: Sequence[str]) -> Tensor:
@@ -208,12 +215,35 @@ class _Probe(Watch):
         self.zeros.append(zeros)
         return weights + zeros
 
+    def on_read(
+        self, index: int, h: Tensor, weights: Tensor | None, sources: Sequence[str], values: Sequence[Tensor]
+    ) -> None:
+        dtype = compute_dtype(h.dtype)
+        stacked = torch.stack([value.detach().to(dtype).flatten(0, -2) for value in values or self.outputs], 1)
+        self.products.append(stacked @ stacked.mT)
+
+    def lengthless(self, index: int) -> bool:
+        """Whether the gradient has no part along the read: what follows does not see its length."""
+        weights, grad, products = self.weights[index], self.grads[index], self.products[index]
+        lengths = products.diagonal(dim1=1, dim2=2).sqrt()
+        steepest = (grad.abs() / lengths.clamp_min(1e-30)).amax(-1)  # at most |dL/dh|
+        along = (grad * weights).sum(-1).abs()
+        return bool(along.sum() <= ALONG * (steepest * _lengths(weights, products)).sum())
+
     def estimate(self, index: int, source: str, everywhere: bool) -> float:
         """d(l, i) of one edge, from one text's weights and their gradients (T, n)."""
         weights, grad = self.weights[index], self.grads[index]
         edited = KnockOut(source).rewrite(weights, self.sources[index], 0, self.residual.weighs)
-        products = ((edited - weights) * grad).sum(-1, dtype=torch.float64)
-        return (products.sum() if everywhere else products[-1]).item()
+        if self.lengthless(index):
+            products = self.products[index]
+            edited = edited * (_lengths(weights, products) / _lengths(edited, products).clamp_min(1e-30))[:, None]
+        change = ((edited - weights) * grad).sum(-1, dtype=torch.float64)
+        return (change.sum() if everywhere else change[-1]).item()
+
+
+def _lengths(weights: Tensor, products: Tensor) -> Tensor:
+    """(T,) |sum_i p_i v_i| from weights (T, n) and inner products (T, n, n)."""
+    return torch.einsum("ti,tij,tj->t", weights, products.to(weights), weights).clamp_min(0).sqrt()
 
 
 def _backward(model: nn.Module, residual: Residual, ids: Tensor, target: int | None) -> tuple[_Probe, float, int]:
@@ -221,6 +251,7 @@ def _backward(model: nn.Module, residual: Residual, ids: Tensor, target: int | N
     if residual.editor is not None:
         raise UserError("this model is being edited: leave the `intervene` block before asking for attributions")
     probe = residual.editor = _Probe(residual)
+    observer, residual.observer = residual.observer, probe
     try:
         with torch.enable_grad():
             log_probs = _last_log_probs(model, ids)[0]
@@ -231,7 +262,7 @@ def _backward(model: nn.Module, residual: Residual, ids: Tensor, target: int | N
             grads = torch.autograd.grad(log_probs[target], probe.zeros, allow_unused=True, materialize_grads=True)
             probe.grads = grads
     finally:
-        residual.editor = None
+        residual.editor, residual.observer = None, observer
     return probe, log_probs[target].item(), target
 
 

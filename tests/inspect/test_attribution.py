@@ -12,6 +12,7 @@ from attnres import UserError
 from attnres.inspect.attribution import agreement, attribute, spearman
 from attnres.inspect.edits import Edit, KnockOut
 from attnres.inspect.intervene import intervene, source_names
+from attnres.inspect.record import record
 from attnres.models import build
 
 LAYOUTS = ["block", "full", "cumulative", "boundary", "standard", "rescaled", "denseformer", "hyper_connections"]
@@ -39,17 +40,25 @@ def log_probability(model, ids, target, *edits):
 
 @dataclass(frozen=True, eq=False)
 class Part(Edit):
-    """A share of a knock-out: p + share (p' - p)."""
+    """A share of a knock-out, the edited read at a length that is given: p + share (scale p' - p), scale (T, 1)."""
 
     whole: KnockOut
     share: float
+    scale: torch.Tensor
 
     @property
     def of_reads(self):
         return self.whole.reads
 
     def rewrite(self, weights, sources, place, softmax):
-        return weights + self.share * (self.whole.rewrite(weights, sources, place, softmax) - weights)
+        return weights + self.share * (self.scale * self.whole.rewrite(weights, sources, place, softmax) - weights)
+
+
+def lengths(model, ids, index, *edits):
+    """(T,) of the read `index`."""
+    with intervene(model, *edits), record(model, tokens=True) as trace, torch.no_grad():
+        model(input_ids=ids[None], use_cache=False)
+    return trace.token_norms[0, :, index]
 
 
 @pytest.mark.parametrize("residual", LAYOUTS)
@@ -63,8 +72,11 @@ def test_the_gradient_is_the_first_order_of_the_knock_out(residual):
         for source, estimate in zip(names[index], found.gradient[index]):
             whole = KnockOut(source, reads=index)
             # On both sides of zero: what is of second order cancels.
-            more = log_probability(model, ids, found.target, Part(whole, share))
-            less = log_probability(model, ids, found.target, Part(whole, -share))
+            scale = torch.ones(len(ids), 1)
+            if (residual != "boundary" or index == 6) and len(names[index]) > 1:  # a norm alone follows
+                scale[:, 0] = lengths(model, ids, index) / lengths(model, ids, index, whole)
+            more = log_probability(model, ids, found.target, Part(whole, share, scale))
+            less = log_probability(model, ids, found.target, Part(whole, -share, scale))
             assert estimate == pytest.approx((more - less) / (2 * share), rel=2e-3, abs=3e-4)
 
 
@@ -91,6 +103,18 @@ def test_edges_at_the_predicted_position_alone():
     assert found.knockout[5] == pytest.approx(everywhere.knockout[5], abs=1e-5)
     assert found.gradient[6] == pytest.approx(everywhere.gradient[6], abs=1e-5)
     assert found.gradient[2] != pytest.approx(everywhere.gradient[2], abs=1e-5)
+
+
+@pytest.mark.parametrize("source", ["embedding", "mlp 0"])
+def test_a_source_with_nearly_all_the_weight_is_no_longer_overrated(source):
+    """A read a hundred times as long without its main source is, behind the norm, no longer."""
+    model, ids = make("full"), text()
+    with torch.no_grad():
+        model.get_input_embeddings().weight.mul_(0.01)
+        model.residual.query[2].zero_()
+    found = attribute(model, ids)
+    row = dict(zip(found.sources[2], zip(found.knockout[2], found.gradient[2])))
+    assert abs(row[source][1]) < 3 * abs(row[source][0]) + 0.5
 
 
 def test_the_target_is_what_follows_or_else_what_the_model_says():
