@@ -67,6 +67,15 @@ class Reading:
         """Mean loss in nats per token; None for a single token."""
         return float(self.losses.mean()) if len(self.losses) else None
 
+    def most_varied(self) -> int:
+        """The read in which the tokens' heaviest sources differ most: the entropy of how often each is the heaviest."""
+
+        def entropy(weights: np.ndarray) -> float:
+            share = np.bincount(np.abs(weights).argmax(1)) / max(1, len(weights))
+            return float(-(share[share > 0] * np.log(share[share > 0])).sum())
+
+        return max(range(len(self.weights)), key=lambda read: entropy(self.weights[read]))
+
     @property
     def means(self) -> list[np.ndarray]:
         """For each read (sources,): weights averaged over the tokens."""
@@ -141,6 +150,15 @@ class Opened:
             UserError: no text, too long a text, or one of which the tokenizer reads nothing.
         """
         return self._keep(("read", text), lambda: self._read(text))
+
+    def most_varied(self, text: str) -> int | None:
+        """The read that shows most of a text when its tokens are coloured; None for the output's, or a text that the
+        model cannot read."""
+        try:
+            read = self.read(text).most_varied()
+        except UserError:
+            return None
+        return read if read < len(self.reads) - 1 else None
 
     def knock_out(self, text: str, edges: frozenset[tuple[int, int]]) -> Effect:
         """Run the model on `text` without some (read, source) edges; kept.

@@ -52,7 +52,7 @@ class Page:
         """The view that the page opens with, and what is wrong with its link."""
         start = View(text=CODE, models=tuple(range(len(self.models))))
         if not fields:
-            return start, ""
+            return replace(start, read=self.models[0].most_varied(start.text)), ""
         try:
             found = decode(fields, len(self.models))
             return (found if found.text else replace(found, text=CODE)), ""
