@@ -1,0 +1,109 @@
+"""How long the explorer takes to answer, as its user sees it: from a key or click in headless Chromium to the new page.
+
+    make demo
+    python benchmarks/explorer.py                      # the demo's models; or MODEL, or MODEL MODEL2
+
+The goal: an edit on a prompt of 200 tokens in under a second on 2 cores.
+"""
+
+import argparse
+import shlex
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from playwright.sync_api import Page, sync_playwright
+
+from attnres.files import write_json
+from attnres.train.environment import describe
+
+CHARACTERS = 720
+"""Of Python source: about 200 tokens of the demo's tokenizer."""
+SHOWS = "start => document.querySelector('#pane-0 .text').textContent.replace(/[\\s↵]/g, '').startsWith(start)"
+EDGE = "#pane-0 .weights [data-read='6'][data-source='0']"
+
+
+def seconds(act: Callable[[], Any], done: Callable[[], Any]) -> float:
+    """From an act to the page that shows it."""
+    began = time.perf_counter()
+    act()
+    done()
+    return time.perf_counter() - began
+
+
+def measure(page: Page, rounds: int) -> dict[str, Any]:
+    """Times of a new text, a click on a token and a knocked-out edge, `rounds` of each, none of which was kept."""
+    source = Path(textwrap.__file__).read_text()
+    times: dict[str, list[float]] = {"new text": [], "token": [], "edge": []}
+    tokens = []
+    for i in range(rounds + 1):  # the first warms up
+        words = source[2000 + 40 * i : 2000 + 40 * i + CHARACTERS]
+        start = "".join(words.split())[:40]
+        found = {
+            "new text": seconds(
+                lambda words=words: page.fill("#text textarea", words),
+                lambda start=start: page.wait_for_function(SHOWS, arg=start),
+            ),
+            "token": seconds(
+                lambda i=i: page.click(f"#pane-0 [data-token='{20 + i}']"),
+                lambda i=i: page.wait_for_selector(f"#pane-0 [data-token='{20 + i}'][aria-pressed]"),
+            ),
+            "edge": seconds(lambda: page.click(EDGE), lambda: page.wait_for_selector("#pane-0 .weights .gone")),
+        }
+        tokens.append(page.locator("#pane-0 [data-token]").count())
+        page.click("#reset")
+        page.wait_for_function("!document.querySelector('.gone')")
+        for name, value in found.items() if i else ():
+            times[name].append(value)
+    figures = {name: {"median_s": statistics.median(row), "largest_s": max(row)} for name, row in times.items()}
+    return {"tokens": sorted(tokens[1:]), "rounds": rounds, **figures}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help="one or two; the demo's by default")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--out", default="benchmarks/results/explorer_cpu.json")
+    options = parser.parse_args()
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        sys.exit("error: no chromium here: install it, for instance with apt-get install chromium")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "attnres", "app", *options.models, "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server, sync_playwright() as driver:
+        assert server.stdout is not None
+        says = next((line for line in server.stdout if "open http" in line), None)
+        if says is None:
+            sys.exit("error: the explorer did not start; its own words are above")
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.goto(f"http://127.0.0.1:{port}")
+        page.wait_for_selector("#pane-0 [data-token]")
+        found = measure(page, options.rounds)
+        browser.close()
+        server.terminate()
+    models = says.split(": open")[0]
+    for name in ("new text", "token", "edge"):
+        print(f"{name}: {found[name]['median_s']:.2f} s, at most {found[name]['largest_s']:.2f} s")
+    result = {
+        "command": shlex.join(["python", "benchmarks/explorer.py", *sys.argv[1:]]),
+        "environment": describe(torch.device("cpu"), "fp32"),
+        "models": models,
+        **found,
+    }
+    write_json(Path(options.out), result)
+    print(f"wrote {options.out}")
+
+
+if __name__ == "__main__":
+    main()
