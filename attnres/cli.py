@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 
@@ -138,7 +138,7 @@ class Compare(TrainConfig, _Comparison):
 class Report:
     """Make table.csv and report.html from run folders, finished or not."""
 
-    dirs: tyro.conf.Positional[tuple[str, ...]]
+    dirs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUNS ...")]
     """Run folders, or folders of runs as `attnres compare` makes them."""
     out: str | None = None
     """Folder for table.csv and report.html; none is the given folder, or the current one if several are given."""
@@ -186,7 +186,7 @@ class Figures(LookConfig):
     Several are also set side by side, each in a folder of its own. A model is looked at first, as attnres inspect does.
     """
 
-    given: tyro.conf.Positional[tuple[str, ...]]
+    given: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="MODEL ... OUT")]
     """Run folders, folders of runs, model folders, hub names or files of attnres inspect; last the folder to write."""
     formats: tuple[str, ...] = ("pdf", "png")
     """Of pdf, png and svg."""
@@ -200,9 +200,9 @@ class Convert:
     is recognised and becomes one of attnres as it is; --to writes a model of attnres in one of those formats.
     """
 
-    model: tyro.conf.Positional[str]
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Folder or hub name of a Hugging Face causal language model, or of another project's depth reads."""
-    out: tyro.conf.Positional[str]
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """Folder to write, new or empty."""
     residual: str | None = None
     """How sublayers read earlier outputs: block, full or rescaled; none is block."""
@@ -224,7 +224,7 @@ class Convert:
 class App:
     """Look into one or two models in the browser: what every token reads, and what a prediction is without it."""
 
-    models: tyro.conf.Positional[tuple[str, ...]] = ()
+    models: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL [MODEL2]]")] = ()
     """Run folders, model folders or hub names, at most two; none opens the demo's Block and Full in runs/demo."""
     host: str = "127.0.0.1"
     """Address to serve on: this machine alone; anyone who reaches another one can use the models."""

@@ -1,7 +1,7 @@
 """What `attnres eval` and `attnres generate` take, as data; importing this loads no heavy library."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -16,7 +16,7 @@ TASK_NAMES = ("wikitext2", "lambada", "hellaswag", "arc_easy", "arc_challenge", 
 class EvalConfig:
     """Score models on text and tasks; the differences of several are taken item by item, to the first."""
 
-    models: tyro.conf.Positional[tuple[str, ...]]
+    models: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="MODEL ...")]
     """Run folders, model folders or hub names."""
     tasks: tuple[str, ...] = TASK_NAMES
     """Names, files (.jsonl, .txt), or lm-eval:NAME for a task of lm-eval (needs the extra `eval`)."""
@@ -44,7 +44,7 @@ class EvalConfig:
 class GenerateConfig:
     """Print the text with which a model goes on from a prompt, as it comes."""
 
-    model: tyro.conf.Positional[str]
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder or a hub name."""
     prompt: str
     """What the text begins with."""

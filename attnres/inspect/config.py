@@ -1,7 +1,7 @@
 """What `attnres inspect` takes, as data; importing this loads no heavy library."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -37,7 +37,7 @@ class InspectConfig(LookConfig):
     Without a text, a run folder is inspected on what it was trained on.
     """
 
-    model: tyro.conf.Positional[str]
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """A run folder, a model folder or a hub name; with depth reads, or another residual of attnres."""
     kind: Literal["auto", "code", "prose"] = "auto"
     """What the text is: decides the kinds of tokens that are told apart."""
