@@ -144,4 +144,4 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
 def wrong_column(where: str, column: str, textual: list[str]) -> UserError:
     """The error for a column or field that is not there, or holds no text."""
     have = f"the ones with text are {', '.join(textual)}" if textual else "none has text"
-    return UserError(f"{where} has no text column '{column}': {have}; choose one with column=NAME")
+    return UserError(f"{where} has no text column '{column}': {have}; choose one with --column NAME")
