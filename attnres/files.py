@@ -20,6 +20,13 @@ from attnres.errors import UserError
 LOCK = ".lock"
 
 
+def in_the_way(folder: Path) -> Path | None:
+    """What keeps files from being written into a folder, there or not: the nearest thing that is there and no folder
+    this user may write into; None if nothing does. For finding out before hours are spent on what would be written."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    return None if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else there
+
+
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Write `data` to `path`, whole or not at all; folders above it are made. Raises UserError."""
     path = Path(path)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -158,7 +159,10 @@ def _labels(title: str, part: dict[str, Any], routing: dict[str, Any]) -> Table:
     table.add_column(title)
     table.add_column("tokens", justify="right")
     table.add_column("reads unlike the average token (weight ± standard error, average)")
-    total = sum(part["tokens"])
+    averages = [
+        [float(np.average(weights, weights=part["tokens"])) for weights in zip(*of_labels, strict=True)]
+        for of_labels in zip(*part["weights"], strict=True)
+    ]
     for k, name in enumerate(part["names"]):
         if part["documents"][k] < FEW:
             table.add_row(name, f"{part['tokens'][k]:,}", f"too few texts for errors ({part['documents'][k]})")
@@ -166,8 +170,7 @@ def _labels(title: str, part: dict[str, Any], routing: dict[str, Any]) -> Table:
         found = []
         for r, read in enumerate(routing["reads"]):
             for s, source in enumerate(routing["sources"][r]):
-                weight, error = part["weights"][k][r][s], part["error"][k][r][s]
-                average = sum(n * rows[r][s] for n, rows in zip(part["tokens"], part["weights"], strict=True)) / total
+                weight, error, average = part["weights"][k][r][s], part["error"][k][r][s], averages[r][s]
                 if weight is None or error is None or abs(weight - average) <= CLEAR * error:
                     continue
                 text = f"{read} ← {source} {number(weight)} ± {number(error)} ({number(average)})"

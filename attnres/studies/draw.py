@@ -1,6 +1,5 @@
 """The figures of models, runs or saved inspections: what the command `attnres figures` does."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from rich.console import Console
 from ..errors import UserError
 from ..figures import Plot, draw_comparison, draw_dynamics, draw_model, save_all
 from ..figures.write import Drawn, check_formats
-from ..files import write_text
+from ..files import in_the_way, write_text
 from ..inspect.config import InspectConfig
 from ..inspect.inspection import Inspection
 from ..report.curves import curves
@@ -65,8 +64,7 @@ def _refuse_out(out: Path) -> None:
     held = [name for name in ("config.json", "compare.json") if (out / name).is_file()]
     if held:
         raise UserError(f"the last argument is the folder to write figures into, found the model or runs in {out}")
-    above = next(path for path in (out, *out.absolute().parents) if path.exists())
-    if not above.is_dir() or not os.access(above, os.W_OK):
+    if in_the_way(out):
         raise UserError(f"cannot write into {out}: choose a folder that this user may write")
 
 

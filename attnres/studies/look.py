@@ -1,6 +1,5 @@
 """One model looked at: what the command `attnres inspect` does."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from ..data.sources import open_source
 from ..errors import UserError
 from ..evals.scoring import LOGIT_BYTES
 from ..evals.subject import Subject, find_subject, pick_device
-from ..files import read_json, write_json
+from ..files import in_the_way, read_json, write_json
 from ..inspect.config import InspectConfig
 from ..inspect.edits import KnockOut
 from ..inspect.inspection import Inspection, inspect_model
@@ -60,7 +59,8 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
             f"{config.model} is a plain {subject.config.model_type} model without depth reads: give one of attnres, or "
             "make it one with attnres convert"
         )
-    text = _text(config, _run_folder(config.model))
+    run = _run_folder(config.model)
+    text = _text(config, run)
     context = _context(config, subject)
     wanted = [(given, *source_and_read(given)) for given in config.knock_out]
     if config.attribute and text.alone is None:
@@ -86,7 +86,6 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
         progress=config.progress,
         **options,
     )
-    run = _run_folder(config.model)
     if run is not None:
         inspection.dynamics = dynamics(read_metrics(run / "metrics.jsonl"))
     show(inspection, console, example=text.alone is not None)
@@ -199,9 +198,9 @@ def _remarks(config: InspectConfig, subject: Subject, text: _Text, inspection: I
 def _folder(out: str) -> Path:
     """A folder to write to, new or not. Raises UserError before anything is computed for it."""
     path = Path(out).expanduser()
-    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
-    if not out.strip() or not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise UserError(f"--out is '{out}': expected a folder that can be written to; '{there}' is none")
+    barrier = in_the_way(path)
+    if barrier or not out.strip():
+        raise UserError(f"--out is '{out}': expected a folder that can be written to; '{barrier or path}' is none")
     return path
 
 

@@ -119,6 +119,7 @@ def next_token_table(
 def attribution_table(
     subject: Subject, model: Any, ids: list[int], config: InspectConfig, console: Console
 ) -> Attribution:
+    """Table of the edges that the prediction after a text depends on most, and all of them as they were found."""
     edges = sum(map(len, source_names(model)))
     with counting("without each edge", edges, "edges", shown=config.progress) as on_edges:
         found = attribute(model, ids, batch_size=max(1, config.batch_tokens // len(ids)), progress=on_edges)
