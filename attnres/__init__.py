@@ -7,14 +7,14 @@ attention does in `attnres.inspect`, comparisons in `attnres.studies` and `attnr
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .errors import UserError
-from .ops import Norm, depth_read, depth_read_reference
-from .residuals import RESIDUALS, Residual, make_residual
+from attnres.errors import UserError
+from attnres.ops import Norm, depth_read, depth_read_reference
+from attnres.residuals import RESIDUALS, Residual, make_residual
 
 if TYPE_CHECKING:
-    from .evals.generate import generate
-    from .inspect import record
-    from .models import convert
+    from attnres.evals.generate import generate
+    from attnres.inspect import record
+    from attnres.models import convert
 
 __version__ = "0.1.0"
 

@@ -5,8 +5,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import UserError
-from .address import check_port
+from attnres.app.address import check_port
+from attnres.errors import UserError
 
 DEMO = Path("runs/demo")
 
@@ -25,11 +25,11 @@ def explore(
     os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when Gradio is imported
     if importlib.util.find_spec("gradio") is None:
         raise UserError("the explorer needs Gradio: pip install 'attnres[app]'")
-    from .explorer import choose_threads, find_demo, open_models
-    from .page import Page
+    from attnres.app.explorer import choose_threads, find_demo, open_models
+    from attnres.app.page import Page
 
     page = Page(open_models(models or find_demo(DEMO)))
     choose_threads(page.models)
-    from .server import serve
+    from attnres.app.server import serve
 
     serve(page, host=host, port=port, browser=browser)

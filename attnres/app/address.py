@@ -2,7 +2,7 @@
 
 import socket
 
-from ..errors import UserError
+from attnres.errors import UserError
 
 
 def check_port(host: str, port: int) -> None:

@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig
 
-from ..errors import UserError
-from ..evals.subject import Subject, find_subject, pick_device
-from ..files import read_json
-from ..inspect.edits import KnockOut
-from ..inspect.effects import predict
-from ..inspect.geometry import query_cosine
-from ..inspect.intervene import intervene, source_names
-from ..inspect.pieces import piece
-from ..inspect.record import find_residual, read_names, record
-from ..models.classes import register_stored
-from ..residuals import Residual
-from .state import MAX_CHARACTERS
+from attnres.app.state import MAX_CHARACTERS
+from attnres.errors import UserError
+from attnres.evals.subject import Subject, find_subject, pick_device
+from attnres.files import read_json
+from attnres.inspect.edits import KnockOut
+from attnres.inspect.effects import predict
+from attnres.inspect.geometry import query_cosine
+from attnres.inspect.intervene import intervene, source_names
+from attnres.inspect.pieces import piece
+from attnres.inspect.record import find_residual, read_names, record
+from attnres.models.classes import register_stored
+from attnres.residuals import Residual
 
 MAX_TOKENS = 512
 """Tokens of a text: what a page draws and a processor computes while one waits."""

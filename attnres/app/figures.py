@@ -10,7 +10,7 @@ from html import escape
 
 import numpy as np
 
-from .colours import GRID, INK, MUTED, OUT, PAPER, ink_on, signed_colour, weight_colour
+from attnres.app.colours import GRID, INK, MUTED, OUT, PAPER, ink_on, signed_colour, weight_colour
 
 WIDTH = 370.0
 """Of every figure, in units of its own; a phone shows it at about one unit a pixel."""

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import UserError
-from . import view as html
-from .examples import CODE
-from .explorer import Opened
-from .state import HEAVIEST, LOSS, MAX_CHARACTERS, MAX_EDGES, Edge, View, decode, encode
+from attnres.app import view as html
+from attnres.app.examples import CODE
+from attnres.app.explorer import Opened
+from attnres.app.state import HEAVIEST, LOSS, MAX_CHARACTERS, MAX_EDGES, Edge, View, decode, encode
+from attnres.errors import UserError
 
 
 @dataclass(frozen=True)

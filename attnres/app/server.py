@@ -8,14 +8,14 @@ from urllib.parse import parse_qsl
 import gradio as gr
 from starlette.middleware import Middleware
 
-from ..errors import UserError
-from . import view as html
-from .address import check_port
-from .assets import CSS, DOWNLOAD, HEAD, ON_LOAD, ON_PANE, SET_LINK
-from .examples import EXAMPLES
-from .guard import Guard
-from .page import Page, Shown
-from .state import HEAVIEST, MAX_CHARACTERS, View
+from attnres.app import view as html
+from attnres.app.address import check_port
+from attnres.app.assets import CSS, DOWNLOAD, HEAD, ON_LOAD, ON_PANE, SET_LINK
+from attnres.app.examples import EXAMPLES
+from attnres.app.guard import Guard
+from attnres.app.page import Page, Shown
+from attnres.app.state import HEAVIEST, MAX_CHARACTERS, View
+from attnres.errors import UserError
 
 QUEUE = 32
 """Events that wait; more are turned away."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
-from ..errors import UserError
+from attnres.errors import UserError
 
 MAX_CHARACTERS = 4000
 """Of the text; about eight hundred tokens of English."""

@@ -6,10 +6,10 @@ from html import escape
 
 import numpy as np
 
-from . import figures
-from .colours import BETTER, MUTED, OUT, blend, ink_on, source_colours
-from .explorer import Candidate, Effect, Reading
-from .state import HEAVIEST, LOSS
+from attnres.app import figures
+from attnres.app.colours import BETTER, MUTED, OUT, blend, ink_on, source_colours
+from attnres.app.explorer import Candidate, Effect, Reading
+from attnres.app.state import HEAVIEST, LOSS
 
 PAPER = "#ffffff"
 BEFORE = "#8a94a3"

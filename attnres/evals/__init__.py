@@ -3,6 +3,6 @@
 `run.evaluate` scores models on tasks, `generate.generate` writes on from a prompt; both load Transformers.
 """
 
-from .config import EvalConfig, GenerateConfig
+from attnres.evals.config import EvalConfig, GenerateConfig
 
 __all__ = ["EvalConfig", "GenerateConfig"]

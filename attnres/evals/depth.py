@@ -8,9 +8,9 @@ from typing import Self
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import UserError
-from ..inspect.pieces import piece
-from ..residuals import Residual
+from attnres.errors import UserError
+from attnres.inspect.pieces import piece
+from attnres.residuals import Residual
 
 TOP = 3
 """Sources of the output read that are named."""

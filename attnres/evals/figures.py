@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import UserError
-from .measures import Measure, tokens_digest
-from .scoring import Request, Scored, encode_pairs
-from .subject import Subject
-from .tasks import Task
-from .windows import windows
+from attnres.errors import UserError
+from attnres.evals.measures import Measure, tokens_digest
+from attnres.evals.scoring import Request, Scored, encode_pairs
+from attnres.evals.subject import Subject
+from attnres.evals.tasks import Task
+from attnres.evals.windows import windows
 
 
 @dataclass(frozen=True)

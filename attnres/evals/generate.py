@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from ..errors import UserError
-from .config import Dtype, GenerateConfig
-from .depth import LEGEND, DepthReader, TokenDepth
-from .subject import context_of, find_subject, pick_device
+from attnres.errors import UserError
+from attnres.evals.config import Dtype, GenerateConfig
+from attnres.evals.depth import LEGEND, DepthReader, TokenDepth
+from attnres.evals.subject import context_of, find_subject, pick_device
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ def speak(config: GenerateConfig) -> None:
         generate(first, config.prompt, on_text=lambda text: print(text, end="", flush=True), **how)
         print()
     if second is not None:
-        from .speed import beside
+        from attnres.evals.speed import beside
 
         print(beside((first, second), config.prompt, config.max_new_tokens).line())
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .scoring import Request
+from attnres.evals.scoring import Request
 
 OTHER_TOKENS = "different tokens: bits per byte compare, this does not"
 NO_ITEMS = "no values per item"

@@ -5,7 +5,7 @@ import time
 from rich.console import Console
 from rich.progress import TaskProgressColumn
 
-from ..progress import LINES_EVERY, Bars
+from attnres.progress import LINES_EVERY, Bars
 
 
 class Bar(Bars):

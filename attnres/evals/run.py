@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..errors import UserError
-from ..files import write_json, write_text
-from ..train import environment
-from . import harness
-from .config import EvalConfig
-from .figures import Asked, ask, figures
-from .measures import Measure, difference
-from .progress import Bar
-from .scoring import Scored, cost, score
-from .subject import Subject, find_subject, pick_device
-from .tasks import LM_EVAL, TASKS, Task, read_task
+from attnres.errors import UserError
+from attnres.evals import harness
+from attnres.evals.config import EvalConfig
+from attnres.evals.figures import Asked, ask, figures
+from attnres.evals.measures import Measure, difference
+from attnres.evals.progress import Bar
+from attnres.evals.scoring import Scored, cost, score
+from attnres.evals.subject import Subject, find_subject, pick_device
+from attnres.evals.tasks import LM_EVAL, TASKS, Task, read_task
+from attnres.files import write_json, write_text
+from attnres.train import environment
 
 MAX_WINDOW = 2048
 """Perplexity windows are as long as the shortest of the models' contexts, but no longer: what published tables use."""

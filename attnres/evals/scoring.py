@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import UserError
+from attnres.errors import UserError
 
 LOGIT_BYTES = 1 << 30
 """What the logits of one batch may take, unless it is a single sequence: a large vocabulary makes them the largest

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from ..errors import UserError
-from .generate import Speaker
+from attnres.errors import UserError
+from attnres.evals.generate import Speaker
 
 ROUNDS = 7
 """Timed rounds, after one that is not: an odd number, for the median and quartiles of the rounds' ratios."""

@@ -13,13 +13,13 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import UserError
-from ..files import read_json
-from ..models import load
-from ..models.classes import register_stored
-from ..models.foreign_kinds import refuse_foreign
-from ..train.checkpoint import quiet_transformers
-from .config import Dtype
+from attnres.errors import UserError
+from attnres.evals.config import Dtype
+from attnres.files import read_json
+from attnres.models import load
+from attnres.models.classes import register_stored
+from attnres.models.foreign_kinds import refuse_foreign
+from attnres.train.checkpoint import quiet_transformers
 
 DEFAULT_CONTEXT = 2048
 """Where neither config nor tokenizer says how long a text may be; lm-eval assumes the same."""

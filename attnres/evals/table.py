@@ -5,7 +5,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .tasks import TASKS
+from attnres.evals.tasks import TASKS
 
 
 def show(record: dict[str, Any], console: Console | None = None) -> None:

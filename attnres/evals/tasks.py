@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from ..errors import UserError, unknown
-from .config import TASK_NAMES
-from .subject import first_line
-from .windows import wikitext
+from attnres.errors import UserError, unknown
+from attnres.evals.config import TASK_NAMES
+from attnres.evals.subject import first_line
+from attnres.evals.windows import wikitext
 
 LM_EVAL = "lm-eval:"
 """Begins the name of a task that lm-eval runs."""

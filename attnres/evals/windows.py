@@ -11,7 +11,7 @@ Gemma's) puts it in front of every window here, where it takes one of the W plac
 
 from collections.abc import Sequence
 
-from .scoring import Request
+from attnres.evals.scoring import Request
 
 
 def windows(ids: Sequence[int], width: int, stride: int, bos: Sequence[int] = ()) -> list[Request]:

@@ -3,15 +3,15 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from .attribution import Attribution, attribute
-from .edits import AddLogit, KnockOut, Pin, Recency, Swap, Uniform, pin_from
-from .effects import CorpusEffect, Effect, corpus_effect, effect, predict
-from .intervene import intervene, source_names
-from .record import Trace, find_residual, read_names, record
+from attnres.inspect.attribution import Attribution, attribute
+from attnres.inspect.edits import AddLogit, KnockOut, Pin, Recency, Swap, Uniform, pin_from
+from attnres.inspect.effects import CorpusEffect, Effect, corpus_effect, effect, predict
+from attnres.inspect.intervene import intervene, source_names
+from attnres.inspect.record import Trace, find_residual, read_names, record
 
 if TYPE_CHECKING:
-    from .inspection import Inspection, inspect_model
-    from .prune import PruneReport, prune_report
+    from attnres.inspect.inspection import Inspection, inspect_model
+    from attnres.inspect.prune import PruneReport, prune_report
 
 _LAZY = {"Inspection": "inspection", "inspect_model": "inspection", "PruneReport": "prune", "prune_report": "prune"}
 """What is imported when it is first asked for: it needs Transformers."""

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
-from ..files import write_json
-from ..ops import compute_dtype
-from ..residuals import Residual
-from .edits import KnockOut
-from .effects import evaluating, prompt_ids
-from .intervene import Watch, intervene
-from .record import find_residual, read_names
+from attnres.errors import UserError
+from attnres.files import write_json
+from attnres.inspect.edits import KnockOut
+from attnres.inspect.effects import evaluating, prompt_ids
+from attnres.inspect.intervene import Watch, intervene
+from attnres.inspect.record import find_residual, read_names
+from attnres.ops import compute_dtype
+from attnres.residuals import Residual
 
 ALONG = 0.02
 """Part of a gradient along a read above which what follows sees the read's length; a norm leaves rounding and eps."""

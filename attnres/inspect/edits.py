@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import UserError, unknown
-from ..residuals import Residual, output_names
-from .record import Trace, read_names
+from attnres.errors import UserError, unknown
+from attnres.inspect.record import Trace, read_names
+from attnres.residuals import Residual, output_names
 
 Reads = str | int | Collection[str | int] | None
 """Which reads: names ("mlp 3", "output"), numbers 0 .. L (negative ones count from the end), a range; None is all."""

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
-from .edits import Edit
-from .intervene import intervene
+from attnres.errors import UserError
+from attnres.inspect.edits import Edit
+from attnres.inspect.intervene import intervene
 
 Edits = Edit | Sequence[Edit]
 

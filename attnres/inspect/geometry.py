@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..residuals import BoundaryNormed, DenseFormer, HyperConnections, Residual
-from ..residuals.gates import Gates
+from attnres.residuals import BoundaryNormed, DenseFormer, HyperConnections, Residual
+from attnres.residuals.gates import Gates
 
 
 def directions(residual: Residual) -> np.ndarray:

@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..errors import UserError
-from ..files import read_json, write_text
-from ..progress import counting
-from . import geometry, measures
-from .kinds import KINDS, guess_language, kinds_of
-from .pieces import pieces
-from .record import find_residual, record
-from .survey import Encoded, Survey, encode, front, survey
+from attnres.errors import UserError
+from attnres.files import read_json, write_text
+from attnres.inspect import geometry, measures
+from attnres.inspect.kinds import KINDS, guess_language, kinds_of
+from attnres.inspect.pieces import pieces
+from attnres.inspect.record import find_residual, record
+from attnres.inspect.survey import Encoded, Survey, encode, front, survey
+from attnres.progress import counting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -276,7 +276,7 @@ class _Reader:
 
 def _prompts(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", options: dict[str, Any]) -> dict[str, Any] | None:
     """Weights by the category of the prompts that come with the package."""
-    from .prompts import prompts
+    from attnres.inspect.prompts import prompts
 
     texts = prompts()
     names = list(texts)

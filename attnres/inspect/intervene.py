@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
-from ..residuals import Residual
-from .edits import Edit, choose_reads, token_mask
-from .record import find_residual, read_names
+from attnres.errors import UserError
+from attnres.inspect.edits import Edit, choose_reads, token_mask
+from attnres.inspect.record import find_residual, read_names
+from attnres.residuals import Residual
 
 
 def source_names(model: nn.Module) -> list[list[str]]:

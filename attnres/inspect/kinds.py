@@ -37,8 +37,8 @@ from collections.abc import Callable, Sequence
 from itertools import groupby, zip_longest
 from typing import Literal
 
-from ..errors import UserError, unknown
-from .pylex import Lexeme, lexemes
+from attnres.errors import UserError, unknown
+from attnres.inspect.pylex import Lexeme, lexemes
 
 Language = Literal["code", "prose"]
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ..errors import UserError
-from .edits import KnockOut
-from .inspection import Inspection
+from attnres.errors import UserError
+from attnres.inspect.edits import KnockOut
+from attnres.inspect.inspection import Inspection
 
 Which = Literal["mean", "high", "part"]
 """What is below the threshold: an edge's mean weight, its weight for 99% of tokens, or its part of the read's length.

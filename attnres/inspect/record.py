@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
-from ..ops import compute_dtype
-from ..residuals import Residual, sublayer_name
+from attnres.errors import UserError
+from attnres.ops import compute_dtype
+from attnres.residuals import Residual, sublayer_name
 
 
 def read_names(num_sublayers: int) -> list[str]:

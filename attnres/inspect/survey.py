@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import UserError
-from .measures import LabelMean, LabelSums
-from .record import Trace, record
+from attnres.errors import UserError
+from attnres.inspect.measures import LabelMean, LabelSums
+from attnres.inspect.record import Trace, record
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -7,9 +7,9 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from .inspection import Inspection
-from .measures import source_spike
-from .pieces import spelled
+from attnres.inspect.inspection import Inspection
+from attnres.inspect.measures import source_spike
+from attnres.inspect.pieces import spelled
 
 TOP = 3
 """Sources that are named in a row."""

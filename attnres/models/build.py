@@ -9,11 +9,11 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ..errors import UserError, unknown
-from ..files import read_json
-from .classes import CLASSES, DepthMixin, register_stored
-from .families import FAMILIES
-from .sizes import SIZES
+from attnres.errors import UserError, unknown
+from attnres.files import read_json
+from attnres.models.classes import CLASSES, DepthMixin, register_stored
+from attnres.models.families import FAMILIES
+from attnres.models.sizes import SIZES
 
 
 def build(

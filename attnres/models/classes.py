@@ -21,10 +21,10 @@ from transformers.conversion_mapping import (
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
-from ..errors import UserError
-from ..residuals import RESIDUALS, Observer, Residual, make_residual, settings_of
-from .families import FAMILIES, Family
-from .stream import Stream, make_reading, make_taking
+from attnres.errors import UserError
+from attnres.models.families import FAMILIES, Family
+from attnres.models.stream import Stream, make_reading, make_taking
+from attnres.residuals import RESIDUALS, Observer, Residual, make_residual, settings_of
 
 _SETTING_NAMES = frozenset(key for name in RESIDUALS for key in settings_of(name))
 

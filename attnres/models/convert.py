@@ -15,14 +15,14 @@ import torch
 import transformers
 from transformers import GenerationConfig, PreTrainedModel
 
-from ..errors import UserError, unknown
-from ..files import replaced_folder, write_json
-from ..residuals import make_residual, settings_of
-from .classes import CLASSES, DepthMixin, register
-from .exactness import compare_logits, fixed_tokens, logits
-from .families import FAMILIES, Family
-from .probe import probe
-from .source import Source, find, load_plain
+from attnres.errors import UserError, unknown
+from attnres.files import replaced_folder, write_json
+from attnres.models.classes import CLASSES, DepthMixin, register
+from attnres.models.exactness import compare_logits, fixed_tokens, logits
+from attnres.models.families import FAMILIES, Family
+from attnres.models.probe import probe
+from attnres.models.source import Source, find, load_plain
+from attnres.residuals import make_residual, settings_of
 
 REPORT = "conversion.json"
 SHARD = "5GB"

@@ -6,13 +6,13 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-from ..errors import UserError, unknown
-from ..files import read_json, replaced_folder
-from .build import load
-from .classes import DepthMixin
-from .foreign import SHARD, load_foreign, save_foreign
-from .foreign_kinds import KINDS, kinds_of
-from .source import Source, locate
+from attnres.errors import UserError, unknown
+from attnres.files import read_json, replaced_folder
+from attnres.models.build import load
+from attnres.models.classes import DepthMixin
+from attnres.models.foreign import SHARD, load_foreign, save_foreign
+from attnres.models.foreign_kinds import KINDS, kinds_of
+from attnres.models.source import Source, locate
 
 
 def import_foreign(source: str | Path, out: str | Path, kind: str | None = None) -> str:

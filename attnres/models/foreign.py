@@ -18,13 +18,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from ..errors import UserError, unknown
-from ..files import replaced_folder, write_json
-from ..residuals import Residual
-from .classes import CLASSES, DepthMixin
-from .foreign_kind import Config, Kind, Row
-from .foreign_kinds import KINDS, kinds_of
-from .source import INDEX, SINGLE, Source, check_weights, locate, weight_files
+from attnres.errors import UserError, unknown
+from attnres.files import replaced_folder, write_json
+from attnres.models.classes import CLASSES, DepthMixin
+from attnres.models.foreign_kind import Config, Kind, Row
+from attnres.models.foreign_kinds import KINDS, kinds_of
+from attnres.models.source import INDEX, SINGLE, Source, check_weights, locate, weight_files
+from attnres.residuals import Residual
 
 SHARD = "5GB"
 _READ = re.compile(r"(_res_(proj|norm|bias|gate_logit|gate_proj|alpha)|\.res_(proj|norm)|depth_attn\.)")

@@ -5,9 +5,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from ..errors import UserError
-from ..residuals import Residual
-from .classes import CLASSES
+from attnres.errors import UserError
+from attnres.models.classes import CLASSES
+from attnres.residuals import Residual
 
 Config = dict[str, Any]
 

@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from ..errors import UserError
-from .classes import CLASSES
-from .families import FAMILIES
-from .foreign_kind import (
+from attnres.errors import UserError
+from attnres.models.classes import CLASSES
+from attnres.models.families import FAMILIES
+from attnres.models.foreign_kind import (
     Config,
     Kind,
     Row,

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..errors import UserError
-from .families import Family
-from .stream import is_addition
+from attnres.errors import UserError
+from attnres.models.families import Family
+from attnres.models.stream import is_addition
 
 _PATTERN = ["read", "write", "read", "write"]
 _OUTSIDE = -1

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ..errors import UserError
-from ..files import read_json
-from .foreign_kinds import refuse_foreign
+from attnres.errors import UserError
+from attnres.files import read_json
+from attnres.models.foreign_kinds import refuse_foreign
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}

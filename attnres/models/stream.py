@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from ..ops.norms import Norm
-from ..residuals import Residual
+from attnres.ops.norms import Norm
+from attnres.residuals import Residual
 
 _ADDITIONS = frozenset(
     {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch._C.TensorBase.__add__}

@@ -1,9 +1,9 @@
 """A depth read as a function: the oracle, and the two-phase block schedule with its own backward."""
 
-from .dispatch import Plan, explain, in_two_phases
-from .norms import Norm, inverse_rms
-from .reference import compute_dtype, depth_read_reference
-from .two_phase import Merged, SealedRead, SealedReads, apply_norm, depth_read, merge, read_sealed
+from attnres.ops.dispatch import Plan, explain, in_two_phases
+from attnres.ops.norms import Norm, inverse_rms
+from attnres.ops.reference import compute_dtype, depth_read_reference
+from attnres.ops.two_phase import Merged, SealedRead, SealedReads, apply_norm, depth_read, merge, read_sealed
 
 __all__ = [
     "Merged",

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..cache import cache_dir
-from .eager import MergeGrads, MergeSaved, Sealed
-from .norms import Norm
+from attnres.cache import cache_dir
+from attnres.ops.eager import MergeGrads, MergeSaved, Sealed
+from attnres.ops.norms import Norm
 
 LANES = 16
 """Widths must be a multiple of this: one vector register of fp32."""

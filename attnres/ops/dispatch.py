@@ -15,8 +15,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from . import cpu, eager
-from .reference import compute_dtype
+from attnres.ops import cpu, eager
+from attnres.ops.reference import compute_dtype
 
 MAX_ONE_PASS = 32
 """Sources that one pass can take: more are read in two phases."""
@@ -74,7 +74,7 @@ def _gpu() -> ModuleType | str:
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     try:
-        from . import gpu
+        from attnres.ops import gpu
     except Exception as error:  # a Triton that does not fit this torch or driver
         return f"the Triton kernels cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]})"
     return gpu

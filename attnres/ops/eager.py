@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .norms import Norm, inverse_rms, normalise, normalise_backward
+from attnres.ops.norms import Norm, inverse_rms, normalise, normalise_backward
 
 
 class Sealed(NamedTuple):

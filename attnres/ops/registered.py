@@ -9,10 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .dispatch import backend_for
-from .eager import MergeGrads, MergeSaved, Sealed
-from .norms import Norm
-from .reference import compute_dtype
+from attnres.ops.dispatch import backend_for
+from attnres.ops.eager import MergeGrads, MergeSaved, Sealed
+from attnres.ops.norms import Norm
+from attnres.ops.reference import compute_dtype
 
 
 def _or_none(tensor: Tensor) -> Tensor | None:

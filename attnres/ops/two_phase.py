@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from . import registered
-from .dispatch import backend_for, in_two_phases
-from .eager import MergeSaved
-from .norms import Norm
-from .reference import compute_dtype
+from attnres.ops import registered
+from attnres.ops.dispatch import backend_for, in_two_phases
+from attnres.ops.eager import MergeSaved
+from attnres.ops.norms import Norm
+from attnres.ops.reference import compute_dtype
 
 
 class SealedReads(NamedTuple):

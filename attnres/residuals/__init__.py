@@ -3,19 +3,19 @@
 import inspect
 from typing import Any
 
-from ..errors import UserError, unknown
-from .base import Editor, NormLike, Observer, Residual, output_names, sublayer_name
-from .block import Block
-from .boundary import Boundary, BoundaryNormed
-from .cumulative import Cumulative
-from .deepnorm import DeepNorm
-from .denseformer import DenseFormer
-from .depth_attention import DepthAttention
-from .full import Full
-from .gates import Gates
-from .hyper_connections import HyperConnections
-from .rescaled import Rescaled
-from .standard import Standard
+from attnres.errors import UserError, unknown
+from attnres.residuals.base import Editor, NormLike, Observer, Residual, output_names, sublayer_name
+from attnres.residuals.block import Block
+from attnres.residuals.boundary import Boundary, BoundaryNormed
+from attnres.residuals.cumulative import Cumulative
+from attnres.residuals.deepnorm import DeepNorm
+from attnres.residuals.denseformer import DenseFormer
+from attnres.residuals.depth_attention import DepthAttention
+from attnres.residuals.full import Full
+from attnres.residuals.gates import Gates
+from attnres.residuals.hyper_connections import HyperConnections
+from attnres.residuals.rescaled import Rescaled
+from attnres.residuals.standard import Standard
 
 RESIDUALS: dict[str, type[Residual]] = {
     cls.name: cls

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
-from ..ops import Norm, apply_norm, compute_dtype
+from attnres.errors import UserError
+from attnres.ops import Norm, apply_norm, compute_dtype
 
 NormLike = Norm | Callable[[Tensor], Tensor]
 """The norm a read ends with: as a value where its arithmetic is known (then it can be fused), else as a function."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import UserError
-from .base import whole
-from .depth_attention import DepthAttention, DepthState
+from attnres.errors import UserError
+from attnres.residuals.base import whole
+from attnres.residuals.depth_attention import DepthAttention, DepthState
 
 DEFAULT_BLOCKS = 8
 """About eight blocks recover most of Full's gain (arXiv 2603.15031, figure on block size)."""

@@ -7,10 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
-from ..ops import Norm, apply_norm, compute_dtype, depth_read
-from .base import NormLike, Residual, full_precision, positive, whole
-from .block import DEFAULT_BLOCKS
+from attnres.errors import UserError
+from attnres.ops import Norm, apply_norm, compute_dtype, depth_read
+from attnres.residuals.base import NormLike, Residual, full_precision, positive, whole
+from attnres.residuals.block import DEFAULT_BLOCKS
 
 
 class Boundaries(NamedTuple):

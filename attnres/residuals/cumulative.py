@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
-from ..errors import UserError
-from .base import NormLike, whole
-from .block import DEFAULT_BLOCKS
-from .depth_attention import DepthAttention, DepthState
+from attnres.errors import UserError
+from attnres.residuals.base import NormLike, whole
+from attnres.residuals.block import DEFAULT_BLOCKS
+from attnres.residuals.depth_attention import DepthAttention, DepthState
 
 
 def snapshot_size(num_sublayers: int, block_size: int | None, num_blocks: int | None) -> int:

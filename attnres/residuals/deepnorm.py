@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from ..ops.norms import Norm
-from .base import NormLike, Residual, State
+from attnres.ops.norms import Norm
+from attnres.residuals.base import NormLike, Residual, State
 
 
 class DeepNorm(Residual):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .base import NormLike, Residual, full_precision, start_at
+from attnres.residuals.base import NormLike, Residual, full_precision, start_at
 
 
 class Layers(NamedTuple):

@@ -6,10 +6,10 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError
-from ..ops import Norm, SealedRead, apply_norm, in_two_phases, merge, read_sealed
-from .base import NormLike, Residual, positive
-from .gates import Gates
+from attnres.errors import UserError
+from attnres.ops import Norm, SealedRead, apply_norm, in_two_phases, merge, read_sealed
+from attnres.residuals.base import NormLike, Residual, positive
+from attnres.residuals.gates import Gates
 
 
 class DepthState(NamedTuple):

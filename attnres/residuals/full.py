@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .base import output_names, whole
-from .depth_attention import DepthAttention, DepthState
+from attnres.residuals.base import output_names, whole
+from attnres.residuals.depth_attention import DepthAttention, DepthState
 
 
 class Full(DepthAttention):

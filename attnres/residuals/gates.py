@@ -10,9 +10,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..errors import UserError, unknown
-from ..ops import compute_dtype
-from .base import full_precision, positive, start_at
+from attnres.errors import UserError, unknown
+from attnres.ops import compute_dtype
+from attnres.residuals.base import full_precision, positive, start_at
 
 GateKind = Literal["none", "scalar", "vector"]
 AlphaKind = Literal["none", "learnable"]

@@ -6,9 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import UserError
-from ..ops import compute_dtype
-from .base import NormLike, Residual, full_precision, positive, start_at, whole
+from attnres.errors import UserError
+from attnres.ops import compute_dtype
+from attnres.residuals.base import NormLike, Residual, full_precision, positive, start_at, whole
 
 
 class Streams(NamedTuple):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .standard import Standard
+from attnres.residuals.standard import Standard
 
 
 class Rescaled(Standard):

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .base import NormLike, Residual
+from attnres.residuals.base import NormLike, Residual
 
 
 class Standard(Residual):

@@ -5,15 +5,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..errors import UserError
-from ..figures import Plot, draw_comparison, draw_dynamics, draw_model, save_all
-from ..figures.write import Drawn, check_formats
-from ..files import in_the_way, write_text
-from ..inspect.config import InspectConfig
-from ..inspect.inspection import Inspection
-from ..report.curves import curves
-from ..report.runs import load_study
-from .look import look
+from attnres.errors import UserError
+from attnres.figures import Plot, draw_comparison, draw_dynamics, draw_model, save_all
+from attnres.figures.write import Drawn, check_formats
+from attnres.files import in_the_way, write_text
+from attnres.inspect.config import InspectConfig
+from attnres.inspect.inspection import Inspection
+from attnres.report.curves import curves
+from attnres.report.runs import load_study
+from attnres.studies.look import look
 
 
 def draw(given: Sequence[str], out: Path | str, formats: Sequence[str], options: dict[str, object]) -> list[Path]:

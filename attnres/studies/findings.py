@@ -33,16 +33,16 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..data.build import Prepared
-from ..errors import UserError
-from ..evals.subject import find_subject, pick_device
-from ..inspect.edits import KnockOut
-from ..inspect.intervene import intervene
-from ..inspect.kinds import INSIDE, KINDS, guess_language, kinds_of
-from ..inspect.record import record
-from ..report.runs import Run, load_study
-from ..train.config import DataConfig
-from ..train.data import prepare_from
+from attnres.data.build import Prepared
+from attnres.errors import UserError
+from attnres.evals.subject import find_subject, pick_device
+from attnres.inspect.edits import KnockOut
+from attnres.inspect.intervene import intervene
+from attnres.inspect.kinds import INSIDE, KINDS, guess_language, kinds_of
+from attnres.inspect.record import record
+from attnres.report.runs import Run, load_study
+from attnres.train.config import DataConfig
+from attnres.train.data import prepare_from
 
 EMBEDDING = "embedding"
 ALIKE = {"code": INSIDE, "prose": ("content word", "function word")}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..files import write_json, write_text
+from attnres.files import write_json, write_text
 
 
 def save(found: dict[str, Any], folder: str | Path) -> list[Path]:

@@ -8,22 +8,21 @@ from typing import Any
 
 from rich.console import Console
 
-from ..data.sources import open_source
-from ..errors import UserError
-from ..evals.scoring import LOGIT_BYTES
-from ..evals.subject import Subject, find_subject, pick_device
-from ..files import in_the_way, read_json, write_json
-from ..inspect.config import InspectConfig
-from ..inspect.edits import KnockOut
-from ..inspect.inspection import Inspection, inspect_model
-from ..inspect.intervene import intervene
-from ..inspect.measures import dynamics
-from ..inspect.prune import check_prunable, prune_report
-from ..inspect.survey import Survey, encode, front, survey
-from ..inspect.tables import say, show, wide
-from ..progress import counting
-from ..train.metrics import read as read_metrics
-from .removals import (
+from attnres.data.sources import open_source
+from attnres.errors import UserError
+from attnres.evals.scoring import LOGIT_BYTES
+from attnres.evals.subject import Subject, find_subject, pick_device
+from attnres.files import in_the_way, read_json, write_json
+from attnres.inspect.config import InspectConfig
+from attnres.inspect.edits import KnockOut
+from attnres.inspect.inspection import Inspection, inspect_model
+from attnres.inspect.intervene import intervene
+from attnres.inspect.measures import dynamics
+from attnres.inspect.prune import check_prunable, prune_report
+from attnres.inspect.survey import Survey, encode, front, survey
+from attnres.inspect.tables import say, show, wide
+from attnres.progress import counting
+from attnres.studies.removals import (
     attribution_table,
     find_knock_out,
     knock_out_table,
@@ -32,6 +31,7 @@ from .removals import (
     prune_table,
     source_and_read,
 )
+from attnres.train.metrics import read as read_metrics
 
 LARGEST_WINDOW = 2048
 """Tokens in a window where none is given: attention over more costs more than it shows."""
@@ -123,7 +123,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
             attribution.save(out / "attribution.json")
             files.append(out / "attribution.json")
     if out is not None:
-        from ..figures import write_figures
+        from attnres.figures import write_figures
 
         figures = write_figures(inspection, out)
         say(console, f"\n{out}: {', '.join(file.name for file in files)}; figures: {len(figures)}")

@@ -7,19 +7,19 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ..errors import UserError, unknown
-from ..evals.subject import Subject
-from ..inspect.attribution import Attribution, attribute
-from ..inspect.config import InspectConfig
-from ..inspect.edits import KnockOut
-from ..inspect.effects import effect
-from ..inspect.intervene import intervene, source_names
-from ..inspect.pieces import piece, spelled
-from ..inspect.prune import PruneReport
-from ..inspect.record import read_names
-from ..inspect.survey import Survey, encode, front, loss_change
-from ..inspect.tables import number, say
-from ..progress import counting
+from attnres.errors import UserError, unknown
+from attnres.evals.subject import Subject
+from attnres.inspect.attribution import Attribution, attribute
+from attnres.inspect.config import InspectConfig
+from attnres.inspect.edits import KnockOut
+from attnres.inspect.effects import effect
+from attnres.inspect.intervene import intervene, source_names
+from attnres.inspect.pieces import piece, spelled
+from attnres.inspect.prune import PruneReport
+from attnres.inspect.record import read_names
+from attnres.inspect.survey import Survey, encode, front, loss_change
+from attnres.inspect.tables import number, say
+from attnres.progress import counting
 
 EDGES = 12
 """Edges that an attribution names."""

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..eager import MergeGrads, MergeSaved
-from ..norms import Norm
-from .launch import DTYPES, Launch, Specimen, block_of, multiprocessors, rows, shared_memory, warps_for
-from .merge_kernels import WIDE, merge_row, merge_rows_backward, mix_row
+from attnres.ops.eager import MergeGrads, MergeSaved
+from attnres.ops.gpu.launch import DTYPES, Launch, Specimen, block_of, multiprocessors, rows, shared_memory, warps_for
+from attnres.ops.gpu.merge_kernels import WIDE, merge_row, merge_rows_backward, mix_row
+from attnres.ops.norms import Norm
 
 MAX_OPENS = 32  # sources of one launch: the loop over them is unrolled
 REGISTERS = 65536  # of a multiprocessor

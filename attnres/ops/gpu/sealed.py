@@ -11,9 +11,9 @@ import torch
 import triton
 from torch import Tensor
 
-from ..eager import Sealed
-from .launch import INTERPRETED, Launch, Specimen, multiprocessors, rows
-from .sealed_kernels import dqueries, read, read_backward
+from attnres.ops.eager import Sealed
+from attnres.ops.gpu.launch import INTERPRETED, Launch, Specimen, multiprocessors, rows
+from attnres.ops.gpu.sealed_kernels import dqueries, read, read_backward
 
 FEW = 256  # tokens, up to which a program takes one each
 MOST = 256  # sources, and reads, of one call: those of a token are one tile
