@@ -1,6 +1,6 @@
 """Attention Residuals: transformers whose sublayers read a learned softmax over earlier outputs.
 
-`import attnres` imports torch and no more. Models are in `attnres.models`, training in `attnres.train`, what depth
+`import attnres` imports torch and no more. Models are in `attnres.models`, training in `attnres.training`, what depth
 attention does in `attnres.inspect`, comparisons in `attnres.studies` and `attnres.report`.
 """
 

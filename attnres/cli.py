@@ -20,7 +20,7 @@ from attnres.errors import UserError, unknown
 from attnres.evals.config import EvalConfig, GenerateConfig
 from attnres.flags import Hidden, Settings, Size, config_file, parse
 from attnres.inspect.config import InspectConfig, LookConfig
-from attnres.train.config import ModelConfig, OptimConfig, TrainConfig, from_dict
+from attnres.training.config import ModelConfig, OptimConfig, TrainConfig, from_dict
 
 HELP = """\
 usage: attnres [-h] [--version] COMMAND [OPTIONS]
@@ -243,7 +243,7 @@ def train_command(arguments: list[str]) -> None:
     chosen = parse("train", Train, arguments, Train(**_fields(base, model=_Model(**_fields(base.model)))))
     config = TrainConfig(**_fields(chosen, only=TrainConfig, model=_plain_model(chosen.model)))
 
-    from attnres.train import train
+    from attnres.training import train
 
     summary = train(config, progress=chosen.progress)
     if chosen.progress:

@@ -15,7 +15,7 @@ import yaml
 from tyro.constructors import PrimitiveConstructorSpec
 
 from attnres.errors import UserError
-from attnres.train.config import Setting
+from attnres.training.config import Setting
 
 T = TypeVar("T")
 Hidden = tyro.conf.Suppress

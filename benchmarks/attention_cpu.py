@@ -13,9 +13,9 @@ import torch
 
 from attnres.files import write_json
 from attnres.models import build
-from attnres.train.device import keep_freed_memory
-from attnres.train.environment import describe
-from attnres.train.validate import token_losses
+from attnres.training.device import keep_freed_memory
+from attnres.training.environment import describe
+from attnres.training.validate import token_losses
 
 ROUNDS = 8
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from attnres.files import write_json
-from attnres.train.environment import describe, peak_memory
+from attnres.training.environment import describe, peak_memory
 
 VOCABULARY = 151_936
 LIMIT_SECONDS, LIMIT_RATIO = 120.0, 2.2

@@ -21,7 +21,7 @@ from transformers import StaticCache
 
 from attnres.files import write_json
 from attnres.models import build
-from attnres.train.device import tune
+from attnres.training.device import tune
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "standard": ("standard", {}),

@@ -23,7 +23,7 @@ import torch
 from playwright.sync_api import Page, sync_playwright
 
 from attnres.files import write_json
-from attnres.train.environment import describe
+from attnres.training.environment import describe
 
 CHARACTERS = 720
 """Of Python source: about 200 tokens of the demo's tokenizer."""

@@ -22,7 +22,7 @@ from attnres.evals.speed import decode_rate
 from attnres.files import write_json
 from attnres.models import FAMILIES, SIZES
 from attnres.models.source import find, load_plain
-from attnres.train.device import tune
+from attnres.training.device import tune
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "standard": ("standard", {}),

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from attnres.report.style import MUTED, save, style
 from attnres.studies.progress import duration
-from attnres.train.device import keep_freed_memory
-from attnres.train.environment import describe, peak_memory, reset_peak_memory
+from attnres.training.device import keep_freed_memory
+from attnres.training.environment import describe, peak_memory, reset_peak_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 RESULTS = Path("benchmarks/results")

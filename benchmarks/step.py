@@ -31,8 +31,8 @@ from attnres.models import build
 from attnres.models.sizes import SIZES as NAMED
 from attnres.ops import cpu
 from attnres.studies.speed import step_times
-from attnres.train.device import tune
-from attnres.train.environment import peak_memory, reset_peak_memory
+from attnres.training.device import tune
+from attnres.training.environment import peak_memory, reset_peak_memory
 
 Variants = dict[str, tuple[str, dict[str, Any]]]
 

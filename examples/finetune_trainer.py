@@ -12,7 +12,7 @@ import tyro
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 from attnres.models import convert
-from attnres.train.optim import kinds
+from attnres.training.optim import kinds
 
 
 def main(

@@ -8,7 +8,7 @@ import pytest
 
 import attnres
 from attnres import cli
-from attnres.train.config import TrainConfig
+from attnres.training.config import TrainConfig
 
 
 def run(capsys, *arguments):
@@ -31,7 +31,7 @@ def trained(monkeypatch):
         configs.append(config)
         return {"val_loss": 1.0, "perplexity": 2.7, "step": config.steps, "tokens": 8}
 
-    monkeypatch.setattr("attnres.train.train", train)
+    monkeypatch.setattr("attnres.training.train", train)
     return configs
 
 
@@ -219,7 +219,7 @@ def test_help_loads_no_heavy_library():
 
 
 def test_an_interruption_has_its_own_status(capsys, monkeypatch):
-    from attnres.train.interrupt import Interrupted
+    from attnres.training.interrupt import Interrupted
 
     def stop(error):
         def train(config, *, progress):
@@ -227,9 +227,9 @@ def test_an_interruption_has_its_own_status(capsys, monkeypatch):
 
         return train
 
-    monkeypatch.setattr("attnres.train.train", stop(Interrupted("stopped at step 3", 143)))
+    monkeypatch.setattr("attnres.training.train", stop(Interrupted("stopped at step 3", 143)))
     assert run(capsys, "train") == (143, "", "attnres: stopped at step 3\n")
-    monkeypatch.setattr("attnres.train.train", stop(KeyboardInterrupt()))
+    monkeypatch.setattr("attnres.training.train", stop(KeyboardInterrupt()))
     assert run(capsys, "train")[0] == 130
 
 
@@ -243,7 +243,7 @@ def test_other_exceptions_are_not_hidden(monkeypatch):
     def train(config, *, progress):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr("attnres.train.train", train)
+    monkeypatch.setattr("attnres.training.train", train)
     with pytest.raises(RuntimeError, match="a bug"):
         cli.main(["train"])
 

@@ -52,7 +52,10 @@ def run(
     with _quiet():
         try:
             wrapped = huggingface.HFLM(
-                pretrained=model, tokenizer=subject.tokenizer, batch_size=batch_size, max_length=subject.context
+                pretrained=model,
+                tokenizer=subject.tokenizer,  # ty: ignore[invalid-argument-type]: lm-eval names the two base classes
+                batch_size=batch_size,
+                max_length=subject.context,
             )
             found = evaluator.simple_evaluate(
                 wrapped, tasks=list(names), task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=True

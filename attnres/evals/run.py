@@ -20,7 +20,7 @@ from attnres.evals.scoring import Scored, cost, score
 from attnres.evals.subject import Subject, find_subject, pick_device
 from attnres.evals.tasks import LM_EVAL, TASKS, Task, read_task
 from attnres.files import write_json, write_text
-from attnres.train import environment
+from attnres.training import environment
 
 MAX_WINDOW = 2048
 """Perplexity windows are as long as the shortest of the models' contexts, but no longer: what published tables use."""

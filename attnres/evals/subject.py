@@ -19,7 +19,7 @@ from attnres.files import read_json
 from attnres.models import load
 from attnres.models.classes import register_stored
 from attnres.models.foreign_kinds import refuse_foreign
-from attnres.train.checkpoint import quiet_transformers
+from attnres.training.checkpoint import quiet_transformers
 
 DEFAULT_CONTEXT = 2048
 """Where neither config nor tokenizer says how long a text may be; lm-eval assumes the same."""

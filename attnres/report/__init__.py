@@ -1,6 +1,6 @@
 """From run folders on disk to a table, figures and one self-contained page.
 
-Nothing here trains or runs a model: everything shown was written by `attnres.train` while it ran.
+Nothing here trains or runs a model: everything shown was written by `attnres.training` while it ran.
 """
 
 from attnres.report.runs import Routing, Run, Study, load_run, load_study

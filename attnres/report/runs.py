@@ -19,7 +19,7 @@ import numpy as np
 from attnres.errors import UserError
 from attnres.figures.routing import Routing
 from attnres.files import read_json
-from attnres.train import metrics
+from attnres.training import metrics
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection

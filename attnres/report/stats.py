@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from attnres.report.runs import Run, Study
-from attnres.train.validate import standard_error
+from attnres.training.validate import standard_error
 
 # 97.5 % points of Student's t for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2).
 T_975 = (

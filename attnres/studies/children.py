@@ -16,7 +16,7 @@ from pathlib import Path
 
 import attnres
 from attnres.errors import UserError
-from attnres.train.interrupt import Interrupted, Signals, caught_signals
+from attnres.training.interrupt import Interrupted, Signals, caught_signals
 
 ERROR_FILE = "ATTNRES_ERROR_FILE"
 """Environment variable: where `attnres` writes the sentence of a user error instead of printing it."""

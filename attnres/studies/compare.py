@@ -22,12 +22,12 @@ from attnres.studies.children import Child, run_children
 from attnres.studies.progress import Watch, duration
 from attnres.studies.speed import step_times
 from attnres.studies.variants import TRAINING, Variant, parse_variants
-from attnres.train.config import OptimConfig, TrainConfig, check, from_dict, resolve, size_of, to_dict
-from attnres.train.data import data_record, held_out, prepare_from
-from attnres.train.environment import has_bf16
-from attnres.train.interrupt import Interrupted
-from attnres.train.run_folder import claim, same_data
-from attnres.train.start import check_start, parameter_count
+from attnres.training.config import OptimConfig, TrainConfig, check, from_dict, resolve, size_of, to_dict
+from attnres.training.data import data_record, held_out, prepare_from
+from attnres.training.environment import has_bf16
+from attnres.training.interrupt import Interrupted
+from attnres.training.run_folder import claim, same_data
+from attnres.training.start import check_start, parameter_count
 
 VERSION = 1
 

@@ -41,8 +41,8 @@ from attnres.inspect.intervene import intervene
 from attnres.inspect.kinds import INSIDE, KINDS, guess_language, kinds_of
 from attnres.inspect.record import record
 from attnres.report.runs import Run, load_study
-from attnres.train.config import DataConfig
-from attnres.train.data import prepare_from
+from attnres.training.config import DataConfig
+from attnres.training.data import prepare_from
 
 EMBEDDING = "embedding"
 ALIKE = {"code": INSIDE, "prose": ("content word", "function word")}

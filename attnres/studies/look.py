@@ -31,7 +31,7 @@ from attnres.studies.removals import (
     prune_table,
     source_and_read,
 )
-from attnres.train.metrics import read as read_metrics
+from attnres.training.metrics import read as read_metrics
 
 LARGEST_WINDOW = 2048
 """Tokens in a window where none is given: attention over more costs more than it shows."""

@@ -11,10 +11,10 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from attnres.train.config import OptimConfig
-from attnres.train.device import tune
-from attnres.train.optim import build_optimizers
-from attnres.train.validate import token_losses
+from attnres.training.config import OptimConfig
+from attnres.training.device import tune
+from attnres.training.optim import build_optimizers
+from attnres.training.validate import token_losses
 
 WARM_UP = 2
 

@@ -15,7 +15,7 @@ from attnres.report.page import write_report
 from attnres.report.stats import paired, paired_curve, strongest_baseline, t_975
 from attnres.report.table import build_table, cells, memory, number, print_table, to_csv, with_error
 from attnres.report.verdict import verdict
-from attnres.train.validate import standard_error
+from attnres.training.validate import standard_error
 
 
 def both(folder):

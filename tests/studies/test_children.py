@@ -14,7 +14,7 @@ from rich.console import Console
 from attnres.errors import UserError
 from attnres.studies.children import Child, run_children
 from attnres.studies.progress import Watch, duration
-from attnres.train.interrupt import Interrupted
+from attnres.training.interrupt import Interrupted
 
 SAVES_ON_CTRL_C = """
 import pathlib, signal, sys, time

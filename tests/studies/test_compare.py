@@ -11,7 +11,7 @@ from attnres.files import locked
 from attnres.report import load_study
 from attnres.studies.compare import CompareConfig, compare, make_plan
 from attnres.studies.speed import step_times
-from attnres.train.config import DataConfig, ModelConfig, OptimConfig, Setting, TrainConfig, to_dict
+from attnres.training.config import DataConfig, ModelConfig, OptimConfig, Setting, TrainConfig, to_dict
 
 SIZE: dict[str, Setting] = {
     "family": "qwen3",

@@ -14,8 +14,8 @@ import pytest
 import yaml
 
 from attnres import cli
-from attnres.train import TrainConfig, checkpoint, loop, to_dict, train
-from attnres.train.metrics import Metrics
+from attnres.training import TrainConfig, checkpoint, loop, to_dict, train
+from attnres.training.metrics import Metrics
 
 Configure = Callable[..., TrainConfig]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from attnres.errors import UserError
 from attnres.files import LOCK, read_json
-from attnres.train.checkpoint import same_configuration
+from attnres.training.checkpoint import same_configuration
 
 
 def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[str, Any] | None:
@@ -34,7 +34,7 @@ def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[s
 
 
 def same_data(folder: str | Path, record: dict[str, Any]) -> None:
-    """Refuse to go on with a run whose data.json is not `record` (`attnres.train.data.data_record`): UserError.
+    """Refuse to go on with a run whose data.json is not `record` (`attnres.training.data.data_record`): UserError.
 
     A folder without data.json (a new run, or one of an earlier version) passes.
     """

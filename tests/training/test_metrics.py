@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from attnres.errors import UserError
-from attnres.train.metrics import Metrics, Tracker, read
+from attnres.training.metrics import Metrics, Tracker, read
 
 
 def test_lines_past_the_checkpoint_and_a_torn_line_are_dropped(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_file_that_cannot_be_opened_or_synced_is_said(tmp_path: Path, monkeypa
         metrics.sync()
     metrics.close()
     with monkeypatch.context() as patch, pytest.raises(UserError, match="No space left"):
-        patch.setattr("attnres.train.metrics.write_text", lambda *_: None)
+        patch.setattr("attnres.training.metrics.write_text", lambda *_: None)
         patch.setattr(Path, "open", full)
         Metrics(tmp_path)
 

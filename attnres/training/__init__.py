@@ -1,7 +1,7 @@
 """Training: the configuration of a run and the loop that carries it out."""
 
-from attnres.train.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, from_dict, to_dict
-from attnres.train.loop import Interrupted, train
+from attnres.training.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, from_dict, to_dict
+from attnres.training.loop import Interrupted, train
 
 __all__ = [
     "DataConfig",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attnres.data import prepare
-from attnres.train import TrainConfig, from_dict
+from attnres.training import TrainConfig, from_dict
 
 SIZE = {
     "family": "qwen3",

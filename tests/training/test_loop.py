@@ -21,9 +21,9 @@ from attnres.data import Batches, open_tokens
 from attnres.errors import UserError
 from attnres.files import locked
 from attnres.models import build, load
-from attnres.train import Interrupted, TrainConfig, loop, to_dict, train, validate
-from attnres.train.metrics import read
-from attnres.train.parallel import Processes
+from attnres.training import Interrupted, TrainConfig, loop, to_dict, train, validate
+from attnres.training.metrics import read
+from attnres.training.parallel import Processes
 
 Configure = Callable[..., TrainConfig]
 TIMES = ("tokens_per_s", "step_s")
@@ -244,7 +244,7 @@ def test_a_run_killed_without_warning_goes_on_bit_for_bit(configure: Configure, 
     config = configure(out="parts")
     script = (
         "import json, os, signal, sys\n"
-        "from attnres.train import from_dict, loop, train\n"
+        "from attnres.training import from_dict, loop, train\n"
         "measure = loop.Run.measure\n"
         "def kill(run):\n"
         "    measure(run)\n"
@@ -343,12 +343,12 @@ def test_other_data_than_the_run_began_with_is_refused(configure: Configure, tmp
 
 
 def test_peak_memory_is_of_all_sessions(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("attnres.train.environment.peak_memory", lambda _: 2_000)
+    monkeypatch.setattr("attnres.training.environment.peak_memory", lambda _: 2_000)
     with monkeypatch.context() as patch:
         stop_at(patch, 3, signal.SIGTERM)
         with pytest.raises(Interrupted):
             train(configure(), progress=False)
-    monkeypatch.setattr("attnres.train.environment.peak_memory", lambda _: 1_000)
+    monkeypatch.setattr("attnres.training.environment.peak_memory", lambda _: 1_000)
     assert train(configure(resume=True), progress=False)["peak_memory_bytes"] == 2_000
 
 

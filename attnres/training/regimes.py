@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.train.config import FinetuneConfig
+from attnres.training.config import FinetuneConfig
 
 ADAPTER = "adapter.safetensors"
 _WRAPPED = ".base_layer"

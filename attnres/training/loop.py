@@ -21,19 +21,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attnres.errors import UserError
 from attnres.files import locked, read_json, replaced_folder, write_json
-from attnres.train import checkpoint, distill, environment, regimes, start, validate
-from attnres.train.config import TrainConfig, check, resolve, to_dict
-from attnres.train.data import data_record, open_data
-from attnres.train.device import tune
-from attnres.train.inside import write_inside
-from attnres.train.interrupt import Interrupted, Signals, caught_signals
-from attnres.train.metrics import Metrics, Tracker, import_tracker
-from attnres.train.optim import build_optimizers, set_learning_rate
-from attnres.train.parallel import Processes, join_processes
-from attnres.train.past import Past, past_of
-from attnres.train.progress import Bar
-from attnres.train.run_folder import claim, forget_after, same_data
-from attnres.train.schedule import fraction_of_peak
+from attnres.training import checkpoint, distill, environment, regimes, start, validate
+from attnres.training.config import TrainConfig, check, resolve, to_dict
+from attnres.training.data import data_record, open_data
+from attnres.training.device import tune
+from attnres.training.inside import write_inside
+from attnres.training.interrupt import Interrupted, Signals, caught_signals
+from attnres.training.metrics import Metrics, Tracker, import_tracker
+from attnres.training.optim import build_optimizers, set_learning_rate
+from attnres.training.parallel import Processes, join_processes
+from attnres.training.past import Past, past_of
+from attnres.training.progress import Bar
+from attnres.training.run_folder import claim, forget_after, same_data
+from attnres.training.schedule import fraction_of_peak
 
 __all__ = ["Interrupted", "train"]
 

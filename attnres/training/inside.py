@@ -9,8 +9,8 @@ import numpy as np
 from torch import nn
 
 from attnres.files import write_json
-from attnres.train.config import TrainConfig
-from attnres.train.validate import Cast
+from attnres.training.config import TrainConfig
+from attnres.training.validate import Cast
 
 if TYPE_CHECKING:
     from attnres.data import Prepared, Tokens
@@ -38,7 +38,7 @@ def write_inside(model: nn.Module, prepared: "Prepared", config: TrainConfig, ca
     from attnres.inspect.kinds import KINDS, guess_language
     from attnres.inspect.measures import dynamics
     from attnres.inspect.survey import Encoded, survey
-    from attnres.train.metrics import read
+    from attnres.training.metrics import read
 
     folder, length = Path(config.out or "."), config.data.seq_len
     tokens, tokenizer = prepared.tokens("val"), load_tokenizer(prepared.path)

@@ -16,7 +16,7 @@ from attnres.evals.run import evaluate
 from attnres.inspect import record
 from attnres.models import export_foreign, import_foreign, load, load_foreign
 from attnres.studies.compare import CompareConfig, compare
-from attnres.train import TrainConfig, train
+from attnres.training import TrainConfig, train
 
 Configure = Callable[..., TrainConfig]
 
@@ -114,7 +114,7 @@ def test_every_tool_takes_every_layout(
 def test_a_run_that_was_cut_short_goes_on_bit_for_bit(
     name: str, layout: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attnres.train import loop
+    from attnres.training import loop
 
     train(layout(name, out="whole"), progress=False)
     save = loop.Run.save

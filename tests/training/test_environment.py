@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from attnres.train import environment
+from attnres.training import environment
 
 CPU = torch.device("cpu")
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attnres.models import build
-from attnres.train.config import OptimConfig
-from attnres.train.optim import build_optimizers, kinds, load_state_tensors, set_learning_rate, state_tensors
+from attnres.training.config import OptimConfig
+from attnres.training.optim import build_optimizers, kinds, load_state_tensors, set_learning_rate, state_tensors
 
 SIZE = {
     "family": "qwen3",

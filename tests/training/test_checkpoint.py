@@ -16,8 +16,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from attnres.errors import UserError
-from attnres.train import TrainConfig, checkpoint, loop, train
-from attnres.train.checkpoint import random_state, set_random_state
+from attnres.training import TrainConfig, checkpoint, loop, train
+from attnres.training.checkpoint import random_state, set_random_state
 
 Configure = Callable[..., TrainConfig]
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnres.errors import UserError
-from attnres.train import validate
-from attnres.train.config import TrainConfig
-from attnres.train.start import find_start, load_start, weights_crc32
+from attnres.training import validate
+from attnres.training.config import TrainConfig
+from attnres.training.start import find_start, load_start, weights_crc32
 
 
 class Losses(NamedTuple):
@@ -67,7 +67,7 @@ def load_teacher(config: TrainConfig, record: dict[str, Any], device: torch.devi
     settings = config.finetune
     if settings.init_from is None or not settings.distill_weight:
         return None
-    from attnres.train.device import tune
+    from attnres.training.device import tune
 
     model = load_start(find_start(settings.init_from))
     if weights_crc32(model) != record.get("crc32"):

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnres.train import TrainConfig, to_dict, train
-from attnres.train.metrics import read
-from attnres.train.parallel import join_processes
+from attnres.training import TrainConfig, to_dict, train
+from attnres.training.metrics import read
+from attnres.training.parallel import join_processes
 
 SCRIPT = """
 import json, os, signal, sys
-from attnres.train import Interrupted, from_dict, loop, train, validate
+from attnres.training import Interrupted, from_dict, loop, train, validate
 
 whole, parts = (from_dict(values) for values in json.loads(sys.argv[1]))
 summary = train(whole, progress=False)

@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from attnres.train.progress import Bar
+from attnres.training.progress import Bar
 
 
 def shown(*, terminal: bool, wanted: bool = True) -> str:

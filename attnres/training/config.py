@@ -183,7 +183,7 @@ def size_of(model: ModelConfig) -> str | dict[str, Setting]:
 def resolve(config: TrainConfig) -> TrainConfig:
     """A copy in which every default is filled in: settings merged, name and folder given.
 
-    With `finetune.init_from` the model it names is looked at, for what it settles (see `attnres.train.start.settle`).
+    With `finetune.init_from` the model it names is looked at, for what it settles (see `training.start.settle`).
     """
     settings = settings_of(config.model)
     name = config.name or f"{config.model.residual}-seed{config.seed}"
@@ -191,7 +191,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     config = dataclasses.replace(config, model=model, name=name, out=str(config.out or Path("runs") / name))
     if config.finetune.init_from is None:
         return dataclasses.replace(config, model=dataclasses.replace(model, size=size_of(model)))
-    from attnres.train.start import settle
+    from attnres.training.start import settle
 
     return settle(config)
 

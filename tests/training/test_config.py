@@ -9,8 +9,8 @@ import tyro
 
 from attnres.errors import UserError
 from attnres.flags import config_file
-from attnres.train import TrainConfig, from_dict, to_dict
-from attnres.train.config import check, differences, resolve, settings_of
+from attnres.training import TrainConfig, from_dict, to_dict
+from attnres.training.config import check, differences, resolve, settings_of
 
 
 def test_the_defaults_can_run() -> None:

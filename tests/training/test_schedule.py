@@ -5,8 +5,8 @@ import doctest
 import pytest
 
 from attnres.errors import UserError
-from attnres.train import schedule
-from attnres.train.schedule import cosine, fraction_of_peak, warm_up, wsd
+from attnres.training import schedule
+from attnres.training.schedule import cosine, fraction_of_peak, warm_up, wsd
 
 
 def test_the_examples_of_the_docstrings_run() -> None:

@@ -20,11 +20,11 @@ from attnres.models import build, convert, load
 from attnres.report.stats import equal_conditions
 from attnres.studies.compare import CompareConfig, compare, make_plan
 from attnres.studies.variants import parse_variants
-from attnres.train import TrainConfig, distill, from_dict, loop, regimes, to_dict, train
-from attnres.train.config import FinetuneConfig, OptimConfig, differences
-from attnres.train.metrics import read
-from attnres.train.optim import build_optimizers
-from attnres.train.parallel import Processes
+from attnres.training import TrainConfig, distill, from_dict, loop, regimes, to_dict, train
+from attnres.training.config import FinetuneConfig, OptimConfig, differences
+from attnres.training.metrics import read
+from attnres.training.optim import build_optimizers
+from attnres.training.parallel import Processes
 
 Configure = Callable[..., TrainConfig]
 ONE = Processes(0, 1, torch.device("cpu"))

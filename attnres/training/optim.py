@@ -22,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attnres.train.config import OptimConfig
-from attnres.train.regimes import is_adapter
+from attnres.training.config import OptimConfig
+from attnres.training.regimes import is_adapter
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 

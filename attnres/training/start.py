@@ -29,7 +29,7 @@ from safetensors import safe_open
 from attnres.errors import UserError
 from attnres.residuals import make_residual
 from attnres.residuals import settings_of as settings_with_defaults
-from attnres.train.config import DataConfig, ModelConfig, TrainConfig, size_of
+from attnres.training.config import DataConfig, ModelConfig, TrainConfig, size_of
 
 if TYPE_CHECKING:
     from attnres.data import Prepared
@@ -243,7 +243,7 @@ def load_start(start: Start) -> Any:
     """The model as it is, in fp32 and evaluation mode; weights that no other model shares."""
     from attnres.models import load
     from attnres.models.source import load_plain
-    from attnres.train.checkpoint import quiet_transformers
+    from attnres.training.checkpoint import quiet_transformers
 
     with quiet_transformers():
         if start.own:
@@ -253,7 +253,7 @@ def load_start(start: Start) -> Any:
 
 def weights_crc32(model: Any) -> int:
     """Of the names and bytes of the parameters, as in a checkpoint."""
-    from attnres.train.checkpoint import checksum
+    from attnres.training.checkpoint import checksum
 
     return checksum(model.named_parameters())
 

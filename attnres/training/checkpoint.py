@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.files import read_json, recover_folder, replaced_folder, write_json
-from attnres.train import regimes
-from attnres.train.config import differences
-from attnres.train.optim import load_state_tensors, state_tensors
+from attnres.training import regimes
+from attnres.training.config import differences
+from attnres.training.optim import load_state_tensors, state_tensors
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attnres.train.config import DataConfig, TrainConfig
-from attnres.train.parallel import Processes
+from attnres.training.config import DataConfig, TrainConfig
+from attnres.training.parallel import Processes
 
 if TYPE_CHECKING:
     from attnres.data import Batches, Prepared

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnres.files import write_bytes
-from attnres.train.parallel import Processes
+from attnres.training.parallel import Processes
 
 Cast = Callable[[], AbstractContextManager[Any]]
 """Makes the context of a forward pass: bf16 autocast, or nothing."""
