@@ -392,9 +392,7 @@ def test_mistakes_in_a_comparison_show_first(tune: Configure) -> None:
             make_plan(CompareConfig(variants=["standard", variant], base=base))
 
 
-@pytest.mark.parametrize(
-    "path", sorted(Path(__file__).parents[2].glob("recipes/finetune_*.yaml")), ids=lambda p: p.stem
-)
+@pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("recipes/*.yaml")), ids=lambda p: p.stem)
 def test_recipes_can_be_read(path: Path) -> None:
     values = yaml.safe_load(path.read_text(encoding="utf-8"))
     if "variants" in values:

@@ -2,7 +2,7 @@
 
     attnres compare --config recipes/findings_code.yaml
     attnres compare --config recipes/findings_prose.yaml --source TEXT
-    python benchmarks/findings.py runs/findings/code runs/findings/prose --out runs/findings
+    python experiments/findings.py runs/findings/code runs/findings/prose --out runs/findings
 
 For each comparison NAME it writes OUT/NAME/findings.json, weights.csv and knock_outs.csv, and findings.txt, which it
 prints too; OUT/starts.png and .pdf show all of them.
@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Annotated
 
 import tyro
+from spike_figure import starts
+from spike_files import save, table
+from spikes import FindingsConfig, findings
 
 from attnres.errors import UserError
-from attnres.figures.starts import starts
 from attnres.figures.write import Drawn, save_all
-from attnres.studies.findings import FindingsConfig, findings
-from attnres.studies.findings_files import save, table
 
 
 @dataclass

@@ -21,7 +21,7 @@ def starts(studies: Sequence[Mapping[str, Any]]) -> Plot:
     """The spike of the embedding's weight at starts, by read: a row a study, a column a variant.
 
     Args:
-        studies: what `attnres.studies.findings.findings` returns, one for each text.
+        studies: what `spikes.findings` returns, one for each text.
     """
     columns = max((len(found["variants"]) for found in studies), default=0)
     if not columns:

@@ -4,20 +4,21 @@ import csv
 import json
 import shutil
 
+import findings as command
 import numpy as np
 import pytest
 import torch
+from spike_figure import starts
+from spike_files import beyond, save, table
+from spikes import FindingsConfig, figures, findings, read_documents, same_token
 
 from attnres.data import prepare
 from attnres.errors import UserError
 from attnres.figures import style
 from attnres.figures.plot import NotShown
-from attnres.figures.starts import starts
 from attnres.inspect.kinds import KINDS
 from attnres.models import build
 from attnres.report import load_study
-from attnres.studies.findings import FindingsConfig, figures, findings, read_documents, same_token
-from attnres.studies.findings_files import beyond, save, table
 
 SIZE = {
     "family": "qwen3",
@@ -185,6 +186,16 @@ def test_kinds_of_a_window_are_those_of_the_document(study):
     _, documents = read_documents(load_study(folder).of("full"), FindingsConfig(documents=6, windows=8))
     firsts = torch.cat([document.kinds[1:, 0] for document in documents if len(document.kinds) > 1])
     assert len(firsts) and (firsts != KINDS["code"].index("statement start")).any()
+
+
+def test_the_command_writes_a_folder_for_each_comparison_and_one_picture(study, tmp_path, monkeypatch, capsys):
+    folder, _ = study
+    line = ["findings.py", str(folder), "--out", str(tmp_path), "--documents", "4", "--windows", "1", "--device", "cpu"]
+    monkeypatch.setattr("sys.argv", line)
+    command.main()
+    assert "largest spike, boundary" in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {"runs", "starts.pdf", "starts.png"}
+    assert (tmp_path / "runs" / "findings.json").is_file()
 
 
 def test_files(study, tmp_path):

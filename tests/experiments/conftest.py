@@ -1,0 +1,6 @@
+"""The experiments are scripts that import each other by name."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "experiments"))
