@@ -41,6 +41,7 @@ from attnres.inspect.intervene import intervene
 from attnres.inspect.kinds import INSIDE, KINDS, guess_language, kinds_of
 from attnres.inspect.record import record
 from attnres.report.runs import Run, load_study
+from attnres.stats import standard_error
 from attnres.training.config import DataConfig
 from attnres.training.data import prepare_from
 
@@ -371,12 +372,8 @@ def figures(values: np.ndarray) -> dict[str, Any]:
     """(seeds, documents, ...) -> mean, se_documents and se_seeds, each (...) as lists; NaN documents are left out, and
     what is then unknown is None."""
     means = _over(values, 1)
-    n = (~np.isnan(values)).sum(1)
-    spread = np.nansum((values - means[:, None]) ** 2, 1)
-    errors = np.where(n > 1, np.sqrt(spread / np.maximum(n - 1, 1) / np.maximum(n, 1)), np.nan)
-    within = np.sqrt((errors**2).mean(0))
-    seeds = len(values)
-    between = means.std(0, ddof=1) / math.sqrt(seeds) if seeds > 1 else np.full(within.shape, np.nan)
+    within = np.sqrt((standard_error(values, 1) ** 2).mean(0))
+    between = standard_error(means, 0)
     return {"mean": _plain(means.mean(0)), "se_documents": _plain(within), "se_seeds": _plain(between)}
 
 

@@ -1,11 +1,8 @@
 """Means with their standard errors, and paired differences of two models.
 
 Every figure here is a ratio of sums over items, m = sum(a) / sum(b): accuracy with a = right or wrong and b = 1,
-perplexity exp(m) with a = -log p and b = tokens of a window. The standard error of m is that of a ratio estimate,
-
-    se^2 = n / (n - 1) * sum (a_i - m b_i)^2 / (sum b)^2,
-
-which for b = 1 is s / sqrt(n), lm-eval's; that of exp(m) is exp(m) se. Windows of one text are not quite independent,
+perplexity exp(m) with a = -log p and b = tokens of a window. The standard error of m is that of a ratio estimate
+(`attnres.stats`), for b = 1 lm-eval's; that of exp(m) is exp(m) se. Windows of one text are not quite independent,
 so perplexity's is a little too small. A difference is taken item by item, in m (nats for a
 perplexity), with a = a2 - a1.
 """
@@ -18,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from attnres.evals.scoring import Request
+from attnres.stats import or_none, ratio
 
 OTHER_TOKENS = "different tokens: bits per byte compare, this does not"
 NO_ITEMS = "no values per item"
@@ -60,11 +58,9 @@ class Measure:
         """(figure, standard error); no error for a single item."""
         if self.fixed is not None:
             return self.fixed
-        mean, error = _ratio(self.above, self.below)
-        if not self.exp:
-            return mean, error
-        figure = math.exp(min(700.0, mean))
-        return figure, None if error is None else figure * error
+        mean, error, *_ = ratio(self.above, self.below)
+        figure = math.exp(min(700.0, mean)) if self.exp else mean
+        return figure, or_none(figure * error if self.exp else error)
 
 
 @dataclass(frozen=True)
@@ -83,9 +79,8 @@ def difference(first: Measure, second: Measure) -> Difference:
     if first.fixed is not None or second.fixed is not None:
         return Difference(None, reason=NO_ITEMS)
     if first.tokens == second.tokens:
-        above = second.above - first.above
-        mean, error = _ratio(above, first.below)
-        return Difference(mean, error, int(np.isfinite(above).sum()))
+        change = ratio(second.above - first.above, first.below)
+        return Difference(change.mean, or_none(change.error), change.items)
     if not first.universal:
         return Difference(None, reason=OTHER_TOKENS)
     (one, first_error), (two, second_error) = first.estimate(), second.estimate()
@@ -102,13 +97,3 @@ def tokens_digest(requests: Sequence[Request]) -> str:
             digest.update(np.asarray(ids, dtype=np.int64).tobytes())
             digest.update(b"|")
     return digest.hexdigest()
-
-
-def _ratio(above: np.ndarray, below: np.ndarray) -> tuple[float, float | None]:
-    known = np.isfinite(above)
-    above, below = above[known], below[known]
-    n, total = len(above), float(below.sum())
-    mean = float(above.sum()) / total
-    if n < 2:
-        return mean, None
-    return mean, math.sqrt(n / (n - 1) * float(((above - mean * below) ** 2).sum())) / total

@@ -1,17 +1,19 @@
 """What an edit does: to the loss of each token, to the next-token distribution, and over a corpus."""
 
-import math
+import statistics
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.inspect.edits import Edit
 from attnres.inspect.intervene import intervene
+from attnres.stats import or_none, ratio
 
 Edits = Edit | Sequence[Edit]
 
@@ -131,14 +133,14 @@ def effect(
     with intervene(model, *several(edits)):
         after = predict(model, ids)
     losses = before.losses, after.losses
-    difference, error = mean_and_error((losses[1] - losses[0]).tolist())
+    change = ratio((losses[1] - losses[0]).double().numpy())
     last, edited = before.log_probs[-1].exp(), after.log_probs[-1].exp()
     likeliest = torch.maximum(last, edited).topk(min(top, len(last))).indices.tolist()
     return Effect(
         loss_before=losses[0].tolist(),
         loss_after=losses[1].tolist(),
-        difference=difference,
-        error=error,
+        difference=or_none(change.mean),
+        error=or_none(change.error),
         kl=nn.functional.kl_div(after.log_probs, before.log_probs, reduction="none", log_target=True).sum(-1).tolist(),
         top=[{"id": i, "before": last[i].item(), "after": edited[i].item()} for i in likeliest],
         before=before,
@@ -203,18 +205,17 @@ def corpus_effect(
     if not before:
         raise UserError("no document has two tokens: an edit's effect on the loss needs at least one prediction")
     differences = [b - a for a, b in zip(before, after)]
-    difference, error = mean_and_error(differences)
-    assert difference is not None
+    change = ratio(np.array(differences))
     return CorpusEffect(
         documents=len(before),
         tokens=tokens,
-        before=math.fsum(before) / len(before),
-        after=math.fsum(after) / len(after),
-        difference=difference,
-        error=error,
+        before=statistics.fmean(before),
+        after=statistics.fmean(after),
+        difference=change.mean,
+        error=or_none(change.error),
         differences=differences,
         labels=[
-            LabelEffect(name, count, len(values), *mean_and_error(values))
+            LabelEffect(name, count, len(values), *map(or_none, ratio(np.array(values))[:2]))
             for name, count, values in zip(label_names, label_tokens, by_label)
         ],
     )
@@ -223,17 +224,6 @@ def corpus_effect(
 def token_losses(log_probs: Tensor, targets: Tensor) -> Tensor:
     """(B, T) nats: -ln p of `targets` (B, T) under `log_probs` (B, T, V)."""
     return -log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-
-
-def mean_and_error(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean, and s / sqrt(n) with s over n - 1; None where there are no, or fewer than two, values."""
-    n = len(values)
-    if not n:
-        return None, None
-    mean = math.fsum(values) / n
-    if n < 2:
-        return mean, None
-    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1) / n)
 
 
 def several(edits: Edits) -> Sequence[Edit]:

@@ -153,7 +153,7 @@ def inspect_model(
     options: dict[str, Any] = {"context": context, "batch_size": batch_size, "before": before}
     with counting("reading", limit, "tokens", shown=progress) as on_tokens:
         seen = survey(model, reader, labels=len(reader.names), on_tokens=on_tokens, **options)
-    if seen.loss.tokens == 0:
+    if seen.loss.total == 0:
         raise UserError(
             "the text is empty: expected at least two tokens, one to predict another"
             if seen.trace.tokens - seen.windows * len(before) == 0
@@ -212,7 +212,7 @@ def from_survey(
         source_cosine=trace.source_cosine,
         key_cosine=trace.key_cosine,
         kinds=_by_label(seen, kinds, kind=kind),
-        losses={"mean": float(seen.loss.mean[0]), "error": float(seen.loss.error[0]), "tokens": seen.loss.tokens},
+        losses={"mean": seen.loss.mean, "error": seen.loss.error, "tokens": int(seen.loss.total)},
     )
 
 
@@ -298,14 +298,14 @@ def _routing(seen: Survey) -> dict[str, Any] | None:
 
 def _by_label(seen: Survey, names: Sequence[str], **more: Any) -> dict[str, Any] | None:
     """Means of the labels that occurred."""
-    found = [(name, mean) for name, mean in zip(names, seen.by_label) if mean.tokens]
+    found = [(name, mean) for name, mean in zip(names, seen.by_label) if mean.total]
     if not found:
         return None
     return {
         **more,
         "names": [name for name, _ in found],
-        "tokens": [mean.tokens for _, mean in found],
-        "documents": [mean.documents for _, mean in found],
+        "tokens": [int(mean.total) for _, mean in found],
+        "documents": [mean.items for _, mean in found],
         "weights": [seen.rows(mean.mean) for _, mean in found],
         "error": [seen.rows(mean.error) for _, mean in found],
     }

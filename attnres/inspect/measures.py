@@ -7,7 +7,6 @@ attention with one another.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -99,59 +98,6 @@ def source_spike(source_rms: Sequence[Sequence[float]]) -> np.ndarray:
     """
     rows = [np.asarray(row, dtype=float) for row in source_rms]
     return np.array([row.max() / np.median(row) if len(row) > 2 else np.nan for row in rows])
-
-
-@dataclass(frozen=True)
-class LabelMean:
-    """Mean weights of tokens with one label.
-
-    Attributes:
-        tokens: how many there are. documents: in how many documents.
-        mean, error: (n,); the standard error is over documents, NaN with fewer than two.
-    """
-
-    tokens: int
-    documents: int
-    mean: np.ndarray
-    error: np.ndarray
-
-
-class LabelSums:
-    """Means over tokens with errors over documents, kept in a few sums so that documents may stream by.
-
-    With a_d the sum of a weight over document d's tokens of one label, b_d the number of these tokens and m = sum a /
-    sum b, the standard error is that of a ratio estimate (Cochran, Sampling Techniques, 2.11):
-
-        se^2 = n / (n - 1) * sum_d (a_d - m b_d)^2 / (sum_d b_d)^2,    n documents with such tokens
-
-    Tokens of one document resemble each other, so an error over tokens would be too small.
-
-    Args:
-        labels, width: how many labels and how many numbers each token has.
-    """
-
-    def __init__(self, labels: int, width: int) -> None:
-        self._documents = np.zeros(labels)
-        self._b, self._bb = np.zeros(labels), np.zeros(labels)
-        self._a, self._aa, self._ab = (np.zeros((labels, width)) for _ in range(3))
-
-    def add(self, tokens: np.ndarray, sums: np.ndarray) -> None:
-        """One whole document: `tokens` (labels,) of each label, and `sums` (labels, width) over them."""
-        self._documents += tokens > 0
-        self._b += tokens
-        self._bb += tokens**2
-        self._a += sums
-        self._aa += sums**2
-        self._ab += sums * tokens[:, None]
-
-    def mean(self, label: int) -> LabelMean:
-        """What was seen of one label; the mean is NaN if nothing was."""
-        n, b = self._documents[label], self._b[label]
-        with np.errstate(invalid="ignore", divide="ignore"):
-            mean = self._a[label] / b
-            squares = self._aa[label] - 2 * mean * self._ab[label] + mean**2 * self._bb[label]
-            error = np.sqrt(np.maximum(squares, 0.0) * n / (n - 1)) / b if n > 1 else np.full_like(mean, np.nan)
-        return LabelMean(int(b), int(n), mean, error)
 
 
 def _is_row(values: list[Any]) -> bool:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.inspect.measures import LabelMean, LabelSums
 from attnres.inspect.record import Trace, record
+from attnres.stats import Ratio, RatioSums, ratio
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,11 +65,11 @@ class Survey:
     trace: Trace
     documents: int
     windows: int
-    loss: LabelMean
+    loss: Ratio
     by_document: np.ndarray
     high: list[list[float]]
     largest: list[list[float]]
-    by_label: list[LabelMean]
+    by_label: list[Ratio]
 
     def rows(self, values: np.ndarray) -> list[list[float]]:
         """Numbers of all reads, cut into one row a read."""
@@ -140,20 +140,10 @@ def survey(
     return sums.survey(trace)
 
 
-def mean_over_documents(rows: np.ndarray) -> LabelMean:
-    """sum(a) / sum(b) with its standard error over documents, of rows (documents, 2) of b and a."""
-    sums = LabelSums(1, 1)
-    for tokens, total in rows:
-        if tokens:
-            sums.add(np.array([tokens]), np.array([[total]]))
-    return sums.mean(0)
-
-
-def loss_change(before: Survey, after: Survey) -> LabelMean:
+def loss_change(before: Survey, after: Survey) -> Ratio:
     """How much higher the mean loss of the same documents is in `after`, in nats per token, document by document."""
-    rows = after.by_document.copy()
-    rows[:, 1] -= before.by_document[:, 1]
-    return mean_over_documents(rows)
+    tokens, losses = after.by_document.T
+    return ratio(losses - before.by_document[:, 1], tokens)
 
 
 def _windows(documents: Iterable[Encoded], room: int) -> Iterator[_Window | None]:
@@ -206,7 +196,7 @@ class _Sums:
         self.losses: dict[int, tuple[int, float]] = {}
         self.largest: Tensor | None = None
         self.histogram: Tensor | None = None  # (sources of all reads, BINS)
-        self.weights: LabelSums | None = None
+        self.weights: RatioSums | None = None
 
     def opened(self, windows: Iterable[_Window | None]) -> Iterator[_Window]:
         """Hands windows on, and notes which documents they belong to and where these end."""
@@ -250,7 +240,7 @@ class _Sums:
 
     def _by_label(self, batch: list[_Window], weights: Tensor) -> None:
         if self.weights is None:
-            self.weights = LabelSums(self.labels, weights.shape[-1])
+            self.weights = RatioSums(self.labels, weights.shape[-1])
         for window, row in zip(batch, weights, strict=True):
             labels = torch.from_numpy(window.labels)
             known = labels >= 0
@@ -274,9 +264,9 @@ class _Sums:
 
     def survey(self, trace: Trace) -> Survey:
         empty: list[list[float]] = [[] for _ in trace.sources]
-        by_label = [] if self.weights is None else [self.weights.mean(label) for label in range(self.labels)]
+        by_label = [] if self.weights is None else [self.weights.ratio(label) for label in range(self.labels)]
         losses = np.array([self.losses[number] for number in sorted(self.losses)]).reshape(-1, 2)
-        loss = mean_over_documents(losses)
+        loss = ratio(losses[:, 1], losses[:, 0])
         result = Survey(trace, self.documents, self.windows, loss, losses, empty, empty, by_label)
         if self.largest is not None and self.histogram is not None:
             below = self.histogram.cumsum(1) / self.histogram.sum(1, keepdim=True)

@@ -12,14 +12,8 @@ from typing import Any
 import numpy as np
 
 from attnres.report.runs import Run, Study
-from attnres.training.validate import standard_error
+from attnres.stats import standard_error, t_975
 
-# 97.5 % points of Student's t for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2).
-T_975 = (
-    (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-    + (2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)
-    + (2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
-)
 SEEDS_FOR_SEED_ERROR = 3
 
 COMPARED = (
@@ -32,16 +26,6 @@ CHECKSUMS = ("windows_sha256", "tokenizer_sha256", "splits")
 """Keys of data.json that tell one text from another."""
 OWN = ("seed", "name", "out", "resume", "track", "device", "save_every", "val_every", "log_every", "depth_every")
 """Fields that are no condition: each run's own, where it ran, and how often it was saved and measured."""
-
-
-def t_975(degrees: int) -> float:
-    """Half-width, in standard errors, of a two-sided 95 % interval with that many degrees of freedom."""
-    if degrees < 1:
-        raise ValueError(f"degrees of freedom must be at least 1, got {degrees}")
-    if degrees <= len(T_975):
-        return T_975[degrees - 1]
-    z = 1.959964  # Cornish-Fisher expansion of t about the normal point: below 1e-4 off from 30 on
-    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from attnres.inspect.record import read_names
 from attnres.inspect.survey import Survey, encode, front, loss_change
 from attnres.inspect.tables import number, say
 from attnres.progress import counting
+from attnres.stats import or_none
 
 EDGES = 12
 """Edges that an attribution names."""
@@ -65,7 +66,7 @@ def knock_out_table(
     table.add_column("without")
     for title in ("loss", "change"):
         table.add_column(title, justify="right")
-    table.add_row("–", number(float(plain.loss.mean[0]), 3), "")
+    table.add_row("–", number(plain.loss.mean, 3), "")
     rows = []
     for given, edit in knock_outs:
         record, change = _change(plain, again(f"without {given}", edit))
@@ -80,17 +81,16 @@ def knock_out_table(
 def _change(plain: Survey, after: Survey) -> tuple[dict[str, Any], str]:
     """Record and text of how the loss changed, with its error where there are several documents."""
     change = loss_change(plain, after)
-    value, error = float(change.mean[0]), float(change.error[0])
-    known = error == error
+    error = or_none(change.error)
     record = {
-        "loss_before": float(plain.loss.mean[0]),
-        "loss_after": float(after.loss.mean[0]),
-        "difference": value,
-        "error": error if known else None,
-        "documents": change.documents,
-        "tokens": change.tokens,
+        "loss_before": plain.loss.mean,
+        "loss_after": after.loss.mean,
+        "difference": change.mean,
+        "error": error,
+        "documents": change.items,
+        "tokens": int(change.total),
     }
-    return record, number(value, 4, sign=True) + (f" ± {number(error, 4)}" if known else "")
+    return record, number(change.mean, 4, sign=True) + (f" ± {number(error, 4)}" if error is not None else "")
 
 
 def next_token_table(

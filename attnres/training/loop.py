@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attnres.errors import UserError
 from attnres.files import locked, read_json, replaced_folder, write_json
+from attnres.stats import or_none, standard_error
 from attnres.training import checkpoint, distill, environment, regimes, start, validate
 from attnres.training.config import TrainConfig, check, resolve, to_dict
 from attnres.training.data import data_record, open_data
@@ -296,7 +297,7 @@ class Run:
             "step": past.step,
             "tokens": past.step * tokens,
             "val_loss": past.val_loss,
-            "val_se": _known(validate.standard_error(losses)),
+            "val_se": or_none(standard_error(losses)),
             "perplexity": math.exp(min(700.0, float(losses.mean()))),
             "train_loss": past.train_loss,
             "tokens_per_s": tokens / seconds,
@@ -326,7 +327,7 @@ class Run:
             raise self._diverged(past.step, past.val_loss, self.norm)
         if self.who.first:
             validate.save_windows(self.folder, past.step, losses)
-        self._write("val", loss=past.val_loss, windows=len(losses), se=_known(validate.standard_error(losses)))
+        self._write("val", loss=past.val_loss, windows=len(losses), se=or_none(standard_error(losses)))
 
     def _open_folder(self, kept: int) -> None:
         """Make it, or make it what it was at step `kept` (-1: before anything was measured)."""
@@ -367,11 +368,6 @@ class Run:
 
 def _folder(config: TrainConfig) -> Path:
     return Path(config.out or ".")
-
-
-def _known(value: float) -> float | None:
-    """A number as JSON has it, which has no NaN."""
-    return None if math.isnan(value) else value
 
 
 def _record(model: Any) -> AbstractContextManager[Any]:

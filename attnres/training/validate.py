@@ -1,7 +1,6 @@
 """The loss, window by window on held-out text."""
 
 import io
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -40,11 +39,6 @@ def window_losses(model: nn.Module, windows: Tensor, who: Processes, cast: Cast,
         losses[chosen.to(who.device)] = token_losses(model, tokens[:, :-1], tokens[:, 1:], cast).double().mean(1)
     model.train()
     return who.sum(losses).cpu().numpy()
-
-
-def standard_error(values: np.ndarray) -> float:
-    """Of the mean of independent values; NaN for fewer than two: nothing is known of its error."""
-    return float(values.std(ddof=1) / math.sqrt(len(values))) if len(values) > 1 else math.nan
 
 
 def save_windows(folder: str | Path, step: int, losses: np.ndarray) -> None:

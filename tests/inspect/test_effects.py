@@ -10,7 +10,7 @@ from tiny import SIZE
 
 from attnres import UserError
 from attnres.inspect.edits import KnockOut, Uniform
-from attnres.inspect.effects import corpus_effect, effect, mean_and_error, predict
+from attnres.inspect.effects import corpus_effect, effect, predict
 from attnres.inspect.intervene import intervene
 from attnres.models import build
 
@@ -159,9 +159,3 @@ def test_a_corpus_of_nothing_and_labels_without_names_are_refused():
         corpus_effect(model, [[1, 2, 3]], EDIT, labels=lambda ids: [0, 1, 2], label_names=["a"])
     with pytest.raises(UserError, match="batch_size is 0"):
         corpus_effect(model, [[1, 2, 3]], EDIT, batch_size=0)
-
-
-def test_mean_and_error():
-    assert mean_and_error([]) == (None, None)
-    assert mean_and_error([2.0]) == (2.0, None)
-    assert mean_and_error([1.0, 2.0, 3.0]) == pytest.approx((2.0, 3**-0.5))

@@ -61,32 +61,6 @@ def test_heatmaps_put_each_weight_under_its_source():
     np.testing.assert_array_equal(table, [[0.4, np.nan, np.nan, 0.6], [0.2, 0.3, np.nan, 0.5]])
 
 
-def test_errors_of_labels_are_those_of_a_ratio_over_documents():
-    rng = np.random.default_rng(0)
-    sums = measures.LabelSums(2, 3)
-    tokens, totals = [], []
-    for _ in range(7):
-        count = rng.integers(1, 9)
-        values = rng.random((count, 3))
-        tokens.append(count)
-        totals.append(values.sum(0))
-        sums.add(np.array([count, 0.0]), np.stack([values.sum(0), np.zeros(3)]))
-    b, a = np.array(tokens, dtype=float), np.stack(totals)
-    mean = a.sum(0) / b.sum()
-    error = np.sqrt(7 / 6 * ((a - mean * b[:, None]) ** 2).sum(0)) / b.sum()
-    seen = sums.mean(0)
-    assert (seen.tokens, seen.documents) == (b.sum(), 7)
-    np.testing.assert_allclose(seen.mean, mean)
-    np.testing.assert_allclose(seen.error, error)
-    assert sums.mean(1).tokens == 0 and np.isnan(sums.mean(1).mean).all()
-
-
-def test_one_document_has_a_mean_and_no_error():
-    sums = measures.LabelSums(1, 1)
-    sums.add(np.array([2.0]), np.array([[3.0]]))
-    assert sums.mean(0).mean[0] == 1.5 and np.isnan(sums.mean(0).error[0])
-
-
 def test_dynamics_are_the_depth_lines_of_a_run_in_order_of_steps():
     lines = [
         {"kind": "train", "step": 1, "loss": 2.0},

@@ -79,7 +79,7 @@ def test_removing_what_has_no_weight_changes_no_loss(make_model, tokenizer, docu
     plain = survey(model, encoded, context=16)
     with intervene(model, *report.edits("mean")):
         pruned = survey(model, encoded, context=16)
-    assert loss_change(plain, pruned).mean[0] == pytest.approx(0.0, abs=1e-6)
+    assert loss_change(plain, pruned).mean == pytest.approx(0.0, abs=1e-6)
 
 
 def test_the_record_is_json(model, tokenizer, documents):

@@ -12,24 +12,16 @@ from synthetic import write_run, write_study
 
 from attnres.report import load_study
 from attnres.report.page import write_report
-from attnres.report.stats import paired, paired_curve, strongest_baseline, t_975
+from attnres.report.stats import paired, paired_curve, strongest_baseline
 from attnres.report.table import build_table, cells, memory, number, print_table, to_csv, with_error
 from attnres.report.verdict import verdict
-from attnres.training.validate import standard_error
+from attnres.stats import standard_error, t_975
 
 
 def both(folder):
     study = load_study(folder)
     table = build_table(study)
     return study, table
-
-
-def test_student_t():
-    assert t_975(1) == 12.706
-    assert t_975(40) == pytest.approx(2.0211, abs=2e-4)
-    assert t_975(10_000) == pytest.approx(1.9602, abs=2e-4)
-    with pytest.raises(ValueError, match="at least 1"):
-        t_975(0)
 
 
 def test_one_seed_has_its_error_over_windows(tmp_path):

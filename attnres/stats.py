@@ -1,0 +1,109 @@
+"""Means with their standard errors, of values and of ratios, and Student's t. NaN stands for what is not known."""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+# 97.5 % points of Student's t for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2).
+T_975 = (
+    (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+    + (2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086)
+    + (2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042)
+)
+
+
+class Ratio(NamedTuple):
+    """A ratio of sums over items, m = sum(a) / sum(b), with its standard error (Cochran, Sampling Techniques, 2.11):
+
+        se^2 = n / (n - 1) * sum (a_i - m b_i)^2 / (sum b)^2,    which for b = 1 is s^2 / n
+
+    Attributes:
+        mean, error: m and se, floats or arrays; the error of fewer than two items is NaN, and so is the mean of none.
+        items: n, those with b > 0. total: sum(b).
+    """
+
+    mean: Any
+    error: Any
+    items: int
+    total: float
+
+
+def ratio(above: np.ndarray, below: np.ndarray | float = 1.0) -> Ratio:
+    """The ratio of sums over items (n,); items with NaN above or nothing below are left out.
+
+    >>> ratio(np.array([1.0, 2.0, 3.0])).mean
+    2.0
+    """
+    above, below = np.broadcast_arrays(np.asarray(above, dtype=float), np.asarray(below, dtype=float))
+    known = np.isfinite(above) & (below > 0)
+    a, b = above[known], below[known]
+    return _ratio(len(a), a.sum(), b.sum(), lambda mean: ((a - mean * b) ** 2).sum())
+
+
+class RatioSums:
+    """Ratios for each of several labels, kept in a few sums so that items may stream by.
+
+    In an inspection an item is a document, a_d the sum of a weight over its tokens of one label and b_d their number:
+    tokens of one document resemble each other, so an error over tokens would be too small.
+
+    Args:
+        labels, width: how many labels, and how many numbers a_d has for each.
+    """
+
+    def __init__(self, labels: int, width: int) -> None:
+        self._items = np.zeros(labels)
+        self._b, self._bb = np.zeros(labels), np.zeros(labels)
+        self._a, self._aa, self._ab = (np.zeros((labels, width)) for _ in range(3))
+
+    def add(self, below: np.ndarray, above: np.ndarray) -> None:
+        """Count one item: `below` (labels,) and `above` (labels, width)."""
+        self._items += below > 0
+        self._b += below
+        self._bb += below**2
+        self._a += above
+        self._aa += above**2
+        self._ab += above * below[:, None]
+
+    def ratio(self, label: int) -> Ratio:
+        """The ratio of one label, mean and error (width,)."""
+        aa, ab, bb = self._aa[label], self._ab[label], self._bb[label]
+        return _ratio(
+            int(self._items[label]), self._a[label], self._b[label], lambda mean: aa - 2 * mean * ab + mean**2 * bb
+        )
+
+
+def _ratio(items: int, above: Any, below: Any, squares: Any) -> Ratio:
+    n = items if items > 1 else math.nan
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = above / below
+        error = np.sqrt(np.maximum(squares(mean), 0.0) * n / (n - 1)) / below
+    if not np.ndim(mean):
+        mean, error = float(mean), float(error)
+    return Ratio(mean, error, items, float(below))
+
+
+def standard_error(values: np.ndarray, axis: int | None = None) -> Any:
+    """s / sqrt(n) along an axis, s over n - 1, of what is not NaN; NaN for fewer than two values."""
+    values = np.asarray(values, dtype=float)
+    count = (~np.isnan(values)).sum(axis, keepdims=True)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        mean = np.nansum(values, axis, keepdims=True) / count
+        spread = np.nansum((values - mean) ** 2, axis, keepdims=True)
+        error = np.where(count > 1, np.sqrt(spread / (count - 1) / count), math.nan)
+    return float(error.item()) if axis is None else error.squeeze(axis)
+
+
+def or_none(value: float) -> float | None:
+    """None for NaN, which JSON does not have."""
+    return None if math.isnan(value) else value
+
+
+def t_975(degrees: int) -> float:
+    """Half-width, in standard errors, of a two-sided 95 % interval with that many degrees of freedom."""
+    if degrees < 1:
+        raise ValueError(f"degrees of freedom must be at least 1, got {degrees}")
+    if degrees <= len(T_975):
+        return T_975[degrees - 1]
+    z = 1.959964  # Cornish-Fisher expansion of t about the normal point: below 1e-4 off from 30 on
+    return z + (z**3 + z) / (4 * degrees) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * degrees**2)
