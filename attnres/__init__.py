@@ -1,47 +1,69 @@
 """Attention Residuals: transformers whose sublayers read a learned softmax over earlier outputs.
 
-`import attnres` imports torch and no more. Models are in `attnres.models`, training in `attnres.training`, what depth
-attention does in `attnres.inspect`, comparisons in `attnres.studies` and `attnres.report`.
+`import attnres` is quick: each name below, and each subpackage, is imported when it is first asked for. Reads and
+residuals need torch alone; models need Transformers.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from attnres.errors import UserError
-from attnres.ops import Norm, depth_read, depth_read_reference
-from attnres.residuals import RESIDUALS, Residual, make_residual
-
-if TYPE_CHECKING:
-    from attnres.evals.generate import generate
-    from attnres.inspect import record
-    from attnres.models import convert
+from attnres.lazy import lazy_names
 
 __version__ = "0.1.0"
 
-_LAZY = {"convert": "attnres.models", "generate": "attnres.evals.generate", "record": "attnres.inspect"}
-"""What is imported when it is first asked for: it needs Transformers, or NumPy."""
+HOMES = {
+    "Interrupted": "attnres.errors",
+    "UserError": "attnres.errors",
+    "Norm": "attnres.ops",
+    "depth_read": "attnres.ops",
+    "depth_read_reference": "attnres.ops",
+    "RESIDUALS": "attnres.residuals",
+    "Residual": "attnres.residuals",
+    "make_residual": "attnres.residuals",
+    "build": "attnres.models",
+    "convert": "attnres.models",
+    "load": "attnres.models",
+    "TrainConfig": "attnres.training.config",
+    "train": "attnres.training.loop",
+    "compare": "attnres.studies.compare",
+    "inspect_model": "attnres.inspect.inspection",
+    "intervene": "attnres.inspect",
+    "record": "attnres.inspect",
+    "generate": "attnres.evals.generate",
+}
+"""The public names, and the module that each is imported from."""
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
-        raise AttributeError(f"module 'attnres' has no attribute '{name}'")
-    return getattr(importlib.import_module(_LAZY[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
-
+if TYPE_CHECKING:  # the same for type checkers and editors; a test holds the two equal
+    from attnres.errors import Interrupted, UserError
+    from attnres.evals.generate import generate
+    from attnres.inspect import intervene, record
+    from attnres.inspect.inspection import inspect_model
+    from attnres.models import build, convert, load
+    from attnres.ops import Norm, depth_read, depth_read_reference
+    from attnres.residuals import RESIDUALS, Residual, make_residual
+    from attnres.studies.compare import compare
+    from attnres.training.config import TrainConfig
+    from attnres.training.loop import train
+else:
+    __getattr__, __dir__ = lazy_names(__name__, HOMES)
 
 __all__ = [
     "RESIDUALS",
+    "Interrupted",
     "Norm",
     "Residual",
+    "TrainConfig",
     "UserError",
     "__version__",
+    "build",
+    "compare",
     "convert",
     "depth_read",
     "depth_read_reference",
     "generate",
+    "inspect_model",
+    "intervene",
+    "load",
     "make_residual",
     "record",
+    "train",
 ]

@@ -1,4 +1,4 @@
-"""What the user did wrong, in one sentence."""
+"""The exceptions that the command line turns into one sentence and an exit status."""
 
 import difflib
 from collections.abc import Iterable
@@ -9,6 +9,14 @@ class UserError(ValueError):
 
     The command line prints the message without a traceback and exits with status 2.
     """
+
+
+class Interrupted(Exception):
+    """A run was stopped by a signal after it saved its checkpoint; `code` is the exit status (130 or 143)."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
 
 
 def unknown(kind: str, given: str, valid: Iterable[str]) -> UserError:

@@ -91,6 +91,12 @@ def parse(command: str, kind: type[T], arguments: list[str], default: T | None =
     return chosen
 
 
+def fields_of(config: Any, only: Any = None, **changes: Any) -> dict[str, Any]:
+    """The fields of a dataclass (those that `only` has) by name, not copied, with changes."""
+    names = [item.name for item in dataclasses.fields(only or config)]
+    return {name: getattr(config, name) for name in names} | changes
+
+
 def _unknown_option(given: str, command: str, valid: list[str]) -> UserError:
     near = difflib.get_close_matches(given.replace("_", "-"), valid, n=1, cutoff=0.5)
     if command == "compare" and given.replace("_", "-") in ("--residual", "--block-size", "--num-blocks", "--settings"):

@@ -8,6 +8,7 @@ import pytest
 
 import attnres
 from attnres import cli
+from attnres.errors import Interrupted
 from attnres.training.config import TrainConfig
 
 
@@ -209,18 +210,20 @@ def test_help_and_version(capsys):
     assert "--seed " not in out
 
 
-def test_help_loads_no_heavy_library():
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in cli.COMMANDS)], ids=str
+)
+def test_help_loads_no_heavy_library(arguments):
     script = (
-        "import sys; from attnres.cli import main; main(['--help'])\n"
-        "heavy = {'transformers', 'matplotlib', 'pyarrow', 'datasets', 'tokenizers'} & set(sys.modules)\n"
+        "import sys\nfrom attnres.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as left:\n    assert not left.code\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'matplotlib', 'pyarrow', 'gradio'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, stdout=subprocess.DEVNULL)
+    subprocess.run([sys.executable, "-c", script, *arguments.split()], check=True, stdout=subprocess.DEVNULL)
 
 
 def test_an_interruption_has_its_own_status(capsys, monkeypatch):
-    from attnres.training.interrupt import Interrupted
-
     def stop(error):
         def train(config, *, progress):
             raise error

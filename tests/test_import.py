@@ -1,18 +1,57 @@
-"""`import attnres` is light: torch, and nothing that torch does not bring."""
+"""`import attnres` is quick, and everything public is there when it is asked for."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
-HEAVY = ["transformers", "tokenizers", "matplotlib", "pyarrow", "rich", "tyro", "datasets", "yaml"]
+import pytest
+
+import attnres
+
+HEAVY = ["torch", "numpy", "transformers", "tokenizers", "matplotlib", "pyarrow", "rich", "tyro", "datasets", "yaml"]
 
 
-def test_importing_the_package_imports_torch_and_no_more():
-    code = f"import sys, attnres; print([name for name in {HEAVY} if name in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+def run(code: str) -> str:
+    """What a new process prints."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_the_public_names_are_there():
-    import attnres
+def test_importing_the_package_imports_no_library():
+    assert run(f"import sys, attnres; print([name for name in {HEAVY} if name in sys.modules])") == "[]"
 
-    assert set(attnres.__all__) <= set(dir(attnres))
+
+def test_reads_and_residuals_need_torch_alone():
+    code = f"attnres.depth_read, attnres.make_residual; print([name for name in {HEAVY[2:]} if name in sys.modules])"
+    assert run(f"import sys, attnres; {code}") == "[]"
+
+
+@pytest.mark.parametrize("name", attnres.__all__)
+def test_every_public_name_is_what_it_says(name):
+    value = getattr(attnres, name)
+    assert getattr(value, "__name__", name) == name
+    assert name in dir(attnres)
+
+
+def test_names_are_the_same_whatever_was_imported_before():
+    code = "import attnres.training, attnres.training.loop, attnres.inspect.record, attnres.models.convert, attnres"
+    assert run(f"{code}; print(*(type(getattr(attnres, n)).__name__ for n in ('train', 'record', 'convert')))") == (
+        "function function function"
+    )
+
+
+def test_submodules_are_attributes():
+    packages = ["app", "cli", "data", "evals", "figures", "inspect", "models", "ops", "report", "residuals", "studies"]
+    assert run(f"import attnres; print([getattr(attnres, n).__name__ for n in {packages}])") == str(
+        [f"attnres.{name}" for name in packages]
+    )
+    with pytest.raises(AttributeError, match="module 'attnres' has no attribute 'modles'"):
+        attnres.modles  # noqa: B018
+
+
+def test_type_checkers_read_the_same_table():
+    tree = ast.parse(Path(attnres.__file__).read_text(encoding="utf-8"))
+    (branch,) = (node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in branch.body if isinstance(node, ast.ImportFrom)]
+    assert {name.name: node.module for node in imports for name in node.names} == attnres.HOMES
+    assert {*attnres.HOMES, "__version__"} == set(attnres.__all__)

@@ -5,8 +5,9 @@ batches = Batches(info.tokens("train"), seq_len=256, batch_size=8, seed=0)
 inputs, targets = batches.at(step)
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from attnres.lazy import lazy_names
 
 if TYPE_CHECKING:
     from attnres.data.batches import Batches, held_out_windows
@@ -14,18 +15,21 @@ if TYPE_CHECKING:
     from attnres.data.shards import Tokens, open_tokens, read_header
     from attnres.data.sources import open_source
     from attnres.data.tokenizer import load_tokenizer
-
-_HOME = {
-    "Batches": "batches",
-    "Prepared": "build",
-    "Tokens": "shards",
-    "held_out_windows": "batches",
-    "load_tokenizer": "tokenizer",
-    "open_source": "sources",
-    "open_tokens": "shards",
-    "prepare": "build",
-    "read_header": "shards",
-}
+else:
+    __getattr__, __dir__ = lazy_names(
+        __name__,
+        {
+            "Batches": "attnres.data.batches",
+            "Prepared": "attnres.data.build",
+            "Tokens": "attnres.data.shards",
+            "held_out_windows": "attnres.data.batches",
+            "load_tokenizer": "attnres.data.tokenizer",
+            "open_source": "attnres.data.sources",
+            "open_tokens": "attnres.data.shards",
+            "prepare": "attnres.data.build",
+            "read_header": "attnres.data.shards",
+        },
+    )
 
 __all__ = [
     "Batches",
@@ -38,9 +42,3 @@ __all__ = [
     "prepare",
     "read_header",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

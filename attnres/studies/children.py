@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import attnres
-from attnres.errors import UserError
-from attnres.training.interrupt import Interrupted, Signals, caught_signals
+from attnres.errors import Interrupted, UserError
+from attnres.training.interrupt import Signals, caught_signals
 
 ERROR_FILE = "ATTNRES_ERROR_FILE"
 """Environment variable: where `attnres` writes the sentence of a user error instead of printing it."""

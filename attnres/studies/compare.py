@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from attnres.errors import UserError
+from attnres.errors import Interrupted, UserError
 from attnres.files import LOCK, locked, read_json, write_json
 from attnres.report.runs import Study
 from attnres.report.show import show
@@ -25,7 +25,6 @@ from attnres.studies.variants import TRAINING, Variant, parse_variants
 from attnres.training.config import OptimConfig, TrainConfig, check, from_dict, resolve, size_of, to_dict
 from attnres.training.data import data_record, held_out, prepare_from
 from attnres.training.environment import has_bf16
-from attnres.training.interrupt import Interrupted
 from attnres.training.run_folder import claim, same_data
 from attnres.training.start import check_start, parameter_count
 

@@ -9,11 +9,11 @@ from attnres.errors import UserError
 from attnres.figures import Plot, draw_comparison, draw_dynamics, draw_model, save_all
 from attnres.figures.write import Drawn, check_formats
 from attnres.files import in_the_way, write_text
-from attnres.inspect.config import InspectConfig
 from attnres.inspect.inspection import Inspection
 from attnres.report.curves import curves
 from attnres.report.runs import load_study
 from attnres.studies.look import look
+from attnres.studies.look_config import InspectConfig
 
 
 def draw(given: Sequence[str], out: Path | str, formats: Sequence[str], options: dict[str, object]) -> list[Path]:

@@ -13,7 +13,6 @@ from attnres.errors import UserError
 from attnres.evals.scoring import LOGIT_BYTES
 from attnres.evals.subject import Subject, find_subject, pick_device
 from attnres.files import in_the_way, read_json, write_json
-from attnres.inspect.config import InspectConfig
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.inspection import Inspection, inspect_model
 from attnres.inspect.intervene import intervene
@@ -22,6 +21,7 @@ from attnres.inspect.prune import check_prunable, prune_report
 from attnres.inspect.survey import Survey, encode, front, survey
 from attnres.inspect.tables import say, show, wide
 from attnres.progress import counting
+from attnres.studies.look_config import InspectConfig
 from attnres.studies.removals import (
     attribution_table,
     find_knock_out,

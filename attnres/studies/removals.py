@@ -10,7 +10,6 @@ from rich.table import Table
 from attnres.errors import UserError, unknown
 from attnres.evals.subject import Subject
 from attnres.inspect.attribution import Attribution, attribute
-from attnres.inspect.config import InspectConfig
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import effect
 from attnres.inspect.intervene import intervene, source_names
@@ -21,6 +20,7 @@ from attnres.inspect.survey import Survey, encode, front, loss_change
 from attnres.inspect.tables import number, say
 from attnres.progress import counting
 from attnres.stats import or_none
+from attnres.studies.look_config import InspectConfig
 
 EDGES = 12
 """Edges that an attribution names."""

@@ -1,15 +1,13 @@
-"""Training: the configuration of a run and the loop that carries it out."""
+"""Training: the configuration of a run (`config`, without torch) and the loop that carries it out."""
 
+from typing import TYPE_CHECKING
+
+from attnres.lazy import lazy_names
 from attnres.training.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, from_dict, to_dict
-from attnres.training.loop import Interrupted, train
 
-__all__ = [
-    "DataConfig",
-    "Interrupted",
-    "ModelConfig",
-    "OptimConfig",
-    "TrainConfig",
-    "from_dict",
-    "to_dict",
-    "train",
-]
+if TYPE_CHECKING:
+    from attnres.training.loop import train
+else:
+    __getattr__, __dir__ = lazy_names(__name__, {"train": "attnres.training.loop"})
+
+__all__ = ["DataConfig", "ModelConfig", "OptimConfig", "TrainConfig", "from_dict", "to_dict", "train"]

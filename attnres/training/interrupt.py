@@ -7,14 +7,6 @@ from contextlib import contextmanager
 from types import FrameType
 
 
-class Interrupted(Exception):
-    """The run was stopped by a signal after saving its checkpoint; `code` is the exit status (130 or 143)."""
-
-    def __init__(self, message: str, code: int):
-        super().__init__(message)
-        self.code = code
-
-
 class Signals:
     """Counts of the signals that came: `interrupts` (Ctrl-C) and `terminations` (SIGTERM)."""
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from attnres.errors import UserError
+from attnres.errors import Interrupted, UserError
 from attnres.files import locked, read_json, replaced_folder, write_json
 from attnres.stats import or_none, standard_error
 from attnres.training import checkpoint, distill, environment, regimes, start, validate
@@ -27,7 +27,7 @@ from attnres.training.config import TrainConfig, check, resolve, to_dict
 from attnres.training.data import data_record, open_data
 from attnres.training.device import tune
 from attnres.training.inside import write_inside
-from attnres.training.interrupt import Interrupted, Signals, caught_signals
+from attnres.training.interrupt import Signals, caught_signals
 from attnres.training.metrics import Metrics, Tracker, import_tracker
 from attnres.training.optim import build_optimizers, set_learning_rate
 from attnres.training.parallel import Processes, join_processes
@@ -35,8 +35,6 @@ from attnres.training.past import Past, past_of
 from attnres.training.progress import Bar
 from attnres.training.run_folder import claim, forget_after, same_data
 from attnres.training.schedule import fraction_of_peak
-
-__all__ = ["Interrupted", "train"]
 
 UNTIMED = 3
 """Steps at the start of a run or of its resumption that are not timed: they warm caches and compile."""

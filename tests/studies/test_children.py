@@ -11,10 +11,9 @@ from dataclasses import dataclass
 import pytest
 from rich.console import Console
 
-from attnres.errors import UserError
+from attnres.errors import Interrupted, UserError
 from attnres.studies.children import Child, run_children
 from attnres.studies.progress import Watch, duration
-from attnres.training.interrupt import Interrupted
 
 SAVES_ON_CTRL_C = """
 import pathlib, signal, sys, time

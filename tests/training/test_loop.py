@@ -18,10 +18,10 @@ import torch
 from safetensors.torch import load_file
 
 from attnres.data import Batches, open_tokens
-from attnres.errors import UserError
+from attnres.errors import Interrupted, UserError
 from attnres.files import locked
 from attnres.models import build, load
-from attnres.training import Interrupted, TrainConfig, loop, to_dict, train, validate
+from attnres.training import TrainConfig, loop, to_dict, train, validate
 from attnres.training.metrics import read
 from attnres.training.parallel import Processes
 

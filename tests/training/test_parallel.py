@@ -17,7 +17,8 @@ from attnres.training.parallel import join_processes
 
 SCRIPT = """
 import json, os, signal, sys
-from attnres.training import Interrupted, from_dict, loop, train, validate
+from attnres.errors import Interrupted
+from attnres.training import from_dict, loop, train, validate
 
 whole, parts = (from_dict(values) for values in json.loads(sys.argv[1]))
 summary = train(whole, progress=False)

@@ -1,0 +1,1 @@
+"""The subcommands of `attnres`, a file each: a dataclass of its flags and `run(arguments)`."""

@@ -1,0 +1,31 @@
+"""`attnres app`: the explorer in the browser."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from attnres.flags import parse
+
+
+@dataclass
+class App:
+    """Look into one or two models in the browser: what every token reads, and what a prediction is without it."""
+
+    models: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL [MODEL2]]")] = ()
+    """Run folders, model folders or hub names, at most two; none opens the demo's Block and Full in runs/demo."""
+    host: str = "127.0.0.1"
+    """Address to serve on: this machine alone; anyone who reaches another one can use the models."""
+    port: int = 7860
+    """Port to serve on."""
+    open: bool = False
+    """Open the page in a browser."""
+
+
+def run(arguments: list[str]) -> None:
+    """Parse the arguments after the command's name and carry them out."""
+    options = parse("app", App, arguments)
+
+    from attnres.app import explore
+
+    explore(options.models, host=options.host, port=options.port, browser=options.open)

@@ -1,0 +1,123 @@
+"""`attnres compare`: train variants side by side."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from attnres.commands.train import plain_config
+from attnres.errors import UserError
+from attnres.flags import Hidden, Settings, Size, config_file, fields_of, parse
+from attnres.training.config import ModelConfig, OptimConfig, TrainConfig, from_dict
+
+
+@dataclass
+class SharedModel(ModelConfig):
+    """Which model is trained, besides its residual."""
+
+    size: Size = None
+    """nano, 100m, 0.6b, gpt2-124m, or a mapping {family: qwen3, hidden_size: 64, ...}; none is nano."""
+    residual: Hidden[str] = "standard"
+    block_size: Hidden[int | None] = None
+    num_blocks: Hidden[int | None] = None
+    settings: Hidden[Settings] = field(default_factory=dict)
+
+
+@dataclass
+class Comparison:
+    """What a comparison has and a run has not; a base class, so that the help begins with it."""
+
+    variants: tuple[str, ...] = ("standard", "rescaled", "block", "full")
+    """RESIDUAL[:SETTING=VALUE,...][@NAME=VALUE,...], e.g. standard block:num_blocks=6 full@lr=0.003; the names after @
+    are lr and those of fine-tuning (train_only, residual_lr, distill_weight, ...)."""
+    seeds: tuple[int, ...] = (0,)
+    """Every variant is trained with each; from three on the errors are over seeds."""
+    lrs: tuple[float, ...] = ()
+    """Train every variant at each of these learning rates."""
+    jobs: int | None = None
+    """Runs trained at once, the processor's threads shared between them; none is one a core, at most four. Their
+    threads are settled when the comparison is begun and stay the same when it is continued."""
+    timing_s: float = 20.0
+    """Seconds for timing the variants in turn at the end; 0 leaves it out."""
+
+
+@dataclass
+class Compare(TrainConfig, Comparison):
+    """Train variants side by side: same data, initial shared weights, batches and held-out windows.
+
+    Finished runs are skipped and interrupted ones resumed, so the same command continues a stopped comparison.
+    """
+
+    out: str | None = "runs/compare"
+    """Folder of the comparison."""
+    steps: int = 800
+    """Optimizer steps."""
+    val_every: int = 100
+    """Steps between validations (there is always one at the end)."""
+    model: SharedModel = field(default_factory=SharedModel)  # ty: ignore[incompatible-mutable-override]
+    """Which model is trained, besides its residual."""
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(optimizer="muon", muon_lr=1e-2, lr=4e-3))
+    """How it is optimised."""
+    config: str | None = None
+    """YAML, TOML or JSON file with the same names; flags override it."""
+    name: Hidden[str | None] = None
+    seed: Hidden[int] = 0
+    resume: Hidden[bool] = False
+
+
+def run(arguments: list[str]) -> None:
+    """Parse the arguments after the command's name and carry them out."""
+    values, arguments = config_file(arguments)
+    of_comparison = {name: values.pop(name) for name in fields_of(Comparison()) if name in values}
+    demo = TrainConfig(**fields_of(Compare(), only=TrainConfig, model=ModelConfig(residual="standard")))
+    base = from_dict(values, demo)
+    _refuse_variant(base, demo)
+    defaults = fields_of(base, model=SharedModel(**fields_of(base.model))) | _checked(of_comparison)
+    options = parse("compare", Compare, arguments, Compare(**defaults))
+
+    from attnres.studies.compare import CompareConfig, compare
+
+    compare(
+        CompareConfig(
+            variants=list(options.variants),
+            seeds=list(options.seeds),
+            lrs=list(options.lrs),
+            base=plain_config(options),
+            out=options.out or "runs/compare",
+            jobs=options.jobs,
+            timing_s=options.timing_s,
+        )
+    )
+
+
+def _checked(values: dict[str, Any]) -> dict[str, Any]:
+    """Values of `Comparison` from a file, as the types of their flags, or UserError."""
+    kinds: dict[str, type] = {"variants": str, "seeds": int, "lrs": float}
+    for name, kind in kinds.items():
+        if name not in values:
+            continue
+        value = values[name]
+        try:
+            if not isinstance(value, list) or (kind is not float and any(type(part) is not kind for part in value)):
+                raise TypeError
+            values[name] = tuple(kind(part) for part in value)
+        except (TypeError, ValueError):
+            raise UserError(
+                f"{name} is {value!r} in the configuration file: expected a list of {kind.__name__}"
+            ) from None
+    jobs, seconds = values.get("jobs"), values.get("timing_s", 0)
+    if jobs is not None and type(jobs) is not int:
+        raise UserError(f"jobs is {jobs!r} in the configuration file: expected a whole number")
+    if type(seconds) not in (int, float):
+        raise UserError(f"timing_s is {seconds!r} in the configuration file: expected a number")
+    return values
+
+
+def _refuse_variant(base: TrainConfig, demo: TrainConfig) -> None:
+    """Refuse a file that gives a residual or seed to the whole comparison: those belong to variants and seeds."""
+    model, default = base.model, demo.model
+    for name in ("residual", "block_size", "num_blocks", "settings"):
+        if getattr(model, name) != getattr(default, name):
+            raise UserError(
+                f"model.{name} in a comparison belongs to a variant: give variants, e.g. block:num_blocks=6"
+            )
+    if base.seed != demo.seed:
+        raise UserError(f"seed {base.seed} in a comparison: give seeds, a list, e.g. [{base.seed}]")

@@ -1,0 +1,68 @@
+"""`attnres convert`: depth reads for a pretrained model."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+from attnres.errors import UserError
+from attnres.flags import parse
+
+
+@dataclass
+class Convert:
+    """Give a pretrained model depth reads without changing its logits, and write it.
+
+    A checkpoint of another project's depth reads (open-attention-residuals, FLA, Kimi K3's names, the nanoGPT study's)
+    is recognised and becomes one of attnres as it is; --to writes a model of attnres in one of those formats.
+    """
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """Folder or hub name of a Hugging Face causal language model, or of another project's depth reads."""
+    out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
+    """Folder to write, new or empty."""
+    residual: str | None = None
+    """How sublayers read earlier outputs: block, full or rescaled; none is block."""
+    block_size: int | None = None
+    """Sublayers (attention and MLP count apart) in a block; give this or num_blocks."""
+    num_blocks: int | None = None
+    """Number of blocks; give this or block_size."""
+    read_scale: str | None = None
+    """sum is exact, and taken if none is given; mean, the paper's, only up to the eps of the norms that follow."""
+    dtype: str | None = None
+    """Weights in bf16, fp16, fp32 or fp64; none keeps the model's own."""
+    to: str | None = None
+    """Write a model of attnres in another project's format: open-attnres, fla, kimi or nanogpt."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
+
+
+def run(arguments: list[str]) -> None:
+    """Parse the arguments after the command's name and carry them out."""
+    options = parse("convert", Convert, arguments)
+
+    from attnres.models import convert, export_foreign, import_foreign
+    from attnres.models.foreign_kinds import kinds_of
+    from attnres.models.source import locate
+
+    settings = {name: getattr(options, name) for name in ("block_size", "num_blocks", "read_scale")}
+    settings = {name: value for name, value in settings.items() if value is not None}
+    flags = [name for name in ("residual", "dtype") if getattr(options, name) is not None] + list(settings)
+    if options.to is not None:
+        _refuse_changes(f"--to {options.to}", flags)
+        print(export_foreign(options.model, options.out, options.to))
+        return
+    if kinds := kinds_of(locate(options.model).config):
+        _refuse_changes(f"{options.model}, which has the depth reads of '{kinds[0].name}',", flags)
+        print(import_foreign(options.model, options.out))
+        return
+    remote = options.trust_remote_code
+    residual = options.residual or "block"
+    print(convert(options.model, residual, out=options.out, dtype=options.dtype, trust_remote_code=remote, **settings))
+
+
+def _refuse_changes(what: str, flags: list[str]) -> None:
+    """Refuse flags that would change a model which is written as it is."""
+    if flags:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in flags)
+        raise UserError(f"{what} is written with the depth reads and the weights that it has: leave out {names}")

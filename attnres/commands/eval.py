@@ -1,0 +1,34 @@
+"""`attnres eval`: perplexity and tasks."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from attnres.errors import UserError
+from attnres.evals.config import EvalConfig
+from attnres.flags import fields_of, parse
+
+
+@dataclass
+class Eval(EvalConfig):
+    """Score models on text and tasks; the differences of several are taken item by item, to the first."""
+
+    out: str | None = None
+    """JSON file for the results; the items go beside it, to NAME.items.jsonl."""
+    progress: bool = True
+    """Show a progress bar."""
+
+
+def run(arguments: list[str]) -> None:
+    """Parse the arguments after the command's name and carry them out."""
+    options = parse("eval", Eval, arguments)
+    if options.out is not None and Path(options.out).suffix != ".json":
+        raise UserError(f"--out is '{options.out}': expected the name of a .json file")
+
+    from attnres.evals.run import evaluate
+    from attnres.evals.table import show
+
+    results = evaluate(EvalConfig(**fields_of(options, only=EvalConfig)), progress=options.progress)
+    show(results.record)
+    if options.out is not None:
+        items = results.save(options.out)
+        print(f"{options.out}, item by item in {items}")

@@ -1,0 +1,42 @@
+"""`attnres prepare`: tokenise a corpus."""
+
+from dataclasses import dataclass
+
+from attnres.flags import parse
+
+
+@dataclass
+class Prepare:
+    """Tokenise a corpus into shards. Training does it by itself; this is for doing it ahead or keeping the result."""
+
+    source: str = "stdlib"
+    """stdlib (Python's own sources), a file or folder (.txt, .jsonl, .parquet), or hub:NAME[:CONFIG[:SPLIT]]."""
+    tokenizer: str = "bpe:4096"
+    """bpe:VOCAB trains a byte-level BPE on the training text; else a local tokenizer folder or a hub name."""
+    column: str = "text"
+    """Field of .jsonl, column of .parquet and hub data sets that holds the text."""
+    held_out: float = 0.05
+    """Fraction of the documents held out for validation."""
+    limit: int | None = None
+    """Read at most this many characters of the source; none reads all."""
+    out: str | None = None
+    """Folder for the shards; none is one in the cache."""
+
+
+def run(arguments: list[str]) -> None:
+    """Parse the arguments after the command's name and carry them out."""
+    options = parse("prepare", Prepare, arguments)
+
+    from attnres.data import prepare
+
+    prepared = prepare(
+        options.source,
+        options.tokenizer,
+        out=options.out,
+        held_out=options.held_out,
+        limit=options.limit,
+        column=options.column,
+    )
+    for name, split in prepared.header["splits"].items():
+        print(f"{name}: {split['tokens']:,} tokens in {split['documents']:,} documents")
+    print(f"{prepared.path} (vocabulary {prepared.vocab_size:,})")
