@@ -19,6 +19,15 @@ class Interrupted(Exception):
         self.code = code
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of another library's error, to stand inside a sentence; its type where it has no words.
+
+    >>> first_line(OSError("no such repository.\\nTraceback ...")), first_line(KeyError())
+    ('no such repository', 'KeyError')
+    """
+    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".: ")
+
+
 def unknown(kind: str, given: str, valid: Iterable[str]) -> UserError:
     """An error for a name that does not exist, with the nearest one that does.
 

@@ -67,3 +67,17 @@ def counting(what: str, total: int | None, unit: str, *, shown: bool = True) -> 
     with Bars(TextColumn("{task.completed:,.0f} " + unit), shown=shown, stays=False) as bars:
         task = bars.progress.add_task(what, total=total, figures="")
         yield lambda more: bars.progress.advance(task, more)
+
+
+@contextmanager
+def quiet_transformers() -> Generator[None]:
+    """Hides Transformers' own progress bars for a while; they would break into ours."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

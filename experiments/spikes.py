@@ -34,8 +34,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnres.data.build import Prepared
+from attnres.device import pick_device
 from attnres.errors import UserError
-from attnres.evals.subject import find_subject, pick_device
+from attnres.evals.subject import find_subject
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.intervene import intervene
 from attnres.inspect.kinds import INSIDE, KINDS, guess_language, kinds_of

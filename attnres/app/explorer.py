@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from attnres.app.state import MAX_CHARACTERS
+from attnres.device import pick_device
 from attnres.errors import UserError
-from attnres.evals.subject import Subject, find_subject, pick_device
+from attnres.evals.subject import Subject, find_subject
 from attnres.files import read_json
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import predict

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Iterator
 
 from attnres.data.readers import wrong_column
-from attnres.errors import UserError
+from attnres.errors import UserError, first_line
 
 # short name -> repository and configuration
 HUB = {
@@ -58,10 +58,9 @@ def read_hub(spec: str, column: str) -> Iterator[str]:
     except UserError:
         raise
     except Exception as error:  # the library, its readers and its connections raise many kinds
-        reason = str(error).split("\n")[0].rstrip(".")
         raise UserError(
-            f"source '{spec}' cannot be read from the hub: {reason}; check the name, the configuration, the split "
-            "and the connection"
+            f"source '{spec}' cannot be read from the hub: {first_line(error)}; check the name, the configuration, "
+            "the split and the connection"
         ) from error
 
 

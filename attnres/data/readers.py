@@ -11,7 +11,7 @@ import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
-from attnres.errors import UserError
+from attnres.errors import UserError, first_line
 
 SUFFIXES = (".txt", ".jsonl", ".parquet", ".py")
 PIECE_BYTES = 16 * 1024  # what a piece of a plain text file aims at
@@ -137,8 +137,9 @@ def _parquet(path: Path, column: str) -> Iterator[str]:
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        reason = str(error).split("\n")[0].rstrip(".")
-        raise UserError(f"{path} is not a complete Parquet file ({reason}): write or fetch it again") from error
+        raise UserError(
+            f"{path} is not a complete Parquet file ({first_line(error)}): write or fetch it again"
+        ) from error
 
 
 def wrong_column(where: str, column: str, textual: list[str]) -> UserError:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from attnres.errors import UserError
+from attnres.errors import UserError, first_line
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 8_000_000  # of training text, trained in seconds
@@ -182,7 +182,7 @@ def _from_hub(name: str) -> tuple[Tokenizer, str | None]:
     try:
         loaded = AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        reason = str(error).split("\n")[0].rstrip(".")
+        reason = first_line(error)
         raise UserError(f"tokenizer '{name}' is neither a local folder nor could it be fetched: {reason}") from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):

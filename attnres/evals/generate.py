@@ -4,17 +4,19 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
 from attnres.errors import UserError
-from attnres.evals.config import Dtype, GenerateConfig
+from attnres.evals.config import GenerateConfig
 from attnres.evals.depth import LEGEND, DepthReader, TokenDepth
-from attnres.evals.subject import context_of, find_subject, pick_device
+from attnres.evals.speaker import Speaker, open_speaker
+from attnres.evals.speed import beside
+from attnres.evals.subject import context_of
 
 
 @dataclass(frozen=True)
@@ -47,53 +49,6 @@ class Sampling:
             raise UserError(f"top_k is {self.top_k}: expected a whole number, at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:
             raise UserError(f"top_p is {self.top_p}: expected a number above 0, at most 1")
-
-
-@dataclass(frozen=True)
-class Speaker:
-    """A loaded model with its tokenizer."""
-
-    name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    context: int
-
-    def encode(self, prompt: str, *, chat: bool = False) -> Tensor:
-        """Token ids (1, T) of a prompt, or of a user's turn in the model's chat template.
-
-        Raises:
-            UserError: an empty prompt, no chat template, or no room for a token more.
-        """
-        if not prompt:
-            raise UserError("the prompt is empty: expected some text to go on from")
-        if chat:
-            if not self.tokenizer.chat_template:
-                raise UserError(f"the tokenizer of {self.name} has no chat template: leave out --chat")
-            turns = [{"role": "user", "content": prompt}]
-            text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
-            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        else:
-            ids = self.tokenizer(prompt, verbose=False)["input_ids"]
-        rows = cast(nn.Embedding, self.model.get_input_embeddings()).num_embeddings
-        if max(ids) >= rows:
-            raise UserError(
-                f"the tokenizer of {self.name} gives id {max(ids)} and the model's embedding has {rows} rows: they "
-                "belong to different models"
-            )
-        if len(ids) >= self.context:
-            raise UserError(
-                f"the prompt has {len(ids):,} tokens and {self.name} takes {self.context:,}: shorten it to leave room"
-            )
-        return torch.tensor([ids], device=self.model.device)
-
-
-def open_speaker(
-    name: str | Path, *, dtype: Dtype = "auto", device: str = "auto", trust_remote_code: bool = False
-) -> Speaker:
-    """Load a run folder, a model folder or a hub model with its tokenizer. Raises UserError."""
-    subject = find_subject(name, trust_remote_code=trust_remote_code)
-    model = subject.load(dtype, str(pick_device(device)))
-    return Speaker(subject.name, model, subject.tokenizer, subject.context)
 
 
 def generate(
@@ -171,8 +126,6 @@ def speak(config: GenerateConfig) -> None:
         generate(first, config.prompt, on_text=lambda text: print(text, end="", flush=True), **how)
         print()
     if second is not None:
-        from attnres.evals.speed import beside
-
         print(beside((first, second), config.prompt, config.max_new_tokens).line())
 
 

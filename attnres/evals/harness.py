@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedModel
 
-from attnres.errors import UserError, unknown
+from attnres.errors import UserError, first_line, unknown
 from attnres.evals.measures import Measure
-from attnres.evals.subject import Subject, first_line
+from attnres.evals.subject import Subject
 
 
 def find_tasks(names: Sequence[str], folder: str | None) -> Any:

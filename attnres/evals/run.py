@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.evals import harness
 from attnres.evals.config import EvalConfig
@@ -17,7 +18,7 @@ from attnres.evals.figures import Asked, ask, figures
 from attnres.evals.measures import Measure, difference
 from attnres.evals.progress import Bar
 from attnres.evals.scoring import Scored, cost, score
-from attnres.evals.subject import Subject, find_subject, pick_device
+from attnres.evals.subject import Subject, find_subject
 from attnres.evals.tasks import LM_EVAL, TASKS, Task, read_task
 from attnres.files import write_json, write_text
 from attnres.training import environment

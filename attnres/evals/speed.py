@@ -11,7 +11,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from attnres.errors import UserError
-from attnres.evals.generate import Speaker
+from attnres.evals.speaker import Speaker
 
 ROUNDS = 7
 """Timed rounds, after one that is not: an odd number, for the median and quartiles of the rounds' ratios."""

@@ -13,13 +13,13 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from attnres.errors import UserError
+from attnres.errors import UserError, first_line
 from attnres.evals.config import Dtype
 from attnres.files import read_json
 from attnres.models import load
 from attnres.models.classes import register_stored
 from attnres.models.foreign_kinds import refuse_foreign
-from attnres.training.checkpoint import quiet_transformers
+from attnres.progress import quiet_transformers
 
 DEFAULT_CONTEXT = 2048
 """Where neither config nor tokenizer says how long a text may be; lm-eval assumes the same."""
@@ -151,24 +151,6 @@ def find_subject(name: str | Path, *, trust_remote_code: bool = False) -> Subjec
     )
     found.check_ids(tokenizer.vocab_size - 1)
     return found
-
-
-def pick_device(name: str) -> torch.device:
-    """auto is CUDA where there is one, else the CPU. Raises UserError."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise UserError(f"device {name} does not exist: expected auto, cpu or cuda") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device {name} was asked for, but PyTorch finds no CUDA device here: use --device cpu")
-    return device
-
-
-def first_line(error: Exception) -> str:
-    """What another library's error says, short enough for one sentence."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".: ")
 
 
 def _is_ours(config: Any) -> bool:

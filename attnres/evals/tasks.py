@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from attnres.errors import UserError, unknown
+from attnres.errors import UserError, first_line, unknown
 from attnres.evals.config import TASK_NAMES
-from attnres.evals.subject import first_line
 from attnres.evals.windows import wikitext
 
 LM_EVAL = "lm-eval:"

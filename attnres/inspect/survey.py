@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnres.errors import UserError
+from attnres.errors import UserError, first_line
 from attnres.inspect.record import Trace, record
 from attnres.stats import Ratio, RatioSums, ratio
 
@@ -92,8 +92,9 @@ def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> Encoded:
     try:
         found: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
     except Exception as error:  # the Rust library raises plain Exceptions
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UserError(f"the tokenizer cannot encode the text ({reason}): remove what it does not know") from error
+        raise UserError(
+            f"the tokenizer cannot encode the text ({first_line(error)}): remove what it does not know"
+        ) from error
     ids = np.asarray(found["input_ids"], dtype=np.int64)
     offsets = [tuple(pair) for pair in found["offset_mapping"]] if tokenizer.is_fast else []
     return Encoded(ids, offsets, np.full(len(ids), -1))

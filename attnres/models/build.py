@@ -9,7 +9,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from attnres.errors import UserError, unknown
+from attnres.errors import UserError, first_line, unknown
 from attnres.files import read_json
 from attnres.models.classes import CLASSES, DepthMixin, register_stored
 from attnres.models.families import FAMILIES
@@ -62,7 +62,7 @@ def build(
     except UserError:
         raise
     except (ValueError, TypeError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
-        raise UserError(f"a {key} model of this size cannot be built: {_first_line(error)}") from error
+        raise UserError(f"a {key} model of this size cannot be built: {first_line(error)}") from error
 
 
 def _check_fields(config_class: Any, fields: Mapping[str, Any]) -> None:
@@ -83,10 +83,6 @@ def _check_fields(config_class: Any, fields: Mapping[str, Any]) -> None:
         raise UserError(
             f"num_attention_heads is {heads} and num_key_value_heads {shared}: the first must be a multiple"
         )
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def load(folder: str | Path, *, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedModel:
@@ -118,7 +114,7 @@ def load(folder: str | Path, *, trust_remote_code: bool = False, **kwargs: Any) 
         raise
     except Exception as error:
         raise UserError(
-            f"the model in {folder} cannot be loaded ({_first_line(error)}): save or copy it again"
+            f"the model in {folder} cannot be loaded ({first_line(error)}): save or copy it again"
         ) from error
     model, info = loaded
     if info["missing_keys"]:  # Transformers would draw them at random and go on

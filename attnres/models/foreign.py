@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from attnres.errors import UserError, unknown
+from attnres.errors import UserError, first_line, unknown
 from attnres.files import replaced_folder, write_json
 from attnres.models.classes import CLASSES, DepthMixin
 from attnres.models.foreign_kind import Config, Kind, Row
@@ -62,7 +62,9 @@ def load_foreign(path: str | Path, kind: str | None = None) -> DepthMixin:
     except UserError:
         raise
     except Exception as error:  # strict configs raise many kinds
-        raise UserError(f"config.json of {source.name} is no valid {target.family} config ({_line(error)})") from error
+        raise UserError(
+            f"config.json of {source.name} is no valid {target.family} config ({first_line(error)})"
+        ) from error
     config.foreign_config = source.config
     tensors = _unwrapped(_read_tensors(source), source)
     reads = _gathered(tensors, chosen, residual, source)
@@ -74,7 +76,7 @@ def load_foreign(path: str | Path, kind: str | None = None) -> DepthMixin:
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
         )
     except Exception as error:
-        raise UserError(f"the weights of {source.name} do not fit its config ({_line(error)})") from error
+        raise UserError(f"the weights of {source.name} do not fit its config ({first_line(error)})") from error
     model, info = loaded
     missing = {name for name in info["missing_keys"] if not name.endswith(chosen.optional)}
     for problem, names in (("lacks", missing), ("has, besides what its kind has,", info["unexpected_keys"])):
@@ -131,10 +133,6 @@ def save_foreign(model: Any, out: str | Path, kind: str, *, beside: Sequence[Pat
         write_json(folder / "config.json", written)
         _write(folder, state)
     return out
-
-
-def _line(error: Exception) -> str:
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _kind(source: Source, name: str | None) -> Kind:

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from attnres.errors import UserError
+from attnres.errors import UserError, first_line
 from attnres.files import read_json
 from attnres.models.foreign_kinds import refuse_foreign
 
@@ -129,8 +129,9 @@ def load_plain(source: Source, dtype: torch.dtype | None) -> tuple[PreTrainedMod
     except UserError:
         raise
     except Exception as error:  # Transformers, safetensors and remote code raise many kinds
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise UserError(f"{source.name} cannot be loaded ({reason}): is it a causal language model?") from error
+        raise UserError(
+            f"{source.name} cannot be loaded ({first_line(error)}): is it a causal language model?"
+        ) from error
     model, info = loaded
     if info["missing_keys"]:  # Transformers would draw them at random and go on
         first, *others = sorted(info["missing_keys"])
@@ -143,10 +144,9 @@ def _fetched(name: str, *, code: bool) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=patterns))
     except Exception as error:  # connections, missing repositories, gated ones
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise UserError(
-            f"'{name}' is no folder here and cannot be fetched from the hub ({reason}): check the path, the name and "
-            "the connection"
+            f"'{name}' is no folder here and cannot be fetched from the hub ({first_line(error)}): check the path, the "
+            "name and the connection"
         ) from error
 
 

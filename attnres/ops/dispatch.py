@@ -15,6 +15,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from attnres.errors import first_line
 from attnres.ops import cpu, eager
 from attnres.ops.reference import compute_dtype
 
@@ -76,7 +77,7 @@ def _gpu() -> ModuleType | str:
     try:
         from attnres.ops import gpu
     except Exception as error:  # a Triton that does not fit this torch or driver
-        return f"the Triton kernels cannot be loaded ({type(error).__name__}: {str(error).splitlines()[0]})"
+        return f"the Triton kernels cannot be loaded ({type(error).__name__}: {first_line(error)})"
     return gpu
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from attnres.device import pick_device
 from attnres.errors import Interrupted, UserError
 from attnres.files import LOCK, locked, read_json, write_json
 from attnres.report.runs import Study
@@ -26,7 +27,7 @@ from attnres.training.config import OptimConfig, TrainConfig, check, from_dict, 
 from attnres.training.data import data_record, held_out, prepare_from
 from attnres.training.environment import has_bf16
 from attnres.training.run_folder import claim, same_data
-from attnres.training.start import check_start, parameter_count
+from attnres.training.start import check_start, parameter_count, settle
 
 VERSION = 1
 
@@ -115,7 +116,7 @@ def make_plan(config: CompareConfig) -> Plan:
         raise UserError(f"jobs is {config.jobs}: expected 1 or more runs at a time")
     check(base)
     variants = {variant.label: variant for variant in parse_variants(config.variants, config.lrs)}
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if base.device == "auto" else base.device
+    device = str(pick_device(base.device))
     dtype = ("bf16" if has_bf16(torch.device(device)) else "fp32") if base.dtype == "auto" else base.dtype
     runs = {}
     for seed in config.seeds:  # seed by seed: what is there first is one whole comparison
@@ -139,7 +140,7 @@ def make_plan(config: CompareConfig) -> Plan:
                 dtype=dtype,
                 resume=True,
             )
-            runs[name] = resolve(from_dict(_training(variant), run))
+            runs[name] = settle(resolve(from_dict(_training(variant), run)))
             check(runs[name])
     for label in variants:
         if base.finetune.init_from is None:

@@ -9,9 +9,10 @@ from typing import Any
 from rich.console import Console
 
 from attnres.data.sources import open_source
+from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.evals.scoring import LOGIT_BYTES
-from attnres.evals.subject import Subject, find_subject, pick_device
+from attnres.evals.subject import Subject, find_subject
 from attnres.files import in_the_way, read_json, write_json
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.inspection import Inspection, inspect_model

@@ -11,8 +11,7 @@ The position in the data needs no state: a batch is a pure function of (seed, st
 import base64
 import random
 import zlib
-from collections.abc import Callable, Generator, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.files import read_json, recover_folder, replaced_folder, write_json
+from attnres.progress import quiet_transformers
 from attnres.training import regimes
 from attnres.training.config import differences
 from attnres.training.optim import load_state_tensors, state_tensors
@@ -54,20 +54,6 @@ def save_model(model: Any, folder: Path) -> None:
     """Write the model in Hugging Face layout; LoRA's tensors are no part of it."""
     with quiet_transformers():
         model.save_pretrained(folder, state_dict=regimes.base_state(model))
-
-
-@contextmanager
-def quiet_transformers() -> Generator[None]:
-    """Without Transformers' own progress bars, which would break into ours."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()
 
 
 def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any]) -> dict[str, Any] | None:

@@ -49,8 +49,9 @@ class DataConfig:
 
     source: str = "stdlib"
     """stdlib (Python's own sources), a file or folder (.txt, .jsonl, .parquet), or hub:NAME[:CONFIG[:SPLIT]]."""
-    tokenizer: str = "bpe:4096"
-    """bpe:VOCAB trains a byte-level BPE on the training text; else a local tokenizer folder or a hub name."""
+    tokenizer: str | None = None
+    """bpe:VOCAB trains a byte-level BPE on the training text; else a local tokenizer folder or a hub name; none is
+    bpe:4096, or with finetune.init_from that of the model."""
     column: str = "text"
     """Field of .jsonl, column of .parquet and hub data sets that holds the text."""
     seq_len: int = 256
@@ -180,20 +181,24 @@ def size_of(model: ModelConfig) -> str | dict[str, Setting]:
     return "nano" if model.size is None else model.size
 
 
-def resolve(config: TrainConfig) -> TrainConfig:
-    """A copy in which every default is filled in: settings merged, name and folder given.
+def tokenizer_of(data: DataConfig) -> str:
+    """The tokenizer that is taken where neither the configuration nor a pretrained model names one."""
+    return "bpe:4096" if data.tokenizer is None else data.tokenizer
 
-    With `finetune.init_from` the model it names is looked at, for what it settles (see `training.start.settle`).
+
+def resolve(config: TrainConfig) -> TrainConfig:
+    """A copy of `config` with every default filled in: settings merged, name and folder given.
+
+    With `finetune.init_from`, `attnres.training.start.settle` fills in the rest: it has to look at the model.
     """
     settings = settings_of(config.model)
     name = config.name or f"{config.model.residual}-seed{config.seed}"
     model = dataclasses.replace(config.model, settings=settings, block_size=None, num_blocks=None)
     config = dataclasses.replace(config, model=model, name=name, out=str(config.out or Path("runs") / name))
-    if config.finetune.init_from is None:
-        return dataclasses.replace(config, model=dataclasses.replace(model, size=size_of(model)))
-    from attnres.training.start import settle
-
-    return settle(config)
+    if config.finetune.init_from is not None:
+        return config
+    data = dataclasses.replace(config.data, tokenizer=tokenizer_of(config.data))
+    return dataclasses.replace(config, model=dataclasses.replace(model, size=size_of(model)), data=data)
 
 
 # ------------------------------------------------------------------ checking

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attnres.training.config import DataConfig, TrainConfig
+from attnres.training.config import DataConfig, TrainConfig, tokenizer_of
 from attnres.training.parallel import Processes
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def prepare_from(data: DataConfig, *, progress: bool = True) -> "Prepared":
 
     return prepare(
         data.source,
-        data.tokenizer,
+        tokenizer_of(data),
         held_out=data.held_out,
         limit=data.limit,
         column=data.column,

@@ -49,7 +49,7 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
         UserError: the configuration cannot run, the folder is taken, the loss diverged, a file cannot be written.
         Interrupted: Ctrl-C or SIGTERM; the checkpoint is saved, `code` is the exit status.
     """
-    config = resolve(config)
+    config = start.settle(resolve(config))
     who = join_processes(config.device)
     check(config, who.world_size)
     dtype = config.dtype if config.dtype != "auto" else ("bf16" if environment.has_bf16(who.device) else "fp32")

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from attnres.errors import UserError
+from attnres.device import pick_device
+from attnres.errors import UserError, first_line
 
 PATIENCE = timedelta(hours=2)
 """How long a process waits for the others: the first one may be tokenising the corpus."""
@@ -75,22 +76,17 @@ def join_processes(device: str = "auto") -> Processes:
     """The processes that `torchrun` started (gloo on the CPU, nccl on CUDA); without it there is one.
 
     The group lasts until the process ends, because a second one cannot be made from the same store; a group that is
-    there already is used. Raises UserError for CUDA where there is none.
+    there already is used. Raises UserError for a device that is not there.
     """
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device {device} was asked for, but PyTorch finds no CUDA device here: use --device cpu")
-    kind = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    chosen = pick_device(device)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if kind == "cuda":
-        kind = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
-    try:
-        chosen = torch.device(kind)
-        if chosen.type == "cuda":
+    if chosen.type == "cuda":
+        if chosen.index is None:
+            chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        try:
             torch.cuda.set_device(chosen)
-    except RuntimeError as error:
-        raise UserError(
-            f"device {device} cannot be used ({str(error).splitlines()[0]}): try cuda, cuda:0 or cpu"
-        ) from error
+        except RuntimeError as error:
+            raise UserError(f"device {device} cannot be used ({first_line(error)}): try cuda, cuda:0 or cpu") from error
     if world_size > 1 and not dist.is_initialized():
         cuda = chosen.type == "cuda"
         dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE, device_id=chosen if cuda else None)

@@ -29,7 +29,7 @@ from safetensors import safe_open
 from attnres.errors import UserError
 from attnres.residuals import make_residual
 from attnres.residuals import settings_of as settings_with_defaults
-from attnres.training.config import DataConfig, ModelConfig, TrainConfig, size_of
+from attnres.training.config import ModelConfig, TrainConfig, size_of, tokenizer_of
 
 if TYPE_CHECKING:
     from attnres.data import Prepared
@@ -130,16 +130,18 @@ def _found(init_from: str) -> Any:
 
 
 def settle(config: TrainConfig) -> TrainConfig:
-    """`config` with what the model of `init_from` settles filled in: settings of the residual, and the tokenizer.
+    """A copy of `config` with what the model of `init_from` settles filled in: settings of the residual, the tokenizer.
 
-    A converted model gets `read_scale="sum"` unless the settings say otherwise, which is what keeps its logits; one
-    that is continued keeps its settings. A tokenizer that was not chosen is the model's own.
+    Without `init_from` nothing is filled in. A converted model gets `read_scale="sum"` unless the settings say
+    otherwise, which is what keeps its logits; one that is continued keeps its settings. Where no tokenizer is named
+    the model's is taken.
 
     Raises:
         UserError: a size besides `init_from`, or another residual or setting than the model can have.
     """
     name, model = config.finetune.init_from, config.model
-    assert name is not None
+    if name is None:
+        return config
     if model.size is not None:
         raise UserError(
             f"both size {_named(model.size)} and init_from {name} are given: the model has its size, leave size out"
@@ -152,8 +154,8 @@ def settle(config: TrainConfig) -> TrainConfig:
         settings = {**exact, **model.settings}
     data = config.data
     prepared = (Path(data.source).expanduser() / "header.json").is_file()
-    if data.tokenizer == DataConfig().tokenizer and not prepared:
-        data = dataclasses.replace(data, tokenizer=str(start.folder))
+    if data.tokenizer is None:
+        data = dataclasses.replace(data, tokenizer=tokenizer_of(data) if prepared else str(start.folder))
     return dataclasses.replace(config, model=dataclasses.replace(model, settings=settings), data=data)
 
 
@@ -243,7 +245,7 @@ def load_start(start: Start) -> Any:
     """The model as it is, in fp32 and evaluation mode; weights that no other model shares."""
     from attnres.models import load
     from attnres.models.source import load_plain
-    from attnres.training.checkpoint import quiet_transformers
+    from attnres.progress import quiet_transformers
 
     with quiet_transformers():
         if start.own:

@@ -4,10 +4,13 @@ import dataclasses
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from attnres import UserError
 from attnres.evals.config import GenerateConfig
-from attnres.evals.generate import Speaker, generate, open_speaker, speak
+from attnres.evals.generate import generate, speak
+from attnres.evals.speaker import Speaker, open_speaker
 from attnres.evals.speed import beside
 from attnres.inspect import record
 from attnres.inspect.pieces import piece
@@ -177,6 +180,14 @@ def test_mistakes(speakers, options, message):
     options = {"prompt": PROMPT, **options}
     with pytest.raises(UserError, match=message):
         generate(speakers["block"], **options)
+
+
+def test_a_prompt_of_which_the_tokenizer_makes_no_token_is_refused(speakers):
+    words = Tokenizer(models.WordLevel({"fox": 0}, unk_token=None))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    speaker = Speaker("words", speakers["block"].model, PreTrainedTokenizerFast(tokenizer_object=words), 64)
+    with pytest.raises(UserError, match="the tokenizer of words makes no token of the prompt"):
+        generate(speaker, "   ")
 
 
 def test_a_tokenizer_of_another_model_is_refused(speakers):

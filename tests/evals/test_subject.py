@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from attnres import UserError
+from attnres.device import pick_device
 from attnres.evals import subject
-from attnres.evals.subject import find_subject, pick_device
+from attnres.evals.subject import find_subject
 
 IDS = torch.arange(20)[None]
 

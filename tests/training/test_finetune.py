@@ -25,6 +25,7 @@ from attnres.training.config import FinetuneConfig, OptimConfig, differences
 from attnres.training.metrics import read
 from attnres.training.optim import build_optimizers
 from attnres.training.parallel import Processes
+from attnres.training.start import settle
 
 Configure = Callable[..., TrainConfig]
 ONE = Processes(0, 1, torch.device("cpu"))
@@ -67,7 +68,7 @@ def tune(configure: Configure, plain: Path) -> Configure:
 
 
 def begun(config: TrainConfig) -> loop.Run:
-    run = loop.Run(loop.resolve(config), ONE, progress=False)
+    run = loop.Run(settle(loop.resolve(config)), ONE, progress=False)
     run.close()
     return run
 
@@ -153,9 +154,12 @@ def test_the_tokenizer_is_the_models_unless_one_is_given(
     (tmp_path / "text").mkdir()
     for index in range(40):
         (tmp_path / "text" / f"{index}.txt").write_text(f"stream {index} reads a block of sources " * 8)
-    config = loop.resolve(tune(data={"source": str(tmp_path / "text"), "held_out": 0.2}))
-    assert config.data.tokenizer == str(plain) and loop.resolve(config) == config
+    config = settle(loop.resolve(tune(data={"source": str(tmp_path / "text"), "held_out": 0.2})))
+    assert config.data.tokenizer == str(plain) and settle(loop.resolve(config)) == config
     assert begun(config).prepared.vocab_size <= 280
+    config.data.tokenizer, config.out = "bpe:4096", str(tmp_path / "other")
+    with pytest.raises(UserError, match="were made by another tokenizer than that of"):
+        begun(config)
 
 
 def test_a_change_of_function_is_only_made_on_demand(tune: Configure, tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from attnres import UserError, cli, convert, generate
 from attnres.evals.config import EvalConfig
-from attnres.evals.generate import open_speaker
 from attnres.evals.run import evaluate
+from attnres.evals.speaker import open_speaker
 from attnres.inspect import record
 from attnres.models import export_foreign, import_foreign, load, load_foreign
 from attnres.studies.compare import CompareConfig, compare

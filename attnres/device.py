@@ -1,0 +1,22 @@
+"""Chooses the device that a model runs on."""
+
+import torch
+
+from attnres.errors import UserError
+
+
+def pick_device(name: str) -> torch.device:
+    """The device of a name: `auto` is CUDA where there is one, else the CPU.
+
+    Raises:
+        UserError: no such device, or CUDA where PyTorch finds none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise UserError(f"device {name} does not exist: expected auto, cpu or cuda") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device {name} was asked for, but PyTorch finds no CUDA device here: use --device cpu")
+    return device
