@@ -1,0 +1,100 @@
+"""Imports point one way: the modules of `attnres` import one another in no circle, and packages only what lies below.
+
+Imports inside functions count; those under TYPE_CHECKING, which never run, do not.
+"""
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import attnres
+
+ROOT = Path(attnres.__file__).parent
+
+ORDER = """
+    errors cache device files losses progress stats text
+    ops
+    residuals
+    data
+    models
+    inspect
+    training
+    figures
+    report
+    evals
+    studies
+    app
+    flags
+    cli
+    __main__
+"""
+"""From bottom to top, as in docs/architecture.md: a line may import itself and the lines above it here."""
+
+LAYERS = {name: level for level, line in enumerate(ORDER.strip().splitlines()) for name in line.split()}
+
+
+def modules() -> dict[str, Path]:
+    """Every module by its dotted name."""
+    found = {}
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def running(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes below `node` but those of `if TYPE_CHECKING:`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from running(child)
+
+
+def imported(path: Path, names: set[str]) -> set[str]:
+    """The modules of the package that a file imports; a package's __init__ where a name is no module of it."""
+    out = set()
+    for node in running(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            out |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert node.level == 0, f"{path} imports relatively"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                out.add(inner if inner in names else node.module)
+                # What `attnres` hands out lazily would hide where it comes from.
+                assert inner in names or node.module != "attnres" or alias.name == "__version__", f"{path}: {inner}"
+    return out & names
+
+
+GRAPH = {name: imported(path, set(modules())) - {name} for name, path in modules().items()}
+
+
+def package(module: str) -> str | None:
+    """The part of the dotted name that `ORDER` has; None for `attnres` itself."""
+    return module.split(".")[1] if "." in module else None
+
+
+def test_the_graph_has_imports_of_functions_too_and_those_of_type_checkers_not():
+    assert "attnres.residuals.base" in GRAPH["attnres.residuals.full"]
+    assert "attnres.studies.compare" in GRAPH["attnres.cli"]
+    assert "attnres.evals.generate" not in GRAPH["attnres"]
+
+
+def test_every_package_has_its_place():
+    assert {package(name) for name in GRAPH} - {None} <= set(LAYERS)
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graphlib.TopologicalSorter(GRAPH).prepare()  # raises CycleError, which names the circle
+
+
+def test_packages_import_only_what_lies_below_them():
+    up = [
+        f"{name} -> {other}"
+        for name, others in GRAPH.items()
+        for other in others
+        if name != "attnres" and other != "attnres" and LAYERS[package(other)] > LAYERS[package(name)]
+    ]
+    assert not up
