@@ -13,7 +13,7 @@ import attnres
 ROOT = Path(attnres.__file__).parent
 
 ORDER = """
-    errors cache device files losses progress stats text
+    errors cache device files lazy losses progress stats text
     ops
     residuals
     data
@@ -26,6 +26,7 @@ ORDER = """
     studies
     app
     flags
+    commands
     cli
     __main__
 """
@@ -78,7 +79,7 @@ def package(module: str) -> str | None:
 
 def test_the_graph_has_imports_of_functions_too_and_those_of_type_checkers_not():
     assert "attnres.residuals.base" in GRAPH["attnres.residuals.full"]
-    assert "attnres.studies.compare" in GRAPH["attnres.cli"]
+    assert "attnres.studies.compare" in GRAPH["attnres.commands.compare"]
     assert "attnres.evals.generate" not in GRAPH["attnres"]
 
 
