@@ -210,9 +210,7 @@ def test_help_and_version(capsys):
     assert "--seed " not in out
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in cli.COMMANDS)], ids=str
-)
+@pytest.mark.parametrize("arguments", ["--help", "--version", *(f"{name} --help" for name in cli.COMMANDS)])
 def test_help_loads_no_heavy_library(arguments):
     script = (
         "import sys\nfrom attnres.cli import main\n"
