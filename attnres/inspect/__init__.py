@@ -4,9 +4,10 @@ from typing import TYPE_CHECKING
 
 from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.edits import AddLogit, KnockOut, Pin, Recency, Swap, Uniform, pin_from
-from attnres.inspect.effects import CorpusEffect, Effect, corpus_effect, effect, predict
+from attnres.inspect.effects import Effect, effect, predict
 from attnres.inspect.intervene import intervene, source_names
 from attnres.inspect.record import Trace, find_residual, read_names, record
+from attnres.inspect.survey import CorpusEffect, corpus_effect
 from attnres.lazy import lazy_names
 
 if TYPE_CHECKING:

@@ -1,12 +1,10 @@
-"""What an edit does: to the loss of each token, to the next-token distribution, and over a corpus."""
+"""What an edit does to one text: to the loss of each token, and to the next-token distribution."""
 
-import statistics
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -56,42 +54,6 @@ class Effect:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {name: value for name, value in vars(self).items() if name != "before"}
-
-
-@dataclass(frozen=True)
-class LabelEffect:
-    """Mean loss difference after tokens of one label, over the documents that have some; None where too few do."""
-
-    name: str
-    tokens: int
-    documents: int
-    difference: float | None
-    error: float | None
-
-
-@dataclass(frozen=True)
-class CorpusEffect:
-    """The mean over documents of each document's mean loss per token, in nats; differences are after - before.
-
-    Attributes:
-        documents, tokens: how many were scored (a document's first token is predicted by nothing).
-        before, after: mean losses. difference, error: of the paired difference, standard error over documents.
-        differences: of every document.
-        labels: the same by label of the token that the prediction was made at.
-    """
-
-    documents: int
-    tokens: int
-    before: float
-    after: float
-    difference: float
-    error: float | None
-    differences: list[float] = field(repr=False)
-    labels: list[LabelEffect]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def predict(model: nn.Module, input_ids: Tensor | Sequence[int]) -> Prediction:
@@ -147,80 +109,6 @@ def effect(
     )
 
 
-def corpus_effect(
-    model: nn.Module,
-    documents: Iterable[Tensor | Sequence[int]],
-    edits: Edits | Callable[[Tensor], Edits],
-    *,
-    batch_size: int = 8,
-    labels: Callable[[Tensor], Sequence[int] | Tensor] | None = None,
-    label_names: Sequence[str] = (),
-    progress: Callable[[int], None] | None = None,
-) -> CorpusEffect:
-    """What `edits` do to the loss over a corpus; of each document a few numbers are kept and nothing more.
-
-    Args:
-        documents: token ids (T,) each; those with fewer than two tokens are left out. Padded on the right to the
-            longest of a batch, which changes nothing for a causal model.
-        edits: or a function of a batch's ids (B, T) that makes them, for edits of chosen tokens.
-        labels: a function of a document's ids (T,) that gives each token a label: an index of `label_names`, or a
-            negative number for none. The loss after token t, of token t + 1, counts for the label of t.
-        progress: called with the number of documents after each batch.
-
-    Raises:
-        UserError: no document has two tokens; one is longer than the context or has ids outside the vocabulary; a label
-            that has no name; as `intervene`.
-    """
-    before, after = [], []
-    by_label: list[list[float]] = [[] for _ in label_names]
-    label_tokens = [0] * len(label_names)
-    tokens = 0
-    for batch in _batches(model, documents, batch_size):
-        width = max(map(len, batch))
-        ids = torch.stack([nn.functional.pad(document, (0, width - len(document))) for document in batch])
-        with evaluating(model), torch.no_grad():
-            plain = _losses(model, ids)
-            with intervene(model, *several(edits if isinstance(edits, Edit | Sequence) else edits(ids))):
-                edited = _losses(model, ids)
-        for row, document in enumerate(batch):
-            scored = len(document) - 1
-            tokens += scored
-            before.append(plain[row, :scored].mean(dtype=torch.float64).item())
-            after.append(edited[row, :scored].mean(dtype=torch.float64).item())
-            if labels is None:
-                continue
-            change = (edited[row, :scored] - plain[row, :scored]).double()
-            label = torch.as_tensor(labels(document.cpu()))[:scored]
-            if len(label) != scored or int(label.max()) >= len(label_names):
-                raise UserError(
-                    f"{len(label)} labels up to {int(label.max())} for {scored + 1} tokens and {len(label_names)} "
-                    "names: give one label a token, below the number of label_names"
-                )
-            for k in range(len(label_names)):
-                if count := int((label == k).sum()):
-                    label_tokens[k] += count
-                    by_label[k].append(change[label == k].mean().item())
-        if progress is not None:
-            progress(len(before))
-    if not before:
-        raise UserError("no document has two tokens: an edit's effect on the loss needs at least one prediction")
-    differences = [b - a for a, b in zip(before, after)]
-    change = ratio(np.array(differences))
-    return CorpusEffect(
-        documents=len(before),
-        tokens=tokens,
-        before=statistics.fmean(before),
-        after=statistics.fmean(after),
-        difference=change.mean,
-        error=or_none(change.error),
-        differences=differences,
-        labels=[
-            LabelEffect(name, count, len(values), *map(or_none, ratio(np.array(values))[:2]))
-            for name, count, values in zip(label_names, label_tokens, by_label)
-        ],
-    )
-
-
 def token_losses(log_probs: Tensor, targets: Tensor) -> Tensor:
     """(B, T) nats: -ln p of `targets` (B, T) under `log_probs` (B, T, V)."""
     return -log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
@@ -269,24 +157,3 @@ def evaluating(model: nn.Module) -> Generator[None]:
         yield
     finally:
         model.train(training)
-
-
-def _losses(model: nn.Module, ids: Tensor) -> Tensor:
-    """(B, T - 1) nats, on the CPU."""
-    logits = model(input_ids=ids, use_cache=False).logits
-    return token_losses(logits[:, :-1].float().log_softmax(-1), ids[:, 1:]).cpu()
-
-
-def _batches(model: nn.Module, documents: Iterable[Tensor | Sequence[int]], batch_size: int) -> Generator[list[Tensor]]:
-    if batch_size < 1:
-        raise UserError(f"batch_size is {batch_size}: expected at least 1")
-    batch = []
-    for document in documents:
-        if len(document) < 2:
-            continue
-        batch.append(prompt_ids(model, document)[0])
-        if len(batch) == batch_size:
-            yield batch
-            batch = []
-    if batch:
-        yield batch

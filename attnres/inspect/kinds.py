@@ -81,7 +81,7 @@ def kinds_of(text: str, offsets: Offsets, language: str) -> list[int]:
 
     Args:
         offsets: of each token the characters [start, end) of `text`, as fast tokenizers return them
-            (`return_offsets_mapping`); `offsets_of` makes them from the tokens' strings.
+            (`return_offsets_mapping`).
 
     Raises:
         UserError: an unknown language, or offsets outside the text.
@@ -106,24 +106,6 @@ def kinds_of(text: str, offsets: Offsets, language: str) -> list[int]:
         if start < end:
             seen = first
     return found
-
-
-def offsets_of(text: str, pieces: Sequence[str]) -> list[tuple[int, int]]:
-    """Offsets of tokens whose strings, joined, are the text: for tokenizers that give none.
-
-    >>> offsets_of("ab c", ["ab", " c"])
-    [(0, 2), (2, 4)]
-
-    Raises:
-        UserError: the strings are not the text, as where a character is split over tokens: use a fast tokenizer.
-    """
-    if "".join(pieces) != text:
-        raise UserError("the tokens' strings do not make up the text: use a fast tokenizer, which says where each lies")
-    offsets, place = [], 0
-    for piece in pieces:
-        offsets.append((place, place + len(piece)))
-        place += len(piece)
-    return offsets
 
 
 _CODE_LINE = re.compile(

@@ -11,47 +11,6 @@ from typing import Any
 
 import numpy as np
 
-KINDS_OF_READS = ("attention", "mlp", "output")
-"""What a read feeds."""
-
-
-def columns(sources: Sequence[Sequence[str]]) -> list[str]:
-    """Every source's name once, in order of depth; what a read sees of unfinished work ("partial", "stream", "null")
-    comes last.
-
-    >>> columns([["embedding"], ["embedding", "partial"], ["embedding", "block 1"]])
-    ['embedding', 'block 1', 'partial']
-    """
-    names = list(dict.fromkeys(name for row in sources for name in row))
-    passing = [name for name in ("partial", "stream", "null") if name in names]
-    return [name for name in names if name not in passing] + passing
-
-
-def heatmaps(routing: Mapping[str, Any]) -> dict[str, tuple[list[str], list[str], np.ndarray]]:
-    """Mean weights apart for reads before attention, before the MLP, and of the output.
-
-    Rows of a trace have as many entries as the read has sources; here every weight stands in its source's column.
-
-    Args:
-        routing: `reads` (names), `sources` and `weights` (rows), as `Trace.routing`.
-
-    Returns:
-        For each of `KINDS_OF_READS` that there is: names of the rows, names of the columns (the same for all), and the
-        weights (rows, columns), NaN where a read does not have that source.
-    """
-    names = columns(routing["sources"])
-    place = {name: i for i, name in enumerate(names)}
-    result = {}
-    for kind in KINDS_OF_READS:
-        chosen = [i for i, read in enumerate(routing["reads"]) if read.split()[0] == kind]
-        table = np.full((len(chosen), len(names)), np.nan)
-        for row, i in enumerate(chosen):
-            for source, weight in zip(routing["sources"][i], routing["weights"][i], strict=True):
-                table[row, place[source]] = weight
-        if chosen:
-            result[kind] = ([routing["reads"][i] for i in chosen], names, table)
-    return result
-
 
 def normalised(mixing: np.ndarray) -> np.ndarray:
     """|M[l, i]| / sum_j |M[l, j]|: the share of each output in a read by its coefficient; rows sum to one."""
@@ -72,17 +31,6 @@ def depth_distance(mixing: np.ndarray) -> np.ndarray:
 def embedding_persistence(mixing: np.ndarray) -> np.ndarray:
     """The embedding's share in each read: `normalised(M)[:, 0]`; a plain residual has 1 / (l + 1)."""
     return normalised(mixing)[:, 0]
-
-
-def entropy(weights: np.ndarray) -> np.ndarray:
-    """-sum_i p_i ln p_i in nats over the last axis, p = |weights| over their sum.
-
-    The entropy of mean weights is larger than the mean entropy of tokens, which `Trace.entropy` has: it counts that
-    tokens differ, too.
-    """
-    size = np.abs(weights)
-    p = size / size.sum(-1, keepdims=True)
-    return -np.where(p > 0, p * np.log(np.where(p > 0, p, 1.0)), 0.0).sum(-1)
 
 
 def effective_number(nats: Sequence[float] | np.ndarray) -> np.ndarray:

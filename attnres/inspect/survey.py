@@ -1,6 +1,6 @@
 """Documents streamed through a model: what is summed over their tokens, in the memory of a few batches."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres.errors import UserError, first_line
+from attnres.inspect.effects import Edits, prompt_ids, several
+from attnres.inspect.intervene import intervene
 from attnres.inspect.record import Trace, record
 from attnres.stats import Ratio, RatioSums, ratio
 
@@ -41,9 +43,9 @@ class _Window(NamedTuple):
 class _Open:
     """Sums over the windows of a document that has not been run to its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, labels: int) -> None:
         self.windows, self.ended = 0, False
-        self.losses, self.scored = 0.0, 0
+        self.losses = np.zeros((1 + labels, 2))
         self.tokens: Any = 0.0
         self.sums: Any = 0.0
 
@@ -56,7 +58,8 @@ class Survey:
         trace: the recording.
         documents, windows: how many were run.
         loss: mean over predicted tokens in nats, and its standard error over documents; NaN without.
-        by_document: (documents, 2) predicted tokens and the sum of their losses, in the order of the documents.
+        by_document: (documents, 1 + labels, 2) predicted tokens and the sum of their losses, in the order of the
+            documents: of all tokens, then of those that follow a token of each label.
         high, largest: for each read and source the share |weight| / sum |weights| that a fraction `HIGH` of tokens are
             below, and the largest that any token had.
         by_label: for each label the mean weights of all reads, one after the other, with errors over documents.
@@ -120,8 +123,10 @@ def survey(
         on_tokens: called with the number of tokens of each finished batch.
 
     Raises:
-        UserError: no residual of this package; logits that are NaN or infinite.
+        UserError: no residual of this package; logits that are NaN or infinite; no batch size.
     """
+    if batch_size < 1:
+        raise UserError(f"batch_size is {batch_size}: expected at least 1")
     before = before or []
     sums = _Sums(labels)
     was_training = model.training
@@ -141,10 +146,73 @@ def survey(
     return sums.survey(trace)
 
 
-def loss_change(before: Survey, after: Survey) -> Ratio:
-    """How much higher the mean loss of the same documents is in `after`, in nats per token, document by document."""
-    tokens, losses = after.by_document.T
-    return ratio(losses - before.by_document[:, 1], tokens)
+def loss_change(before: Survey, after: Survey, place: int = 0) -> Ratio:
+    """How much higher the mean loss of the same documents is in `after`, in nats per token, document by document.
+
+    `place`: of `by_document`, 0 for all tokens and k + 1 for those that follow a token of label k.
+    """
+    tokens, losses = after.by_document[:, place].T
+    return ratio(losses - before.by_document[:, place, 1], tokens)
+
+
+@dataclass(frozen=True)
+class CorpusEffect:
+    """What edits do to the loss over documents, in nats per token.
+
+    Attributes:
+        before, after: mean losses.
+        change: after - before, with its standard error over documents.
+        labels: the same after tokens of each label, by its name.
+    """
+
+    before: float
+    after: float
+    change: Ratio
+    labels: dict[str, Ratio]
+
+
+def corpus_effect(
+    model: nn.Module,
+    documents: Iterable[Tensor | Sequence[int]],
+    edits: Edits,
+    *,
+    batch_size: int = 8,
+    labels: Callable[[Tensor], Sequence[int] | Tensor] | None = None,
+    label_names: Sequence[str] = (),
+) -> CorpusEffect:
+    """Survey documents (T,) of token ids with and without `edits`.
+
+    Args:
+        labels: a function of a document's ids (T,) that gives each token a label: an index of `label_names`, or -1 for
+            none. The loss of token t + 1 counts for the label of token t.
+
+    Raises:
+        UserError: no document has two tokens; one is longer than the context or has ids outside the vocabulary; a label
+            that has no name; as `intervene` and `survey`.
+    """
+    encoded = []
+    for document in documents:
+        ids = prompt_ids(model, document)[0].cpu()
+        marks = np.full(len(ids), -1) if labels is None else np.asarray(labels(ids))
+        if len(marks) != len(ids) or marks.max() >= len(label_names):
+            raise UserError(
+                f"{len(marks)} labels up to {marks.max()} for {len(ids)} tokens and {len(label_names)} names: give one "
+                "label a token, below the number of label_names"
+            )
+        encoded.append(Encoded(ids.numpy(), [], marks))
+    context = max((len(document.ids) for document in encoded), default=0)
+    if context < 2:
+        raise UserError("no document has two tokens: an edit's effect on the loss needs at least one prediction")
+    options: dict[str, Any] = {"context": context, "batch_size": batch_size, "labels": len(label_names)}
+    plain = survey(model, encoded, **options)
+    with intervene(model, *several(edits)):
+        edited = survey(model, encoded, **options)
+    return CorpusEffect(
+        before=plain.loss.mean,
+        after=edited.loss.mean,
+        change=loss_change(plain, edited),
+        labels={name: loss_change(plain, edited, 1 + k) for k, name in enumerate(label_names)},
+    )
 
 
 def _windows(documents: Iterable[Encoded], room: int) -> Iterator[_Window | None]:
@@ -194,7 +262,7 @@ class _Sums:
         self.labels = labels
         self.open: dict[int, _Open] = {}
         self.documents = self.windows = 0
-        self.losses: dict[int, tuple[int, float]] = {}
+        self.losses: dict[int, np.ndarray] = {}  # (1 + labels, 2) of each document
         self.largest: Tensor | None = None
         self.histogram: Tensor | None = None  # (sources of all reads, BINS)
         self.weights: RatioSums | None = None
@@ -210,7 +278,7 @@ class _Sums:
                 last = None
                 continue
             last = window.document
-            self.open.setdefault(last, _Open()).windows += 1
+            self.open.setdefault(last, _Open(self.labels)).windows += 1
             yield window
 
     def add(self, batch: list[_Window], trace: Trace, losses: np.ndarray, skip: int) -> None:
@@ -219,8 +287,10 @@ class _Sums:
         for window, row in zip(batch, losses, strict=True):
             document = self.open[window.document]
             document.windows -= 1
-            document.losses += float(row.sum())
-            document.scored += len(row)
+            document.losses[0] += len(row), row.sum()
+            marks, row = window.labels[:-1], row[skip:]
+            for label in range(self.labels):
+                document.losses[1 + label] += (marks == label).sum(), row[marks == label].sum()
         if trace.token_weights:
             flat = torch.cat(trace.token_weights, -1)  # (B, T, sources of all reads)
             shares = [_shares(row) for row in trace.token_weights]
@@ -259,15 +329,15 @@ class _Sums:
             return
         del self.open[number]
         self.documents += 1
-        self.losses[number] = (document.scored, document.losses)
+        self.losses[number] = document.losses
         if self.weights is not None and not np.isscalar(document.tokens):
             self.weights.add(document.tokens, document.sums)
 
     def survey(self, trace: Trace) -> Survey:
         empty: list[list[float]] = [[] for _ in trace.sources]
         by_label = [] if self.weights is None else [self.weights.ratio(label) for label in range(self.labels)]
-        losses = np.array([self.losses[number] for number in sorted(self.losses)]).reshape(-1, 2)
-        loss = ratio(losses[:, 1], losses[:, 0])
+        losses = np.array([self.losses[number] for number in sorted(self.losses)]).reshape(-1, 1 + self.labels, 2)
+        loss = ratio(losses[:, 0, 1], losses[:, 0, 0])
         result = Survey(trace, self.documents, self.windows, loss, losses, empty, empty, by_label)
         if self.largest is not None and self.histogram is not None:
             below = self.histogram.cumsum(1) / self.histogram.sum(1, keepdim=True)

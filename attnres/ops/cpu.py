@@ -139,11 +139,6 @@ def why_not(tensors: Sequence[Tensor], compute: torch.dtype, made: Sequence[torc
     return None
 
 
-def supports(tensors: Sequence[Tensor], compute: torch.dtype, made: Sequence[torch.dtype] = ()) -> bool:
-    """Whether the kernels can take these (T, d) tensors and make vectors of these dtypes."""
-    return why_not(tensors, compute, made) is None
-
-
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

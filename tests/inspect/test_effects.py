@@ -10,8 +10,9 @@ from tiny import SIZE
 
 from attnres import UserError
 from attnres.inspect.edits import KnockOut, Uniform
-from attnres.inspect.effects import corpus_effect, effect, predict
+from attnres.inspect.effects import effect, predict
 from attnres.inspect.intervene import intervene
+from attnres.inspect.survey import corpus_effect
 from attnres.models import build
 
 EDIT = KnockOut("mlp 0", reads=["mlp 1", "output"])
@@ -107,48 +108,32 @@ def test_texts_that_cannot_be_run_are_refused(ids, message):
         effect(make(), ids, EDIT)
 
 
-def test_over_a_corpus_the_difference_is_paired_by_document():
+def test_over_a_corpus_the_change_is_that_of_every_token_and_its_error_over_documents():
     model = make()
     documents = [text(length, seed=length) for length in (12, 5, 2, 9, 1, 7)]
-    expected = [effect(model, ids, EDIT) for ids in documents if len(ids) > 1]
-    means = [e.difference for e in expected]
-    seen = []
-    found = corpus_effect(model, iter(documents), EDIT, batch_size=2, progress=seen.append)
-    assert found.differences == pytest.approx(means, abs=1e-5)
-    assert found.difference == pytest.approx(np.mean(means), abs=1e-5)
-    assert found.error == pytest.approx(np.std(means, ddof=1) / 5**0.5, rel=1e-3)
-    assert (found.documents, found.tokens, seen) == (5, 30, [2, 4, 5])
-    assert found.after - found.before == pytest.approx(found.difference)
-    json.dumps(found.to_dict(), allow_nan=False)
-
-
-def test_edits_of_chosen_tokens_and_effects_by_label():
-    model = make()
-    documents = [text(10, seed) for seed in range(4)]
 
     def labels(ids):
         return (ids < 25).long()
 
-    def edits(ids):
-        return KnockOut("mlp 0", reads="output", tokens=ids < 25)
-
-    found = corpus_effect(model, documents, edits, labels=labels, label_names=["large", "small"])
-    large, small = found.labels
-    assert (large.name, small.name) == ("large", "small")
-    assert large.tokens + small.tokens == found.tokens == 36
-    assert large.difference == pytest.approx(0, abs=1e-5)  # the output's read of other tokens is not touched
-    assert abs(small.difference) > 1e-3 and small.error > 0
-    weighed = [
-        np.mean([c for c, chosen in zip(after - before, labels(ids)[:-1]) if chosen])
-        for ids in documents
-        for before, after in [_two(model, ids, edits(ids[None]))]
-    ]
-    assert small.difference == pytest.approx(np.mean(weighed), abs=1e-4)
-
-
-def _two(model, ids, edit):
-    found = effect(model, ids, edit)
-    return np.array(found.loss_before), np.array(found.loss_after)
+    found = corpus_effect(model, iter(documents), EDIT, batch_size=2, labels=labels, label_names=["large", "small"])
+    changes, marks = [], []
+    for ids in documents:
+        alone = effect(model, ids, EDIT)
+        changes.append(np.subtract(alone.loss_after, alone.loss_before))
+        marks.append(labels(ids)[:-1].numpy())
+    assert (found.change.items, found.change.total) == (5, 30)
+    for mean, rows in (
+        (found.change, changes),
+        (found.labels["large"], [row[mark == 0] for row, mark in zip(changes, marks)]),
+        (found.labels["small"], [row[mark == 1] for row, mark in zip(changes, marks)]),
+    ):
+        rows = [row for row in rows if len(row)]
+        everything = np.concatenate(rows)
+        assert mean.total == len(everything) and mean.mean == pytest.approx(everything.mean(), abs=1e-5)
+        left = [row.sum() - everything.mean() * len(row) for row in rows]
+        error = np.sqrt(len(rows) / (len(rows) - 1) * np.square(left).sum()) / len(everything)
+        assert mean.error == pytest.approx(error, rel=1e-3)
+    assert found.after - found.before == pytest.approx(found.change.mean, abs=1e-6)
 
 
 def test_a_corpus_of_nothing_and_labels_without_names_are_refused():

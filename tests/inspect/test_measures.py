@@ -30,35 +30,13 @@ def test_signs_and_scale_of_coefficients_do_not_matter():
     assert measures.normalised(np.zeros((2, 2))).tolist() == [[0, 0], [0, 0]]
 
 
-def test_entropy_of_even_weights_is_the_logarithm_of_their_number():
-    nats = measures.entropy(np.array([[0.25, 0.25, 0.25, 0.25], [1, 0, 0, 0], [-0.5, 0.5, 0, 0]]))
-    assert nats == pytest.approx([math.log(4), 0, math.log(2)])
-    assert measures.effective_number(nats) == pytest.approx([4, 1, 2])
+def test_the_effective_number_of_even_weights_is_their_number():
+    assert measures.effective_number([math.log(4), 0, math.log(2)]) == pytest.approx([4, 1, 2])
 
 
 def test_the_spike_is_the_largest_source_over_the_median():
     assert measures.source_spike([[1, 1, 10, 2]])[0] == pytest.approx(10 / 1.5)
     assert np.isnan(measures.source_spike([[1, 10], []])).all()
-
-
-def test_heatmaps_put_each_weight_under_its_source():
-    routing = {
-        "reads": ["attention 0", "mlp 0", "attention 1", "mlp 1", "output"],
-        "sources": [
-            ["embedding"],
-            ["embedding", "partial"],
-            ["embedding", "block 1"],
-            ["embedding", "block 1", "partial"],
-            ["embedding", "block 1", "block 2"],
-        ],
-        "weights": [[1.0], [0.4, 0.6], [0.3, 0.7], [0.2, 0.3, 0.5], [0.1, 0.2, 0.7]],
-    }
-    maps = measures.heatmaps(routing)
-    assert list(maps) == ["attention", "mlp", "output"]
-    rows, names, table = maps["mlp"]
-    assert rows == ["mlp 0", "mlp 1"]
-    assert names == ["embedding", "block 1", "block 2", "partial"]
-    np.testing.assert_array_equal(table, [[0.4, np.nan, np.nan, 0.6], [0.2, 0.3, np.nan, 0.5]])
 
 
 def test_dynamics_are_the_depth_lines_of_a_run_in_order_of_steps():
