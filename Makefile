@@ -42,7 +42,7 @@ test: lint types
 bench: .venv/ready
 	$(BIN)/python benchmarks/step.py
 
-PEERS := fla-core einops liger-kernel flash-attn-res fast-attnres attn_res
+PEERS := fla-core==0.6.0 einops==0.8.2 liger-kernel==0.8.5 flash-attn-res==0.1.12 fast-attnres==2.1.0 attn_res==0.1.0
 peers: .venv/ready
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/peers $(PEERS)
 

@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": "where every read of a model comes from, and what it does without",
     "figures": "the figures of models and runs, for a paper",
     "app": "look into one or two models in the browser",
+    "env": "versions, devices, and which backend a read takes",
 }
 """Each is carried out by `run` of the module of this name in `attnres.commands`."""
 

@@ -1,36 +1,25 @@
 """The same five functions on C kernels, compiled on first use: several times faster than plain torch on a CPU.
 
-`cpu_kernels.c` is built with the machine's own compiler (`cc`) into the cache folder, keyed by source, compiler and
-processor. Without a compiler, or with ATTNRES_CPU_KERNELS=0, `load()` is None and plain torch is used.
+Where `cpu_build` has no library (no compiler, or ATTNRES_CPU_KERNELS=0), `load()` is None and plain torch is used.
 """
 
 import ctypes
 import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 from array import array
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnres.cache import cache_dir
+from attnres.ops.cpu_build import library
 from attnres.ops.eager import MergeGrads, MergeSaved, Sealed
 from attnres.ops.norms import Norm
 
 LANES = 16
 """Widths must be a multiple of this: one vector register of fp32."""
 
-_SOURCE = Path(__file__).with_name("cpu_kernels.c")
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp", "-fPIC")
 _DTYPES = (torch.float32, torch.bfloat16)
-
 
 _PROTOTYPES = {
     "attnres_read_sealed": "qqqq ppf ppppp i",
@@ -44,73 +33,15 @@ _PROTOTYPES = {
 _TYPES = {"q": ctypes.c_int64, "p": ctypes.c_void_p, "f": ctypes.c_float, "i": ctypes.c_int}
 
 
-def _processor() -> str:
-    """Model name and flags: a cache folder may be shared by machines on which one build does not run."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return "".join(next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags"))
-    except OSError:
-        return platform.processor() + platform.machine()
-
-
-def _torch_openmp() -> list[str]:
-    """Torch's own OpenMP runtime: a second one in the process would fight it for the cores."""
-    root = Path(torch.__file__).parent
-    return sorted(
-        str(path) for folder in (root / "lib", root.parent / "torch.libs") for path in folder.glob("libgomp*")
-    )
-
-
-def _build(target: Path, compiler: str) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        built, obj = Path(folder) / "kernels.so", Path(folder) / "kernels.o"
-        subprocess.run(
-            [compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(obj)], check=True, capture_output=True, timeout=120
-        )
-        link = [] if _torch_openmp() else ["-fopenmp"]
-        subprocess.run(
-            [compiler, "-shared", str(obj), *link, "-o", str(built), "-lm"],
-            check=True,
-            capture_output=True,
-            timeout=120,
-        )
-        built.replace(target)
-
-
-def turned_off() -> bool:
-    """Whether the user asked for plain torch."""
-    return os.environ.get("ATTNRES_CPU_KERNELS", "1") == "0"
-
-
 @functools.cache
 def _loaded() -> Any:
-    """The compiled kernels, or in a few words why there are none."""
-    if turned_off():
-        return "ATTNRES_CPU_KERNELS is 0"
-    if platform.system() != "Linux":
-        return f"the C kernels are built on Linux, not on {platform.system()}"
-    name = os.environ.get("CC", "cc")
-    compiler = shutil.which(name)
-    if compiler is None:
-        return f"there is no C compiler '{name}' to build the kernels with"
-    try:
-        key = hashlib.sha256(b"\0".join([_SOURCE.read_bytes(), compiler.encode(), _processor().encode()]))
-        target = cache_dir() / "kernels" / f"{key.hexdigest()[:16]}.so"
-        if not target.exists():
-            _build(target, compiler)
-        for runtime in _torch_openmp():
-            ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
-        library = ctypes.CDLL(str(target))
-    except subprocess.CalledProcessError as error:
-        lines = [line for line in error.stderr.decode(errors="replace").splitlines() if "error" in line]
-        return f"the C kernels do not build with {compiler}: {lines[0] if lines else error}"
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # no home, no space, not executable
-        return f"the C kernels cannot be built or loaded ({type(error).__name__}: {error})"
-    for name, codes in _PROTOTYPES.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = [_TYPES[code] for code in codes.replace(" ", "")], ctypes.c_int
-    return library
+    """The library with the kernels' prototypes, or in a few words why there is none."""
+    kernels = library()
+    if not isinstance(kernels, str):
+        for name, codes in _PROTOTYPES.items():
+            function = getattr(kernels, name)
+            function.argtypes, function.restype = [_TYPES[code] for code in codes.replace(" ", "")], ctypes.c_int
+    return kernels
 
 
 def load() -> Any:

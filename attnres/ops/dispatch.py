@@ -17,6 +17,7 @@ from torch import Tensor
 
 from attnres.errors import first_line
 from attnres.ops import cpu, eager
+from attnres.ops.cpu_build import turned_off
 from attnres.ops.reference import compute_dtype
 
 MAX_ONE_PASS = 32
@@ -92,7 +93,7 @@ def _choose(
         reason = cpu.why_not(tensors, compute, made)
         if reason is None:
             return "cpu", cpu, "a CPU with a C compiler", False
-        return "eager", eager, reason, not cpu.turned_off()
+        return "eager", eager, reason, not turned_off()
     if device != "cuda":
         return "eager", eager, f"there are no kernels for device {device}", True
     module = _gpu()

@@ -7,7 +7,6 @@ import gc
 import importlib.metadata
 import os
 import platform
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -31,16 +30,16 @@ def has_bf16(device: torch.device) -> bool:
 
 def describe(device: torch.device, dtype: str) -> dict[str, Any]:
     """The content of environment.json: versions, device, processor, threads, precision, commit and date."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "attnres": _version("attnres"),
+        "transformers": version("transformers"),
+        "attnres": attnres.__version__,
         "platform": platform.platform(),
         "device": name,
         "device_type": device.type,
-        "cpu": _processor(),
+        "cpu": processor(),
         "threads": torch.get_num_threads(),
         "dtype": dtype,
         "commit": _commit(),
@@ -87,18 +86,21 @@ def peak_memory(device: torch.device) -> int:
                 return int(line.split()[1]) * 1024
     except OSError:
         pass
+    import resource  # not on Windows
+
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024
 
 
-def _version(package: str) -> str | None:
-    """None for a package that is used from its checkout without being installed."""
+def version(package: str) -> str | None:
+    """The installed version of a package, or None."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor's name and the number of its cores."""
     name = platform.processor()
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():

@@ -251,13 +251,3 @@ def test_what_the_kernels_cannot_take_has_a_reason(monkeypatch):
         assert reason in cpu.why_not(*call)
     monkeypatch.setattr(cpu, "load", lambda: None)
     assert cpu.why_not([fits], FP32)
-
-
-def test_why_there_are_no_kernels_is_said(monkeypatch):
-    build = cpu._loaded.__wrapped__
-    monkeypatch.setenv("CC", "no-such-compiler")
-    assert "no C compiler 'no-such-compiler'" in build()
-    monkeypatch.setenv("CC", "false")
-    assert "do not build with" in build()
-    monkeypatch.setenv("ATTNRES_CPU_KERNELS", "0")
-    assert build() == "ATTNRES_CPU_KERNELS is 0" and cpu.turned_off()

@@ -1,0 +1,95 @@
+"""`attnres env`: versions, devices, and which backend a read takes."""
+
+import json
+import platform
+from dataclasses import dataclass
+from typing import Any
+
+from attnres.flags import parse
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
+EXTRAS = {
+    "triton": "kernels",
+    "datasets": "data",
+    "lm-eval": "eval",
+    "accelerate": "eval",
+    "peft": "finetune",
+    "gradio": "app",
+    "trackio": "track",
+}
+"""Package -> the extra of attnres that brings it."""
+
+
+@dataclass
+class Env:
+    """Print versions and devices, and which backend a read takes there and why. Put this into a report of a bug."""
+
+    json: bool = False
+    """Print JSON."""
+
+
+def run(arguments: list[str]) -> None:
+    """Parse the arguments after the command's name and carry them out."""
+    options = parse("env", Env, arguments)
+    facts = collect()
+    print(json.dumps(facts, indent=2) if options.json else as_text(facts))
+
+
+def collect() -> dict[str, Any]:
+    """What this machine and environment are, fit for JSON.
+
+    `reads` has a row for each device and dtype: the backend that a read of vectors of a usual width takes (cpu, gpu or
+    eager, which is plain torch) and the reason. Without a CUDA device `no_cuda` says what is missing.
+    """
+    import torch
+
+    import attnres
+    from attnres.cache import cache_dir
+    from attnres.ops import explain
+    from attnres.training.environment import has_bf16, processor, version
+
+    devices = [torch.device("cpu"), *(torch.device("cuda", i) for i in range(torch.cuda.device_count()))]
+    reads = []
+    for device in devices:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            plan = explain([torch.zeros(1, 256, dtype=dtype, device=device)])
+            name = str(dtype).removeprefix("torch.")
+            reads.append({"device": str(device), "dtype": name, "backend": plan.backend, "reason": plan.reasons[0]})
+    no_cuda = None
+    if len(devices) == 1:
+        built = torch.backends.cuda.is_built()
+        no_cuda = "torch finds no CUDA device" if built else "this build of torch has no CUDA"
+    return {
+        "attnres": attnres.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: version(name) for name in (*PACKAGES, *EXTRAS)},
+        "cpu": processor(),
+        "threads": torch.get_num_threads(),
+        "bf16": {str(device): has_bf16(device) for device in devices},
+        "cuda": [torch.cuda.get_device_name(device) for device in devices[1:]],
+        "no_cuda": no_cuda,
+        "reads": reads,
+        "cache": str(cache_dir()),
+    }
+
+
+def as_text(facts: dict[str, Any]) -> str:
+    """The facts of `collect` as lines for people."""
+    lines = [f"attnres {facts['attnres']}, Python {facts['python']}, {facts['platform']}", ""]
+    for name, version in facts["packages"].items():
+        lines.append(f"  {name:<13} {version or f'not installed (extra {EXTRAS.get(name)})'}")
+    lines += ["", f"CPU   {facts['cpu']}, {facts['threads']} threads, {_bf16(facts, 'cpu')}"]
+    for number, name in enumerate(facts["cuda"]):
+        lines.append(f"CUDA  {name}, {_bf16(facts, f'cuda:{number}')}")
+    if facts["no_cuda"]:
+        lines.append(f"CUDA  none: {facts['no_cuda']}")
+    names = {"cpu": "C kernels", "gpu": "Triton kernels", "eager": "plain torch"}
+    lines += ["", "a depth read runs on"]
+    for row in facts["reads"]:
+        lines.append(f"  {row['device']:<7} {row['dtype']:<9} {names[row['backend']]:<15} {row['reason']}")
+    return "\n".join([*lines, "", f"cache {facts['cache']}"])
+
+
+def _bf16(facts: dict[str, Any], device: str) -> str:
+    return "computes in bf16" if facts["bf16"][device] else "no native bf16"

@@ -1,0 +1,77 @@
+"""The C kernels are built anew when what they are made of changes, once for all who ask; a failure has a reason."""
+
+import ctypes
+import os
+import shutil
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attnres.ops import cpu_build
+
+COMPILER = shutil.which(os.environ.get("CC", "cc"))
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+
+
+@pytest.fixture
+def compiler(tmp_path, monkeypatch):
+    """A compiler that notes what it is asked, and whose version is in a file; the cache is an empty folder."""
+    script = tmp_path / "compiler"
+    script.write_text(
+        "#!/bin/sh\nset -e\n"
+        f'if [ "$1" = --version ]; then cat {tmp_path}/version; exit; fi\n'
+        f'echo "$*" >> {tmp_path}/calls\nsleep 0.5\nexec {COMPILER} -O0 "$@" -O0\n'
+    )
+    script.chmod(script.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "version").write_text("1.0")
+    monkeypatch.setenv("CC", str(script))
+    monkeypatch.setenv("ATTNRES_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("ATTNRES_CPU_KERNELS", raising=False)
+    return script
+
+
+def libraries(tmp_path: Path) -> set[str]:
+    return {path.name for path in (tmp_path / "cache" / "kernels").glob("*.so")}
+
+
+def test_the_library_is_built_once_and_found_again(compiler, tmp_path):
+    build = cpu_build.library.__wrapped__
+    assert isinstance(build(), ctypes.CDLL) and isinstance(build(), ctypes.CDLL)
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2  # one to compile, one to link
+    assert len(libraries(tmp_path)) == 1
+
+
+def test_processes_that_ask_at_once_build_it_once(compiler, tmp_path):
+    code = "from attnres.ops.cpu_build import library; import sys; sys.exit(isinstance(library(), str))"
+    asking = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(3)]
+    assert [process.wait() for process in asking] == [0, 0, 0]
+    assert len((tmp_path / "calls").read_text().splitlines()) == 2
+
+
+def test_flags_compiler_version_and_openmp_change_the_key(compiler, tmp_path, monkeypatch):
+    def key():
+        return cpu_build._key(str(compiler), cpu_build.torch_openmp())
+
+    keys = [key(), key()]
+    monkeypatch.setattr(cpu_build, "_FLAGS", (*cpu_build._FLAGS, "-DMORE"))
+    keys.append(key())
+    (tmp_path / "version").write_text("1.1")
+    keys.append(key())
+    monkeypatch.setattr(cpu_build, "torch_openmp", lambda: [Path("libgomp-other.so.1")])
+    keys.append(key())
+    assert keys[0] == keys[1] and len(set(keys)) == 4
+
+
+def test_why_there_are_no_kernels_is_said(compiler, monkeypatch):
+    build = cpu_build.library.__wrapped__
+    monkeypatch.setattr(cpu_build, "_FLAGS", ("-no-such-flag",))
+    assert "do not build with" in build() and "-no-such-flag" in build()
+    monkeypatch.setenv("CC", "no-such-compiler")
+    assert "no C compiler 'no-such-compiler'" in build()
+    monkeypatch.setattr(cpu_build.platform, "system", lambda: "Windows")
+    assert build() == "the C kernels are built on Linux, not on Windows"
+    monkeypatch.setenv("ATTNRES_CPU_KERNELS", "0")
+    assert build() == "ATTNRES_CPU_KERNELS is 0" and cpu_build.turned_off()
