@@ -15,7 +15,7 @@ from attnres.files import write_json
 from attnres.models import build
 from attnres.training.device import keep_freed_memory
 from attnres.training.environment import describe
-from attnres.training.validate import token_losses
+from attnres.training.validate import forward_losses
 
 ROUNDS = 8
 
@@ -40,7 +40,7 @@ def main() -> None:
                 for name, values in times.items():
                     model.set_attn_implementation(name)
                     began = time.perf_counter()
-                    losses = token_losses(model, ids[:, :-1], ids[:, 1:], partial(precision, dtype))
+                    losses = forward_losses(model, ids[:, :-1], ids[:, 1:], partial(precision, dtype))
                     losses.mean().backward()
                     model.zero_grad()
                     if turn:

@@ -31,12 +31,12 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnres.data.build import Prepared
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.evals.subject import find_subject
+from attnres.forward import next_token_losses
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.intervene import intervene
 from attnres.inspect.kinds import INSIDE, KINDS, guess_language, kinds_of
@@ -330,7 +330,7 @@ def _knock_outs(
     document has none."""
     device = next(model.parameters()).device
     ids, kinds = document.ids.to(device), document.kinds
-    before = _losses(model, ids)
+    before = next_token_losses(model, ids).cpu()
     masks = {"all tokens": None, "starts": (kinds == 0).to(device), "other tokens": (kinds > 0).to(device)}
     groups = [kinds[:, :-1] == 0, torch.isin(kinds, torch.tensor(others))[:, :-1]]
     groups.append(torch.isin(kinds, torch.tensor(alike))[:, :-1])
@@ -338,15 +338,9 @@ def _knock_outs(
     for reads in (all_reads, [at]):
         for place in PLACES:
             with intervene(model, KnockOut(EMBEDDING, reads=reads, tokens=masks[place])):
-                change = (_losses(model, ids) - before).double()
+                change = (next_token_losses(model, ids).cpu() - before).double()
             rows.append([change[group].mean().item() if group.any() else math.nan for group in groups])
     return rows
-
-
-def _losses(model: nn.Module, ids: Tensor) -> Tensor:
-    """(n, T - 1) nats on the CPU: the loss of each next token."""
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
-    return F.cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").cpu()
 
 
 def _knock_out_rows(changes: np.ndarray, at: str) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from attnres.evals.depth import LEGEND, DepthReader, TokenDepth
 from attnres.evals.speaker import Speaker, open_speaker
 from attnres.evals.speed import beside
 from attnres.evals.subject import context_of
+from attnres.forward import evaluating
 
 
 @dataclass(frozen=True)
@@ -133,17 +134,12 @@ def _run(
     speaker: Speaker, ids: Tensor, settings: GenerationConfig, streamers: Sequence[BaseStreamer], seed: int
 ) -> str:
     model = speaker.model
-    was_training = model.training
-    model.eval()
     devices = [model.device] if model.device.type == "cuda" else []
-    try:
-        with torch.random.fork_rng(devices=devices), torch.inference_mode():
-            torch.manual_seed(seed)
-            out = model.generate(  # ty: ignore[not-callable]
-                ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=_Several(streamers)
-            )
-    finally:
-        model.train(was_training)
+    with evaluating(model), torch.random.fork_rng(devices=devices), torch.inference_mode():
+        torch.manual_seed(seed)
+        out = model.generate(  # ty: ignore[not-callable]
+            ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=_Several(streamers)
+        )
     return str(speaker.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from attnres.errors import UserError
+from attnres.forward import POSITIONS, log_probs
 
 LOGIT_BYTES = 1 << 30
 """What the logits of one batch may take, unless it is a single sequence: a large vocabulary makes them the largest
@@ -182,12 +183,11 @@ def _score_row(logits: Tensor, continuations: list[Sequence[int]]) -> list[Score
     for i, continuation in enumerate(continuations):
         targets[i, len(logits) - len(continuation) :] = torch.tensor(continuation)
     targets = targets.to(logits.device)
-    for start in range(0, len(logits), 256):  # an fp32 copy of a few positions at a time
-        part = logits[start : start + 256].float()
-        wanted = targets[:, start : start + 256]
-        chosen = part.gather(1, wanted.clamp(min=0).T).T
-        scores[:, start : start + 256] = (chosen - part.logsumexp(1)).cpu()
-        greedy[:, start : start + 256] = (part.argmax(1) == wanted).cpu()
+    for start in range(0, len(logits), POSITIONS):  # an fp32 copy of a few positions at a time
+        part = log_probs(logits[start : start + POSITIONS])
+        wanted = targets[:, start : start + POSITIONS]
+        scores[:, start : start + POSITIONS] = part.gather(1, wanted.clamp(min=0).T).T.cpu()
+        greedy[:, start : start + POSITIONS] = (part.argmax(1) == wanted).cpu()
     return [
         Scored(scores[i, -len(continuation) :].numpy(), greedy[i, -len(continuation) :].numpy())
         for i, continuation in enumerate(continuations)

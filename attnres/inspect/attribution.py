@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.files import write_json
+from attnres.forward import evaluating, log_probs
 from attnres.inspect.edits import KnockOut
-from attnres.inspect.effects import evaluating, prompt_ids
+from attnres.inspect.effects import prompt_ids
 from attnres.inspect.intervene import Watch, intervene
 from attnres.inspect.record import find_residual, read_names
 from attnres.ops import compute_dtype
@@ -284,5 +285,4 @@ def _last_log_probs(model: nn.Module, ids: Tensor) -> Tensor:
     """(B, V) after the last token, in at least fp32."""
     forward: Any = model.forward
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(forward).parameters else {}
-    logits = model(input_ids=ids, use_cache=False, **keep).logits[:, -1]
-    return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+    return log_probs(model(input_ids=ids, use_cache=False, **keep).logits[:, -1])

@@ -1,7 +1,6 @@
 """What an edit does to one text: to the loss of each token, and to the next-token distribution."""
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
+from attnres.forward import evaluating, log_probs
 from attnres.inspect.edits import Edit
 from attnres.inspect.intervene import intervene
 from attnres.stats import or_none, ratio
@@ -26,7 +26,7 @@ class Prediction:
     @property
     def losses(self) -> Tensor:
         """(T - 1,) nats: -ln p of token t + 1 after tokens 0 .. t."""
-        return token_losses(self.log_probs[None, :-1], self.ids[None, 1:])[0]
+        return -self.log_probs[:-1].gather(1, self.ids[1:, None])[:, 0]
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ def predict(model: nn.Module, input_ids: Tensor | Sequence[int]) -> Prediction:
     ids = prompt_ids(model, input_ids)
     with evaluating(model), torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits
-    return Prediction(ids[0].cpu(), logits[0].float().log_softmax(-1).cpu())
+    return Prediction(ids[0].cpu(), log_probs(logits[0]).cpu())
 
 
 def effect(
@@ -109,11 +109,6 @@ def effect(
     )
 
 
-def token_losses(log_probs: Tensor, targets: Tensor) -> Tensor:
-    """(B, T) nats: -ln p of `targets` (B, T) under `log_probs` (B, T, V)."""
-    return -log_probs.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
-
-
 def several(edits: Edits) -> Sequence[Edit]:
     """One edit, or several, as a sequence."""
     return (edits,) if isinstance(edits, Edit) else edits
@@ -146,14 +141,3 @@ def prompt_ids(model: nn.Module, input_ids: Tensor | Sequence[int]) -> Tensor:
             "was the text read by the model's own tokenizer?"
         )
     return ids.long().unsqueeze(0).to(embedding.weight.device)
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Generator[None]:
-    """`model` without dropout inside the block, as it was afterwards."""
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)

@@ -19,6 +19,7 @@ from torch import nn
 
 from attnres.errors import UserError
 from attnres.files import read_json, write_text
+from attnres.forward import next_token_losses
 from attnres.inspect import geometry, measures
 from attnres.inspect.kinds import KINDS, guess_language, kinds_of
 from attnres.inspect.pieces import pieces
@@ -229,10 +230,9 @@ def show_example(
     device = next(model.parameters()).device
     inputs = torch.tensor([[*before, *ids]], device=device)
     with record(model, tokens=True) as trace:
-        logits = model(input_ids=inputs, use_cache=False).logits[0].float()
+        losses = next_token_losses(model, inputs)[0]
     if not trace.token_weights:
         return None
-    losses = -logits[:-1].log_softmax(-1).gather(1, inputs[0, 1:, None])[:, 0]
     names = (*KINDS[kind], "special")  # -1 is the last
     labels = kinds_of(text, encoded.offsets, kind)[:keep]
     return {

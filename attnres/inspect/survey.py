@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres.errors import UserError, first_line
+from attnres.forward import evaluating, next_token_losses
 from attnres.inspect.effects import Edits, prompt_ids, several
 from attnres.inspect.intervene import intervene
 from attnres.inspect.record import Trace, record
@@ -129,20 +129,18 @@ def survey(
         raise UserError(f"batch_size is {batch_size}: expected at least 1")
     before = before or []
     sums = _Sums(labels)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), record(model, tokens=True) as trace:
-            for batch in _batches(sums.opened(_windows(documents, context - len(before))), batch_size):
-                ids = np.stack([np.concatenate([before, window.ids]) for window in batch]).astype(np.int64)
-                device = next(model.parameters()).device
-                inputs = torch.from_numpy(ids)
-                logits = model(input_ids=inputs.to(device), use_cache=False).logits
-                sums.add(batch, trace, _losses(logits, inputs), len(before))
-                if on_tokens is not None:
-                    on_tokens(ids.size)
-    finally:
-        model.train(was_training)
+    device = next(model.parameters()).device
+    with evaluating(model), torch.no_grad(), record(model, tokens=True) as trace:
+        for batch in _batches(sums.opened(_windows(documents, context - len(before))), batch_size):
+            ids = np.stack([np.concatenate([before, window.ids]) for window in batch]).astype(np.int64)
+            losses = next_token_losses(model, torch.from_numpy(ids).to(device)).double().cpu().numpy()
+            if not np.isfinite(losses).all():
+                raise UserError(
+                    "the model's logits are NaN or infinite: its weights are broken or its dtype too narrow"
+                )
+            sums.add(batch, trace, losses, len(before))
+            if on_tokens is not None:
+                on_tokens(ids.size)
     return sums.survey(trace)
 
 
@@ -235,18 +233,6 @@ def _batches(windows: Iterable[_Window], size: int) -> Iterator[list[_Window]]:
         elif sum(map(len, waiting.values())) >= WAITING * size:
             yield waiting.pop(max(waiting, key=lambda length: len(waiting[length])))
     yield from waiting.values()
-
-
-def _losses(logits: Tensor, ids: Tensor) -> np.ndarray:
-    """(B, T-1): -ln p of each next token."""
-    targets = ids[:, 1:].to(logits.device)
-    rows = [
-        F.cross_entropy(row[:-1].float(), target, reduction="none") for row, target in zip(logits, targets, strict=True)
-    ]
-    losses = torch.stack(rows).double().cpu().numpy()
-    if not np.isfinite(losses).all():
-        raise UserError("the model's logits are NaN or infinite: its weights are broken or its dtype too narrow")
-    return losses
 
 
 def _shares(weights: Tensor) -> Tensor:

@@ -4,8 +4,6 @@ Models in 16 bits are compared in fp32 arithmetic on their own weights: in 16 bi
 percent, and would hide a real difference of that size.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
+
+from attnres.forward import evaluating
 
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
 """By arithmetic: the largest difference of two logits, as a part of the largest logit, that counts as rounding."""
@@ -110,15 +110,3 @@ def logits(model: PreTrainedModel, tokens: Tensor, arithmetic: torch.dtype | Non
             return model(input_ids=tokens, use_cache=False).logits
         with Arithmetic(arithmetic):
             return model(input_ids=tokens, use_cache=False).logits
-
-
-@contextmanager
-def evaluating(model: PreTrainedModel) -> Generator[None]:
-    """Evaluation mode for a while; each module is then what it was."""
-    were = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in were:
-            module.training = training

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnres.errors import UserError
+from attnres.forward import evaluating
 from attnres.models.families import Family
 from attnres.models.stream import is_addition
 
@@ -145,15 +146,11 @@ def _watch(
 
     inside = {id(m) for layer in layers for m in layer.modules()}
     above = {id(m) for path, m in base.named_modules() if any(x is layers for x in m.modules())} | {id(layers)}
-    training = {module: module.training for module in model.modules()}
-    with ExitStack() as stack:
-        for module, was in training.items():
-            stack.callback(setattr, module, "training", was)
+    with evaluating(model), ExitStack() as stack:
 
         def hook(handle: Any) -> None:
             stack.callback(handle.remove)
 
-        model.eval()
         for index, layer in enumerate(layers):
             hook(layer.register_forward_pre_hook(enter(index), with_kwargs=True))
             hook(layer.register_forward_hook(leave))

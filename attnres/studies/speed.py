@@ -14,7 +14,7 @@ from torch import nn
 from attnres.training.config import OptimConfig
 from attnres.training.device import tune
 from attnres.training.optim import build_optimizers
-from attnres.training.validate import token_losses
+from attnres.training.validate import forward_losses
 
 WARM_UP = 2
 
@@ -131,7 +131,7 @@ def _step(
 
     def step(micro: tuple[torch.Tensor, ...]) -> None:
         for part in micro:
-            losses = token_losses(forward, part[:, :-1], part[:, 1:], precision)
+            losses = forward_losses(forward, part[:, :-1], part[:, 1:], precision)
             (losses.mean() / len(micro)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip or float("inf"))
         for optimizer in optimizers:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnres.errors import UserError
+from attnres.forward import token_losses
 from attnres.training import validate
 from attnres.training.config import TrainConfig
 from attnres.training.start import find_start, load_start, weights_crc32
@@ -47,13 +48,13 @@ def divergence(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
 def losses(model: nn.Module, x: Tensor, y: Tensor, cast: validate.Cast, teacher: Teacher | None) -> Losses:
     """The losses of a batch: x, y (B, T) int64."""
     if teacher is None:
-        plain = validate.token_losses(model, x, y, cast)
+        plain = validate.forward_losses(model, x, y, cast)
         return Losses(plain, plain)
     with torch.no_grad(), cast():
         wanted = teacher.model(input_ids=x, use_cache=False).logits
     with cast():
         logits = model(input_ids=x, use_cache=False).logits
-    entropy = F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+    entropy = token_losses(logits, y)
     apart = divergence(logits, wanted, teacher.temperature)
     return Losses((1 - teacher.weight) * entropy + teacher.weight * apart, entropy, apart)
 

@@ -9,6 +9,7 @@ import numpy as np
 from torch import nn
 
 from attnres.files import write_json
+from attnres.forward import evaluating
 from attnres.training.config import TrainConfig
 from attnres.training.validate import Cast
 
@@ -57,12 +58,9 @@ def write_inside(model: nn.Module, prepared: "Prepared", config: TrainConfig, ca
 
     batch = max(1, min(rows, BATCH_TOKENS // length))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
-    was_training = model.training
-    model.eval()
-    with cast():
+    with evaluating(model), cast():
         seen = survey(model, documents(), context=length, batch_size=batch, labels=len(KINDS[kind]))
         example = show_example(model, fast, _example(tokens, starts, tokenizer), context=length, kind=kind)
-    model.train(was_training)
     found = from_survey(
         model,
         seen,

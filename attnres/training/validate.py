@@ -9,20 +9,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from attnres.files import write_bytes
+from attnres.forward import evaluating, token_losses
 from attnres.training.parallel import Processes
 
 Cast = Callable[[], AbstractContextManager[Any]]
 """Makes the context of a forward pass: bf16 autocast, or nothing."""
 
 
-def token_losses(model: nn.Module, x: Tensor, y: Tensor, cast: Cast) -> Tensor:
+def forward_losses(model: nn.Module, x: Tensor, y: Tensor, cast: Cast) -> Tensor:
     """Cross-entropy in nats of every token: x, y (B, T) int64 -> (B, T) fp32, whatever the dtype of the forward."""
     with cast():
         logits = model(input_ids=x, use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), y.flatten(), reduction="none").view(y.shape)
+    return token_losses(logits, y)
 
 
 @torch.no_grad()
@@ -32,12 +32,11 @@ def window_losses(model: nn.Module, windows: Tensor, who: Processes, cast: Cast,
     The processes share the windows out, `batch` at a time, and all get the whole result.
     """
     losses = torch.zeros(len(windows), dtype=torch.float64, device=who.device)
-    model.eval()
     share = torch.arange(len(windows))[who.rank :: who.world_size]
-    for chosen in share.split(batch) if len(share) else ():
-        tokens = windows[chosen].to(who.device)
-        losses[chosen.to(who.device)] = token_losses(model, tokens[:, :-1], tokens[:, 1:], cast).double().mean(1)
-    model.train()
+    with evaluating(model):
+        for part in share.split(batch) if len(share) else ():
+            tokens = windows[part].to(who.device)
+            losses[part.to(who.device)] = forward_losses(model, tokens[:, :-1], tokens[:, 1:], cast).double().mean(1)
     return who.sum(losses).cpu().numpy()
 
 

@@ -51,7 +51,7 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
     """Send this process a signal during the given step."""
-    forward = validate.token_losses
+    forward = validate.forward_losses
     count = 0
 
     def with_signal(model: Any, x: Any, y: Any, cast: Any) -> torch.Tensor:
@@ -62,7 +62,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
                 signal.raise_signal(number)
         return forward(model, x, y, cast)
 
-    monkeypatch.setattr(validate, "token_losses", with_signal)
+    monkeypatch.setattr(validate, "forward_losses", with_signal)
 
 
 # ------------------------------------------------------------------ what a run writes
@@ -374,14 +374,14 @@ def test_more_processes_than_held_out_windows(monkeypatch: pytest.MonkeyPatch) -
 def test_a_loss_that_is_not_finite_stops_the_run(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
-    forward, count = validate.token_losses, 0
+    forward, count = validate.forward_losses, 0
 
     def broken(model: Any, x: Any, y: Any, cast: Any) -> torch.Tensor:
         nonlocal count
         count += torch.is_grad_enabled()
         return forward(model, x, y, cast) * (value if count == 6 else 1)
 
-    monkeypatch.setattr(validate, "token_losses", broken)
+    monkeypatch.setattr(validate, "forward_losses", broken)
     with pytest.raises(
         UserError, match=r"step 6: the loss is (nan|inf) .*checkpoint of step 4 is kept.*try a lower"
     ) as e:
