@@ -4,10 +4,10 @@
     python benchmarks/sm90.py --only merge --width 2048 --sass sass/
     python benchmarks/sm90.py --json benchmarks/results/sm90.json
 
-Each `Specimen` of `attnres.ops.gpu` is compiled for sm_90 (H100, H200) as the JIT would for aligned tensors, and its
-PTX is given to the `ptxas` that comes with Triton. Counts of loads, stores and copies are of instructions in the PTX,
-whose loops are not unrolled by Triton: they say how wide an access is, not how many are made. Scalars per token
-(logits, weights, statistics) are narrow by nature.
+Each specimen, what training launches at some width, is compiled for sm_90 (H100, H200) as the JIT would for aligned
+tensors, and its PTX is given to the `ptxas` that comes with Triton. Counts of loads, stores and copies are of
+instructions in the PTX, whose loops are not unrolled by Triton: they say how wide an access is, not how many are made.
+Scalars per token (logits, weights, statistics) are narrow by nature.
 
 Spills are bytes a thread; shared memory is bytes a CTA. Occupancy is the theoretical one, from registers, shared
 memory and threads.
@@ -25,10 +25,15 @@ from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnres.ops.norms import Norm
 
 if TYPE_CHECKING:
-    from attnres.ops.gpu.launch import Specimen
+    from attnres.ops.gpu.launch import Launch
 
 # One streaming multiprocessor of compute capability 9.0 (CUDA C++ programming guide, technical specifications).
 REGISTERS, MAX_WARPS, MAX_CTAS = 65536, 64, 32
@@ -36,6 +41,32 @@ SHARED, SHARED_PER_CTA, SHARED_RESERVED = 228 * 1024, 227 * 1024, 1024
 PARTITIONS, REGISTER_UNIT = 4, 256  # a warp lives in one partition; registers come in units of 256 a warp
 
 DIVISIBLE = [["tt.divisibility", 16]]
+
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
+
+class Specimen(NamedTuple):
+    """One instance of a kernel to be compiled (`triton.compiler.ASTSource`).
+
+    All pointers, and all integers whose parameter name contains "stride", are to be compiled as divisible by 16, as
+    they are for tensors of a width divisible by 16.
+
+    Attributes:
+        name: of the case, without its width.
+        width: d.
+        kernel: a `triton.jit` function.
+        signature: type of every parameter by name, such as "*bf16", "i64", "constexpr", or a tuple of these.
+        constants: values of the constexpr parameters by name.
+        options: num_warps and num_stages.
+    """
+
+    name: str
+    width: int
+    kernel: Any
+    signature: dict[str, Any]
+    constants: dict[str, Any]
+    options: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -81,7 +112,7 @@ def occupancy(registers: int, shared: int, warps: int) -> int:
     return min(MAX_CTAS, MAX_WARPS // warps, by_registers, by_shared)
 
 
-def source_of(specimen: "Specimen") -> Any:
+def source_of(specimen: Specimen) -> Any:
     """The specimen as Triton's compiler wants it, specialised as the JIT does for aligned tensors."""
     from triton.compiler import ASTSource
 
@@ -142,7 +173,7 @@ def accesses(ptx: str, operation: str) -> dict[int, int]:
     return dict(sorted(widths.items(), reverse=True))
 
 
-def build(specimen: "Specimen", sass: Path | None = None) -> Built:
+def build(specimen: Specimen, sass: Path | None = None) -> Built:
     """Compile one specimen. With `sass`, its SASS and PTX are written into that folder."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -186,10 +217,100 @@ def keep_assembly(stem: Path, ptx: str, cubin: bytes) -> None:
     stem.with_suffix(".sass").write_text(done.stdout)
 
 
-def specimens() -> Iterator["Specimen"]:
-    from attnres.ops.gpu.merge import specimens as of_merge
-    from attnres.ops.gpu.sealed import specimens as of_sealed
+def specimen_of(launch: "Launch", name: str, width: int) -> Specimen:
+    signature = {key: type_of(value) for key, value in launch.arguments.items()}
+    absent = {key: None for key, value in launch.arguments.items() if value is None}
+    signature |= dict.fromkeys(launch.constants, "constexpr")
+    return Specimen(name, width, launch.kernel, signature, launch.constants | absent, launch.options)
 
+
+def type_of(value: Any) -> Any:
+    """A kernel parameter's type as `Specimen.signature` has it."""
+    if isinstance(value, tuple):
+        return tuple(type_of(part) for part in value)
+    if isinstance(value, Tensor):
+        return "*" + NAMES[value.dtype]
+    return "constexpr" if value is None else "fp32" if isinstance(value, float) else "i32"
+
+
+def vector(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def of_merge() -> Iterator[Specimen]:
+    """What training, one-pass reads and GPT-2 compile."""
+    from attnres.ops.gpu.merge import plan_backward, plan_merge, plan_mix
+
+    tokens = 64
+
+    def both(
+        name: str, width: int, k: int, sealed: bool, norm: Norm, dtype: torch.dtype = torch.bfloat16
+    ) -> Iterator[Specimen]:
+        opens, query = [vector(tokens, width, dtype=dtype) for _ in range(k)], vector(width)
+        part = (vector(tokens, width, dtype=dtype), vector(tokens), vector(tokens)) if sealed else (None, None, None)
+        added = vector(tokens, width, dtype=dtype) if sealed else None
+        launch, (x, saved, _) = plan_merge(opens, added, query, 1e-6, *part, norm, dtype)
+        yield specimen_of(launch, f"{name}, forward", width)
+        carried = [vector(tokens, width, dtype=dtype) for _ in range(k)]
+        launch, _ = plan_backward(x, carried, opens, query, norm, saved)
+        yield specimen_of(launch, f"{name}, backward", width)
+
+    for width in (896, 1024, 1536, 2048, 2304, 4096, 7168):
+        rms = Norm(vector(width), out_dtype=torch.bfloat16)
+        yield from both("block, 1 open", width, 1, True, rms)
+        yield from both("one pass, 9 opens", width, 9, False, rms)
+    for width in (768, 4096):
+        layer = Norm(vector(width), vector(width), center=True, out_dtype=torch.bfloat16)
+        yield from both("block, LayerNorm", width, 1, True, layer)
+    yield from both("block, fp32", 2048, 1, True, Norm(vector(2048)), torch.float32)
+    for width in (2048, 7168):
+        sources = [vector(tokens, width, dtype=torch.bfloat16)] * 9
+        yield specimen_of(plan_mix(sources, vector(tokens, 9), None, torch.bfloat16), "mix, 9 sources", width)
+
+
+def of_sealed() -> Iterator[Specimen]:
+    """What training compiles for reads of sealed sources."""
+    from attnres.ops.gpu.sealed import FEW, plan_backward, plan_read
+
+    bf16, fp32 = torch.bfloat16, torch.float32
+
+    def both(
+        name: str,
+        width: int,
+        reads: int,
+        dtypes: Sequence[torch.dtype] = (bf16,),
+        n: int = 9,
+        carried: bool = True,
+        tokens: int = 4096,
+    ) -> Iterator[Specimen]:
+        name = f"{n} sources, {reads} reads{name}"
+        sources = [vector(tokens, width, dtype=dtypes[min(j, len(dtypes) - 1)]) for j in range(n)]
+        queries, grads = vector(reads, width), [vector(tokens, width, dtype=dtypes[-1]) for _ in range(reads)]
+        launch, result = plan_read(queries, sources, 1e-6, dtypes[-1])
+        yield specimen_of(launch, f"{name}, forward", width)
+        dtop = [vector(tokens) for _ in range(reads)]
+        earlier = [source if carried else None for source in sources]
+        launches, _, _ = plan_backward(queries, sources, result.inv_rms, result.logits, grads, dtop, earlier)
+        for launch, what in zip(launches, ("backward", "backward, queries"), strict=False):
+            yield specimen_of(launch, f"{name}, {what}", width)
+
+    for width in (896, 2048, 2304, 4096, 7168):
+        for reads in (4, 6, 24):
+            yield from both("", width, reads)
+    for width in (960, 1168, 1264, 1536):
+        yield from both("", width, 4)
+    yield from both(", few tokens", 2304, 6, tokens=FEW)
+    yield from both(", few tokens, fp32", 2304, 6, [fp32], tokens=FEW)
+    yield from both(", fp32", 2304, 24, [fp32])
+    yield from both(", first gradients", 2304, 6, carried=False)
+    yield from both(", fp32", 2304, 6, [fp32])
+    yield from both(", fp32 embedding", 2304, 6, [fp32, bf16])
+    for n, reads in ((1, 4), (33, 8), (130, 11)):
+        yield from both("", 2048, reads, n=n)
+
+
+def specimens() -> Iterator[Specimen]:
+    """Every kernel at every width that is looked at."""
     yield from of_sealed()
     yield from of_merge()
 

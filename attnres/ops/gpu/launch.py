@@ -1,4 +1,4 @@
-"""What every kernel launch needs: sizes, counts, dtypes, and the shape of a kernel to be compiled ahead of time."""
+"""What every kernel launch needs: sizes, counts, dtypes."""
 
 import contextlib
 import functools
@@ -11,31 +11,7 @@ from torch import Tensor
 from triton import knobs
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 INTERPRETED = bool(knobs.runtime.interpret)
-
-
-class Specimen(NamedTuple):
-    """One instance of a kernel for the cross-compile check (`triton.compiler.ASTSource`).
-
-    All pointers, and all integers whose parameter name contains "stride", are to be compiled as divisible by 16, as
-    they are for tensors of a width divisible by 16.
-
-    Attributes:
-        name: of the case, without its width.
-        width: d.
-        kernel: a `triton.jit` function.
-        signature: type of every parameter by name, such as "*bf16", "i64", "constexpr", or a tuple of these.
-        constants: values of the constexpr parameters by name.
-        options: num_warps and num_stages.
-    """
-
-    name: str
-    width: int
-    kernel: Any
-    signature: dict[str, Any]
-    constants: dict[str, Any]
-    options: dict[str, int]
 
 
 def block_of(width: int) -> int:
@@ -85,17 +61,3 @@ class Launch(NamedTuple):
     def run(self, device: torch.device) -> None:
         with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
             self.kernel[(self.programs,)](**self.arguments, **self.constants, **self.options)
-
-    def specimen(self, name: str, width: int) -> Specimen:
-        signature = {key: _type_of(value) for key, value in self.arguments.items()}
-        absent = {key: None for key, value in self.arguments.items() if value is None}
-        signature |= dict.fromkeys(self.constants, "constexpr")
-        return Specimen(name, width, self.kernel, signature, self.constants | absent, self.options)
-
-
-def _type_of(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_type_of(v) for v in value)
-    if isinstance(value, Tensor):
-        return "*" + NAMES[value.dtype]
-    return "constexpr" if value is None else "fp32" if isinstance(value, float) else "i32"

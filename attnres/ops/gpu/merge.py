@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attnres.ops.eager import MergeGrads, MergeSaved
-from attnres.ops.gpu.launch import DTYPES, Launch, Specimen, block_of, multiprocessors, rows, shared_memory, warps_for
+from attnres.ops.gpu.launch import DTYPES, Launch, block_of, multiprocessors, rows, shared_memory, warps_for
 from attnres.ops.gpu.merge_kernels import WIDE, merge_row, merge_rows_backward, mix_row
 from attnres.ops.norms import Norm
 
@@ -35,7 +35,7 @@ def _check_opens(count: int) -> None:
         )
 
 
-def _plan_merge(
+def plan_merge(
     opens: Sequence[Tensor],
     added: Tensor | None,
     query: Tensor | None,
@@ -135,7 +135,7 @@ def merge(
     if not opens and norm is None:
         assert output is not None
         return output.to(dtype), MergeSaved(output), None
-    launch, results = _plan_merge(opens, added, query, eps, output, top, total, norm, dtype)
+    launch, results = plan_merge(opens, added, query, eps, output, top, total, norm, dtype)
     if launch.programs:
         launch.run(results[0].device)
     return results
@@ -154,7 +154,7 @@ def _residents(warps: int, row_bytes: int, shared: int, scratch: int = 4096) -> 
     return most, 1
 
 
-def _plan_backward(
+def plan_backward(
     grad: Tensor,
     carried: Sequence[Tensor | None],
     opens: Sequence[Tensor],
@@ -243,7 +243,7 @@ def merge_backward(
         ValueError: more than 32 open sources.
     """
     _check_opens(len(opens))
-    launch, grads = _plan_backward(grad, carried, opens, query, norm, saved)
+    launch, grads = plan_backward(grad, carried, opens, query, norm, saved)
     if launch.programs:
         launch.run(grad.device)
     sums = [None if shares is None else shares.sum(0) for shares in (grads.query, grads.weight, grads.bias)]
@@ -251,7 +251,7 @@ def merge_backward(
     return MergeGrads(output, grads.top, grads.opens, *sums)
 
 
-def _plan_mix(sources: Sequence[Tensor], weights: Tensor, earlier: Tensor | None, dtype: torch.dtype) -> Launch:
+def plan_mix(sources: Sequence[Tensor], weights: Tensor, earlier: Tensor | None, dtype: torch.dtype) -> Launch:
     tokens, width = sources[0].shape
     block = block_of(width)
     sources = [rows(source) for source in sources]
@@ -273,43 +273,9 @@ def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tenso
     for start in range(0, len(sources), MAX_OPENS):
         group = sources[start : start + MAX_OPENS]
         last = start + len(group) == len(sources)
-        launch = _plan_mix(group, weights[:, start : start + len(group)], out, dtype if last else torch.float32)
+        launch = plan_mix(group, weights[:, start : start + len(group)], out, dtype if last else torch.float32)
         if launch.programs:
             launch.run(weights.device)
         out = launch.arguments["out"]
     assert out is not None
     return out
-
-
-def specimens() -> list[Specimen]:
-    """What training, one-pass reads and GPT-2 compile, for the cross-compile check."""
-    found: list[Specimen] = []
-    tokens = 64
-
-    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def add(name: str, width: int, k: int, has_sealed: bool, norm: Norm, dtype: torch.dtype = torch.bfloat16) -> None:
-        def vector() -> Tensor:
-            return draw(tokens, width, dtype=dtype)
-
-        opens, query = [vector() for _ in range(k)], draw(width)
-        sealed = (vector(), draw(tokens), draw(tokens)) if has_sealed else (None, None, None)
-        added = vector() if has_sealed else None
-        launch, (x, saved, _) = _plan_merge(opens, added, query, 1e-6, *sealed, norm, dtype)
-        found.append(launch.specimen(f"{name}, forward", width))
-        launch, _ = _plan_backward(x, [vector() for _ in range(k)], opens, query, norm, saved)
-        found.append(launch.specimen(f"{name}, backward", width))
-
-    for width in (896, 1024, 1536, 2048, 2304, 4096, 7168):
-        rms = Norm(draw(width), out_dtype=torch.bfloat16)
-        add("block, 1 open", width, 1, True, rms)
-        add("one pass, 9 opens", width, 9, False, rms)
-    for width in (768, 4096):
-        layer = Norm(draw(width), draw(width), center=True, out_dtype=torch.bfloat16)
-        add("block, LayerNorm", width, 1, True, layer)
-    add("block, fp32", 2048, 1, True, Norm(draw(2048)), torch.float32)
-    for width in (2048, 7168):
-        launch = _plan_mix([draw(tokens, width, dtype=torch.bfloat16)] * 9, draw(tokens, 9), None, torch.bfloat16)
-        found.append(launch.specimen("mix, 9 sources", width))
-    return found

@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from attnres.ops.eager import Sealed
-from attnres.ops.gpu.launch import INTERPRETED, Launch, Specimen, multiprocessors, rows
+from attnres.ops.gpu.launch import INTERPRETED, Launch, multiprocessors, rows
 from attnres.ops.gpu.sealed_kernels import dqueries, read, read_backward
 
 FEW = 256  # tokens, up to which a program takes one each
@@ -88,7 +88,7 @@ def _pieces(of_bf16: bool, *made: Tensor) -> dict[str, int]:
     return {"PIECES": 3 if of_bf16 else 0, "OUT_PIECES": (3 if fine else 2) if of_bf16 else 0}
 
 
-def _plan_read(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> tuple[Launch, Sealed]:
+def plan_read(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> tuple[Launch, Sealed]:
     (tokens, width), n, reads = sources[0].shape, len(sources), queries.shape[0]
     bunch = _bunch(sources)
 
@@ -135,13 +135,13 @@ def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: t
         ValueError: more than 256 sources or reads.
     """
     _check(len(sources), queries.shape[0])
-    launch, result = _plan_read(queries, sources, eps, dtype)
+    launch, result = plan_read(queries, sources, eps, dtype)
     if launch.programs:
         launch.run(queries.device)
     return result
 
 
-def _plan_backward(
+def plan_backward(
     queries: Tensor,
     sources: Sequence[Tensor],
     inv_rms: Tensor,
@@ -231,56 +231,7 @@ def read_sealed_backward(
     _check(len(sources), queries.shape[0])
     if not sources[0].shape[0]:
         return torch.zeros_like(queries), [source.new_empty(source.shape) for source in sources]
-    launches, partials, dsources = _plan_backward(queries, sources, inv_rms, logits, grads, dtop, carried)
+    launches, partials, dsources = plan_backward(queries, sources, inv_rms, logits, grads, dtop, carried)
     for launch in launches:
         launch.run(queries.device)
     return partials.sum(0), [grad.to(source.dtype) for grad, source in zip(dsources, sources, strict=True)]
-
-
-def specimens() -> list[Specimen]:
-    """What training compiles, for the cross-compile check."""
-    found: list[Specimen] = []
-
-    def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    def add(
-        name: str,
-        width: int,
-        n: int,
-        reads: int,
-        dtypes: Sequence[torch.dtype],
-        carried: bool = True,
-        tokens: int = 4096,
-    ) -> None:
-        sources = [draw(tokens, width, dtype=dtypes[min(j, len(dtypes) - 1)]) for j in range(n)]
-        queries, grads = draw(reads, width), [draw(tokens, width, dtype=dtypes[-1]) for _ in range(reads)]
-        launch, result = _plan_read(queries, sources, 1e-6, dtypes[-1])
-        found.append(launch.specimen(f"{name}, forward", width))
-        launches, _, _ = _plan_backward(
-            queries,
-            sources,
-            result.inv_rms,
-            result.logits,
-            grads,
-            [draw(tokens) for _ in range(reads)],
-            [source if carried else None for source in sources],
-        )
-        for launch, what in zip(launches, ("backward", "backward, queries"), strict=False):
-            found.append(launch.specimen(f"{name}, {what}", width))
-
-    bf16, fp32 = torch.bfloat16, torch.float32
-    for width in (896, 2048, 2304, 4096, 7168):
-        for reads in (4, 6, 24):
-            add(f"9 sources, {reads} reads", width, 9, reads, [bf16])
-    for width in (960, 1168, 1264, 1536):
-        add("9 sources, 4 reads", width, 9, 4, [bf16])
-    add("9 sources, 6 reads, few tokens", 2304, 9, 6, [bf16], tokens=FEW)
-    add("9 sources, 6 reads, few tokens, fp32", 2304, 9, 6, [fp32], tokens=FEW)
-    add("9 sources, 24 reads, fp32", 2304, 9, 24, [fp32])
-    add("9 sources, 6 reads, first gradients", 2304, 9, 6, [bf16], carried=False)
-    add("9 sources, 6 reads, fp32", 2304, 9, 6, [fp32])
-    add("9 sources, 6 reads, fp32 embedding", 2304, 9, 6, [fp32, bf16])
-    for n, reads in ((1, 4), (33, 8), (130, 11)):
-        add(f"{n} sources, {reads} reads", 2048, n, reads, [bf16])
-    return found

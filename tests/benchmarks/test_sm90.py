@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sm90
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NARROW_ENOUGH = 4096
@@ -42,6 +43,13 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "sm90.json").read_text())["kernels"]
+
+
+def test_specimens_are_told_apart_and_fit_their_kernels() -> None:
+    pytest.importorskip("triton")
+    found = list(sm90.specimens())
+    assert len({(specimen.name, specimen.width) for specimen in found}) == len(found) > 50
+    assert all(set(specimen.signature) == set(specimen.kernel.arg_names) for specimen in found)
 
 
 def named(kernel: dict[str, Any]) -> str:
