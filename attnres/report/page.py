@@ -18,7 +18,7 @@ from attnres.report.inside import Part, inspections, parts
 from attnres.report.plots import Plot, curve_plots, depth_plots
 from attnres.report.runs import Run, Study
 from attnres.report.stats import equal_conditions, leaves
-from attnres.report.table import COLUMNS, Row, Table, build_table, cells, to_csv
+from attnres.report.table import SHOWN, Row, Table, build_table, to_csv
 from attnres.report.verdict import verdict
 
 ZOOM = 1.36
@@ -167,7 +167,7 @@ def _figures(plots: Iterable[Plot], extra: str = "") -> str:
 
 def _table(study: Study, table: Table) -> str:
     looks = style.looks(study)
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in COLUMNS)
+    head = "".join(f'<th scope="col">{escape(column.title)}</th>' for column in SHOWN)
     body = "".join(f"<tr>{_row(table, row, looks[row.label]['color'])}</tr>\n" for row in table.rows)
     notes = "".join(f"<li>{_prose(note)}</li>" for note in table.notes)
     return (
@@ -177,14 +177,13 @@ def _table(study: Study, table: Table) -> str:
 
 
 def _row(table: Table, row: Row, colour: str) -> str:
-    label, *values = cells(table, row)
     star = "" if row.complete else ' <span class="err">unfinished</span>'
     swatch = f'<span class="swatch" style="background: {style.css_variable(colour)}"></span>'
-    out = [f'<th scope="row">{swatch}<span class="name">{escape(label)}{star}</span></th>']
-    for name, value in zip(COLUMNS[1:], values, strict=True):
-        number, sign, error = value.partition(" ± ")
+    out = [f'<th scope="row">{swatch}<span class="name">{escape(row.label)}{star}</span></th>']
+    for column in SHOWN[1:]:
+        number, sign, error = column.text(row, table).partition(" ± ")
         text = escape(number) + (f' <span class="err">± {escape(error)}</span>' if sign else "")
-        if name == "Difference":
+        if column.name == "difference":
             kind = "even"
             if row.paired is not None and row.paired.decided and row.complete:
                 kind = "good" if row.paired.mean < 0 else "bad"

@@ -3,8 +3,9 @@
 import csv
 import io
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,28 +29,45 @@ class Row:
     """What is known of one variant. NaN or None: not known."""
 
     label: str
-    residual: str
-    seeds: tuple[int, ...]
-    finished: int  # runs, of len(seeds)
-    step: int
-    steps: int | None
+    runs: list[Run]  # by seed
+    counted: list[Run]  # those of which means are taken
     loss: float  # nats per token, mean over seeds
     loss_se: float
     paired: Paired | None  # against the baseline
     tokens_per_s: float
-    step_ratio: float
-    peak_memory: float  # bytes
-    parameters: float
-    extra_parameters: float
-    start_loss: float  # nats per token before the first step, of runs that begin from a trained model
+    step_ratio: float  # to the baseline's step
+
+    @property
+    def residual(self) -> str:
+        return self.runs[0].residual
+
+    @property
+    def finished(self) -> int:
+        """Runs, of all."""
+        return sum(run.finished for run in self.runs)
+
+    @property
+    def complete(self) -> bool:
+        return self.finished == len(self.runs)
+
+    @property
+    def step(self) -> int:
+        """The last step that every run has reached."""
+        return min(run.last_step for run in self.runs)
 
     @property
     def perplexity(self) -> float:
         return math.exp(min(self.loss, 700.0))  # what fp64 can hold
 
     @property
-    def complete(self) -> bool:
-        return self.finished == len(self.seeds)
+    def start_loss(self) -> float:
+        """Mean over seeds of the held-out loss before the first step, of runs that begin from a trained model."""
+        first = [next((float(line["loss"]) for line in run.val if line["step"] == 0), math.nan) for run in self.runs]
+        return float(np.mean(first))
+
+    def largest(self, key: str) -> float:
+        """The largest value that a finished run's summary has."""
+        return max((value for run in self.runs if not math.isnan(value := _known(run, key))), default=math.nan)
 
 
 @dataclass(frozen=True)
@@ -66,39 +84,21 @@ class Table:
 
 
 def build_table(study: Study) -> Table:
-    """Everything the table shows, computed from a study; nothing is formatted yet."""
+    """Compute the rows from a study; nothing is formatted yet."""
     baseline = strongest_baseline(study)
-    interleaved = _interleaved(study, baseline)
+    interleaved = baseline is not None and not math.isnan(_timed(study, baseline))
     base_time = _median_of(study.counted(baseline), "step_s") if baseline else math.nan
     rows = []
     for label in study.labels:
         runs, counted = study.of(label), study.counted(label)
-        loss, loss_se = mean_loss(study, label)
         if interleaved:
             ratio = _timed(study, label) / _timed(study, baseline or "")
             speed = _tokens_a_step(runs[0]) / _timed(study, label)
         else:
             ratio = _median_of(counted, "step_s") / base_time
             speed = _median_of(counted, "tokens_per_s")
-        rows.append(
-            Row(
-                label=label,
-                residual=runs[0].residual,
-                seeds=tuple(run.seed for run in runs),
-                finished=sum(run.finished for run in runs),
-                step=min(run.last_step for run in runs),
-                steps=runs[0].steps,
-                loss=loss,
-                loss_se=loss_se,
-                paired=paired(study, label, baseline) if baseline else None,
-                tokens_per_s=speed,
-                step_ratio=ratio,
-                peak_memory=max((_known(run, "peak_memory_bytes") for run in runs), default=math.nan),
-                parameters=_known(counted[0], "parameters"),
-                extra_parameters=_known(counted[0], "extra_parameters"),
-                start_loss=_start_loss(runs),
-            )
-        )
+        pair = paired(study, label, baseline) if baseline else None
+        rows.append(Row(label, runs, counted, *mean_loss(study, label), pair, speed, ratio))
     return Table(rows, baseline, interleaved, _notes(study, rows, baseline, interleaved))
 
 
@@ -121,12 +121,6 @@ def _median_of(runs: list[Run], key: str) -> float:
     return float(np.median(values)) if values else math.nan
 
 
-def _start_loss(runs: list[Run]) -> float:
-    """Mean over seeds of the held-out loss at step 0; NaN where a run has none."""
-    first = [next((float(record["loss"]) for record in run.val if record["step"] == 0), math.nan) for run in runs]
-    return float(np.mean(first)) if first else math.nan
-
-
 def _timed(study: Study, label: str) -> float:
     entry = (study.speed or {}).get("variants", {}).get(label) or {}
     return float(entry.get("median_s") or math.nan)
@@ -135,10 +129,6 @@ def _timed(study: Study, label: str) -> float:
 def _tokens_a_step(run: Run) -> float:
     size, length = run.config.get("batch_size"), run.config.get("data", {}).get("seq_len")
     return math.nan if size is None or length is None else float(size * length)
-
-
-def _interleaved(study: Study, baseline: str | None) -> bool:
-    return baseline is not None and not math.isnan(_timed(study, baseline))
 
 
 # ------------------------------------------------------------------ notes under the table
@@ -185,8 +175,9 @@ def _notes(study: Study, rows: list[Row], baseline: str | None, interleaved: boo
 
 def _how_far(row: Row) -> str:
     if row.finished:
-        return f"{row.label} ({row.finished} of {len(row.seeds)} seeds finished, whose numbers these are)"
-    return f"{row.label} at step {row.step:,}" + (f" of {row.steps:,}" if row.steps else "")
+        return f"{row.label} ({row.finished} of {len(row.runs)} seeds finished, whose numbers these are)"
+    steps = row.runs[0].steps
+    return f"{row.label} at step {row.step:,}" + (f" of {steps:,}" if steps else "")
 
 
 def _last(study: Study, baseline: str | None) -> int:
@@ -195,7 +186,7 @@ def _last(study: Study, baseline: str | None) -> int:
 
 def _what_the_losses_error_is(rows: list[Row]) -> list[str]:
     """Over what the errors in the column of losses are, see `stats.mean_loss`."""
-    seeds = [row.finished or len(row.seeds) for row in rows if not math.isnan(row.loss_se)]
+    seeds = [row.finished or len(row.runs) for row in rows if not math.isnan(row.loss_se)]
     if not seeds:
         return []
     many = [count >= SEEDS_FOR_SEED_ERROR for count in seeds]
@@ -271,46 +262,90 @@ def memory(size: float) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
-def extra(row: Row) -> str:
-    if math.isnan(row.extra_parameters):
-        return UNKNOWN
-    base = row.parameters - row.extra_parameters
-    share = f" ({100 * row.extra_parameters / base:.2f} %)" if row.extra_parameters and base > 0 else ""
-    return whole(row.extra_parameters) + share
+# ------------------------------------------------------------------ columns
+
+
+@dataclass(frozen=True)
+class Column:
+    """A property of the variants.
+
+    Attributes:
+        name: heading in the CSV file.
+        value: what stands there; NaN and None are empty.
+        title: heading in the table, which does not have the column without one. short: in the terminal.
+        text: what stands in the table.
+    """
+
+    name: str
+    value: Callable[[Row, Table], Any]
+    title: str = ""
+    text: Callable[[Row, Table], str] = lambda row, table: UNKNOWN
+    short: str = ""
+
+
+def _of_pair(name: str, value: Callable[[Paired], Any], **shown: Any) -> Column:
+    return Column(name, lambda row, _: None if row.paired is None else value(row.paired), **shown)
+
+
+def _difference(row: Row, table: Table) -> str:
+    if row.label == table.baseline:
+        return "baseline"
+    return UNKNOWN if row.paired is None else with_error(row.paired.mean, row.paired.se, signed=True)
+
+
+def _extra(row: Row, table: Table) -> str:
+    count, base = row.largest("extra_parameters"), row.largest("parameters") - row.largest("extra_parameters")
+    return whole(count) + (f" ({100 * count / base:.2f} %)" if count and base > 0 else "")
+
+
+def _perplexity(row: Row, table: Table) -> str:
+    return UNKNOWN if math.isnan(row.loss) else f"{row.perplexity:.{'2f' if row.perplexity < 1e6 else '2e'}}"
 
 
 COLUMNS = (
-    "Residual",
-    "Held-out loss",
-    "Perplexity",
-    "Difference",
-    "Tokens/s",
-    "Step time",
-    "Peak memory",
-    "Extra parameters",
+    Column("label", lambda row, _: row.label, "Residual", lambda row, _: row.label),
+    Column("residual", lambda row, _: row.residual),
+    Column("seeds", lambda row, _: " ".join(str(run.seed) for run in row.runs)),
+    Column("finished", lambda row, _: row.finished),
+    Column("step", lambda row, _: row.step),
+    Column("val_loss", lambda row, _: row.loss, "Held-out loss", lambda row, _: with_error(row.loss, row.loss_se)),
+    Column("val_loss_se", lambda row, _: row.loss_se),
+    Column("perplexity", lambda row, _: row.perplexity, "Perplexity", _perplexity, "PPL"),
+    Column("baseline", lambda _, table: table.baseline),
+    _of_pair("difference", lambda pair: pair.mean, title="Difference", text=_difference),
+    _of_pair("difference_se", lambda pair: pair.se),
+    _of_pair("difference_low95", lambda pair: pair.mean - pair.margin),
+    _of_pair("difference_high95", lambda pair: pair.mean + pair.margin),
+    _of_pair("se_basis", lambda pair: pair.basis),
+    _of_pair("se_windows", lambda pair: pair.se_windows),
+    _of_pair("se_seeds", lambda pair: pair.se_seeds),
+    _of_pair("windows", lambda pair: pair.windows),
+    _of_pair("difference_step", lambda pair: pair.step),
+    _of_pair("decided", lambda pair: pair.decided),
+    Column("tokens_per_s", lambda row, _: row.tokens_per_s, "Tokens/s", lambda row, _: whole(row.tokens_per_s)),
+    Column(
+        *("step_time_ratio", lambda row, _: row.step_ratio, "Step time"),
+        text=lambda row, _: UNKNOWN if math.isnan(row.step_ratio) else f"{row.step_ratio:.2f}×",
+    ),
+    Column("step_time_interleaved", lambda _, table: table.interleaved),
+    Column(
+        *("peak_memory_bytes", lambda row, _: row.largest("peak_memory_bytes"), "Peak memory"),
+        text=lambda row, _: memory(row.largest("peak_memory_bytes")),
+    ),
+    Column("parameters", lambda row, _: row.largest("parameters")),
+    Column(
+        *("extra_parameters", lambda row, _: row.largest("extra_parameters"), "Extra parameters"),
+        text=_extra,
+        short="Extra\nparams",
+    ),
+    Column("start_loss", lambda row, _: row.start_loss),
 )
-
-
-def cells(table: Table, row: Row) -> tuple[str, ...]:
-    """The row as text, one cell for each of `COLUMNS`."""
-    if row.label == table.baseline:
-        difference = "baseline"
-    else:
-        difference = with_error(row.paired.mean, row.paired.se, signed=True) if row.paired else UNKNOWN
-    return (
-        row.label,
-        with_error(row.loss, row.loss_se),
-        UNKNOWN if math.isnan(row.loss) else f"{row.perplexity:.{'2f' if row.perplexity < 1e6 else '2e'}}",
-        difference,
-        whole(row.tokens_per_s),
-        UNKNOWN if math.isnan(row.step_ratio) else f"{row.step_ratio:.2f}×",
-        memory(row.peak_memory),
-        extra(row),
-    )
+"""All there is to say of a variant: in this order in the CSV file, those with a title in the table."""
+SHOWN = tuple(column for column in COLUMNS if column.title)
 
 
 def print_table(table: Table, verdict: str, console: "Console | None" = None) -> None:
-    """The table, the verdict and the notes in the terminal."""
+    """Print the table, the verdict and the notes."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as Grid
@@ -318,89 +353,38 @@ def print_table(table: Table, verdict: str, console: "Console | None" = None) ->
 
     console = console or Console()
     grid = Grid(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    for name in COLUMNS:
-        heading = {"Perplexity": "PPL", "Extra parameters": "Extra\nparams"}.get(name, name.replace(" ", "\n"))
-        first = name == "Residual"
+    for column in SHOWN:
+        first = column is SHOWN[0]
+        heading = column.short or column.title.replace(" ", "\n")
         grid.add_column(heading, justify="left" if first else "right", no_wrap=not first, overflow="fold")
     for row in table.rows:
-        # Eighty columns: what is in brackets or can be had from the CSV is left out.
-        values = [Text(cell.split(" (")[0]) for cell in cells(table, row)]
-        values[1] = Text(number(row.loss))
+        cells = {}
+        for column in SHOWN:  # eighty columns: what is in brackets or can be had from the CSV is left out
+            text = column.text(row, table).split(" (")[0]
+            cells[column.name] = Text(text if column.name == "difference" else text.split(" ± ")[0])
         if row.paired and row.paired.decided and row.complete:
-            values[COLUMNS.index("Difference")].stylize("bold green" if row.paired.mean < 0 else "bold red")
+            cells["difference"].stylize("bold green" if row.paired.mean < 0 else "bold red")
         if not row.complete:
-            values[0].append(" *", style="yellow")
-        grid.add_row(*values)
+            cells["label"].append(" *", style="yellow")
+        grid.add_row(*cells.values())
     console.print(grid)
     console.print(Text(verdict, style="bold"))
     for note in table.notes:
         console.print(Text(note, style="dim"))
 
 
-CSV_COLUMNS = (
-    "label",
-    "residual",
-    "seeds",
-    "finished",
-    "step",
-    "val_loss",
-    "val_loss_se",
-    "perplexity",
-    "baseline",
-    "difference",
-    "difference_se",
-    "difference_low95",
-    "difference_high95",
-    "se_basis",
-    "se_windows",
-    "se_seeds",
-    "windows",
-    "difference_step",
-    "decided",
-    "tokens_per_s",
-    "step_time_ratio",
-    "step_time_interleaved",
-    "peak_memory_bytes",
-    "parameters",
-    "extra_parameters",
-    "start_loss",
-)
-
-
 def to_csv(table: Table) -> str:
-    """One line a variant with plain numbers (SI units, nats), both standard errors and the 95 % interval."""
+    """Give one line a variant with plain numbers (SI units, nats), both standard errors and the 95 % interval."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(CSV_COLUMNS)
-    for row in table.rows:
-        pair = row.paired
-        difference = [""] * 10
-        if pair is not None:
-            difference = [
-                *(_plain(value) for value in (pair.mean, pair.se, pair.mean - pair.margin, pair.mean + pair.margin)),
-                pair.basis,
-                *(_plain(value) for value in (pair.se_windows, pair.se_seeds)),
-                str(pair.windows),
-                str(pair.step),
-                str(pair.decided).lower(),
-            ]
-        writer.writerow(
-            [
-                row.label,
-                row.residual,
-                " ".join(str(seed) for seed in row.seeds),
-                row.finished,
-                row.step,
-                *(_plain(value) for value in (row.loss, row.loss_se, row.perplexity)),
-                table.baseline or "",
-                *difference,
-                *(_plain(value) for value in (row.tokens_per_s, row.step_ratio)),
-                str(table.interleaved).lower(),
-                *(_plain(value) for value in (row.peak_memory, row.parameters, row.extra_parameters, row.start_loss)),
-            ]
-        )
+    writer.writerow([column.name for column in COLUMNS])
+    writer.writerows([_plain(column.value(row, table)) for column in COLUMNS] for row in table.rows)
     return out.getvalue()
 
 
-def _plain(value: float) -> str:
-    return "" if math.isnan(value) else f"{value:.10g}"
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return "" if math.isnan(value) else f"{value:.10g}"
+    return "" if value is None else str(value)
