@@ -8,6 +8,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from attnres.terminal import say
+
 LINES_EVERY = 20.0
 """Seconds between two plain lines."""
 
@@ -58,7 +60,7 @@ class Bars:
     def say(self, text: str) -> None:
         """A line, above the bars where there are some."""
         if self.shown:
-            self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+            say(self.console, text)
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from rich.console import Console
 from torch import Tensor
 
 from attnres.report.style import MUTED, save, style
-from attnres.studies.progress import duration
+from attnres.text import duration
 from attnres.training.device import keep_freed_memory
 from attnres.training.environment import describe, peak_memory, reset_peak_memory
 

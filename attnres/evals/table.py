@@ -3,39 +3,30 @@
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from attnres.evals.tasks import TASKS
+from attnres.terminal import grid, say, wide
+from attnres.text import number, with_error
 
 
 def show(record: dict[str, Any], console: Console | None = None) -> None:
     """Print the record of `attnres.evals.run`: a row a figure, a column a model, differences to the first."""
-    console = console or Console()
-    if not console.is_terminal:  # a file or a pipe has no edge to wrap at
-        console.width = 400
+    console = wide(console)
     models = record["models"]
     names = _short([model["name"] for model in models])
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("task")
-    table.add_column("figure")
-    table.add_column("items", justify="right")
-    for name in names:
-        table.add_column(name, justify="right")
-    for name in names[1:]:
-        table.add_column(f"{name} − {names[0]}" if len(models) > 2 else "difference", justify="right")
+    differences = [f"{name} − {names[0]}" if len(models) > 2 else "difference" for name in names[1:]]
     chance = any(figure["chance"] for task in record["tasks"].values() for figure in task["figures"])
-    if chance:
-        table.add_column("chance", justify="right")
+    table = grid("task", "figure", right=("items", *names, *differences, *(("chance",) if chance else ())))
     remarks = []
     for key, task in record["tasks"].items():
         title = TASKS[key].title if key in TASKS else key
         for i, figure in enumerate(task["figures"]):
             counts = sorted({value["items"] for value in figure["values"]})
             cells = [title if i == 0 else "", figure["label"], "–".join(f"{count:,}" for count in counts if count)]
-            cells += [_value(value) for value in figure["values"]]
+            cells += [with_error(value["value"], value["standard_error"]) for value in figure["values"]]
             cells += [_difference(value) for value in figure["differences"]]
             if chance:
-                cells.append(f"{figure['chance']:.3f}" if figure["chance"] else "")
+                cells.append(number(figure["chance"]) if figure["chance"] else "")
             table.add_row(*cells)
             remarks += [
                 f"{title}, {figure['label']}: {d['reason']}" for d in figure["differences"] if d["value"] is None
@@ -55,25 +46,14 @@ def show(record: dict[str, Any], console: Console | None = None) -> None:
     if len(models) > 1:
         remarks.append("differences: item by item, in nats for a perplexity; ± one standard error")
     for remark in remarks:
-        console.print(remark, highlight=False, markup=False, soft_wrap=True)
-
-
-def _value(value: dict[str, Any]) -> str:
-    return _with_error(value["value"], value["standard_error"])
+        say(console, remark)
 
 
 def _difference(value: dict[str, Any]) -> str:
     if value["value"] is None:
         return "no"
     mark = "" if value["paired"] else " (unpaired)"
-    return _with_error(value["value"], value["standard_error"], sign=True) + mark
-
-
-def _with_error(value: float, error: float | None, *, sign: bool = False) -> str:
-    digits = 3 if abs(value) < 10 else 2 if abs(value) < 1000 else 0
-    plus = "+" if sign else ""
-    text = f"{value:{plus},.{digits}f}".replace("-", "−")
-    return text if error is None else f"{text} ± {error:,.{digits}f}"
+    return with_error(value["value"], value["standard_error"], signed=True) + mark
 
 
 def _short(names: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from attnres.figures import style
+from attnres.text import short as short_number
 
 COLUMN, PAGE = 3.3, 6.9
 """Inches: a column and the full width of a two-column paper. Text in figures of this width is 5.5 to 8 points."""
@@ -168,5 +169,5 @@ def legend(figure: Figure, *axes: Axes) -> None:
 
 def number(value: float) -> str:
     """Two digits without the leading zero, for a cell: .07, 1, -.3."""
-    text = f"{value:.2f}"
-    return {"1.00": "1", "0.00": "0", "-0.00": "0"}.get(text) or text.replace("0.", ".", 1)
+    text = short_number(value)
+    return {"1.00": "1", ".00": "0"}.get(text, text)

@@ -10,6 +10,8 @@ from rich.table import Table
 from attnres.inspect.inspection import Inspection
 from attnres.inspect.measures import source_spike
 from attnres.inspect.pieces import spelled
+from attnres.terminal import grid, say, wide
+from attnres.text import counted, short, with_error
 
 TOP = 3
 """Sources that are named in a row."""
@@ -23,14 +25,6 @@ FEW = 5
 """Documents from which an error over documents is worth something."""
 CLEAR = 3.0
 """Standard errors from which a kind of token counts as unlike the average: about 300 weights are looked through."""
-
-
-def wide(console: Console | None) -> Console:
-    """The console to print on; a file or a pipe has no edge to wrap at. What is in brackets is a token, no markup."""
-    console = console or Console(markup=False, emoji=False, highlight=False)
-    if not console.is_terminal:
-        console.width = 400
-    return console
 
 
 def show(inspection: Inspection, console: Console | None = None, *, example: bool = True) -> None:
@@ -50,43 +44,26 @@ def show(inspection: Inspection, console: Console | None = None, *, example: boo
         console.print(_example(inspection.example, inspection.reads, console.width))
 
 
-def say(console: Console, line: str) -> None:
-    """Print a line of text that is no markup."""
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
-
-
 def top(names: Sequence[str], weights: Sequence[float | None], count: int = TOP) -> str:
     """The heaviest sources and their weights: "embedding .41, block 2 .30"."""
     pairs = [(name, weight) for name, weight in zip(names, weights, strict=True) if weight is not None]
     if len(pairs) > 1 and all(abs(weight - pairs[0][1]) < 1e-6 for _, weight in pairs):
-        return f"all {len(pairs)} alike, {number(pairs[0][1])} each"
+        return f"all {len(pairs)} alike, {short(pairs[0][1])} each"
     pairs.sort(key=lambda pair: -abs(pair[1]))
-    return ", ".join(f"{name} {number(weight)}" for name, weight in pairs[:count])
-
-
-def number(value: float | None, digits: int = 2, *, sign: bool = False) -> str:
-    """A number without its leading zero, with a real minus; "–" for None."""
-    if value is None:
-        return "–"
-    text = f"{value:{'+' if sign else ''}.{digits}f}"
-    return text.replace("-", "−").replace("0.", ".", 1) if abs(value) < 1 else text.replace("-", "−")
+    return ", ".join(f"{name} {short(weight)}" for name, weight in pairs[:count])
 
 
 def _heading(inspection: Inspection) -> str:
     model, data, losses = inspection.model, inspection.data, inspection.losses
     settings = ", ".join(f"{name}={value}" for name, value in model["settings"].items())
-    error = f" ± {losses['error']:.3f}" if losses["error"] is not None else ""
-    windows = f"{_count(data['windows'], 'window')} of up to {data['context']:,}, each seen alone"
+    windows = f"{counted(data['windows'], 'window')} of up to {data['context']:,}, each seen alone"
     return (
         f"{model['name']}: residual {model['residual']}{f' ({settings})' if settings else ''}, "
         f"{model['num_sublayers']} sublayers of width {model['width']}, {model['parameters']:,} parameters\n"
-        f"{data['source']}: {_count(data['tokens'], 'token')} of {data['kind']} in "
-        f"{_count(data['documents'], 'document')} ({windows}), loss {losses['mean']:.3f}{error} nats per token\n"
+        f"{data['source']}: {counted(data['tokens'], 'token')} of {data['kind']} in "
+        f"{counted(data['documents'], 'document')} ({windows}), "
+        f"loss {with_error(losses['mean'], losses['error'])} nats per token\n"
     )
-
-
-def _count(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def _reads(inspection: Inspection, width: int) -> list[Table]:
@@ -97,22 +74,22 @@ def _reads(inspection: Inspection, width: int) -> list[Table]:
     if routing is not None:
         pairs = zip(routing["sources"], routing["weights"], strict=True)
         where["reads most from"] = [top(sources, weights) for sources, weights in pairs]
-        where["entropy"] = [number(value) for value in inspection.entropy["nats"]]
-        where["effective"] = [number(value, 1) for value in inspection.entropy["effective"]]
+        where["entropy"] = [short(value) for value in inspection.entropy["nats"]]
+        where["effective"] = [short(value, 1) for value in inspection.entropy["effective"]]
         where["of"] = [str(len(sources)) for sources in routing["sources"]]
     if inspection.distance is not None and inspection.persistence is not None:
-        what["distance"] = [number(value, 1) for value in inspection.distance]
-        what["embedding"] = [number(value) for value in inspection.persistence]
+        what["distance"] = [short(value, 1) for value in inspection.distance]
+        what["embedding"] = [short(value) for value in inspection.persistence]
     if sharpness is not None:
-        what["sharpness"] = [number(value) for value in sharpness]
-    what["rms read"] = [number(value) for value in inspection.input_rms]
-    what["rms written"] = [*(number(value) for value in inspection.output_rms), ""]
+        what["sharpness"] = [short(value) for value in sharpness]
+    what["rms read"] = [short(value) for value in inspection.input_rms]
+    what["rms written"] = [*(short(value) for value in inspection.output_rms), ""]
     parts = [{**where, **what}] if width >= WIDE else [part for part in (where, what) if part]
     return [_table(inspection.reads, part) for part in parts]
 
 
 def _table(reads: Sequence[str], columns: dict[str, list[str]]) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = grid()
     table.add_column("read", no_wrap=True)
     for title in columns:
         table.add_column(title, justify="left" if title.startswith("reads") else "right", no_wrap=title[0] != "r")
@@ -143,20 +120,19 @@ def _notes(inspection: Inspection) -> list[str]:
         names, rms = inspection.routing["sources"][-1], inspection.source_rms[-1]
         place = max(range(len(rms)), key=rms.__getitem__)
         lines.append(
-            f"largest source of the output: {names[place]}, rms {number(rms[place])}, "
-            f"{number(float(spikes[0]), 1)} times the median of its sources"
+            f"largest source of the output: {names[place]}, rms {short(rms[place])}, "
+            f"{short(float(spikes[0]), 1)} times the median of its sources"
         )
     if inspection.gates:
         for name, values in inspection.gates.items():
             if isinstance(values[0], float):
-                lines.append(f"{name}: {number(min(values))} to {number(max(values))} over the reads")
+                lines.append(f"{name}: {short(min(values))} to {short(max(values))} over the reads")
     return lines
 
 
 def _labels(title: str, part: dict[str, Any], routing: dict[str, Any]) -> Table:
     """For each label the weights that are furthest from the average of all labelled tokens, beyond `CLEAR` errors."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(title)
+    table = grid(title)
     table.add_column("tokens", justify="right")
     table.add_column("reads unlike the average token (weight ± standard error, average)")
     averages = [
@@ -173,7 +149,7 @@ def _labels(title: str, part: dict[str, Any], routing: dict[str, Any]) -> Table:
                 weight, error, average = part["weights"][k][r][s], part["error"][k][r][s], averages[r][s]
                 if weight is None or error is None or abs(weight - average) <= CLEAR * error:
                     continue
-                text = f"{read} ← {source} {number(weight)} ± {number(error)} ({number(average)})"
+                text = f"{read} ← {source} {with_error(weight, error, form=short, digits=2)} ({short(average)})"
                 found.append((abs(weight - average), text))
         found.sort(reverse=True)
         table.add_row(name, f"{part['tokens'][k]:,}", "; ".join(text for _, text in found[:2]) or "none clearly")
@@ -182,7 +158,7 @@ def _labels(title: str, part: dict[str, Any], routing: dict[str, Any]) -> Table:
 
 def _example(example: dict[str, Any], reads: Sequence[str], width: int) -> Table:
     """For each token its kind, how badly the next was predicted, and where its reads came from."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = grid()
     titles = (
         "token",
         "kind",
@@ -201,14 +177,14 @@ def _example(example: dict[str, Any], reads: Sequence[str], width: int) -> Table
     }
     for t in range(min(count, TOKENS)):
         cells = [spelled(example["tokens"][t]), example["kinds"][t] if example["kinds"] else "–"]
-        cells.append(number(example["losses"][t]))
+        cells.append(short(example["losses"][t]))
         for where in chosen.values():
             weights = [
                 example["weights"][i][t][example["sources"][i].index("embedding")]
                 for i in where
                 if "embedding" in example["sources"][i]
             ]
-            cells.append(number(sum(weights) / len(weights) if weights else None))
+            cells.append(short(sum(weights) / len(weights) if weights else None))
         cells.append(top(example["sources"][-1], example["weights"][-1][t], most))
         table.add_row(*cells)
     if count > TOKENS:

@@ -23,6 +23,7 @@ from attnres.models.families import FAMILIES, Family
 from attnres.models.probe import probe
 from attnres.models.source import Source, find, load_plain
 from attnres.residuals import make_residual, settings_of
+from attnres.text import memory
 
 REPORT = "conversion.json"
 SHARD = "5GB"
@@ -189,9 +190,7 @@ def _check_room(source: Source, out: Path, dtype: str | None) -> None:
     above = next(folder for folder in (out, *out.resolve().parents) if folder.exists())
     free = shutil.disk_usage(above).free
     if free < size:
-        raise UserError(
-            f"{out} needs {size / 1e9:.2f} GB and {above} has {free / 1e9:.2f} GB left: make room or choose another"
-        )
+        raise UserError(f"{out} needs {memory(size)} and {above} has {memory(free)} left: make room or choose another")
 
 
 def _write(new: DepthMixin, out: Path, source: Source | None) -> Conversion:

@@ -18,7 +18,8 @@ from attnres.figures.plot import Plot, plain
 from attnres.report import style
 from attnres.report.runs import Run, Study
 from attnres.report.stats import equal_conditions, final_loss, kind, kind_name, mean_loss, paired_curve, sweeps_lr
-from attnres.report.table import Table, listed
+from attnres.report.table import Table
+from attnres.text import listed
 
 WIDTH = 5.0
 

@@ -19,6 +19,7 @@ from attnres.report.stats import (
     strongest_baseline,
     why_unpaired,
 )
+from attnres.text import UNKNOWN, listed, memory, number, with_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -216,50 +217,7 @@ def _what_the_error_is(pairs: list[Paired], baseline: str) -> str:
     return what + f"± is its standard error over {counts} seeds{exception}; 95 % intervals by Student's t."
 
 
-def listed(names: list[str]) -> str:
-    """Names in a sentence: a, b and c."""
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
 # ------------------------------------------------------------------ formatting
-
-UNKNOWN = "–"
-
-
-def number(value: float, digits: int = 3, signed: bool = False) -> str:
-    """Fixed digits with a true minus sign; a dash for NaN.
-
-    >>> number(-0.1162, 3, signed=True)
-    '−0.116'
-    """
-    if math.isnan(value):
-        return UNKNOWN
-    text = f"{value:{'+' if signed else ''}.{digits}f}"
-    if float(text) == 0:
-        text = text.lstrip("+-")
-    return text.replace("-", "−")
-
-
-def digits_for(se: float) -> int:
-    """Digits of a number in nats with that standard error: three, or more where the error is below 0.001."""
-    return max(3, min(6, math.ceil(-math.log10(se)))) if se > 0 else 3
-
-
-def with_error(value: float, se: float, signed: bool = False) -> str:
-    """Value ± standard error, to `digits_for` it."""
-    digits = digits_for(se)
-    return number(value, digits, signed) + ("" if math.isnan(se) else f" ± {number(se, digits)}")
-
-
-def whole(value: float) -> str:
-    return UNKNOWN if math.isnan(value) else f"{value:,.0f}"
-
-
-def memory(size: float) -> str:
-    """Bytes in GB or MB (powers of ten)."""
-    if math.isnan(size):
-        return UNKNOWN
-    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
 
 
 # ------------------------------------------------------------------ columns
@@ -295,7 +253,7 @@ def _difference(row: Row, table: Table) -> str:
 
 def _extra(row: Row, table: Table) -> str:
     count, base = row.largest("extra_parameters"), row.largest("parameters") - row.largest("extra_parameters")
-    return whole(count) + (f" ({100 * count / base:.2f} %)" if count and base > 0 else "")
+    return number(count, 0) + (f" ({100 * count / base:.2f} %)" if count and base > 0 else "")
 
 
 def _perplexity(row: Row, table: Table) -> str:
@@ -322,7 +280,7 @@ COLUMNS = (
     _of_pair("windows", lambda pair: pair.windows),
     _of_pair("difference_step", lambda pair: pair.step),
     _of_pair("decided", lambda pair: pair.decided),
-    Column("tokens_per_s", lambda row, _: row.tokens_per_s, "Tokens/s", lambda row, _: whole(row.tokens_per_s)),
+    Column("tokens_per_s", lambda row, _: row.tokens_per_s, "Tokens/s", lambda row, _: number(row.tokens_per_s, 0)),
     Column(
         *("step_time_ratio", lambda row, _: row.step_ratio, "Step time"),
         text=lambda row, _: UNKNOWN if math.isnan(row.step_ratio) else f"{row.step_ratio:.2f}×",

@@ -4,7 +4,8 @@ import math
 
 from attnres.report.runs import Study
 from attnres.report.stats import Paired, kind, kind_name, paired, sweeps_lr, why_unpaired
-from attnres.report.table import Row, Table, digits_for, listed, number, with_error
+from attnres.report.table import Row, Table
+from attnres.text import digits_for, listed, number, with_error
 
 CONTROL = "rescaled"
 ATTENTION_RESIDUALS = ("full", "block")
@@ -153,7 +154,7 @@ def _size(pair: Paired) -> str:
 
 def _interval(pair: Paired) -> str:
     values = (pair.mean, pair.mean - pair.margin, pair.mean + pair.margin)
-    mean, low, high = (number(value, digits_for(pair.se), signed=True) for value in values)
+    mean, low, high = (number(value, digits_for(pair.mean, pair.se), signed=True) for value in values)
     return f"{mean}; 95 %: {low} to {high}" if pair.margin >= 0 else f"{mean}, its error unknown"
 
 

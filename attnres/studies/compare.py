@@ -20,9 +20,10 @@ from attnres.files import LOCK, locked, read_json, write_json
 from attnres.report.runs import Study
 from attnres.report.show import show
 from attnres.studies.children import Child, run_children
-from attnres.studies.progress import Watch, duration
+from attnres.studies.progress import Watch
 from attnres.studies.speed import step_times
 from attnres.studies.variants import TRAINING, Variant, parse_variants
+from attnres.text import duration
 from attnres.training.config import OptimConfig, TrainConfig, check, from_dict, resolve, size_of, to_dict
 from attnres.training.data import data_record, held_out, prepare_from
 from attnres.training.environment import has_bf16

@@ -20,7 +20,7 @@ from attnres.inspect.intervene import intervene
 from attnres.inspect.measures import dynamics
 from attnres.inspect.prune import check_prunable, prune_report
 from attnres.inspect.survey import Survey, encode, front, survey
-from attnres.inspect.tables import say, show, wide
+from attnres.inspect.tables import show
 from attnres.progress import counting
 from attnres.studies.look_config import InspectConfig
 from attnres.studies.removals import (
@@ -32,6 +32,7 @@ from attnres.studies.removals import (
     prune_table,
     source_and_read,
 )
+from attnres.terminal import say, wide
 from attnres.training.metrics import read as read_metrics
 
 LARGEST_WINDOW = 2048

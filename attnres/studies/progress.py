@@ -7,6 +7,7 @@ from rich.progress import MofNCompleteColumn, TaskID
 
 from attnres.progress import Bars
 from attnres.studies.children import Child
+from attnres.text import duration
 
 SHARE, SECONDS = 0.1, 60.0
 """A line for a run comes after so much more of its steps, or after so many seconds, whichever is sooner."""
@@ -46,15 +47,3 @@ class Watch(Bars):
     def remove(self, child: Child) -> None:
         """The child has ended."""
         self.progress.remove_task(self.tasks.pop(child.name))
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes or seconds, to the precision that an estimate deserves.
-
-    >>> duration(42), duration(310), duration(8000)
-    ('42 s', '5 min', '2 h 13 min')
-    """
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from attnres.errors import UserError, unknown
 from attnres.evals.subject import Subject
@@ -17,10 +16,11 @@ from attnres.inspect.pieces import piece, spelled
 from attnres.inspect.prune import PruneReport
 from attnres.inspect.record import read_names
 from attnres.inspect.survey import Survey, encode, front, loss_change
-from attnres.inspect.tables import number, say
 from attnres.progress import counting
 from attnres.stats import or_none
 from attnres.studies.look_config import InspectConfig
+from attnres.terminal import grid, say
+from attnres.text import short, with_error
 
 EDGES = 12
 """Edges that an attribution names."""
@@ -62,16 +62,13 @@ def knock_out_table(
     knock_outs: list[tuple[str, KnockOut]], plain: Survey, again: Callable[..., Survey], console: Console
 ) -> list[dict[str, Any]]:
     """Table and record of what the loss is without each source."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("without")
-    for title in ("loss", "change"):
-        table.add_column(title, justify="right")
-    table.add_row("–", number(plain.loss.mean, 3), "")
+    table = grid("without", right=("loss", "change"))
+    table.add_row("–", short(plain.loss.mean, 3), "")
     rows = []
     for given, edit in knock_outs:
         record, change = _change(plain, again(f"without {given}", edit))
         rows.append({"knock_out": given, **record})
-        table.add_row(given, number(record["loss_after"], 3), change)
+        table.add_row(given, short(record["loss_after"], 3), change)
     console.print()
     console.print(table)
     say(console, "each alone, in nats per token" + ("" if plain.documents < 2 else "; ± standard error over documents"))
@@ -90,7 +87,7 @@ def _change(plain: Survey, after: Survey) -> tuple[dict[str, Any], str]:
         "documents": change.items,
         "tokens": int(change.total),
     }
-    return record, number(change.mean, 4, sign=True) + (f" ± {number(error, 4)}" if error is not None else "")
+    return record, with_error(change.mean, error, signed=True, form=short, digits=4)
 
 
 def next_token_table(
@@ -98,18 +95,14 @@ def next_token_table(
 ) -> list[list[dict[str, Any]]]:
     """Table and records of what comes next after the text, with and without each source."""
     ids = last_window(subject, text, context)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("without")
-    table.add_column("likeliest after the text")
-    for title in ("p before", "p after"):
-        table.add_column(title, justify="right")
+    table = grid("without", "likeliest after the text", right=("p before", "p after"))
     before, records = None, []
     for given, edit in knock_outs:
         found = effect(model, ids, edit, top=5, before=before)
         before = found.before
         records.append([{"token": piece(subject.tokenizer, part["id"]), **part} for part in found.top])
         for place, part in enumerate(found.top):
-            cells = (_word(subject, part["id"]), number(part["before"], 3), number(part["after"], 3))
+            cells = (_word(subject, part["id"]), short(part["before"], 3), short(part["after"], 3))
             table.add_row("" if place else given, *cells)
     console.print()
     console.print(table)
@@ -123,21 +116,18 @@ def attribution_table(
     edges = sum(map(len, source_names(model)))
     with counting("without each edge", edges, "edges", shown=config.progress) as on_edges:
         found = attribute(model, ids, batch_size=max(1, config.batch_tokens // len(ids)), progress=on_edges)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("edge")
-    for title in ("without it", "by gradient"):
-        table.add_column(title, justify="right")
+    table = grid("edge", right=("without it", "by gradient"))
     for edge in found.top(EDGES):
-        cells = [number(edge.knockout, 3, sign=True), number(edge.gradient, 3, sign=True)]
+        cells = [short(edge.knockout, 3, signed=True), short(edge.gradient, 3, signed=True)]
         table.add_row(f"{edge.read} ← {edge.source}", *cells)
     console.print()
-    say(console, f"after the text: {_word(subject, found.target)}, ln p = {number(found.log_probability, 3)}")
+    say(console, f"after the text: {_word(subject, found.target)}, ln p = {short(found.log_probability, 3)}")
     console.print(table)
     agreement = found.agreement
     say(
         console,
         f"change of ln p in nats, of {agreement.edges} edges; the two ways agree: rank correlation "
-        f"{number(agreement.spearman)}, {agreement.overlap:.0%} of the {agreement.top} largest in common",
+        f"{short(agreement.spearman)}, {agreement.overlap:.0%} of the {agreement.top} largest in common",
     )
     return found
 
@@ -155,10 +145,10 @@ def _word(subject: Subject, token: int) -> str:
 def prune_table(report: PruneReport, plain: Survey, again: Callable[..., Survey], console: Console) -> dict[str, Any]:
     """Table and record of what hardly any weight goes through, and the loss without it."""
     record = report.record()
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(f"share of the read\nbelow {report.threshold:g}", no_wrap=True)
-    for title in ("edges", "of the\ntraffic", "of the\nweight", "loss\nwithout", "change"):
-        table.add_column(title, justify="right", no_wrap=True)
+    titles = ("edges", "of the\ntraffic", "of the\nweight", "loss\nwithout", "change")
+    table = grid(f"share of the read\nbelow {report.threshold:g}", right=titles)
+    for column in table.columns:
+        column.no_wrap = True
     for which, title in (
         ("mean", "weight, on average"),
         ("high", "weight, for 99% of tokens"),
@@ -169,24 +159,21 @@ def prune_table(report: PruneReport, plain: Survey, again: Callable[..., Survey]
         if edges:
             of_loss, change = _change(plain, again(f"without what is below by {title}", *report.edits(which)))
             record[which] |= of_loss
-            cells += [number(of_loss["loss_after"], 3), change]
+            cells += [short(of_loss["loss_after"], 3), change]
         else:
             cells += ["", ""]
         table.add_row(title, *cells)
     console.print()
     console.print(table)
-    edges = [f"{edge.read} ← {edge.source} {number(edge.part, 3)}" for edge in report.below("part")]
+    edges = [f"{edge.read} ← {edge.source} {short(edge.part, 3)}" for edge in report.below("part")]
     if edges:
         more = f", {len(edges) - EDGES} more" if len(edges) > EDGES else ""
         say(console, f"least of a read by weight × rms: {', '.join(edges[:EDGES])}{more}")
-    sources = Table(box=None, pad_edge=False, header_style="bold")
-    sources.add_column("source")
     titles = ("weight", "weight × rms", "below by weight", "for 99% of tokens", "by weight × rms")
-    for title in ("reads that have it", *titles):
-        sources.add_column(title, justify="right")
+    sources = grid("source", right=("reads that have it", *titles))
     for use in report.sources:
         counts = (use.below_mean, use.below_high, use.below_part)
-        sources.add_row(use.source, str(use.reads), number(use.mean, 3), number(use.part, 3), *map(str, counts))
+        sources.add_row(use.source, str(use.reads), short(use.mean, 3), short(use.part, 3), *map(str, counts))
     console.print()
     console.print(sources)
     say(console, "traffic: the vectors that reads with a choice load, one a token and edge; the model is unchanged")

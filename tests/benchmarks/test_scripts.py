@@ -13,7 +13,7 @@ import stack
 import step
 import torch
 
-from attnres.studies.progress import duration
+from attnres.text import duration
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ from rich.table import Table
 
 from attnres import cli
 from attnres.inspect.inspection import Inspection
-from attnres.inspect.tables import wide
 from attnres.studies.look import look
 from attnres.studies.look_config import InspectConfig
 from attnres.studies.removals import find_knock_out, source_and_read
+from attnres.terminal import wide
 
 TEXT = "The quick brown fox jumps over a lazy dog while seven wizards box up jugs of liquid zinc."
 

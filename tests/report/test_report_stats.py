@@ -14,7 +14,7 @@ from synthetic import write_run, write_study
 from attnres.report import load_study
 from attnres.report.page import write_report
 from attnres.report.stats import paired, paired_curve, strongest_baseline
-from attnres.report.table import SHOWN, build_table, memory, number, print_table, to_csv, with_error
+from attnres.report.table import SHOWN, build_table, print_table, to_csv
 from attnres.report.verdict import verdict
 from attnres.stats import standard_error, t_975
 
@@ -385,13 +385,3 @@ def test_a_loss_beyond_all_bounds_has_a_row(tmp_path):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"val_loss": 1e4}))
     _, table = both(tmp_path)
     assert SHOWN[2].text(table.rows[0], table) == "1.01e+304"
-
-
-def test_numbers_are_formatted_for_reading():
-    assert number(-0.1162, signed=True) == "−0.116"
-    assert number(-0.0001, signed=True) == "0.000"
-    assert number(math.nan) == "–"
-    assert with_error(-0.01234, 0.0004, signed=True) == "−0.0123 ± 0.0004"
-    assert with_error(-0.00012, 0.00003, signed=True) == "−0.00012 ± 0.00003"
-    assert with_error(0.5, math.nan) == "0.500"
-    assert (memory(1.234e9), memory(5e7)) == ("1.23 GB", "50 MB")

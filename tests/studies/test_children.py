@@ -13,7 +13,8 @@ from rich.console import Console
 
 from attnres.errors import Interrupted, UserError
 from attnres.studies.children import Child, run_children
-from attnres.studies.progress import Watch, duration
+from attnres.studies.progress import Watch
+from attnres.text import duration
 
 SAVES_ON_CTRL_C = """
 import pathlib, signal, sys, time

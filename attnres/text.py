@@ -1,0 +1,93 @@
+"""Numbers, amounts and lists of names as text. What is not known, None or NaN, is a dash."""
+
+import math
+from collections.abc import Callable, Sequence
+
+UNKNOWN = "–"
+
+
+def number(value: float | None, digits: int = 3, *, signed: bool = False) -> str:
+    """Fixed digits with a true minus sign; zero has no sign.
+
+    >>> number(-0.1162, signed=True), number(12345.6, 0), number(None)
+    ('−0.116', '12,346', '–')
+    """
+    if value is None or math.isnan(value):
+        return UNKNOWN
+    text = f"{value:{'+' if signed else ''},.{digits}f}"
+    return text.replace("-", "−") if text.strip("+-0.") else text.lstrip("+-")
+
+
+def short(value: float | None, digits: int = 2, *, signed: bool = False) -> str:
+    """`number` without a leading zero, for columns of weights.
+
+    >>> short(0.412), short(-0.05), short(1.0)
+    ('.41', '−.05', '1.00')
+    """
+    text = number(value, digits, signed=signed)
+    return text.replace("0.", ".", 1) if text.lstrip("+−").startswith("0.") else text
+
+
+def digits_for(value: float, error: float | None) -> int:
+    """Digits of a number with that standard error: three below 10, two below 1,000, none above; up to six where the
+    error needs them."""
+    digits = 3 if abs(value) < 10 else 2 if abs(value) < 1000 else 0
+    needed = math.ceil(-math.log10(error)) if error and error > 0 else 0
+    return max(digits, min(6, needed))
+
+
+def with_error(
+    value: float | None,
+    error: float | None,
+    *,
+    signed: bool = False,
+    form: Callable[..., str] = number,
+    digits: int | None = None,
+) -> str:
+    """Value ± standard error, both in `form` and by default to `digits_for` them; no error where it is not known.
+
+    >>> with_error(-0.01234, 0.0004), with_error(494.4, 21.33), with_error(2.5, None)
+    ('−0.0123 ± 0.0004', '494.40 ± 21.33', '2.500')
+    """
+    if value is None:
+        return UNKNOWN
+    digits = digits_for(value, error) if digits is None else digits
+    text = form(value, digits, signed=signed)
+    return text if error is None or math.isnan(error) else f"{text} ± {form(error, digits)}"
+
+
+def memory(size: float) -> str:
+    """Bytes in GB or MB (powers of ten)."""
+    if math.isnan(size):
+        return UNKNOWN
+    return f"{size / 1e9:.2f} GB" if size >= 1e9 else f"{size / 1e6:.0f} MB"
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes or seconds, to the precision that an estimate deserves.
+
+    >>> duration(42), duration(310), duration(8000)
+    ('42 s', '5 min', '2 h 13 min')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def counted(count: int, what: str) -> str:
+    """A number of things.
+
+    >>> counted(1, "window"), counted(1234, "window")
+    ('1 window', '1,234 windows')
+    """
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence.
+
+    >>> listed(["a", "b", "c"])
+    'a, b and c'
+    """
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"

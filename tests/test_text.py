@@ -1,0 +1,50 @@
+"""Numbers as people read them: a true minus sign, digits that the error deserves."""
+
+import math
+
+import pytest
+
+from attnres.text import counted, listed, memory, number, short, with_error
+
+
+def test_numbers_have_a_true_minus_and_zero_no_sign():
+    assert number(-0.1162, signed=True) == "−0.116"
+    assert number(0.1162, signed=True) == "+0.116"
+    assert number(-0.0001, signed=True) == "0.000"
+    assert number(math.nan) == number(None) == "–"
+    assert number(1234.5678, 1) == "1,234.6"
+
+
+def test_columns_of_weights_leave_out_the_zero_before_the_point():
+    assert [short(value) for value in (0.4, -0.4, 10.25, -0.001, 1.0, None)] == [
+        ".40",
+        "−.40",
+        "10.25",
+        ".00",
+        "1.00",
+        "–",
+    ]
+    assert short(0.05, 3, signed=True) == "+.050"
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "text"),
+    [
+        (-0.01234, 0.0004, "−0.0123 ± 0.0004"),
+        (-0.00012, 0.00003, "−0.00012 ± 0.00003"),
+        (0.5, math.nan, "+0.500"),
+        (0.5, None, "+0.500"),
+        (494.4, 21.33, "+494.40 ± 21.33"),
+        (3037764.2, 3052976.0, "+3,037,764 ± 3,052,976"),
+        (0.0, 0.0, "0.000 ± 0.000"),
+        (None, None, "–"),
+    ],
+)
+def test_a_number_has_the_digits_of_its_error(value, error, text):
+    assert with_error(value, error, signed=True) == text
+
+
+def test_amounts_and_lists():
+    assert (memory(1.234e9), memory(5e7), memory(math.nan)) == ("1.23 GB", "50 MB", "–")
+    assert (counted(1, "edge"), counted(0, "edge"), counted(1200, "edge")) == ("1 edge", "0 edges", "1,200 edges")
+    assert (listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])) == ("a", "a and b", "a, b and c")
