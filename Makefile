@@ -1,6 +1,8 @@
-# make demo    set up, then compare the standard residual, its control, Block and Full on the text Python ships with
-# make test    set up from nothing, lint, types, tests
+# make demo    set up what the demo needs, then compare the standard residual, its control, Block and Full on the text
+#              Python ships with
+# make test    set up the rest, lint, types, tests
 # make bench   the speed of a training step, beside the standard residual and the naive read
+# make docs    the documentation site, into build/site
 # make peers   other people's kernels, into build/peers, for the benchmarks and tests that compare with them
 # make bench-gpu   every benchmark on a CUDA device, JSON and plots into benchmarks/results
 # make test-gpu    the tests that need a CUDA device
@@ -11,21 +13,32 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: setup demo test lint types bench peers bench-gpu test-gpu clean
+.PHONY: setup demo test lint types bench docs peers bench-gpu test-gpu clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready
 
-.venv/ready: pyproject.toml constraints.txt
+# One environment, in steps: what the demo needs, what development adds, what the documentation adds.
+.venv/demo: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "attnres needs Python 3.11 or later: $(PYTHON) is $$($(PYTHON) --version 2>&1); try make PYTHON=python3.12"; exit 2; }
 	@echo "setting up .venv (once)"
 	$(PYTHON) -m venv --clear .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(PIP) $(PIP_ARGS) -c constraints.txt -e .
 	@touch $@
 
-demo: .venv/ready
+.venv/ready: .venv/demo
+	@echo "adding what lint, types and tests need (once)"
+	$(PIP) $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+.venv/docs: .venv/demo
+	$(PIP) $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+	@touch $@
+
+demo: .venv/demo
 	$(BIN)/attnres compare --out runs/demo
 	@echo "open runs/demo/report.html in a browser"
 
@@ -39,12 +52,16 @@ types: .venv/ready
 test: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --dist loadfile
 
+docs: .venv/docs
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html in a browser"
+
 bench: .venv/ready
 	$(BIN)/python benchmarks/step.py
 
 PEERS := fla-core==0.6.0 einops==0.8.2 liger-kernel==0.8.5 flash-attn-res==0.1.12 fast-attnres==2.1.0 attn_res==0.1.0
 peers: .venv/ready
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target build/peers $(PEERS)
+	$(PIP) --no-deps --upgrade --target build/peers $(PEERS)
 
 bench-gpu: .venv/ready
 	$(BIN)/python benchmarks/all.py --device cuda

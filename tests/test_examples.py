@@ -2,6 +2,9 @@
 
 import importlib.util
 import random
+import re
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from types import ModuleType
@@ -48,7 +51,6 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_finetune_trainer(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("accelerate")
     text = " ".join(random.Random(0).choices(WORDS[:4], k=2000))
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     paths = {"model": str(model), "text": tmp_path / "text.txt", "out": tmp_path / "out"}
@@ -73,6 +75,20 @@ def test_look_inside(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "attention 1" in out and "nats per token" in out and "rank correlation" in out
 
 
-def test_examples_are_short() -> None:
-    for path in EXAMPLES.glob("*.py"):
-        assert len(path.read_text(encoding="utf-8").splitlines()) < 60, path
+def test_plain_pytorch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text(" ".join(random.Random(0).choices(WORDS[:4], k=2000)), encoding="utf-8")
+    example("plain_pytorch").main(str(tmp_path / "text.txt"), steps=30, width=32, layers=2, context=32)
+    lines = capsys.readouterr().out.splitlines()
+    first, last = (dict(re.findall(r"(standard|block) (\d\.\d+)", line)) for line in (lines[1], lines[-4]))
+    assert set(first) == {"standard", "block"} and all(float(last[name]) < float(first[name]) - 1 for name in first)
+    assert lines[-1].startswith("block - standard: ")
+
+
+def test_plain_pytorch_needs_no_transformers() -> None:
+    code = "import runpy, sys; runpy.run_path(sys.argv[1]); assert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code, str(EXAMPLES / "plain_pytorch.py")], check=True)
+
+
+@pytest.mark.parametrize(("name", "lines"), [("finetune_trainer", 60), ("look_inside", 60), ("plain_pytorch", 160)])
+def test_examples_are_short(name: str, lines: int) -> None:
+    assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < lines

@@ -1,0 +1,29 @@
+"""The examples in docstrings run. Only modules that have some are imported, so Gradio and Triton are not."""
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import attnres
+
+PACKAGE = Path(attnres.__file__).parent
+
+
+def modules() -> dict[str, bool]:
+    """Name of each module with examples -> whether any of them runs."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        examples = re.findall(r"^ *>>> .*$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        if examples:
+            name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+            found[name] = any("doctest: +SKIP" not in example for example in examples)
+    return found
+
+
+@pytest.mark.parametrize(("name", "runs"), modules().items())
+def test_the_examples_of_a_module_give_what_they_say(name, runs):
+    result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
+    assert result.failed == 0 and bool(result.attempted) is runs
