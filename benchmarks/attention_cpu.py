@@ -3,16 +3,16 @@
 python benchmarks/attention_cpu.py        # about two minutes; writes benchmarks/results/attention_cpu.json
 """
 
-import statistics
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from attnres.files import write_json
 from attnres.models import build
+from attnres.timing import in_turn, seconds_of, spread
 from attnres.training.device import keep_freed_memory
 from attnres.training.environment import describe
 from attnres.training.validate import forward_losses
@@ -22,6 +22,13 @@ ROUNDS = 8
 
 def precision(dtype: torch.dtype) -> torch.autocast:
     return torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
+def step(model: Any, ids: Tensor, dtype: torch.dtype, attention: str) -> None:
+    """Forward and backward with one of Transformers' attentions."""
+    model.set_attn_implementation(attention)
+    forward_losses(model, ids[:, :-1], ids[:, 1:], partial(precision, dtype)).mean().backward()
+    model.zero_grad()
 
 
 def main() -> None:
@@ -35,17 +42,10 @@ def main() -> None:
         model = build("nano", "standard", vocab_size=4096, max_positions=length)
         ids = torch.randint(4096, (batch, length + 1), generator=torch.Generator().manual_seed(0))
         for dtype in (torch.float32, torch.bfloat16):
-            times: dict[str, list[float]] = {"eager": [], "sdpa": []}
-            for turn in range(ROUNDS + 1):
-                for name, values in times.items():
-                    model.set_attn_implementation(name)
-                    began = time.perf_counter()
-                    losses = forward_losses(model, ids[:, :-1], ids[:, 1:], partial(precision, dtype))
-                    losses.mean().backward()
-                    model.zero_grad()
-                    if turn:
-                        values.append(time.perf_counter() - began)
-            medians = {name: statistics.median(values) * 1e3 for name, values in times.items()}
+            steps = {name: partial(step, model, ids, dtype, name) for name in ("eager", "sdpa")}
+            measures = {name: partial(seconds_of, call, torch.device("cpu")) for name, call in steps.items()}
+            times = in_turn(measures, rounds=ROUNDS, warm_up=1)
+            medians = {name: spread(values).median * 1e3 for name, values in times.items()}
             result["steps_ms"][f"{batch}x{length} {str(dtype).removeprefix('torch.')}"] = medians
             print(
                 f"{batch} x {length} {dtype}: " + ", ".join(f"{k} {v:.0f} ms" for k, v in medians.items()), flush=True

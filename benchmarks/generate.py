@@ -9,8 +9,8 @@ first new token to the last; the prompt's pass is not.
 """
 
 import argparse
-import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import harness
@@ -22,6 +22,7 @@ from attnres.evals.speed import decode_rate
 from attnres.files import write_json
 from attnres.models import FAMILIES, SIZES
 from attnres.models.source import find, load_plain
+from attnres.timing import Spread, in_turn, spread
 from attnres.training.device import tune
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -68,16 +69,9 @@ def run(
         model.to(device)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(min(plain.config.vocab_size, VOCABULARY), (1, prompt), generator=generator).to(device)
-    rates: dict[str, list[float]] = {label: [] for label in models}
-    labels = list(models)
-    progress = harness.Progress(f"generate {name}", rounds + 1)
-    for done in range(rounds + 1):
-        turn = done % len(labels)
-        for label in labels[turn:] + labels[:turn]:
-            rate = decode_rate(models[label], ids, tokens)
-            if done:  # the first round warms up
-                rates[label].append(rate)
-        progress.step(f"round {done} of {rounds}")
+    progress = harness.Progress(f"generate {name}", rounds)
+    measures = {label: partial(decode_rate, model, ids, tokens) for label, model in models.items()}
+    rates = in_turn(measures, rounds=rounds, warm_up=1, on_round=lambda done: progress.step(f"round {done}"))
     rows = {label: summary(found, rates["plain"]) for label, found in rates.items()}
     parameters = sum(parameter.numel() for parameter in plain.parameters())
     say(f"{name}, {parameters:,} parameters, {tokens} tokens after {prompt}, {rounds} rounds\n{lines(rows)}\n")
@@ -86,15 +80,8 @@ def run(
 
 def summary(rates: list[float], base: list[float]) -> dict[str, Any]:
     """Medians and quartiles of tokens/s and of the rounds' ratios to the base model's."""
-    ratios = [mine / other for mine, other in zip(rates, base, strict=True)]
-    cuts = [statistics.quantiles(v, n=4) if len(v) > 1 else [v[0]] * 3 for v in (rates, ratios)]
-    return {
-        "tokens_per_s": statistics.median(rates),
-        "quartiles": [cuts[0][0], cuts[0][2]],
-        "ratio": statistics.median(ratios),
-        "ratio_quartiles": [cuts[1][0], cuts[1][2]],
-        "rounds": len(rates),
-    }
+    rate, *rest = spread(rates, base)
+    return {"tokens_per_s": rate, **dict(zip(Spread._fields[1:], rest)), "rounds": len(rates)}
 
 
 def lines(rows: dict[str, dict[str, Any]]) -> str:

@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from attnres.report.style import MUTED, save, style
 from attnres.text import duration
+from attnres.timing import in_turn, spread
 from attnres.training.device import keep_freed_memory
 from attnres.training.environment import describe, peak_memory, reset_peak_memory
 
@@ -77,49 +79,26 @@ def interleaved(
     *,
     seconds: float = 3.0,
     rounds: int = 200,
-    least: int = 3,
-    warm_up: int = 2,
     before: Callable[[str], None] | None = None,
 ) -> dict[str, list[float]]:
-    """Time the candidates in turn, so that whatever slows the machine down slows all of them alike.
+    """Seconds of each candidate in each round, taken in turn: see `attnres.timing.in_turn`. `before(label)` is called,
+    untimed, before each call."""
+    timer = Timer(device)
 
-    The order turns by one each round, so that no candidate always follows the same other. At most `rounds` rounds, none
-    begun after `seconds`, but at least `least`. `before(label)` is called, untimed, before each call.
-
-    Returns:
-        label -> seconds of each round.
-    """
-    timer, labels = Timer(device), list(candidates)
-    for label in labels * warm_up:
+    def measured(label: str) -> float:
         if before is not None:
             before(label)
-        candidates[label]()
-    times: dict[str, list[float]] = {label: [] for label in labels}
-    began = time.perf_counter()
-    for done in range(rounds if labels else 0):
-        if done >= least and time.perf_counter() - began > seconds:
-            break
-        turn = done % len(labels)
-        for label in labels[turn:] + labels[:turn]:
-            if before is not None:
-                before(label)
-            times[label].append(timer(candidates[label]))
-    return times
+        return timer(candidates[label])
+
+    measures = {label: partial(measured, label) for label in candidates}
+    return in_turn(measures, rounds=rounds, seconds=seconds)
 
 
 def summary(times: Sequence[float], base: Sequence[float] | None = None) -> dict[str, Any]:
-    """Median and quartiles in seconds; beside `base`, timed in turn with it, the ratio of medians and its quartiles."""
-    found: dict[str, Any] = {"median_s": statistics.median(times), "quartiles_s": _quartiles(times)}
-    found["rounds"] = len(times)
-    if base is not None:
-        found["ratio"] = statistics.median(times) / statistics.median(base)
-        found["ratio_quartiles"] = _quartiles([mine / other for mine, other in zip(times, base, strict=True)])
-    return found
-
-
-def _quartiles(values: Sequence[float]) -> list[float]:
-    cuts = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
-    return [cuts[0], cuts[2]]
+    """Median and quartiles in seconds; of the rounds' ratios to `base`, timed in turn with it."""
+    median, quartiles, ratio, ratio_quartiles = spread(times, base)
+    found = {"median_s": median, "quartiles_s": quartiles, "rounds": len(times)}
+    return found if base is None else found | {"ratio": ratio, "ratio_quartiles": ratio_quartiles}
 
 
 def attempt(call: Callable[[], Any]) -> str | None:

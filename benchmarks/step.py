@@ -12,12 +12,11 @@ variants do not fit into a GPU at once, each is timed with the standard one alon
 
 import argparse
 import shlex
-import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from attnres.models import build
 from attnres.models.sizes import SIZES as NAMED
 from attnres.ops import cpu
 from attnres.studies.speed import step_times
+from attnres.timing import in_turn, seconds_of, spread
 from attnres.training.device import tune
 from attnres.training.environment import peak_memory, reset_peak_memory
 
@@ -213,17 +213,12 @@ class Run:
 
 def import_ratio(rounds: int = 7) -> dict[str, float]:
     """Seconds of `import torch` and of `import attnres`, each in a new interpreter, in turn."""
-    times: dict[str, list[float]] = {"torch": [], "attnres": []}
-    for _ in range(rounds):
-        for module, values in times.items():
-            began = time.perf_counter()
-            subprocess.run([sys.executable, "-c", f"import {module}"], check=True)
-            values.append(time.perf_counter() - began)
-    medians = {module: statistics.median(values) for module, values in times.items()}
-    return {
-        **{f"{module}_s": value for module, value in medians.items()},
-        "ratio": medians["attnres"] / medians["torch"],
-    }
+    commands = {module: [sys.executable, "-c", f"import {module}"] for module in ("torch", "attnres")}
+    run, device = partial(subprocess.run, check=True), torch.device("cpu")
+    measures = {name: partial(seconds_of, partial(run, command), device) for name, command in commands.items()}
+    times = in_turn(measures, rounds=rounds, warm_up=0)
+    ours = spread(times["attnres"], times["torch"])
+    return {"torch_s": spread(times["torch"]).median, "attnres_s": ours.median, "ratio": ours.ratio}
 
 
 def show(speed: Mapping[str, Any], kept: Mapping[str, Mapping[str, float]]) -> str:

@@ -1,9 +1,9 @@
 """Decoding speed of two models, side by side in one process: taken in turn, so that what slows one slows the other."""
 
-import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from attnres.errors import UserError
 from attnres.evals.speaker import Speaker
+from attnres.timing import device_name, in_turn, spread
 
 ROUNDS = 7
 """Timed rounds, after one that is not: an odd number, for the median and quartiles of the rounds' ratios."""
@@ -45,7 +46,7 @@ class Speeds:
 
 
 def beside(speakers: Sequence[Speaker], prompt: str, tokens: int, rounds: int = ROUNDS) -> Speeds:
-    """Time two models greedily decoding `tokens` tokens after `prompt`, in turn, the order changing each round.
+    """Time two models greedily decoding `tokens` tokens after `prompt`, in turn.
 
     Raises:
         UserError: the prompt and the tokens do not fit into both.
@@ -56,27 +57,17 @@ def beside(speakers: Sequence[Speaker], prompt: str, tokens: int, rounds: int = 
     tokens = min(tokens, room)
     if tokens < 2:
         raise UserError("timing needs two tokens or more: raise --max-new-tokens, or shorten the prompt")
-    both = list(zip(speakers, prompts))
-    found: list[list[float]] = [[], []]
-    for i in range(rounds + 1):
-        order = (0, 1) if i % 2 else (1, 0)
-        for k in order:
-            speaker, ids = both[k]
-            rate = decode_rate(speaker.model, ids, tokens)
-            if i:
-                found[k].append(rate)
-    ratios = [one / two for one, two in zip(*found, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
-    device = first.model.device
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    measures = [partial(decode_rate, speaker.model, ids, tokens) for speaker, ids in zip(speakers, prompts)]
+    rates = in_turn(dict(zip("ab", measures, strict=True)), rounds=rounds, warm_up=1)
+    ratio = spread(rates["a"], rates["b"])
     return Speeds(
         (first.name, second.name),
-        (statistics.median(found[0]), statistics.median(found[1])),
-        statistics.median(ratios),
-        (quartiles[0], quartiles[2]),
+        (ratio.median, spread(rates["b"]).median),
+        ratio.ratio,
+        (ratio.ratio_quartiles[0], ratio.ratio_quartiles[1]),
         tokens,
         rounds,
-        where,
+        device_name(first.model.device),
     )
 
 

@@ -1,22 +1,18 @@
-"""What a training step costs, variant against variant: timed in turn in one process, so that whatever else slows the
-machine down (heat, neighbours, clocks) slows all of them alike.
-"""
+"""What a training step costs, variant against variant: timed in turn in one process."""
 
-import statistics
-import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import nn
 
+from attnres.timing import device_name, in_turn, seconds_of, spread
 from attnres.training.config import OptimConfig
 from attnres.training.device import tune
 from attnres.training.optim import build_optimizers
 from attnres.training.validate import forward_losses
-
-WARM_UP = 2
 
 
 def step_times(
@@ -39,8 +35,6 @@ def step_times(
 ) -> dict[str, Any]:
     """Time whole training steps (forward, backward, clipping, optimizer) of each variant in turn, in rounds.
 
-    The order turns by one each round, so that no variant always follows the same other.
-
     Args:
         variants: label -> (residual, its settings).
         vocab_size, seq_len, batch_size, accumulation: the training shape; tokens are random ids.
@@ -51,7 +45,7 @@ def step_times(
 
     Returns:
         {"device", "threads", "dtype", "torch", "shape", "baseline", "rounds",
-        "variants": {label: {"median_s", "ratio" (of medians), "ratio_quartiles" (of the rounds' ratios), "times"}}}
+        "variants": {label: {"median_s", "ratio", "ratio_quartiles" (of the rounds' ratios), "times"}}}
     """
     baseline = baseline if baseline is not None else next(iter(variants))
     optim = optim or OptimConfig()
@@ -63,21 +57,10 @@ def step_times(
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, (batch_size, seq_len + 1), generator=generator).to(on)
     micro = tokens.chunk(accumulation)
-    for step in steps.values():
-        for _ in range(WARM_UP):
-            step(micro)
-    times: dict[str, list[float]] = {label: [] for label in steps}
-    labels, began = list(steps), time.perf_counter()
-    for done in range(rounds):
-        if done >= least and time.perf_counter() - began > seconds:
-            break
-        turn = done % len(labels)
-        for label in labels[turn:] + labels[:turn]:
-            times[label].append(_timed(lambda step=steps[label]: step(micro), on))
-        if on_round is not None:
-            on_round(done + 1)
+    measures = {label: partial(seconds_of, partial(step, micro), on) for label, step in steps.items()}
+    times = in_turn(measures, rounds=rounds, seconds=seconds, least=least, on_round=on_round)
     return {
-        "device": torch.cuda.get_device_name(on) if on.type == "cuda" else f"CPU, {torch.get_num_threads()} threads",
+        "device": device_name(on),
         "threads": torch.get_num_threads(),
         "dtype": dtype,
         "compile": compile,
@@ -91,12 +74,11 @@ def step_times(
 
 
 def _summary(times: list[float], base: list[float]) -> dict[str, Any]:
-    ratios = [mine / theirs for mine, theirs in zip(times, base, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+    found = spread(times, base)
     return {
-        "median_s": statistics.median(times),
-        "ratio": statistics.median(times) / statistics.median(base),
-        "ratio_quartiles": [quartiles[0], quartiles[2]],
+        "median_s": found.median,
+        "ratio": found.ratio,
+        "ratio_quartiles": found.ratio_quartiles,
         "times": times,
     }
 
@@ -139,13 +121,3 @@ def _step(
             optimizer.zero_grad(set_to_none=True)
 
     return step
-
-
-def _timed(step: Callable[[], None], on: torch.device) -> float:
-    if on.type == "cuda":
-        torch.cuda.synchronize(on)
-    began = time.perf_counter()
-    step()
-    if on.type == "cuda":
-        torch.cuda.synchronize(on)
-    return time.perf_counter() - began

@@ -1,0 +1,79 @@
+"""Measurements taken in turn, so that whatever slows the machine down (heat, neighbours, clocks) slows all alike."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Spread(NamedTuple):
+    """Median and first and third quartile of measurements, and of the rounds' ratios to others taken in turn."""
+
+    median: float
+    quartiles: list[float]
+    ratio: float
+    ratio_quartiles: list[float]
+
+
+def in_turn(
+    measures: Mapping[str, Callable[[], float]],
+    *,
+    rounds: int,
+    seconds: float = math.inf,
+    least: int = 3,
+    warm_up: int = 2,
+    on_round: Callable[[int], None] | None = None,
+) -> dict[str, list[float]]:
+    """Call each of `measures` in every round, and return what each gave, round by round.
+
+    The order turns by one each round, so that none always follows the same other.
+
+    Args:
+        rounds, seconds, least: at most so many rounds, none begun after so many seconds, but at least so many.
+        warm_up: calls of each beforehand, which do not count.
+        on_round: called with the number of each finished round.
+    """
+    labels = list(measures)
+    for label in labels * warm_up:
+        measures[label]()
+    values: dict[str, list[float]] = {label: [] for label in labels}
+    began = time.perf_counter()
+    for done in range(rounds if labels else 0):
+        if done >= least and time.perf_counter() - began > seconds:
+            break
+        turn = done % len(labels)
+        for label in labels[turn:] + labels[:turn]:
+            values[label].append(measures[label]())
+        if on_round is not None:
+            on_round(done + 1)
+    return values
+
+
+def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of one call, until the device has done it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    began = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - began
+
+
+def spread(values: Sequence[float], base: Sequence[float] | None = None) -> Spread:
+    """What `in_turn` gave for one label, beside what it gave for another, by default itself."""
+    ratios = [one / other for one, other in zip(values, base or values, strict=True)]
+    return Spread(statistics.median(values), _quartiles(values), statistics.median(ratios), _quartiles(ratios))
+
+
+def _quartiles(values: Sequence[float]) -> list[float]:
+    first, _, third = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+    return [first, third]
+
+
+def device_name(device: torch.device) -> str:
+    """What was measured on: the GPU, or the CPU with its threads."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
