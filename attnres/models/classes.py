@@ -1,7 +1,8 @@
 """Config and model classes with depth reads, one pair per family, registered with Transformers' Auto classes.
 
-Each is a subclass of the family's own class. The residual and its settings are fields of the config, its parameters one
-module, `model.residual`; every other weight keeps its name, so plain checkpoints load directly.
+Each is a subclass of the family's own class. The residual and its settings are fields of the config; its parameters are
+one module of the base model (`model.model.residual`; `model.residual` is the same). Every other weight keeps its name, so
+plain checkpoints load directly.
 """
 
 import functools
@@ -13,100 +14,175 @@ from typing import Any, cast
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import MODEL_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
+from transformers.core_model_loading import WeightRenaming
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from attnres.errors import UserError
 from attnres.models.families import FAMILIES, Family
 from attnres.models.stream import Stream, make_reading, make_taking
-from attnres.residuals import RESIDUALS, Observer, Residual, make_residual, settings_of
-
-_SETTING_NAMES = frozenset(key for name in RESIDUALS for key in settings_of(name))
+from attnres.residuals import RESIDUALS, Observer, Residual, make_residual, residual_class, settings_of, source_file
+from attnres.residuals.registry import PLUGINS
 
 
 class ResidualConfigMixin:
-    """Config fields `residual` (a name of `attnres.residuals.RESIDUALS`) and `residual_settings` (its settings)."""
+    """Config fields `residual` (a mechanism's name, or FILE.py:CLASS), `residual_settings` (its settings), and, for a
+    mechanism of a user's own file, `residual_file`."""
 
     residual: str
     residual_settings: dict[str, Any] | None
+    residual_file: str | None
+    sublayers: Sequence[str] = ("attention", "mlp")
     num_hidden_layers: int
     hidden_size: int
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # ty: ignore[missing-attribute]
-        stray = sorted(_SETTING_NAMES & set(kwargs) | _SETTING_NAMES & set(vars(self)))
-        if stray:
-            raise UserError(f"config field '{stray[0]}' is a setting of a residual: put it into residual_settings")
+        self._refuse_stray_settings(kwargs)
+        if ".py:" in self.residual:
+            self.residual = residual_class(self.residual).name
+            self.residual_file = source_file(self.residual)
         with torch.device("meta"):
             self.make_residual()
 
+    def _refuse_stray_settings(self, kwargs: Mapping[str, Any]) -> None:
+        """A residual's setting among the fields of the config would be kept there and change nothing."""
+        fields = {name for cls in type(self).__mro__ for name in vars(cls).get("__annotations__", {})}
+        settings = {key for name in RESIDUALS for key in settings_of(name)} - fields
+        stray = sorted(settings & {*kwargs, *vars(self)})
+        if stray:
+            raise UserError(f"config field '{stray[0]}' is a setting of a residual: put it into residual_settings")
+
     def make_residual(self) -> Residual:
-        settings = self.residual_settings or {}
-        return make_residual(self.residual, 2 * self.num_hidden_layers, self.hidden_size, **settings)
+        if self.residual_file and self.residual not in RESIDUALS:
+            raise UserError(
+                f"residual '{self.residual}' is of a file of its own, {self.residual_file}: register it first, by "
+                f"attnres.residuals.residual_class('FILE.py:CLASS') or the environment variable {PLUGINS}=FILE.py:CLASS"
+            )
+        layers = self.num_hidden_layers * len(self.sublayers)
+        residual = make_residual(self.residual, layers, self.hidden_size, **(self.residual_settings or {}))
+        residual.sublayers = self.sublayers
+        return residual
 
 
 def _start_stream(
-    residual: Residual, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    base: nn.Module, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Wrap the first layer's input; the residual is that which `base` has when it runs."""
+    residual = base.get_submodule("residual")
     if args:
         return (Stream.start(residual, args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": Stream.start(residual, kwargs["hidden_states"])}
 
 
-def _show_hidden_states(base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def _show_hidden_states(base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """With `output_hidden_states`, streams become vectors: the running sum, as for a plain model."""
-    states = getattr(output, "hidden_states", None)
-    if states is not None:
-        output.hidden_states = tuple(s.hidden_state() if isinstance(s, Stream) else s for s in states)
+
+    def vectors(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(v.hidden_state() if isinstance(v, Stream) else v for v in value)
+        return value
+
+    if type(output) is tuple:  # return_dict=False
+        return tuple(map(vectors, output))
+    if getattr(output, "hidden_states", None) is not None:
+        output.hidden_states = vectors(output.hidden_states)
+    return output
 
 
-class DepthMixin(PreTrainedModel):
-    """A causal language model whose hidden state is a depth stream; mixed in front of the family's own class."""
+def _refuse_parallel(family: Family, config: Any) -> None:
+    if family.parallel and getattr(config, family.parallel):
+        raise UserError(
+            f"{family.parallel} is on: attention and MLP read one stream side by side, and depth reads need them one "
+            f"after the other; only models with {family.parallel}=False have a place for them"
+        )
+
+
+class _StartValues(PreTrainedModel):
+    """Gives a residual its start values where Transformers draws weights."""
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, Residual):
+            module.init_parameters()
+        else:
+            super()._init_weights(module)
+
+
+class DepthBase(_StartValues):
+    """A base model (without a head) whose hidden state is a depth stream; mixed in front of the family's own class."""
 
     family: Family
-    residual: Residual
+    residual: nn.Module
     _keep_in_fp32_modules_strict = ["residual"]  # noqa: RUF012
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        if self.family.parallel and getattr(config, self.family.parallel):
-            raise UserError(
-                f"{self.family.parallel} is on: attention and MLP read one stream side by side, and depth reads need "
-                f"them one after the other; only models with {self.family.parallel}=False have a place for them"
-            )
+        _refuse_parallel(self.family, config)
+        super().__init__(config, *args, **kwargs)
+        attach_residual(self, self.family, config)
+
+
+def attach_residual(base: nn.Module, family: Family, config: Any) -> None:
+    """Make the residual's parameters, and let the layers of `base` read and write a stream."""
+    layers = cast(nn.ModuleList, base.get_submodule(family.layers))
+    with torch.device(next(layers[0].parameters()).device):
+        base.residual = config.make_residual().float()
+    let_read = make_reading if family.normed else make_taking
+    for layer in layers:
+        for path in family.reads:
+            let_read(layer.get_submodule(path))
+    make_reading(base.get_submodule(family.final_norm))
+    layers[0].register_forward_pre_hook(functools.partial(_start_stream, base), with_kwargs=True)
+    base.register_forward_hook(_show_hidden_states)
+
+
+class DepthMixin(_StartValues):
+    """A causal language model whose hidden state is a depth stream; mixed in front of the family's own class."""
+
+    family: Family
+    _keep_in_fp32_modules_strict = ["residual"]  # noqa: RUF012
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        _refuse_parallel(self.family, config)
         super().__init__(config, *args, **kwargs)
         self.attach_residual()
         self._scale_branches()
 
     @property
     def depth_base(self) -> nn.Module:
-        """The module that holds the layers and the final norm."""
+        """The module that holds the layers, the final norm and the residual."""
         return getattr(self, self.base_model_prefix, self)
 
     @property
     def depth_layers(self) -> nn.ModuleList:
         return cast(nn.ModuleList, self.depth_base.get_submodule(self.family.layers))
 
+    @property
+    def residual(self) -> Residual:
+        """The base model's residual."""
+        return cast(Residual, self.depth_base._modules["residual"])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        base = self.depth_base if name == "residual" else self
+        if base is self:
+            super().__setattr__(name, value)
+        else:
+            setattr(base, name, value)
+
     def attach_residual(self) -> None:
-        """Make the residual's parameters, and let the layers read and write a stream."""
-        base, layers = self.depth_base, self.depth_layers
-        with torch.device(layers[0].parameters().__next__().device):
-            self.residual = self.config.make_residual()
-        self.residual.float()
-        let_read = make_reading if self.family.normed else make_taking
-        for layer in layers:
-            for path in self.family.reads:
-                let_read(layer.get_submodule(path))
-        make_reading(base.get_submodule(self.family.final_norm))
-        layers[0].register_forward_pre_hook(functools.partial(_start_stream, self.residual), with_kwargs=True)
-        base.register_forward_hook(_show_hidden_states)
+        """Make the base model one of depth streams; see `attach_residual`."""
+        base = self.depth_base
+        if base is not self and isinstance(base, PreTrainedModel):
+            base.__class__ = _base_class(type(base), self.family, type(self.config))
+        attach_residual(base, self.family, self.config)
 
     def _scale_branches(self) -> None:
-        scale = self.residual.branch_scale()
+        scale = self.residual.itself().branch_scale()
         if scale == 1.0:
             return
         if not self.family.branch_weights:
@@ -122,13 +198,6 @@ class DepthMixin(PreTrainedModel):
                     if weight.is_meta:  # a checkpoint's values are about to be loaded
                         return
                     (weight[:, weight.shape[1] * 2 // 3 :] if part else weight).mul_(scale)
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Residual):
-            module.init_parameters()
-        else:
-            super()._init_weights(module)
 
     def _set_gradient_checkpointing(  # ty: ignore[incompatible-method-override]
         self, enable: bool = True, gradient_checkpointing_func: Any = None, **kw: Any
@@ -157,14 +226,12 @@ class _Weights:
         if self.before is not None:
             self.before.on_start(embedding)
 
-    def on_read(
-        self, index: int, h: Tensor, weights: Tensor | None, sources: Sequence[str], values: Sequence[Tensor]
-    ) -> None:
+    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
         if weights is None:
             raise UserError("output_routing_weights was asked of a residual that weighs no sources: leave it out")
         self.reads.append(weights.detach().view(*self.shape, -1))
         if self.before is not None:
-            self.before.on_read(index, h, weights, sources, values)
+            self.before.on_read(index, h, weights, values)
 
     def on_write(self, index: int, output: Tensor) -> None:
         if self.before is not None:
@@ -178,7 +245,7 @@ def _routing_forward(base_forward: Callable) -> Callable:
     def forward(self: Any, *args: Any, output_routing_weights: bool = False, **kwargs: Any) -> Any:
         if not output_routing_weights:
             return base_forward(self, *args, **kwargs)
-        residual = self.residual
+        residual = self.residual("itself")
         weights = _Weights(residual.observer)
         residual.observer = weights
         try:
@@ -186,7 +253,7 @@ def _routing_forward(base_forward: Callable) -> Callable:
         finally:
             residual.observer = weights.before
         output["routing_weights"] = tuple(weights.reads)
-        return output
+        return output.to_tuple() if kwargs.get("return_dict") is False else output
 
     own = inspect.signature(base_forward)
     extra = inspect.Parameter("output_routing_weights", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
@@ -194,6 +261,25 @@ def _routing_forward(base_forward: Callable) -> Callable:
     places = [*first, extra, last] if last.kind is last.VAR_KEYWORD else [*first, last, extra]
     forward.__signature__ = own.replace(parameters=places)  # ty: ignore[missing-attribute]
     return forward
+
+
+@functools.cache
+def _base_class(plain: Any, family: Family, config: type) -> type:
+    """Return the depth base class of a family's plain base model, importable from here by name as pickling expects."""
+    cls = type(
+        f"AttnRes{plain.__name__}",
+        (DepthBase, plain),
+        {
+            "__module__": __name__,
+            "__doc__": f"{plain.__name__} whose sublayers read and write a depth stream.",
+            "_auto_class": None,
+            "config_class": config,
+            "__annotations__": {"config": config},
+            "family": family,
+        },
+    )
+    globals()[cls.__name__] = cls
+    return cls
 
 
 def register(key: str, family: Family, base_config: type, base_model: Any) -> tuple[type, type]:
@@ -204,11 +290,13 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
         {
             "__module__": __name__,
             "__doc__": f"{base_config.__name__} with a residual: `residual`, `residual_settings`.",
-            "__annotations__": {"residual": str, "residual_settings": dict | None},
+            "__annotations__": {"residual": str, "residual_settings": dict | None, "residual_file": str | None},
             "_auto_class": None,  # of code that came with a model; this class did not
             "model_type": f"attnres_{key}",
             "residual": "block",
             "residual_settings": None,
+            "residual_file": None,
+            "sublayers": family.sublayers,
         },
     )
     model = type(
@@ -226,11 +314,16 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
     )
     AutoConfig.register(f"attnres_{key}", config)
     AutoModelForCausalLM.register(config, model)
+    plain_base = MODEL_MAPPING.get(base_config, None)
+    if isinstance(plain_base, type):
+        AutoModel.register(config, _base_class(plain_base, family, config))
     # Checkpoints whose names or layout Transformers changes while loading (experts, say) are found by type of model.
     mapping = get_checkpoint_conversion_mapping(base_model.__name__)
     mapping = mapping or get_checkpoint_conversion_mapping(getattr(base_config, "model_type", ""))
-    if mapping:
-        register_checkpoint_conversion_mapping(f"attnres_{key}", mapping, overwrite=True)
+    prefix = base_model.base_model_prefix
+    # In a file the residual stands at the top, "residual.query", as it did when it belonged to the head.
+    mapping = [*(mapping or []), WeightRenaming(r"^residual\.", f"{prefix}.residual.")]
+    register_checkpoint_conversion_mapping(f"attnres_{key}", mapping, overwrite=True)
     tokenizer = TOKENIZER_MAPPING_NAMES.get(getattr(base_config, "model_type", ""))
     if tokenizer is not None:
         TOKENIZER_MAPPING_NAMES[f"attnres_{key}"] = tokenizer

@@ -241,8 +241,12 @@ def _convert(
             new.config.residual_family["remote"] = {k: remote[auto] for k, auto in kinds.items() if auto in remote}
     for name in ("auto_map", "model_type"):  # some configs keep their own, which would lead back to the plain model
         vars(new.config).pop(name, None)
-    new._keep_in_fp32_modules_strict = {*(new._keep_in_fp32_modules_strict or ()), "residual"}
     new.attach_residual()
+    for module in (new, new.depth_base):
+        module._keep_in_fp32_modules_strict = {
+            *(getattr(module, "_keep_in_fp32_modules_strict", None) or ()),
+            "residual",
+        }
     new.residual.train(model.training)
     new.conversion = _report(model, new, source, probed, ignored)
     return new

@@ -21,6 +21,7 @@ class Family:
         normed: whether those are norms. A norm removes the scale of a read. Where the attention and the MLP take the
             stream itself (OLMo-2), only reads that sum are the standard residual at zero queries.
         parallel: the config field with which attention and MLP read one stream side by side, which is refused.
+        sublayers: kinds of what a layer reads, in order.
         branch_weights: weights of a layer that DeepNorm scales (values, outputs, MLP); "name[2/3:]" is a last part of
             the output features of a fused projection stored as (in, out). Empty: DeepNorm is refused.
         positions: the config field for the longest sequence.
@@ -33,6 +34,7 @@ class Family:
     final_norm: str = "norm"
     normed: bool = True
     parallel: str | None = None
+    sublayers: tuple[str, ...] = ("attention", "mlp")
     branch_weights: tuple[str, ...] = (
         "self_attn.v_proj",
         "self_attn.o_proj",

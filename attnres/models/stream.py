@@ -34,7 +34,7 @@ class Stream:
     the two, and dropped by the write. A dataclass, because that is where DDP and FSDP2 look for a layer's tensors.
     """
 
-    residual: Residual
+    residual: nn.Module
     state: Any
     index: int
     like: Tensor
@@ -43,18 +43,21 @@ class Stream:
         self._after_read: Any = None  # no field: `dataclasses.replace` starts it anew
 
     @classmethod
-    def start(cls, residual: Residual, embedding: Tensor) -> "Stream":
-        for watcher in (residual.observer, residual.editor):
+    def start(cls, residual: nn.Module, embedding: Tensor) -> "Stream":
+        """Begin a forward pass. `residual` is a `Residual`, or what wraps one: it is called for every verb, so that the
+        wrapper's parameters and hooks are those that count."""
+        inner: Residual = residual("itself")
+        for watcher in (inner.observer, inner.editor):
             if watcher is not None:
                 watcher.on_start(embedding)
-        return cls(residual, residual.start(embedding), 0, embedding.detach())
+        return cls(residual, residual("start", embedding), 0, embedding.detach())
 
     def read(self, norm: nn.Module | None) -> Tensor:
         """The input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
         spec = _as_it_is if norm is None else describe_norm(norm, self.like)
-        if self.index == self.residual.num_sublayers:
-            return self.residual.finish(self.state, spec)
-        x, self._after_read = self.residual.read(self.state, self.index, spec)
+        if self.index == self.residual("itself").num_sublayers:
+            return self.residual("finish", self.state, spec)
+        x, self._after_read = self.residual("read", self.state, self.index, spec)
         return x
 
     def __add__(self, output: Tensor) -> "Stream":
@@ -63,10 +66,11 @@ class Stream:
             raise TypeError(
                 f"sublayer {self.index} wrote before it read: is each of its pre-norms named in its family?"
             )
-        for watcher in (self.residual.observer, self.residual.editor):
+        inner: Residual = self.residual("itself")
+        for watcher in (inner.observer, inner.editor):
             if watcher is not None:
                 watcher.on_write(self.index, output)
-        return Stream(self.residual, self.residual.write(state, self.index, output), self.index + 1, self.like)
+        return Stream(self.residual, self.residual("write", state, self.index, output), self.index + 1, self.like)
 
     __radd__ = __add__
 
@@ -81,7 +85,7 @@ class Stream:
 
     def hidden_state(self) -> Tensor:
         """The stream as one vector a token, for those who look at hidden states."""
-        return self.residual.hidden_state(self.state)
+        return self.residual("hidden_state", self.state)
 
     # What decoders ask of a hidden state besides.
     @property
@@ -100,11 +104,11 @@ class Stream:
         return self.like.size(*dim)
 
 
-def _flatten(stream: Stream) -> tuple[list[Any], tuple[Residual, int]]:
+def _flatten(stream: Stream) -> tuple[list[Any], tuple[nn.Module, int]]:
     return [stream.state, stream.like], (stream.residual, stream.index)
 
 
-def _unflatten(values: Any, context: tuple[Residual, int]) -> Stream:
+def _unflatten(values: Any, context: tuple[nn.Module, int]) -> Stream:
     state, like = values
     return Stream(context[0], state, context[1], like)
 
@@ -145,11 +149,19 @@ class _ReadingNorm(nn.Module):
             return hidden_states.read(self)
         return super().forward(hidden_states)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _new_reading, (type(self).__mro__[2],), self.__dict__
+
 
 @functools.cache
 def _reading_class(cls: type[nn.Module]) -> type[nn.Module]:
     bases: tuple[type, ...] = (_ReadingNorm, cls)
     return type(f"Reading{cls.__name__}", bases, {"__module__": __name__})
+
+
+def _new_reading(cls: type[nn.Module]) -> nn.Module:
+    """Return an empty norm of the reading class of `cls`: what unpickling and copying fill."""
+    return object.__new__(_reading_class(cls))
 
 
 def make_reading(norm: nn.Module) -> None:

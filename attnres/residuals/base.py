@@ -1,13 +1,16 @@
 """What a residual is: a network's depth as a stream with two verbs, read and write."""
 
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
-from attnres.errors import UserError
-from attnres.ops import Norm, apply_norm, compute_dtype
+from attnres.ops import Norm, apply_norm
+from attnres.residuals.layout import Learned, Read, Source, Traits, outputs
+from attnres.residuals.watch import Editor, Observer, watched
 
 NormLike = Norm | Callable[[Tensor], Tensor]
 """The norm a read ends with: as a value where its arithmetic is known (then it can be fused), else as a function."""
@@ -16,93 +19,37 @@ State = Any
 """A residual's state: an immutable (nested) tuple of tensors, their number a function of depth alone."""
 
 
-class Observer(Protocol):
-    """Sees what a forward pass really does, without changing it."""
-
-    def on_start(self, embedding: Tensor) -> None:
-        """A forward pass begins with the token embedding (..., d)."""
-
-    def on_read(
-        self, index: int, h: Tensor, weights: Tensor | None, sources: Sequence[str], values: Sequence[Tensor]
-    ) -> None:
-        """Read `index` made `h` (..., d) before its norm, from `sources` with `weights` (tokens, sources).
-
-        `values` are the sources themselves, (..., d) each, or empty where they are the embedding and the sublayers'
-        outputs, one by one.
-        """
-
-    def on_write(self, index: int, output: Tensor) -> None:
-        """Sublayer `index` wrote `output` (..., d)."""
-
-
-class Editor(Protocol):
-    """Changes the weights of a forward pass's reads. While a residual has one, its reads are made in plain torch.
+class Slot(NamedTuple):
+    """One tensor of a state at a cut, (tokens.., *axes, d).
 
     Attributes:
-        outputs: the running pass's embedding and sublayer outputs so far, (..., d) each, kept from `on_start` and
-            `on_write`.
+        name: the same at every cut that it crosses.
+        kept: it never changes again, so that a pipeline rank may hold it for its later stages.
+        axes: sizes between the tokens' axes and the width.
     """
 
-    outputs: Sequence[Tensor]
-
-    def on_start(self, embedding: Tensor) -> None:
-        """A forward pass begins with the token embedding (..., d)."""
-
-    def on_write(self, index: int, output: Tensor) -> None:
-        """Sublayer `index` wrote `output` (..., d)."""
-
-    def edit(self, index: int, weights: Tensor, sources: Sequence[str]) -> Tensor:
-        """The weights that read `index` uses in place of `weights`, both (tokens, sources). They are used as they are:
-        rows need not sum to one."""
-
-
-def sublayer_name(index: int) -> str:
-    """ "attention k" or "mlp k" of sublayer 2k or 2k + 1: the name of its read, and of its output as a source."""
-    return f"{'mlp' if index % 2 else 'attention'} {index // 2}"
-
-
-def output_names(count: int) -> list[str]:
-    """Names of the embedding and the first `count - 1` sublayers' outputs."""
-    return ["embedding", *(sublayer_name(index) for index in range(count - 1))]
-
-
-def whole(name: str, value: Any, least: int = 1) -> int:
-    """`value` if it is a whole number of at least `least`; else a UserError that names the setting."""
-    if type(value) is not int or value < least:
-        raise UserError(f"{name} is {value!r}: expected a whole number, at least {least}")
-    return value
-
-
-def positive(name: str, value: Any) -> float:
-    """`value` if it is a positive number; else a UserError that names the setting."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-        raise UserError(f"{name} is {value!r}: expected a positive number")
-    return float(value)
-
-
-def start_at(parameter: nn.Parameter, value: Tensor) -> None:
-    """Give a parameter start values that `torch.nn.init` has no function for; one already loaded is left alone."""
-    nn.init.zeros_(parameter)
-    if not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
-        with torch.no_grad():
-            parameter.copy_(value)
+    name: str
+    kept: bool
+    axes: tuple[int, ...] = ()
 
 
 class Residual(nn.Module):
     """How the sublayers of one network are connected: their reads and writes, and the parameters these have.
 
-    A *sublayer* is one attention or one MLP; `num_sublayers` is their number L. Reads are numbered 0 .. L-1, the
-    output's is L. All parameters of a residual live in this one module: it is small, always fp32, and takes no weight
-    decay. `read`, `write` and `finish` never change a state in place.
+    A *sublayer* is what reads and writes the stream once: one attention or one MLP. `num_sublayers` is their number L.
+    Reads are numbered 0 .. L-1, the output's is L. All parameters of a residual live in this one module: it is small,
+    always fp32, and takes no weight decay. `read`, `write` and `finish` never change a state in place.
 
-    A mechanism is a subclass with a `name`, whose keyword arguments after `width` are its settings.
+    A mechanism is a subclass with a `name` and `traits`, whose keyword arguments after `width` are its settings. What
+    it must say: `start, read, write, finish, hidden_state`; what its reads mix, `sources`, and their weights where they
+    are the same for every token, `implied`. A model calls the module itself, `residual("read", state, index, norm)`, so
+    that hooks on it (adapters, offloading, sharding) work as on any other module.
     """
 
     name: ClassVar[str]
-    weighs: ClassVar[bool] = False
-    """Whether reads weigh their sources by a softmax."""
-    feeds_back: ClassVar[bool] = False
-    """Whether what a read made is part of later sources: their expansion then differs from token to token."""
+    traits: Traits
+    sublayers: Sequence[str] = ("attention", "mlp")
+    """The kinds of a layer's sublayers, in order; a network of other layers sets its own on the instance."""
 
     def __init__(self, num_sublayers: int, width: int) -> None:
         super().__init__()
@@ -110,127 +57,147 @@ class Residual(nn.Module):
         self.observer: Observer | None = None
         self.editor: Editor | None = None
 
+    # -- what a forward pass does ---------------------------------------------------------------------------------
+    def forward(self, verb: str, *args: Any) -> Any:
+        """Do one of start, read, write, finish, or itself, which returns this module from under what wraps it."""
+        return getattr(self, verb)(*args)
+
+    def itself(self) -> "Residual":
+        return self
+
     def init_parameters(self) -> None:
         """Set every parameter of this module to its start value (through `torch.nn.init` or `start_at`)."""
 
     def branch_scale(self) -> float:
-        """Factor on the start values of value, output and MLP weights (DeepNorm asks for one)."""
+        """Return the factor on the start values of value, output and MLP weights (DeepNorm asks for one)."""
         return 1.0
 
     def start(self, embedding: Tensor) -> State:
-        """The state that holds the token embedding (..., d) and nothing else."""
+        """Return the state that holds the token embedding (..., d) and nothing else."""
         raise NotImplementedError
 
     def read(self, state: State, index: int, norm: NormLike) -> tuple[Tensor, State]:
-        """The normed input of sublayer `index`, and the state that its write continues from."""
+        """Return the normed input of sublayer `index`, and the state that its write continues from."""
         raise NotImplementedError
 
     def write(self, state: State, index: int, output: Tensor) -> State:
-        """The state after sublayer `index` gave `output`."""
+        """Return the state after sublayer `index` gave `output`."""
         raise NotImplementedError
 
     def finish(self, state: State, norm: NormLike) -> Tensor:
-        """The normed input of the head."""
+        """Return the normed input of the head."""
         raise NotImplementedError
 
     def hidden_state(self, state: State) -> Tensor:
-        """The state as one vector (..., d), for `output_hidden_states`: of depth reads, the sum of all sources."""
+        """Return the state as one vector (..., d), for `output_hidden_states`: of depth reads, the sum of all sources."""
         raise NotImplementedError
 
-    # -- reads as coefficients of the outputs they are made of -----------------------------------------------------
+    def normed(
+        self, h: Tensor, index: int, norm: NormLike, weights: Tensor | None = None, values: Sequence[Tensor] = ()
+    ) -> Tensor:
+        """Return norm(h) as read `index`, for mechanisms whose read is not fused with its norm; show it first to those
+        who watch. `weights` and `values` as in `watched`."""
+        if self.watched:
+            h = watched(self, h, index, weights, values)
+        return apply_norm(h, norm) if isinstance(norm, Norm) else norm(h)
+
+    # -- what its reads mix ---------------------------------------------------------------------------------------
     @property
     def watched(self) -> bool:
         """Whether someone sees or edits the reads."""
         return self.observer is not None or self.editor is not None
 
+    def sources(self, index: int) -> tuple[Source, ...]:
+        """Return what read `index` mixes, a function of depth alone: the embedding and the outputs so far, unless a
+        mechanism says otherwise; empty where it is no weighted sum."""
+        return outputs(index + 1, self.sublayers)
+
+    def layout(self) -> tuple[Read, ...]:
+        """Return the L+1 reads with their sources."""
+        kinds, last = self.sublayers, self.num_sublayers
+        inner = (Read(kinds[i % len(kinds)], i // len(kinds), self.sources(i)) for i in range(last))
+        return (*inner, Read("output", None, self.sources(last)))
+
     def implied(self, index: int) -> Tensor | None:
-        """(index + 1,): what read `index` is in terms of the embedding and the outputs so far, where that is the same
-        for every token; None where it is not, or is no such sum."""
+        """Return the weights of read `index` (sources,) where they are the same for every token, else None."""
         return None
 
     def direction(self, index: int) -> Tensor | None:
-        """(d,): the pseudo-query of read `index` times its key gain, where it has one."""
+        """Return the vector (d,) whose angle to a source decides the source's logit in read `index`; None without."""
         return None
 
-    def expand(self, source: str, index: int, rows: Sequence[Tensor]) -> Tensor:
-        """(tokens or 1, L+1): source `source` of read `index` as a sum over the embedding and the outputs.
+    def sharpness(self, index: int) -> float | None:
+        """Return the largest logit that read `index` can give, None without a query.
 
-        `rows` are the mixing rows (tokens, L+1) of the reads before it, for mechanisms that feed them back.
+        |w . (g * v / rms(v))| <= |w * g| |v / rms(v)| = |w * g| sqrt(d)    (Cauchy-Schwarz)
         """
-        names = output_names(self.num_sublayers + 1)
-        return self._span(names.index(source), names.index(source) + 1)
+        query = self.direction(index)
+        return None if query is None else float(query.detach().double().norm()) * math.sqrt(self.width)
 
-    def _span(self, start: int, stop: int) -> Tensor:
-        """(1, L+1): one for outputs start .. stop-1 (0 is the embedding), zero elsewhere."""
-        row = torch.zeros(1, self.num_sublayers + 1)
-        row[:, start:stop] = 1.0
-        return row
+    def learned(self) -> dict[str, Learned]:
+        """Return what it has learned besides queries and gains, by name."""
+        return {}
 
-    def mixing_row(self, index: int, weights: Tensor, sources: Sequence[str], rows: Sequence[Tensor]) -> Tensor | None:
-        """Row `index` of the depth mixing matrix, h_l = sum_i M_{i->l} v_i, of each token.
+    def mixing_row(self, index: int, weights: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
+        """Return row `index` of the depth mixing matrix, h_l = sum_i M_{i->l} v_i, of each token.
 
         Args:
-            weights: (tokens, sources) of read `index`. rows: the rows of earlier reads.
+            weights: (tokens, sources) of read `index`. rows: the rows (tokens, L+1) of the reads before it.
 
         Returns:
             (tokens, L+1), column 0 the embedding; None where h is no sum with one number a source.
         """
-        parts = [self.expand(source, index, rows).to(weights) for source in sources]
-        return sum((weights[:, i, None] * part for i, part in enumerate(parts)), weights.new_zeros(1, 1))
+        if not self.traits.linear:
+            return None
+        row = weights.new_zeros(1, self.num_sublayers + 1)
+        for place, source in enumerate(self.sources(index)):
+            weight = weights[:, place, None]
+            if source.span is not None:
+                row = row + weight * self.spanned(source.span).to(weights)
+            if source.after is not None:
+                row = row + weight * rows[source.after].to(weights)
+        return row
 
-    def normed(
-        self,
-        h: Tensor,
-        index: int,
-        norm: NormLike,
-        weights: Tensor | None = None,
-        sources: Sequence[str] = (),
-        values: Sequence[Tensor] = (),
-    ) -> Tensor:
-        """norm(h) as read `index`, for mechanisms whose read is not fused with its norm; seen and edited before.
+    def spanned(self, span: range) -> Tensor:
+        """Return (1, L+1): one for the outputs of `span`, zero elsewhere."""
+        row = torch.zeros(1, self.num_sublayers + 1)
+        row[:, span.start : span.stop] = 1.0
+        return row
 
-        `weights` (tokens, sources) belong to `sources`; without sources they belong to the embedding and the outputs so
-        far, and without weights they are `implied`, or one for a single source.
-        """
-        if self.watched:
-            h = self._watched(h, index, weights, sources, values)
-        return apply_norm(h, norm) if isinstance(norm, Norm) else norm(h)
+    # -- what crosses a cut ---------------------------------------------------------------------------------------
+    def slots(self, index: int) -> tuple[Slot, ...]:
+        """Return what the state before sublayer `index` (L: before the output's read) consists of, a function of depth
+        alone: the tensors of `pack`, in order."""
+        leaves, _ = self._tree(index)
+        return tuple(Slot(f"state {index}.{place}", False, axes) for place, axes in enumerate(leaves))
 
-    def _watched(
-        self, h: Tensor, index: int, weights: Tensor | None, sources: Sequence[str], values: Sequence[Tensor]
-    ) -> Tensor:
-        row = h.new_ones(1) if len(sources) == 1 else self.implied(index)
-        if weights is None and row is not None:
-            weights = row.to(h).expand(h[..., 0].numel(), -1)
-        if weights is not None and not sources:
-            sources = output_names(index + 1)
-        if self.editor is not None:
-            if weights is None:
-                raise UserError(f"residual '{self.name}' mixes its sources by no weights: there is nothing to edit")
-            edited = self.editor.edit(index, weights, sources)
-            if edited is not weights:
-                h = _mixed_anew(h, weights, edited, values or self.editor.outputs)
-            weights = edited.detach()
-        if self.observer is not None:
-            self.observer.on_read(index, h, weights, sources, values)
-        return h
+    def pack(self, state: State, index: int) -> tuple[Tensor, ...]:
+        """Return the tensors of the state before sublayer `index`, with nothing pending: what a cut there must carry."""
+        return tuple(_pytree.tree_leaves(state))
 
+    def unpack(self, tensors: Sequence[Tensor], index: int) -> State:
+        """Return the state again that `pack` took apart."""
+        return _pytree.tree_unflatten(list(tensors), self._tree(index)[1])
 
-def _mixed_anew(h: Tensor, weights: Tensor, edited: Tensor, values: Sequence[Tensor]) -> Tensor:
-    """`h` (..., d), made with `weights` (tokens, n) of `values`, as `edited` weights make it.
-
-    Where a token's weights changed the sum is made again: what taking values from h leaves is rounding, and the norm
-    after a read that lost everything, or nearly, makes that as large as any input. Elsewhere h stays as it is.
-    """
-    dtype = compute_dtype(h.dtype)
-    changed = (edited != weights).any(-1, keepdim=True)
-    factors = torch.where(changed, edited, edited - weights).to(dtype).view(*h.shape[:-1], -1)
-    mixed = h.to(dtype).masked_fill(changed.view(*h.shape[:-1], 1), 0.0)
-    for i, value in enumerate(values):
-        mixed = mixed + factors[..., i : i + 1] * value
-    return mixed.to(h.dtype)
-
-
-def full_precision(reference: Tensor) -> torch.autocast:
-    """Autocast off: depth mixing is a softmax or a sum of many terms, and bf16 loses it."""
-    return torch.autocast(reference.device.type, enabled=False)
+    @torch.no_grad()
+    def _tree(self, index: int) -> tuple[list[tuple[int, ...]], _pytree.TreeSpec]:
+        """Return the axes of each tensor of the state before sublayer `index`, and the state's form, from a pass of one
+        token of zeros."""
+        parameter = next(self.parameters(), None)
+        zeros = torch.zeros(1, self.width) if parameter is None else parameter.new_zeros(1, self.width)
+        watchers = self.observer, self.editor
+        self.observer = self.editor = None
+        try:
+            state = self.start(zeros)
+            for sublayer in range(index):
+                _, state = self.read(state, sublayer, lambda h: h)
+                state = self.write(state, sublayer, zeros)
+        finally:
+            self.observer, self.editor = watchers
+        leaves, form = _pytree.tree_flatten(state)
+        if any(leaf.shape[0] != 1 or leaf.shape[-1] != self.width for leaf in leaves):
+            raise TypeError(
+                f"the state of residual '{self.name}' has tensors that are not (tokens, ..., {self.width}): it must say "
+                "what crosses a cut by slots, pack and unpack of its own"
+            )
+        return [tuple(leaf.shape[1:-1]) for leaf in leaves], form

@@ -1,14 +1,14 @@
 """Block Attention Residuals: sublayers read the sums of earlier blocks and the running sum of their own."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from attnres.errors import UserError
-from attnres.residuals.base import whole
 from attnres.residuals.depth_attention import DepthAttention, DepthState
+from attnres.residuals.layout import EMBEDDING, Source
+from attnres.residuals.settings import not_both, whole
 
 DEFAULT_BLOCKS = 8
 """About eight blocks recover most of Full's gain (arXiv 2603.15031, figure on block size)."""
@@ -16,8 +16,7 @@ DEFAULT_BLOCKS = 8
 
 def resolve_block_size(num_sublayers: int, block_size: int | None, num_blocks: int | None) -> int:
     """Sublayers per block from either setting; both count sublayers (attention and MLP), not transformer layers."""
-    if block_size is not None and num_blocks is not None:
-        raise UserError(f"both block_size={block_size} and num_blocks={num_blocks} are given: give one of them")
+    not_both(block_size=block_size, num_blocks=num_blocks)
     for name, value in (("block_size", block_size), ("num_blocks", num_blocks)):
         if value is not None:
             whole(name, value)
@@ -47,6 +46,7 @@ class Block(DepthAttention):
     """
 
     name = "block"
+    traits = DepthAttention.traits._replace(colour="#0072b2")
 
     def __init__(
         self,
@@ -77,14 +77,12 @@ class Block(DepthAttention):
     def opened(self, state: DepthState, output: Tensor) -> DepthState:
         return state._replace(added=(output,)) if state.open else state._replace(open=(output,))
 
-    def source_names(self, state: DepthState, index: int) -> Sequence[str]:
-        blocks = [f"block {i}" for i in range(1, len(state.sealed))]
-        return ["embedding", *blocks, *(["partial"] if state.open else [])]
+    def sealed(self, index: int) -> tuple[Source, ...]:
+        size, last = self.block_size, self.num_sublayers
+        ends = range(size, self.group_start(index) + size, size)
+        blocks = (Source("block", end // size, range(end - size + 1, min(end, last) + 1)) for end in ends)
+        return (EMBEDDING, *(block for block in blocks if block.span.stop <= index + 1))
 
-    def expand(self, source: str, index: int, rows: Sequence[Tensor]) -> Tensor:
-        if source == "partial":
-            return self._span(index - index % self.block_size + 1, index + 1)
-        if source.startswith("block "):
-            end = int(source.split()[1]) * self.block_size
-            return self._span(end - self.block_size + 1, min(end, self.num_sublayers) + 1)
-        return super().expand(source, index, rows)
+    def opens(self, index: int) -> tuple[Source, ...]:
+        start = self.group_start(index)
+        return () if index == start else (Source("partial", None, range(start + 1, index + 1), open=True),)

@@ -9,8 +9,11 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.ops import Norm, apply_norm, compute_dtype, depth_read
-from attnres.residuals.base import NormLike, Residual, full_precision, positive, whole
+from attnres.residuals.base import NormLike, Residual, Slot
 from attnres.residuals.block import DEFAULT_BLOCKS
+from attnres.residuals.layout import EMBEDDING, Source, Traits
+from attnres.residuals.settings import full_precision, not_both, positive, whole
+from attnres.residuals.watch import watched
 
 
 class Boundaries(NamedTuple):
@@ -36,8 +39,7 @@ class Boundary(Residual):
     """
 
     name = "boundary"
-    weighs = True
-    feeds_back = True
+    traits = Traits(True, sums_to_one=True, has_query=True, starts_standard=False)
 
     def __init__(
         self,
@@ -71,12 +73,10 @@ class Boundary(Residual):
 
     def read(self, state: Boundaries, index: int, norm: NormLike) -> tuple[Tensor, Boundaries]:
         if self._inside(index):
-            names, values = ["stream"], [state.stream]
-            return self.normed(state.stream, index, norm, None, names, values), state
+            return self.normed(state.stream, index, norm, values=[state.stream]), state
         stream, weights, values = self.mix(state.ends, len(state.ends) - 2)
         if self.watched:
-            names = ["embedding", *(f"block {i}" for i in range(1, len(state.ends)))]
-            stream = self._watched(stream, index, weights.flatten(1).T, names, values)
+            stream = watched(self, stream, index, weights.flatten(1).T, values)
         return apply_norm(stream, norm) if isinstance(norm, Norm) else norm(stream), Boundaries(stream, state.ends)
 
     def _inside(self, index: int) -> bool:
@@ -93,19 +93,44 @@ class Boundary(Residual):
     def direction(self, index: int) -> Tensor | None:
         if self._inside(index):
             return None
-        block = math.ceil(index / self.block_size) - 1
+        block = self._block(index)
         return self.query[block] * self.gain[block]
 
-    def expand(self, source: str, index: int, rows: Sequence[Tensor]) -> Tensor:
-        if source == "embedding":
-            return self._span(0, 1)
-        if source == "stream":
-            start, stop = index - index % self.block_size, index
-        else:
-            stop = int(source.split()[1]) * self.block_size
-            start, stop = stop - self.block_size, min(stop, self.num_sublayers)
-        entered = rows[start] if start else self._span(0, 1)
-        return entered + self._span(start + 1, stop + 1).to(entered)
+    def _block(self, index: int) -> int:
+        """Return the number of the block that ends before read `index`, from 0."""
+        return math.ceil(index / self.block_size) - 1
+
+    def sources(self, index: int) -> tuple[Source, ...]:
+        size = self.block_size
+        if self._inside(index):
+            return (self._since(index - index % size, index)._replace(kind="stream", number=None, open=True),)
+        starts = range(0, index, size)
+        return (EMBEDDING, *(self._since(start, min(start + size, index)) for start in starts))
+
+    def _since(self, start: int, stop: int) -> Source:
+        """Return the stream before sublayer `stop`: what read `start` made of it, the first of its block, and the
+        outputs since."""
+        if start == 0:
+            return Source("block", 1, range(stop + 1))
+        return Source("block", start // self.block_size + 1, range(start + 1, stop + 1), after=start)
+
+    def slots(self, index: int) -> tuple[Slot, ...]:
+        ends = [Slot("embedding", True), *(Slot(f"block {i}", True) for i in range(1, self._ends(index)))]
+        return tuple(ends) if self._at_end(index) else (*ends, Slot(f"stream {index}", False))
+
+    def _at_end(self, index: int) -> bool:
+        """Whether the stream before sublayer `index` is the end of a block, or the embedding."""
+        return index % self.block_size == 0 or index == self.num_sublayers
+
+    def _ends(self, index: int) -> int:
+        """Return how many states at block ends there are before sublayer `index`, the embedding included."""
+        return 1 + (math.ceil(index / self.block_size) if self._at_end(index) else index // self.block_size)
+
+    def pack(self, state: Boundaries, index: int) -> tuple[Tensor, ...]:
+        return state.ends if self._at_end(index) else (*state.ends, state.stream)
+
+    def unpack(self, tensors: Sequence[Tensor], index: int) -> Boundaries:
+        return Boundaries(tensors[-1], tuple(tensors[: self._ends(index)]))
 
     def hidden_state(self, state: Boundaries) -> Tensor:
         return state.stream
@@ -123,6 +148,7 @@ class BoundaryNormed(Boundary):
     """
 
     name = "boundary_normed"
+    traits = Boundary.traits._replace(linear=False)  # the values are normed: a number for each channel
 
     def mix(self, sources: tuple[Tensor, ...], block: int) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         dtype = compute_dtype(sources[0].dtype)
@@ -135,14 +161,21 @@ class BoundaryNormed(Boundary):
             h = torch.stack([w.unsqueeze(-1) * key for w, key in zip(weights, keys, strict=True)]).sum(0)
         return h.to(sources[0].dtype), weights.detach(), keys
 
-    def mixing_row(self, index: int, weights: Tensor, sources: Sequence[str], rows: Sequence[Tensor]) -> Tensor | None:
-        return None  # the values are normed: a number for each channel
+    @torch.no_grad()
+    def direction(self, index: int) -> Tensor | None:
+        return None if self._inside(index) else self.query[self._block(index)]  # the keys, gain and all, are the values
+
+    def sharpness(self, index: int) -> float | None:
+        """|w * g|: the logits are divided by sqrt(d)."""
+        if self._inside(index):
+            return None
+        block = self._block(index)
+        return float((self.query[block] * self.gain[block]).detach().double().norm())
 
 
 def _resolve(num_sublayers: int, block_size: int | None, num_blocks: int | None) -> int:
     """Sublayers per block: an even number, or all of them."""
-    if block_size is not None and num_blocks is not None:
-        raise UserError(f"both block_size={block_size} and num_blocks={num_blocks} are given: give one of them")
+    not_both(block_size=block_size, num_blocks=num_blocks)
     if block_size is not None:
         if whole("block_size", block_size) % 2 or block_size > num_sublayers:
             raise UserError(

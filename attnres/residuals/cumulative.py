@@ -1,22 +1,22 @@
 """Depth reads over snapshots of a running stream: the layout of open-attention-residuals at its release."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from attnres.errors import UserError
-from attnres.residuals.base import NormLike, whole
+from attnres.residuals.base import NormLike
 from attnres.residuals.block import DEFAULT_BLOCKS
 from attnres.residuals.depth_attention import DepthAttention, DepthState
+from attnres.residuals.layout import EMBEDDING, Source
+from attnres.residuals.settings import not_both, whole
 
 
 def snapshot_size(num_sublayers: int, block_size: int | None, num_blocks: int | None) -> int:
     """Sublayers from one snapshot to the next. `num_blocks` counts as that project does: whole transformer layers,
     ceil(layers / num_blocks) each, which may make fewer blocks than asked for."""
-    if block_size is not None and num_blocks is not None:
-        raise UserError(f"both block_size={block_size} and num_blocks={num_blocks} are given: give one of them")
+    not_both(block_size=block_size, num_blocks=num_blocks)
     if block_size is not None:
         if whole("block_size", block_size) > num_sublayers:
             raise UserError(f"block_size is {block_size}: expected 1 to {num_sublayers} sublayers (a layer has two)")
@@ -39,6 +39,7 @@ class Cumulative(DepthAttention):
     """
 
     name = "cumulative"
+    traits = DepthAttention.traits._replace(starts_standard=False)
     output_read = False
     carries = True
 
@@ -70,19 +71,22 @@ class Cumulative(DepthAttention):
     def opened(self, state: DepthState, output: Tensor) -> DepthState:
         return state._replace(added=(output,))
 
-    def source_names(self, state: DepthState, index: int) -> Sequence[str]:
-        return ["embedding", *(f"state {i * self.block_size}" for i in range(1, len(state.sealed))), "stream"]
+    def sealed(self, index: int) -> tuple[Source, ...]:
+        ends = range(self.block_size, min(index, self.num_sublayers) + 1, self.block_size)
+        snapshots = [Source("state", end, range(end + 1)) for end in ends]
+        if index == self.num_sublayers and index % self.block_size:
+            snapshots.append(Source("state", index, range(index + 1)))  # the head reads the stream, which ends here
+        return (EMBEDDING, *snapshots)
 
-    def expand(self, source: str, index: int, rows: Sequence[Tensor]) -> Tensor:
-        if source == "stream":
-            return self._span(0, index + 1)
-        if source.startswith("state "):
-            return self._span(0, int(source.split()[1]) + 1)
-        return super().expand(source, index, rows)
+    def opens(self, index: int) -> tuple[Source, ...]:
+        return (Source("stream", None, range(index + 1), open=True),)
+
+    def sources(self, index: int) -> tuple[Source, ...]:
+        return self.opens(index) if index == self.num_sublayers else super().sources(index)
 
     def hidden_state(self, state: DepthState) -> Tensor:
         return self._finished(state)[-1]
 
     def finish(self, state: DepthState, norm: NormLike) -> Tensor:
         stream = self.hidden_state(state)
-        return self.normed(stream, self.num_sublayers, norm, sources=["stream"], values=[stream])
+        return self.normed(stream, self.num_sublayers, norm, values=[stream])

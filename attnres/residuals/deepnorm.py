@@ -4,6 +4,7 @@ from torch import Tensor
 
 from attnres.ops.norms import Norm
 from attnres.residuals.base import NormLike, Residual, State
+from attnres.residuals.layout import Source, Traits
 
 
 class DeepNorm(Residual):
@@ -18,6 +19,7 @@ class DeepNorm(Residual):
     """
 
     name = "deepnorm"
+    traits = Traits(False, sums_to_one=False, has_query=False, starts_standard=False, linear=False, colour="#e69f00")
 
     def branch_scale(self) -> float:
         return (4 * self.num_sublayers) ** -0.25
@@ -34,6 +36,9 @@ class DeepNorm(Residual):
 
     def write(self, state: Tensor, index: int, output: Tensor) -> Tensor:
         return state * self.num_sublayers**0.25 + output
+
+    def sources(self, index: int) -> tuple[Source, ...]:
+        return ()
 
     def hidden_state(self, state: Tensor) -> Tensor:
         return state

@@ -1,11 +1,14 @@
 """DenseFormer: after each layer a learned, static weighted sum of all layer outputs so far."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from attnres.residuals.base import NormLike, Residual, full_precision, start_at
+from attnres.residuals.base import NormLike, Residual, Slot
+from attnres.residuals.layout import Learned, Traits
+from attnres.residuals.settings import full_precision, start_at
 
 
 class Layers(NamedTuple):
@@ -26,6 +29,7 @@ class DenseFormer(Residual):
     """
 
     name = "denseformer"
+    traits = Traits(False, sums_to_one=False, has_query=False, starts_standard=True, colour="#009e73")
 
     def __init__(self, num_sublayers: int, width: int) -> None:
         super().__init__(num_sublayers, width)
@@ -64,6 +68,24 @@ class DenseFormer(Residual):
                 past.append(stream)
                 stream = self.mix[sublayer // 2, : len(past)].float().cpu() @ torch.stack(past)
         return stream[: index + 1]
+
+    @torch.no_grad()
+    def learned(self) -> dict[str, Learned]:
+        layers = len(self.mix)
+        unused = torch.ones(layers, layers + 1).triu(2).bool()
+        mix = self.mix.float().cpu().masked_fill(unused, torch.nan)
+        return {"mix": Learned(mix, ("layer", "source"), "coefficient of the embedding and each layer")}
+
+    def slots(self, index: int) -> tuple[Slot, ...]:
+        past = [Slot("embedding", True), *(Slot(f"layer {i}", True) for i in range(index // 2))]
+        return (*past, *([Slot(f"stream {index}", False)] if index else []))
+
+    def pack(self, state: Layers, index: int) -> tuple[Tensor, ...]:
+        return (*state.past, *([state.stream] if index else []))
+
+    def unpack(self, tensors: Sequence[Tensor], index: int) -> Layers:
+        past = tuple(tensors[: 1 + index // 2])
+        return Layers(tensors[-1], past)
 
     def hidden_state(self, state: Layers) -> Tensor:
         return state.stream

@@ -8,8 +8,12 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.ops import Norm, SealedRead, apply_norm, in_two_phases, merge, read_sealed
-from attnres.residuals.base import NormLike, Residual, positive
+from attnres.residuals.base import NormLike, Residual, Slot
 from attnres.residuals.gates import Gates
+from attnres.residuals.layout import Learned, Source, Traits
+from attnres.residuals.settings import positive
+
+NULL = Source("null", None, range(0), open=True)
 
 
 class DepthState(NamedTuple):
@@ -52,7 +56,7 @@ class DepthAttention(Residual):
     Source: arXiv 2603.15031.
     """
 
-    weighs = True
+    traits = Traits(True, sums_to_one=True, has_query=True, starts_standard=True)
     output_read: ClassVar[bool] = True
     """Whether the output has a read of its own."""
     carries: ClassVar[bool] = False
@@ -79,6 +83,11 @@ class DepthAttention(Residual):
         self.query = nn.Parameter(torch.empty(reads, width))
         self.gain = nn.Parameter(torch.empty(reads, width))
         self.gates = Gates(reads, width, **gates)
+        # A biased softmax is not uniform at the start; a vector gate gives each channel a number of its own.
+        self.traits = self.traits._replace(
+            starts_standard=self.traits.starts_standard and self.gates.bias is None,
+            linear=self.gates.gate_weight is None,
+        )
         self.init_parameters()
 
     def init_parameters(self) -> None:
@@ -95,24 +104,41 @@ class DepthAttention(Residual):
         """The most open sources a read has."""
         return self.group
 
-    def source_names(self, state: DepthState, index: int) -> Sequence[str]:
-        """Names of what read `index` mixes, sealed then open."""
+    def sealed(self, index: int) -> tuple[Source, ...]:
+        """Return the finished sources of read `index`."""
         raise NotImplementedError
 
-    def _begin_group(self, sealed: tuple[Tensor, ...], index: int) -> DepthState:
-        """The state before read `index`, the first of a group (or the output's), with phase 1 done if that pays."""
+    def opens(self, index: int) -> tuple[Source, ...]:
+        """Return the sources that the group of read `index` has still open."""
+        raise NotImplementedError
+
+    def sources(self, index: int) -> tuple[Source, ...]:
+        sources = self.sealed(index) + self.opens(index)
+        return (*sources, NULL) if self.gates.null_source and len(sources) > 1 else sources
+
+    def group_start(self, index: int) -> int:
+        """Return the first read of the group of read `index`; the output's read has a group of its own."""
+        return index if index == self.num_sublayers else index - index % self.group
+
+    def _begin(self, sealed: tuple[Tensor, ...], opens: tuple[Tensor, ...], index: int) -> DepthState:
+        """Return the state before read `index`, with phase 1 of what its group has still to read done if that pays."""
         last = self.num_sublayers + self.output_read
-        stop = min(index + self.group, self.num_sublayers) if index < self.num_sublayers else last
-        first = index + (len(sealed) == 1 and not self.carries)  # a read of the embedding alone is the embedding
+        stop = min(self.group_start(index) + self.group, self.num_sublayers) if index < self.num_sublayers else last
+        # A read of the embedding alone is the embedding.
+        first = index + (len(sealed) + len(opens) == 1)
         two = stop > first and self.gates.idle and self.editor is None
         if not (
             two and in_two_phases(len(sealed), stop - first, training=torch.is_grad_enabled(), opens=self.max_open)
         ):
-            return DepthState(sealed, sealed[-1:] if self.carries else ())
+            return DepthState(sealed, opens)
         queries = self.query[first:stop] * self.gain[first:stop]
         sealed, outputs, top, total, logits = read_sealed(sealed, queries, eps=self.key_norm_eps)
-        opens = sealed[-1:] if self.carries else ()
+        if self.carries and index == self.group_start(index):
+            opens = sealed[-1:]
         return DepthState(sealed, opens, outputs=outputs, top=top, total=total, logits=(logits,))
+
+    def _begin_group(self, sealed: tuple[Tensor, ...], index: int) -> DepthState:
+        return self._begin(sealed, sealed[-1:] if self.carries else (), index)
 
     def start(self, embedding: Tensor) -> DepthState:
         return self._begin_group((embedding,), 0)
@@ -120,8 +146,7 @@ class DepthAttention(Residual):
     def read(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
         embedding, count = state.sealed[0], len(state.sealed) + len(state.open)
         if count == 1:  # one source: itself, and exactly no gradient for the query
-            names = self.source_names(state, index) if self.watched else ()
-            return self.normed(embedding, index, norm, None, names, [embedding]), state
+            return self.normed(embedding, index, norm, values=[embedding]), state
         if not self.gates.idle or self.editor is not None:
             return self._gated(state, index, norm)
         fused = norm if isinstance(norm, Norm) else None
@@ -158,7 +183,7 @@ class DepthAttention(Residual):
                 weights = torch.cat([sealed, weights], 1)
             h = merged.h.view_as(embedding)
             h = h * count if self.read_scale == "sum" else h  # the fused norm does without the factor
-            self.observer.on_read(index, h, weights, self.source_names(state, index), rest.sealed + rest.open)
+            self.observer.on_read(index, h, weights, rest.sealed + rest.open)
         x = merged.x.view(embedding.shape)
         if fused is None:
             assert not isinstance(norm, Norm)
@@ -169,7 +194,6 @@ class DepthAttention(Residual):
         """A read with gates or an editor, which no kernel has."""
         state = state._replace(open=self._finished(state), added=())
         sources = state.sealed + state.open
-        names = [*self.source_names(state, index), *(["null"] if self.gates.null_source else [])]
         editor = self.editor
         h, weights = self.gates.read(
             sources,
@@ -178,11 +202,11 @@ class DepthAttention(Residual):
             stream=self.hidden_state(state) if self.carries else None,
             scale=len(sources) + self.gates.null_source if self.read_scale == "sum" else 1.0,
             eps=self.key_norm_eps,
-            edit=None if editor is None else lambda weights: editor.edit(index, weights, names),
+            edit=None if editor is None else lambda weights: editor.edit(index, weights),
         )
         if self.observer is not None:
             null = (torch.zeros_like(sources[0]),) if self.gates.null_source else ()
-            self.observer.on_read(index, h, weights, names, sources + null)
+            self.observer.on_read(index, h, weights, sources + null)
         return apply_norm(h, norm) if isinstance(norm, Norm) else norm(h), state
 
     def write(self, state: DepthState, index: int, output: Tensor) -> DepthState:
@@ -201,20 +225,37 @@ class DepthAttention(Residual):
     def direction(self, index: int) -> Tensor | None:
         return self.query[index] * self.gain[index] if index < len(self.query) else None
 
-    def mixing_row(self, index: int, weights: Tensor, sources: Sequence[str], rows: Sequence[Tensor]) -> Tensor | None:
-        row = super().mixing_row(index, weights, sources, rows)
-        if (
-            row is None or len(sources) == 1 or index >= len(self.query)
-        ):  # a read of one source has neither scale nor gate
+    def sharpness(self, index: int) -> float | None:
+        largest = super().sharpness(index)
+        return None if largest is None else largest / self.gates.read_temperature
+
+    def learned(self) -> dict[str, Learned]:
+        return self.gates.learned()
+
+    def mixing_row(self, index: int, weights: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
+        row = super().mixing_row(index, weights, rows)
+        count = len(self.sources(index))
+        if row is None or count == 1 or index >= len(self.query):  # a read of one source has neither scale nor gate
             return row
         if self.read_scale == "sum":
-            row = row * len(sources)
-        return self.gates.held_back(row, self._span(0, index + 1).to(row), index)
+            row = row * count
+        return self.gates.held_back(row, self.spanned(range(index + 1)).to(row), index)
 
-    def expand(self, source: str, index: int, rows: Sequence[Tensor]) -> Tensor:
-        if source == "null":
-            return self._span(0, 0)
-        return super().expand(source, index, rows)
+    def slots(self, index: int) -> tuple[Slot, ...]:
+        sealed = (Slot(source.name, True) for source in self.sealed(index))
+        return (*sealed, *(Slot(f"{source.name} {index}", False) for source in self._crossing(index)))
+
+    def _crossing(self, index: int) -> tuple[Source, ...]:
+        """Return the open sources that a cut before sublayer `index` must carry beside the sealed ones."""
+        return () if index == self.group_start(index) else self.opens(index)
+
+    def pack(self, state: DepthState, index: int) -> tuple[Tensor, ...]:
+        return state.sealed + (self._finished(state) if self._crossing(index) else ())
+
+    def unpack(self, tensors: Sequence[Tensor], index: int) -> DepthState:
+        count = len(self.sealed(index))
+        sealed, opens = tuple(tensors[:count]), tuple(tensors[count:])
+        return self._begin(sealed, opens, index) if opens else self._begin_group(sealed, index)
 
     def hidden_state(self, state: DepthState) -> Tensor:
         total = state.sealed[0]

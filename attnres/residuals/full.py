@@ -1,13 +1,14 @@
 """Full Attention Residuals: every sublayer reads every earlier output."""
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
-from attnres.residuals.base import output_names, whole
+from attnres.residuals.base import Slot
 from attnres.residuals.depth_attention import DepthAttention, DepthState
+from attnres.residuals.layout import Source, outputs
+from attnres.residuals.settings import whole
 
 
 class Full(DepthAttention):
@@ -18,6 +19,7 @@ class Full(DepthAttention):
     """
 
     name = "full"
+    traits = DepthAttention.traits._replace(colour="#d55e00")
 
     def __init__(
         self,
@@ -42,5 +44,11 @@ class Full(DepthAttention):
     def opened(self, state: DepthState, output: Tensor) -> DepthState:
         return state._replace(open=(*state.open, output))
 
-    def source_names(self, state: DepthState, index: int) -> Sequence[str]:
-        return output_names(index + 1)
+    def sealed(self, index: int) -> tuple[Source, ...]:
+        return outputs(self.group_start(index) + 1, self.sublayers)
+
+    def opens(self, index: int) -> tuple[Source, ...]:
+        return outputs(index + 1, self.sublayers)[self.group_start(index) + 1 :]
+
+    def slots(self, index: int) -> tuple[Slot, ...]:
+        return tuple(Slot(source.name, True) for source in self.sources(index))  # open ones never change either

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError, unknown
 from attnres.ops import compute_dtype
-from attnres.residuals.base import full_precision, positive, start_at
+from attnres.residuals.layout import Learned
+from attnres.residuals.settings import full_precision, positive, start_at, true_or_false
 
 GateKind = Literal["none", "scalar", "vector"]
 AlphaKind = Literal["none", "learnable"]
@@ -56,12 +57,12 @@ class Gates(nn.Module):
         null_source: bool = False,
     ) -> None:
         super().__init__()
-        _check(recency_bias, recency_bias_frozen, gate, gate_init, alpha)
-        for name, value in (("recency_bias_frozen", recency_bias_frozen), ("null_source", null_source)):
-            if not isinstance(value, bool):
-                raise UserError(f"{name} is {value!r}: expected true or false")
+        _check(recency_bias, true_or_false("recency_bias_frozen", recency_bias_frozen), gate, gate_init, alpha)
         self.recency_bias, self.gate_kind, self.gate_init = recency_bias, gate, float(gate_init)
-        self.read_temperature, self.null_source = positive("read_temperature", read_temperature), null_source
+        self.read_temperature, self.null_source = (
+            positive("read_temperature", read_temperature),
+            true_or_false("null_source", null_source),
+        )
         self.bias = self.gate = self.gate_weight = self.alpha = None
         if recency_bias is not None:
             self.bias = nn.Parameter(torch.empty(reads), requires_grad=not recency_bias_frozen)
@@ -137,6 +138,20 @@ class Gates(nn.Module):
             return None
         share = self._share([read.new_zeros(())], None, index)
         return read if share is None else torch.lerp(stream.expand_as(read), read, share.detach())
+
+    @torch.no_grad()
+    def learned(self) -> dict[str, Learned]:
+        """Return the scalars of each read: b, the share s by its bias alone (its mean over channels of a vector), alpha."""
+        tables = {}
+        if self.bias is not None:
+            tables["recency_bias"] = Learned(self.bias.float().cpu(), ("read",), "bias of the last source")
+        if self.gate is not None:
+            share = self.gate.sigmoid()
+            share = share.mean(1) if share.dim() == 2 else share
+            tables["gate"] = Learned(share.float().cpu(), ("read",), "gate: share of the read")
+        if self.alpha is not None:
+            tables["alpha"] = Learned(self.alpha.float().cpu(), ("read",), "alpha")
+        return tables
 
     def _share(self, values: Sequence[Tensor], stream: Tensor | None, index: int) -> Tensor | None:
         """s, of a shape that fits (..., d)."""

@@ -6,20 +6,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnres.errors import UserError
 from attnres.ops import compute_dtype
-from attnres.residuals.base import NormLike, Residual, full_precision, positive, start_at, whole
+from attnres.residuals.base import NormLike, Residual
+from attnres.residuals.layout import Learned, Traits
+from attnres.residuals.settings import full_precision, positive, start_at, true_or_false, whole
 
 
 class Streams(NamedTuple):
-    """The n streams (..., n, d), and after a read how much of the coming output each receives: one tensor (..., n).
-
-    While someone watches, `made_of` (..., n, outputs so far) says what the streams are sums of.
-    """
+    """The n streams (..., n, d), and after a read how much of the coming output each receives: one tensor (..., n)."""
 
     streams: Tensor
     beta: tuple[Tensor, ...] = ()
-    made_of: tuple[Tensor, ...] = ()
 
 
 class HyperConnections(Residual):
@@ -35,14 +32,16 @@ class HyperConnections(Residual):
     """
 
     name = "hyper_connections"
+    traits = Traits(True, sums_to_one=False, has_query=False, starts_standard=True, colour="#56b4e9")
 
     def __init__(
         self, num_sublayers: int, width: int, *, num_streams: int = 4, dynamic: bool = True, eps: float = 1e-6
     ) -> None:
         super().__init__(num_sublayers, width)
-        if not isinstance(dynamic, bool):
-            raise UserError(f"dynamic is {dynamic!r}: expected true or false")
-        self.num_streams, self.dynamic, self.eps = whole("num_streams", num_streams), dynamic, positive("eps", eps)
+        self.num_streams, self.eps = whole("num_streams", num_streams), positive("eps", eps)
+        self.dynamic = true_or_false("dynamic", dynamic)
+        self.traits = self.traits._replace(by_token=dynamic)
+        self._made_of: dict[int, Tensor] = {}
         layers, n = num_sublayers, num_streams
         self.static_alpha = nn.Parameter(torch.empty(layers, n, n + 1))
         self.static_beta = nn.Parameter(torch.empty(layers, n))
@@ -71,38 +70,50 @@ class HyperConnections(Residual):
 
     def start(self, embedding: Tensor) -> Streams:
         shape = (*embedding.shape[:-1], self.num_streams)
-        made_of = (embedding.new_ones(*shape, 1),) if self.watched else ()
-        return Streams(embedding.unsqueeze(-2).expand(*shape, self.width), made_of=made_of)
+        self._made_of = {0: embedding.new_ones(*shape, 1)} if self.watched else {}
+        return Streams(embedding.unsqueeze(-2).expand(*shape, self.width))
 
     def read(self, state: Streams, index: int, norm: NormLike) -> tuple[Tensor, Streams]:
         streams = state.streams.to(compute_dtype(state.streams.dtype))
 
-        def own(parameter: Tensor) -> Tensor:
+        def row(parameter: Tensor) -> Tensor:
             return parameter[index].to(streams.dtype)
 
         with full_precision(streams):
-            alpha, beta = own(self.static_alpha), own(self.static_beta)
+            alpha, beta = row(self.static_alpha), row(self.static_beta)
             if self.dynamic:
-                keys = F.rms_norm(streams, (self.width,), own(self.gain), self.eps)
-                alpha = alpha + own(self.alpha_scale) * torch.tanh(keys @ own(self.alpha_weight))
-                beta = beta + own(self.beta_scale) * torch.tanh(keys @ own(self.beta_weight)).squeeze(-1)
+                keys = F.rms_norm(streams, (self.width,), row(self.gain), self.eps)
+                alpha = alpha + row(self.alpha_scale) * torch.tanh(keys @ row(self.alpha_weight))
+                beta = beta + row(self.beta_scale) * torch.tanh(keys @ row(self.beta_weight)).squeeze(-1)
             mixed = (alpha.transpose(-1, -2) @ streams).to(state.streams.dtype)
             beta = beta.to(state.streams.dtype)
-            made_of = tuple(alpha.transpose(-1, -2) @ old.to(alpha) for old in state.made_of)
-        weights = made_of[0][..., 0, :].flatten(0, -2) if made_of else None
-        x = self.normed(mixed[..., 0, :], index, norm, weights)
-        return x, Streams(mixed[..., 1:, :], (beta,), tuple(new[..., 1:, :] for new in made_of))
+        weights = self._follow(index, alpha, beta) if self.watched else None
+        return self.normed(mixed[..., 0, :], index, norm, weights), Streams(mixed[..., 1:, :], (beta,))
+
+    def _follow(self, index: int, alpha: Tensor, beta: Tensor) -> Tensor:
+        """Return what read `index` is made of, (tokens, index + 1), and keep what the streams (..., n, outputs) will be
+        sums of after its write. Kept beside the state and by index: looking changes no state, and a layer that runs
+        again finds what it found."""
+        mixed = alpha.transpose(-1, -2) @ self._made_of[index].to(alpha)
+        newest = beta.to(alpha).unsqueeze(-1).expand(*mixed.shape[:-2], self.num_streams, 1)
+        self._made_of[index + 1] = torch.cat([mixed[..., 1:, :], newest], -1)
+        return mixed[..., 0, :].flatten(0, -2)
 
     def write(self, state: Streams, index: int, output: Tensor) -> Streams:
         (beta,) = state.beta  # a write follows its read
-        made_of = tuple(
-            torch.cat([old, beta.unsqueeze(-1).to(old).expand(*old.shape[:-1], 1)], -1) for old in state.made_of
-        )
-        return Streams(state.streams + beta.unsqueeze(-1) * output.unsqueeze(-2), made_of=made_of)
+        return Streams(state.streams + beta.unsqueeze(-1) * output.unsqueeze(-2))
+
+    @torch.no_grad()
+    def learned(self) -> dict[str, Learned]:
+        axes, static = ("sublayer", "stream"), ", without what the token adds" if self.dynamic else ""
+        return {
+            "read": Learned(self.static_alpha[..., 0].float().cpu(), axes, f"share of each stream in a read{static}"),
+            "write": Learned(self.static_beta.float().cpu(), axes, f"share of an output for each stream{static}"),
+        }
 
     def hidden_state(self, state: Streams) -> Tensor:
         return state.streams.sum(-2)
 
     def finish(self, state: Streams, norm: NormLike) -> Tensor:
-        weights = state.made_of[0].sum(-2).flatten(0, -2) if state.made_of else None
+        weights = self._made_of[self.num_sublayers].sum(-2).flatten(0, -2) if self.watched else None
         return self.normed(state.streams.sum(-2), self.num_sublayers, norm, weights)

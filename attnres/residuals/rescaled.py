@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from attnres.residuals.layout import Traits
 from attnres.residuals.standard import Standard
 
 
@@ -14,6 +15,7 @@ class Rescaled(Standard):
     """
 
     name = "rescaled"
+    traits = Traits(False, sums_to_one=True, has_query=False, starts_standard=True, is_control=True, colour="#cc79a7")
 
     def write(self, state: Tensor, index: int, output: Tensor) -> Tensor:
         return torch.lerp(state, output.to(state.dtype), 1.0 / (index + 2))

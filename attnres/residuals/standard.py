@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from attnres.residuals.base import NormLike, Residual
+from attnres.residuals.layout import Traits
 
 
 class Standard(Residual):
@@ -13,6 +14,7 @@ class Standard(Residual):
     """
 
     name = "standard"
+    traits = Traits(False, sums_to_one=False, has_query=False, starts_standard=True, colour="#4a5260")
 
     def start(self, embedding: Tensor) -> Tensor:
         return embedding

@@ -1,0 +1,154 @@
+"""What reads mix and what a mechanism is, as data: everybody else asks these values, nobody parses a name."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+_SHORT = {"embedding": "emb", "attention": "a", "mlp": "m", "block": "b", "state": "s", "partial": "part"}
+_SHORT |= {"stream": "str", "null": "0"}
+_OPEN = ("partial", "stream", "null")
+"""Kinds whose sources are unfinished, or nothing: of use where a file of an earlier version names sources only."""
+
+
+class Source(NamedTuple):
+    """One thing that a read mixes.
+
+    Attributes:
+        kind: embedding, the kind of a sublayer (attention, mlp), block, state (a stream's snapshot), partial (the block
+            in progress), stream (the running sum), null (zeros), or a word of a mechanism's own.
+        number: which of its kind; None where there is one.
+        span: the outputs it is the sum of, numbered as columns of the mixing matrix: 0 is the embedding, i what
+            sublayer i-1 wrote. None where it is no such sum.
+        open: it still changes from read to read (partial, stream), or holds nothing (null).
+        after: the number of an earlier read that it goes on from: it is what that read made plus the outputs of `span`.
+    """
+
+    kind: str
+    number: int | None = None
+    span: range | None = None
+    open: bool = False
+    after: int | None = None
+
+    @property
+    def name(self) -> str:
+        """ "block 3", "embedding": what users call it."""
+        return self.kind if self.number is None else f"{self.kind} {self.number}"
+
+    @property
+    def short(self) -> str:
+        """ "b3", "emb": for cells and axes."""
+        return _SHORT.get(self.kind, self.kind[:4]) + ("" if self.number is None else str(self.number))
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` makes the source again."""
+        values: dict[str, Any] = {"kind": self.kind, "number": self.number, "open": self.open}
+        values["span"] = None if self.span is None else [self.span.start, self.span.stop]
+        return values | ({} if self.after is None else {"after": self.after})
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Source":
+        """Undo `to_json`; a bare name, which earlier versions wrote, gives a source without a span.
+
+        >>> Source.from_json("block 3").short
+        'b3'
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: another value.
+        """
+        if isinstance(value, str):
+            kind, _, number = value.partition(" ")
+            return cls(kind, int(number) if number else None, None, kind in _OPEN)
+        span = value.get("span")
+        number, after = value.get("number"), value.get("after")
+        return cls(
+            str(value["kind"]),
+            None if number is None else int(number),
+            None if span is None else range(int(span[0]), int(span[1])),
+            bool(value["open"]),
+            None if after is None else int(after),
+        )
+
+
+EMBEDDING = Source("embedding", None, range(1))
+
+
+class Read(NamedTuple):
+    """One read of a network, and what it mixes.
+
+    Attributes:
+        kind: that of the sublayer it feeds (attention, mlp), or output.
+        number: of the layer; None for the output's.
+        sources: in the order of its weights; empty where a read is no weighted sum of sources.
+        into: the projection it feeds (query, key, value) where a sublayer has several reads.
+    """
+
+    kind: str
+    number: int | None
+    sources: tuple[Source, ...]
+    into: str | None = None
+
+    @property
+    def name(self) -> str:
+        """ "mlp 3", "output", "attention 2 key"."""
+        parts = (self.kind, self.number, self.into)
+        return " ".join(str(part) for part in parts if part is not None)
+
+
+class Traits(NamedTuple):
+    """What a mechanism is, for those who choose what to show of it.
+
+    Attributes:
+        by_token: its weights differ from token to token.
+        sums_to_one: the weights of a read sum to one.
+        has_query: learned pseudo-queries score the sources.
+        starts_standard: with its start values a pre-norm network computes what it computes with the plain running sum
+            (up to the eps of its norms).
+        linear: a read is a sum of outputs with one number each, so that a mixing matrix exists.
+        is_control: it learns nothing that the method is about, and is there to be beaten.
+        colour: of its curves, "#rrggbb"; None takes the next free one.
+    """
+
+    by_token: bool
+    sums_to_one: bool
+    has_query: bool
+    starts_standard: bool
+    linear: bool = True
+    is_control: bool = False
+    colour: str | None = None
+
+
+class Learned(NamedTuple):
+    """A learned table of a mechanism, for figures.
+
+    Attributes:
+        values: fp32 on the CPU; NaN where an entry means nothing.
+        axes: what each dimension counts: read, sublayer, layer, source, stream.
+        title: what a value is, as the axis of a figure says it.
+    """
+
+    values: Tensor
+    axes: tuple[str, ...]
+    title: str
+
+
+def sublayer_name(index: int, kinds: Sequence[str] = ("attention", "mlp")) -> str:
+    """ "attention k" or "mlp k" of sublayer 2k or 2k + 1: the name of its read, and of its output as a source."""
+    return f"{kinds[index % len(kinds)]} {index // len(kinds)}"
+
+
+def outputs(count: int, kinds: Sequence[str] = ("attention", "mlp")) -> tuple[Source, ...]:
+    """The embedding and the first `count - 1` sublayers' outputs, each a source of its own."""
+    return (
+        EMBEDDING,
+        *(Source(kinds[i % len(kinds)], i // len(kinds), range(i + 1, i + 2)) for i in range(count - 1)),
+    )
+
+
+def columns(rows: Iterable[Sequence[Source]]) -> list[Source]:
+    """Every source of several reads once: finished ones in order of depth, then those that are open.
+
+    Sources of one name are one column: the partial sum of each block in progress, say.
+    """
+    distinct = list({source.name: source for row in rows for source in row}.values())
+    return sorted(distinct, key=lambda source: source.open)

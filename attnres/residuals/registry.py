@@ -1,0 +1,158 @@
+"""Residual mechanisms by name: those that ship with the package, and those of a user's own file."""
+
+import hashlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from attnres.errors import UserError, unknown
+from attnres.residuals.base import Residual
+from attnres.residuals.block import Block
+from attnres.residuals.boundary import Boundary, BoundaryNormed
+from attnres.residuals.cumulative import Cumulative
+from attnres.residuals.deepnorm import DeepNorm
+from attnres.residuals.denseformer import DenseFormer
+from attnres.residuals.depth_attention import DepthAttention
+from attnres.residuals.full import Full
+from attnres.residuals.gates import Gates
+from attnres.residuals.hyper_connections import HyperConnections
+from attnres.residuals.layout import Traits
+from attnres.residuals.rescaled import Rescaled
+from attnres.residuals.standard import Standard
+
+PLUGINS = "ATTNRES_RESIDUALS"
+"""Environment variable: FILE.py:CLASS entries, separated by ";", that are registered when a name is looked up."""
+
+_MECHANISMS: dict[str, type[Residual]] = {
+    cls.name: cls
+    for cls in (
+        Standard,
+        Rescaled,
+        Full,
+        Block,
+        Cumulative,
+        Boundary,
+        BoundaryNormed,
+        DeepNorm,
+        HyperConnections,
+        DenseFormer,
+    )
+}
+_FILES: dict[str, str] = {}
+"""Name of a mechanism -> the FILE.py:CLASS that it was read from."""
+
+RESIDUALS: Mapping[str, type[Residual]] = MappingProxyType(_MECHANISMS)
+
+
+def register(mechanism: type[Residual]) -> type[Residual]:
+    """Make a mechanism known by its `name` to every command and function; usable as a decorator.
+
+    Registering another class under a name replaces one that was registered before, and is refused for a name that the
+    package ships with.
+
+    Raises:
+        UserError: no subclass of Residual, or one without `name`, `traits` or one of the verbs.
+    """
+    if not (isinstance(mechanism, type) and issubclass(mechanism, Residual)):
+        raise UserError(f"{mechanism!r} is no mechanism: expected a subclass of attnres.Residual")
+    name, label = getattr(mechanism, "name", None), mechanism.__name__
+    if not isinstance(name, str) or not name.isidentifier():
+        raise UserError(f"class {label} has the name {name!r}: give it a class attribute `name` of letters and _")
+    if not isinstance(getattr(mechanism, "traits", None), Traits):
+        raise UserError(f"class {label} has no traits: give it a class attribute `traits = Traits(...)`")
+    for verb in ("start", "read", "write", "finish", "hidden_state"):
+        if getattr(mechanism, verb) is getattr(Residual, verb):
+            raise UserError(f"class {label} does not define {verb}: a mechanism says start, read, write, finish and "
+                            "hidden_state")  # fmt: skip
+    known = _MECHANISMS.get(name)
+    if known is not None and known is not mechanism and known.__module__.startswith("attnres.residuals."):
+        raise UserError(f"'{name}' is the name of a mechanism of attnres: give class {label} another one")
+    _MECHANISMS[name] = mechanism
+    return mechanism
+
+
+def residual_class(name: str) -> type[Residual]:
+    """Return the mechanism called `name`, or, of FILE.py:CLASS, the class in that file, registered by its own name.
+
+    Raises:
+        UserError: an unknown name, with the nearest valid one; a file that is not there, fails, or lacks the class.
+    """
+    if ".py:" in name:
+        return _from_file(name)
+    for entry in filter(None, os.environ.get(PLUGINS, "").split(";")):
+        _from_file(entry)
+    if name not in _MECHANISMS:
+        raise unknown("residual", name, _MECHANISMS)
+    return _MECHANISMS[name]
+
+
+def source_file(name: str) -> str | None:
+    """Return the FILE.py:CLASS that mechanism `name` was read from; None where it ships with attnres or was registered
+    by hand."""
+    return _FILES.get(name)
+
+
+def _from_file(entry: str) -> type[Residual]:
+    file, _, label = entry.rpartition(":")
+    path = Path(file).expanduser().resolve()
+    if not path.is_file():
+        raise UserError(f"residual '{entry}': there is no file {path}; expected FILE.py:CLASS")
+    # A name of its own for each file and content, so that a class is made once and can be pickled in this process.
+    digest = hashlib.sha256(bytes(path) + path.read_bytes()).hexdigest()[:12]
+    module_name = f"attnres_plugin_{path.stem}_{digest}"
+    module = sys.modules.get(module_name)
+    if module is None:
+        spec = importlib.util.spec_from_file_location(module_name, path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[module_name] = module
+        try:
+            spec.loader.exec_module(module)
+        except Exception as error:
+            del sys.modules[module_name]
+            raise UserError(f"{path} cannot be run ({type(error).__name__}: {error}): mend it first") from error
+    mechanism = getattr(module, label, None)
+    if mechanism is None:
+        raise unknown(f"class in {path}", label, [name for name, value in vars(module).items() if _is_mechanism(value)])
+    register(mechanism)
+    _FILES[mechanism.name] = f"{path}:{label}"
+    return mechanism
+
+
+def _is_mechanism(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, Residual) and hasattr(value, "name")
+
+
+def settings_of(name: str) -> dict[str, Any]:
+    """Return the settings that a residual takes, with their defaults."""
+    mechanism = residual_class(name)
+    makers = (mechanism, Gates) if issubclass(mechanism, DepthAttention) else (mechanism,)  # depth reads pass them on
+    parameters = [p for maker in makers for p in inspect.signature(maker.__init__).parameters.values()]
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def check_settings(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise a UserError for a setting that residual `name` does not take, with the nearest that it does."""
+    valid = settings_of(name)
+    for key in settings:
+        if key not in valid:
+            if not valid:
+                raise UserError(f"residual '{name}' takes no settings: '{key}' was given; remove it")
+            raise unknown(f"setting of residual '{name}'", key, valid)
+
+
+def make_residual(name: str, num_sublayers: int, width: int, **settings: Any) -> Residual:
+    """Return the residual called `name` for L sublayers of width d.
+
+    Raises:
+        UserError: an unknown name or setting (with the nearest valid one), or settings that are impossible.
+    """
+    check_settings(name, settings)
+    if num_sublayers < 1 or width < 1:
+        raise UserError(f"{num_sublayers} sublayers of width {width}: expected at least 1 of each")
+    return residual_class(name)(num_sublayers, width, **settings)

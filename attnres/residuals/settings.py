@@ -1,0 +1,49 @@
+"""Checks of a mechanism's settings, and start values of its parameters."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnres.errors import UserError
+
+
+def whole(name: str, value: Any, least: int = 1) -> int:
+    """Return `value` if it is a whole number of at least `least`; else raise a UserError that names the setting."""
+    if type(value) is not int or value < least:
+        raise UserError(f"{name} is {value!r}: expected a whole number, at least {least}")
+    return value
+
+
+def positive(name: str, value: Any) -> float:
+    """Return `value` if it is a positive number; else raise a UserError that names the setting."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise UserError(f"{name} is {value!r}: expected a positive number")
+    return float(value)
+
+
+def true_or_false(name: str, value: Any) -> bool:
+    """Return `value` if it is a bool; else raise a UserError that names the setting."""
+    if not isinstance(value, bool):
+        raise UserError(f"{name} is {value!r}: expected true or false")
+    return value
+
+
+def not_both(**settings: Any) -> None:
+    """Raise a UserError if two settings that say the same are both given (not None)."""
+    (first, a), (second, b) = settings.items()
+    if a is not None and b is not None:
+        raise UserError(f"both {first}={a} and {second}={b} are given: give one of them")
+
+
+def start_at(parameter: nn.Parameter, value: Tensor) -> None:
+    """Give a parameter start values that `torch.nn.init` has no function for; leave one that was loaded alone."""
+    nn.init.zeros_(parameter)
+    if not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
+        with torch.no_grad():
+            parameter.copy_(value)
+
+
+def full_precision(reference: Tensor) -> torch.autocast:
+    """Turn autocast off: depth mixing is a softmax or a sum of many terms, and bf16 loses it."""
+    return torch.autocast(reference.device.type, enabled=False)

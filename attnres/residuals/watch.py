@@ -1,0 +1,90 @@
+"""Those who see or change what a forward pass reads: the protocols, and what a read does for them."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from attnres.errors import UserError
+from attnres.ops import compute_dtype
+
+if TYPE_CHECKING:
+    from attnres.residuals.base import Residual
+
+
+class Observer(Protocol):
+    """Sees what a forward pass really does, without changing it."""
+
+    def on_start(self, embedding: Tensor) -> None:
+        """A forward pass begins with the token embedding (..., d)."""
+
+    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
+        """Read `index` made `h` (..., d) before its norm, from the sources that the layout names for it.
+
+        `weights` are (tokens, sources), None where a read is no weighted sum. `values` are the sources themselves,
+        (..., d) each, or empty where they are the embedding and the sublayers' outputs, one by one.
+        """
+
+    def on_write(self, index: int, output: Tensor) -> None:
+        """Sublayer `index` wrote `output` (..., d)."""
+
+
+class Editor(Protocol):
+    """Changes the weights of a forward pass's reads. While a residual has one, its reads are made in plain torch.
+
+    Attributes:
+        outputs: the running pass's embedding and sublayer outputs so far, (..., d) each, kept from `on_start` and
+            `on_write`.
+    """
+
+    outputs: Sequence[Tensor]
+
+    def on_start(self, embedding: Tensor) -> None:
+        """A forward pass begins with the token embedding (..., d)."""
+
+    def on_write(self, index: int, output: Tensor) -> None:
+        """Sublayer `index` wrote `output` (..., d)."""
+
+    def edit(self, index: int, weights: Tensor) -> Tensor:
+        """Return the weights that read `index` uses in place of `weights`, both (tokens, sources). They are used as
+        they are: rows need not sum to one."""
+
+
+def watched(
+    residual: "Residual", h: Tensor, index: int, weights: Tensor | None, values: Sequence[Tensor] = ()
+) -> Tensor:
+    """Show a read to the residual's editor and observer; return what it made, `h` (..., d), as the editor changes it.
+
+    Args:
+        weights: (tokens, sources); None are those that the residual implies, or one for a single source.
+        values: the sources; none are the embedding and the outputs so far.
+    """
+    row = h.new_ones(1) if len(residual.sources(index)) == 1 else residual.implied(index)
+    if weights is None and row is not None:
+        weights = row.to(h).expand(h[..., 0].numel(), -1)
+    if residual.editor is not None:
+        if weights is None:
+            raise UserError(f"residual '{residual.name}' mixes its sources by no weights: there is nothing to edit")
+        edited = residual.editor.edit(index, weights)
+        if edited is not weights:
+            h = _mixed_anew(h, weights, edited, values or residual.editor.outputs)
+        weights = edited.detach()
+    if residual.observer is not None:
+        residual.observer.on_read(index, h, weights, values)
+    return h
+
+
+def _mixed_anew(h: Tensor, weights: Tensor, edited: Tensor, values: Sequence[Tensor]) -> Tensor:
+    """Return `h` (..., d), made with `weights` (tokens, n) of `values`, as `edited` weights make it.
+
+    Where a token's weights changed the sum is made again: what taking values from h leaves is rounding, and the norm
+    after a read that lost everything, or nearly, makes that as large as any input. Elsewhere h stays as it is.
+    """
+    dtype = compute_dtype(h.dtype)
+    changed = (edited != weights).any(-1, keepdim=True)
+    factors = torch.where(changed, edited, edited - weights).to(dtype).view(*h.shape[:-1], -1)
+    mixed = h.to(dtype).masked_fill(changed.view(*h.shape[:-1], 1), 0.0)
+    for i, value in enumerate(values):
+        mixed = mixed + factors[..., i : i + 1] * value
+    return mixed.to(h.dtype)
