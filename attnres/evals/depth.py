@@ -45,7 +45,7 @@ class TokenDepth:
     def line(self) -> str:
         """One line: the token, the heaviest sources of the output, and each block's heaviest source."""
         output = ", ".join(f"{source} {weight:.2f}" for source, weight in self.output[:TOP])
-        blocks = "  ".join(f"{name} {_short(source)} {weight:.2f}" for name, source, weight in self.blocks)
+        blocks = "  ".join(f"{name} {source} {weight:.2f}" for name, source, weight in self.blocks)
         return f"{self.text!r:16} output: {output} | {blocks}"
 
 
@@ -62,15 +62,15 @@ class DepthReader:
             raise UserError(
                 f"{type(model).__name__} has no depth reads to show: give a model of attnres, or leave out --show-depth"
             )
-        if not residual.weighs:
+        if not residual.traits.by_token:
             raise UserError(
-                f"residual '{residual.name}' weighs no sources: --show-depth needs one that does, such as block"
+                f"residual '{residual.name}' weighs its sources alike for every token: --show-depth needs one that does not, such as block"
             )
         if residual.observer is not None:
             raise UserError("this model is being recorded already: leave the first recording before a second")
         self.residual, self.tokenizer = residual, tokenizer
         self.weights: dict[int, Tensor] = {}
-        self.sources: dict[int, list[str]] = {}
+        self.sources = [read.sources for read in residual.layout()]
 
     def __enter__(self) -> Self:
         self.residual.observer = self
@@ -84,12 +84,9 @@ class DepthReader:
     def on_start(self, embedding: Tensor) -> None:
         pass
 
-    def on_read(
-        self, index: int, h: Tensor, weights: Tensor | None, sources: Sequence[str], values: Sequence[Tensor]
-    ) -> None:
+    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
         assert weights is not None
-        # The last position of the pass is the one that predicts.
-        self.weights[index], self.sources[index] = weights[-1].detach(), list(sources)
+        self.weights[index] = weights[-1].detach()  # the last position of the pass is the one that predicts
 
     def on_write(self, index: int, output: Tensor) -> None:
         pass
@@ -98,7 +95,8 @@ class DepthReader:
         """What the pass that predicted `token` did; call it before the next pass."""
         last = self.residual.num_sublayers
         rows = {index: weights.float().tolist() for index, weights in self.weights.items()}
-        output = sorted(zip(self.sources[last], rows[last]), key=lambda pair: -pair[1])
+        names = [source.name for source in self.sources[last]]
+        output = sorted(zip(names, rows[last]), key=lambda pair: -pair[1])
         blocks = []
         size = getattr(self.residual, "block_size", 1)
         size = size if size > 1 else -(-last // PARTS)
@@ -107,14 +105,7 @@ class DepthReader:
             sums: dict[str, float] = {}
             for index in reads:
                 for source, weight in zip(self.sources[index], rows[index]):
-                    sums[source] = sums.get(source, 0.0) + weight / len(reads)
+                    sums[source.short] = sums.get(source.short, 0.0) + weight / len(reads)
             source = max(sums, key=lambda name: sums[name])
             blocks.append((f"b{number}", source, sums[source]))
         return TokenDepth(token, piece(self.tokenizer, token), output, blocks)
-
-
-def _short(source: str) -> str:
-    """The name of a source in a few letters: emb, b3, part, a4, m4."""
-    kind, _, number = source.partition(" ")
-    short = {"embedding": "emb", "partial": "part", "block": "b", "attention": "a", "mlp": "m"}.get(kind, kind)
-    return f"{short}{number}"

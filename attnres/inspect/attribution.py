@@ -16,7 +16,7 @@ from attnres.forward import evaluating, log_probs
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import prompt_ids
 from attnres.inspect.intervene import Watch, intervene
-from attnres.inspect.record import find_residual, read_names
+from attnres.inspect.record import find_residual
 from attnres.ops import compute_dtype
 from attnres.residuals import Residual
 
@@ -161,7 +161,7 @@ def attribute(
         target=target,
         log_probability=log_p,
         everywhere=everywhere,
-        reads=read_names(residual.num_sublayers),
+        reads=[read.name for read in probe.layout],
         sources=probe.sources,
         knockout=_as_rows(knockout, probe.sources),
         gradient=_as_rows(gradient, probe.sources),
@@ -203,22 +203,20 @@ class _Probe(Watch):
 
     def __init__(self, residual: Residual) -> None:
         super().__init__(residual)
-        self.sources: list[list[str]] = []
+        self.layout = residual.layout()
+        self.sources = [[source.name for source in read.sources] for read in self.layout]
         self.weights: list[Tensor] = []
         self.zeros: list[Tensor] = []
         self.products: list[Tensor] = []
         self.grads: Sequence[Tensor] = ()
 
-    def edit(self, index: int, weights: Tensor, sources: Sequence[str]) -> Tensor:
+    def edit(self, index: int, weights: Tensor) -> Tensor:
         zeros = torch.zeros_like(weights, requires_grad=True)
-        self.sources.append(list(sources))
         self.weights.append(weights.detach().clone())
         self.zeros.append(zeros)
         return weights + zeros
 
-    def on_read(
-        self, index: int, h: Tensor, weights: Tensor | None, sources: Sequence[str], values: Sequence[Tensor]
-    ) -> None:
+    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
         dtype = compute_dtype(h.dtype)
         stacked = torch.stack([value.detach().to(dtype).flatten(0, -2) for value in values or self.outputs], 1)
         self.products.append(stacked @ stacked.mT)
@@ -234,7 +232,7 @@ class _Probe(Watch):
     def estimate(self, index: int, source: str, everywhere: bool) -> float:
         """d(l, i) of one edge, from one text's weights and their gradients (T, n)."""
         weights, grad = self.weights[index], self.grads[index]
-        edited = KnockOut(source).rewrite(weights, self.sources[index], 0, self.residual.weighs)
+        edited = KnockOut(source).rewrite(weights, self.layout[index].sources, 0, self.residual.traits.sums_to_one)
         if self.lengthless(index):
             products = self.products[index]
             edited = edited * (_lengths(weights, products) / _lengths(edited, products).clamp_min(1e-30))[:, None]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attnres.errors import UserError, unknown
-from attnres.inspect.record import Trace, read_names
-from attnres.residuals import Residual, output_names
+from attnres.inspect.record import Trace
+from attnres.residuals import Residual, Source, outputs
 
 Reads = str | int | Collection[str | int] | None
 """Which reads: names ("mlp 3", "output"), numbers 0 .. L (negative ones count from the end), a range; None is all."""
@@ -27,8 +27,8 @@ LARGEST_DELTA = 80.0
 class Edit:
     """A change of the weights of some reads at some tokens.
 
-    Weights p are those of a read's softmax, or the coefficients that a residual without one implies (standard: ones;
-    see `Residual.implied`). The latter need not sum to one and are never renormalised. Where reads are scaled or held
+    Weights p are those of a read, or the coefficients that a residual implies (standard: ones; see `Residual.implied`).
+    Those that do not sum to one (`Traits.sums_to_one`) are never renormalised. Where reads are scaled or held
     back by gates, that happens after the edit.
     """
 
@@ -45,10 +45,10 @@ class Edit:
         """Whether it matters which tokens a forward pass holds."""
         return self.of_tokens is not None
 
-    def check(self, chosen: Sequence[int], rows: Sequence[Sequence[str]], residual: Residual) -> None:
-        """Raise a UserError if the edit cannot be made at the reads `chosen`; `rows` are each read's sources."""
+    def check(self, reads: Sequence[int], residual: Residual) -> None:
+        """Raise a UserError if the edit cannot be made at the reads of these numbers."""
 
-    def rewrite(self, weights: Tensor, sources: Sequence[str], place: int, softmax: bool) -> Tensor:
+    def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
         """The edited weights (B, T, n) of the `place`-th of the edit's reads; of all tokens, whatever `tokens` says."""
         raise NotImplementedError
 
@@ -57,7 +57,7 @@ class Edit:
 class KnockOut(Edit):
     """Remove sources K from reads: p'_i = 0 for i in K, and p'_j = p_j / sum_{k not in K} p_k elsewhere.
 
-    Without `renormalise`, and for coefficients that no softmax made, the others stay as they are. A read of which
+    Without `renormalise`, and for coefficients that do not sum to one, the others stay as they are. A read of which
     nothing is left reads zeros. Reads without these sources stay as they are.
 
     Args:
@@ -69,15 +69,15 @@ class KnockOut(Edit):
     tokens: Tokens = None
     renormalise: bool = True
 
-    def check(self, chosen: Sequence[int], rows: Sequence[Sequence[str]], residual: Residual) -> None:
-        _check_sources(_several(self.source), chosen, rows, residual)
+    def check(self, reads: Sequence[int], residual: Residual) -> None:
+        _check_sources(_several(self.source), reads, residual)
 
-    def rewrite(self, weights: Tensor, sources: Sequence[str], place: int, softmax: bool) -> Tensor:
-        gone = torch.tensor([name in _several(self.source) for name in sources], device=weights.device)
+    def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
+        gone = torch.tensor([source.name in _several(self.source) for source in sources], device=weights.device)
         if not gone.any():
             return weights
         kept = weights.masked_fill(gone, 0.0)
-        if not (self.renormalise and softmax):
+        if not (self.renormalise and sums_to_one):
             return kept
         rest = kept.sum(-1, keepdim=True)
         return torch.where(rest > 0, kept / rest.clamp_min(torch.finfo(rest.dtype).tiny), 0.0)
@@ -90,7 +90,7 @@ class Uniform(Edit):
     reads: Reads = None
     tokens: Tokens = None
 
-    def rewrite(self, weights: Tensor, sources: Sequence[str], place: int, softmax: bool) -> Tensor:
+    def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
         return weights.mean(-1, keepdim=True).expand_as(weights)
 
 
@@ -101,8 +101,8 @@ class Recency(Edit):
     reads: Reads = None
     tokens: Tokens = None
 
-    def rewrite(self, weights: Tensor, sources: Sequence[str], place: int, softmax: bool) -> Tensor:
-        last = len(sources) - 1 - (sources[-1] == "null")
+    def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
+        last = len(sources) - 1 - (sources[-1].kind == "null")
         edited = torch.zeros_like(weights)
         edited[..., last] = 1.0
         return edited
@@ -134,18 +134,19 @@ class Pin(Edit):
     def positional(self) -> bool:
         return self.tokens is not None or any(row.dim() > 1 for row in self._rows())
 
-    def check(self, chosen: Sequence[int], rows: Sequence[Sequence[str]], residual: Residual) -> None:
-        given, names = self._rows(), read_names(residual.num_sublayers)
-        if len(given) != len(chosen):
-            raise UserError(f"{len(given)} rows of weights to pin for {len(chosen)} reads: give one for each read")
-        for row, index in zip(given, chosen):
-            if row.dim() not in (1, 2, 3) or row.shape[-1] != len(rows[index]):
+    def check(self, reads: Sequence[int], residual: Residual) -> None:
+        rows, layout = self._rows(), residual.layout()
+        if len(rows) != len(reads):
+            raise UserError(f"{len(rows)} rows of weights to pin for {len(reads)} reads: give one for each read")
+        for row, index in zip(rows, reads):
+            names = [source.name for source in layout[index].sources]
+            if row.dim() not in (1, 2, 3) or row.shape[-1] != len(names):
                 raise UserError(
-                    f"weights of shape {tuple(row.shape)} to pin at read '{names[index]}': expected "
-                    f"{len(rows[index])} a token, of {', '.join(rows[index])}"
+                    f"weights of shape {tuple(row.shape)} to pin at read '{layout[index].name}': expected "
+                    f"{len(names)} a token, of {', '.join(names)}"
                 )
 
-    def rewrite(self, weights: Tensor, sources: Sequence[str], place: int, softmax: bool) -> Tensor:
+    def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
         row = self._rows()[place].to(weights)
         try:
             return row.expand_as(weights)
@@ -168,7 +169,7 @@ class Swap(Edit):
     def positional(self) -> bool:
         return True
 
-    def rewrite(self, weights: Tensor, sources: Sequence[str], place: int, softmax: bool) -> Tensor:
+    def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
         length = weights.shape[1]
         order = torch.arange(length, device=weights.device)
         a, b = _position(self.a, length), _position(self.b, length)
@@ -179,29 +180,29 @@ class Swap(Edit):
 @dataclass(frozen=True, eq=False)
 class AddLogit(Edit):
     """Add `delta` to a source's logit: p'_i = p_i e^delta / Z for the source, p'_j = p_j / Z elsewhere, rows summing to
-    one. A coefficient that no softmax made is multiplied by e^delta, the others stay."""
+    one. Of coefficients that do not sum to one it is multiplied by e^delta, the others stay."""
 
     source: str
     delta: float
     reads: Reads = None
     tokens: Tokens = None
 
-    def check(self, chosen: Sequence[int], rows: Sequence[Sequence[str]], residual: Residual) -> None:
-        _check_sources((self.source,), chosen, rows, residual)
+    def check(self, reads: Sequence[int], residual: Residual) -> None:
+        _check_sources((self.source,), reads, residual)
         if isinstance(self.delta, bool) or not isinstance(self.delta, int | float) or abs(self.delta) > LARGEST_DELTA:
             raise UserError(f"delta is {self.delta!r}: expected a number from -{LARGEST_DELTA:g} to {LARGEST_DELTA:g}")
         if math.isnan(self.delta):
             raise UserError("delta is nan: expected a number")
 
-    def rewrite(self, weights: Tensor, sources: Sequence[str], place: int, softmax: bool) -> Tensor:
-        chosen = torch.tensor([name == self.source for name in sources], device=weights.device)
-        if not chosen.any():
+    def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
+        raised = torch.tensor([source.name == self.source for source in sources], device=weights.device)
+        if not raised.any():
             return weights
-        if not softmax:
-            return torch.where(chosen, weights * math.exp(self.delta), weights)
+        if not sums_to_one:
+            return torch.where(raised, weights * math.exp(self.delta), weights)
         # Only factors of at most one: none can overflow.
         factor = math.exp(-abs(self.delta))
-        scaled = torch.where(chosen if self.delta < 0 else ~chosen, weights * factor, weights)
+        scaled = torch.where(raised if self.delta < 0 else ~raised, weights * factor, weights)
         total = scaled.sum(-1, keepdim=True)
         return torch.where(total > 0, scaled / total.clamp_min(torch.finfo(total.dtype).tiny), 0.0)
 
@@ -286,35 +287,27 @@ def _several(source: str | Sequence[str]) -> Sequence[str]:
     return (source,) if isinstance(source, str) else source
 
 
-def _check_sources(
-    given: Sequence[str], chosen: Sequence[int], rows: Sequence[Sequence[str]], residual: Residual
-) -> None:
-    """Each source must be among those of at least one chosen read."""
-    names, outputs = read_names(residual.num_sublayers), output_names(residual.num_sublayers + 1)
-    if not given:
+def _check_sources(names: Sequence[str], reads: Sequence[int], residual: Residual) -> None:
+    """Raise a UserError unless each source is among those of at least one of the reads."""
+    layout = residual.layout()
+    rows = [[source.name for source in read.sources] for read in layout]
+    if not names:
         raise UserError("no source is given: name one, such as 'embedding'")
-    for source in given:
-        if any(source in rows[index] for index in chosen):
+    for name in names:
+        if any(name in rows[index] for index in reads):
             continue
-        last = max(chosen)
-        has = f"'{names[last]}' reads {', '.join(rows[last])}"
-        if source in outputs:
-            number = outputs.index(source)
+        last = max(reads)
+        has = f"'{layout[last].name}' reads {', '.join(rows[last])}"
+        written = [output.name for output in outputs(len(layout), residual.sublayers)]
+        if name in written:
+            number = written.index(name)
             if number > last:
-                raise UserError(f"source '{source}' is written after read '{names[last]}': choose a later read")
-            inside = _inside(number, last, rows[last], residual)
-            where = f"inside {inside}" if inside else "inside other sources"
-            raise UserError(f"'{source}' is no source of its own but {where}: {has}; give one of these")
-        if first := next((index for index, row in enumerate(rows) if source in row), None):
+                raise UserError(f"source '{name}' is written after read '{layout[last].name}': choose a later read")
+            holders = [f"'{s.name}'" for s in layout[last].sources if s.span is not None and number in s.span]
+            where = f"inside {' and '.join(holders)}" if holders else "inside other sources"
+            raise UserError(f"'{name}' is no source of its own but {where}: {has}; give one of these")
+        if first := next((index for index, row in enumerate(rows) if name in row), None):
             raise UserError(
-                f"no selected read has the source '{source}': '{names[first]}' is the first that has it; {has}"
+                f"no selected read has the source '{name}': '{layout[first].name}' is the first that has it; {has}"
             )
-        raise unknown("source", source, {name for index in chosen for name in rows[index]})
-
-
-def _inside(number: int, read: int, sources: Sequence[str], residual: Residual) -> str:
-    """Names of the sources of `read` that hold output `number`."""
-    if residual.feeds_back:
-        return ""
-    holds = [source for source in sources if residual.expand(source, read, [])[0, number] != 0]
-    return " and ".join(f"'{source}'" for source in holds)
+        raise unknown("source", name, {name for index in reads for name in rows[index]})

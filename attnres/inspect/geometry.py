@@ -4,10 +4,8 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 
-from attnres.residuals import BoundaryNormed, DenseFormer, HyperConnections, Residual
-from attnres.residuals.gates import Gates
+from attnres.residuals import Residual
 
 
 def directions(residual: Residual) -> np.ndarray:
@@ -30,14 +28,9 @@ def sharpness(residual: Residual) -> list[float | None] | None:
     instead of the list a residual without queries. `boundary_normed` divides its logits by sqrt(d), so there it is
     |w * g|.
     """
-    if not residual.weighs:
+    if not residual.traits.has_query:
         return None
-    largest = 1.0 if isinstance(residual, BoundaryNormed) else math.sqrt(residual.width)
-    gates = getattr(residual, "gates", None)
-    if gates is not None:
-        largest /= gates.read_temperature
-    queries = [residual.direction(index) for index in range(residual.num_sublayers + 1)]
-    return [None if query is None else float(query.detach().double().norm()) * largest for query in queries]
+    return [residual.sharpness(index) for index in range(residual.num_sublayers + 1)]
 
 
 def query_cosine(residual: Residual) -> list[list[float | None]] | None:
@@ -77,29 +70,13 @@ def query_pca(residual: Residual) -> dict[str, Any] | None:
     return {"points": points, "explained": (variance[:2] / variance.sum()).tolist()}
 
 
-@torch.no_grad()
 def learned_mixing(residual: Residual) -> dict[str, Any] | None:
-    """What a residual has learned besides queries, by name; None where that is nothing.
+    """Return what a residual has learned besides queries (`Residual.learned`), by name, as nested lists; entries that
+    mean nothing (NaN) are left out. None where that is nothing."""
+    return {name: _lists(table.values.tolist()) for name, table in residual.learned().items()} or None
 
-    Returns:
-        Of depth attention with gates: `recency_bias` (reads,) on the logit of the last source; `gate` (reads,), the
-        share of the read by its bias alone, sigmoid(c), its mean over channels if it is a vector; `alpha` (reads,).
-        Of DenseFormer: `mix`, for each layer i its i + 2 coefficients of the embedding and the layers so far. Of
-        Hyper-Connections: `read` (L, n), how much of each stream a sublayer reads, and `write` (L, n), how much of its
-        output each stream gets, both without their dynamic part.
-    """
-    gates = getattr(residual, "gates", None)
-    found: dict[str, torch.Tensor] = {}
-    if isinstance(gates, Gates):
-        if gates.bias is not None:
-            found["recency_bias"] = gates.bias
-        if gates.gate is not None:
-            share = gates.gate.sigmoid()
-            found["gate"] = share.mean(1) if share.dim() == 2 else share
-        if gates.alpha is not None:
-            found["alpha"] = gates.alpha
-    elif isinstance(residual, DenseFormer):
-        return {"mix": [row[: i + 2].tolist() for i, row in enumerate(residual.mix.float().cpu())]}
-    elif isinstance(residual, HyperConnections):
-        found = {"read": residual.static_alpha[..., 0], "write": residual.static_beta}
-    return {name: value.float().cpu().tolist() for name, value in found.items()} or None
+
+def _lists(values: Any) -> Any:
+    if isinstance(values, list):
+        return [_lists(value) for value in values if not (isinstance(value, float) and math.isnan(value))]
+    return values

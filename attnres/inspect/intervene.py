@@ -9,33 +9,24 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.inspect.edits import Edit, choose_reads, token_mask
-from attnres.inspect.record import find_residual, read_names
-from attnres.residuals import Residual
+from attnres.inspect.record import find_residual
+from attnres.residuals import Residual, Source
 
 
 def source_names(model: nn.Module) -> list[list[str]]:
-    """The names of what each of the L+1 reads mixes, found by a pass of one token through the residual alone.
+    """Return the names of what each of the L+1 reads mixes.
 
     Raises:
         UserError: the residual mixes by no weights (DeepNorm).
     """
-    residual = find_residual(model)
-    watch, before = _Names(residual), (residual.observer, residual.editor)
-    residual.observer, residual.editor = None, watch
-    parameter = next(residual.parameters(), None)
-    try:
-        with torch.no_grad():
-            vector = torch.zeros(1, 1, residual.width, device=None if parameter is None else parameter.device)
-            watch.on_start(vector)
-            state = residual.start(vector)
-            for index in range(residual.num_sublayers):
-                _, state = residual.read(state, index, _as_it_is)
-                watch.on_write(index, vector)
-                state = residual.write(state, index, vector)
-            residual.finish(state, _as_it_is)
-    finally:
-        residual.observer, residual.editor = before
-    return watch.rows
+    return [[source.name for source in row] for row in _rows(find_residual(model))]
+
+
+def _rows(residual: Residual) -> list[tuple[Source, ...]]:
+    rows = [read.sources for read in residual.layout()]
+    if not all(rows):
+        raise UserError(f"residual '{residual.name}' mixes its sources by no weights: there is nothing to edit")
+    return rows
 
 
 @contextmanager
@@ -48,6 +39,8 @@ def intervene(model: nn.Module, *edits: Edit) -> Generator[None]:
     >>> with intervene(model, KnockOut("embedding", reads="output")):  # doctest: +SKIP
     ...     logits = model(input_ids=ids).logits
 
+    With activation checkpointing the backward pass runs the layers again: it must be inside the block, too.
+
     Raises:
         UserError: an edit of reads, sources or tokens that are not there; a residual that mixes by no weights; a model
             that is being edited already.
@@ -55,7 +48,7 @@ def intervene(model: nn.Module, *edits: Edit) -> Generator[None]:
     residual = find_residual(model)
     if residual.editor is not None:
         raise UserError("this model is being edited already: give all edits to one `intervene`")
-    editor = _Edits(residual, edits, source_names(model))
+    editor = _Edits(residual, edits)
     hook = model.register_forward_pre_hook(editor.see_cache, with_kwargs=True)
     residual.editor = editor
     try:
@@ -80,34 +73,25 @@ class Watch:
     def on_write(self, index: int, output: Tensor) -> None:
         self.outputs = [*self.outputs[: index + 1], output]  # a checkpointed layer writes again
 
-    def edit(self, index: int, weights: Tensor, sources: Sequence[str]) -> Tensor:
-        return weights
-
-
-class _Names(Watch):
-    def __init__(self, residual: Residual) -> None:
-        super().__init__(residual)
-        self.rows: list[list[str]] = []
-
-    def edit(self, index: int, weights: Tensor, sources: Sequence[str]) -> Tensor:
-        self.rows.append(list(sources))
+    def edit(self, index: int, weights: Tensor) -> Tensor:
         return weights
 
 
 class _Edits(Watch):
     """The edits of one `intervene`."""
 
-    def __init__(self, residual: Residual, edits: Iterable[Edit], rows: Sequence[Sequence[str]]) -> None:
+    def __init__(self, residual: Residual, edits: Iterable[Edit]) -> None:
         super().__init__(residual)
+        self.rows, names = _rows(residual), [read.name for read in residual.layout()]
         self.by_read: dict[int, list[tuple[Edit, int]]] = {}
         self.positional, self.cached = False, False
         for edit in edits:
             if not isinstance(edit, Edit):
                 raise UserError(f"{edit!r} is no edit: expected KnockOut, Uniform, Recency, Pin, Swap or AddLogit")
-            chosen = choose_reads(edit.of_reads, read_names(residual.num_sublayers))
-            edit.check(chosen, rows, residual)
+            reads = choose_reads(edit.of_reads, names)
+            edit.check(reads, residual)
             self.positional |= edit.positional
-            for place, index in enumerate(chosen):
+            for place, index in enumerate(reads):
                 self.by_read.setdefault(index, []).append((edit, place))
 
     def see_cache(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -122,16 +106,12 @@ class _Edits(Watch):
                 "use_cache=False, or edit all tokens"
             )
 
-    def edit(self, index: int, weights: Tensor, sources: Sequence[str]) -> Tensor:
+    def edit(self, index: int, weights: Tensor) -> Tensor:
         if index not in self.by_read:
             return weights
         edited = weights.view(*self.shape, -1)
         for edit, place in self.by_read[index]:
-            new = edit.rewrite(edited, sources, place, self.residual.weighs)
+            new = edit.rewrite(edited, self.rows[index], place, self.residual.traits.sums_to_one)
             mask = token_mask(edit.of_tokens, self.shape, weights.device)
             edited = new if mask is None else torch.where(mask.unsqueeze(-1), new, edited)
         return edited.reshape(weights.shape)
-
-
-def _as_it_is(h: Tensor) -> Tensor:
-    return h

@@ -137,7 +137,7 @@ def check_prunable(residual: str, threshold: float) -> None:
     """Raise a UserError for a threshold that is no weight, or the name of a residual that learns no weights."""
     if not 0 < threshold < 1:
         raise UserError(f"threshold is {threshold}: expected a weight between 0 and 1, such as 0.01")
-    if residual in ("standard", "rescaled", "deepnorm"):
+    if not residual_class(residual).traits.by_token:
         raise UserError(f"residual '{residual}' learns no weights of its sources: there is nothing to prune")
 
 

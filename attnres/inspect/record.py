@@ -11,12 +11,7 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype
-from attnres.residuals import Residual, sublayer_name
-
-
-def read_names(num_sublayers: int) -> list[str]:
-    """Names of the L+1 reads: "attention 0", "mlp 0", ..., "output"."""
-    return [*(sublayer_name(index) for index in range(num_sublayers)), "output"]
+from attnres.residuals import Residual, Source
 
 
 def find_residual(model: nn.Module) -> Residual:
@@ -25,12 +20,15 @@ def find_residual(model: nn.Module) -> Residual:
     Raises:
         UserError: it has none.
     """
-    residual = next((module for module in model.modules() if isinstance(module, Residual)), None)
-    if residual is None:
-        raise UserError(
-            f"{type(model).__name__} has no residual of attnres: build or load it with attnres.models, or convert it"
-        )
-    return residual
+    for module in model.modules():
+        if isinstance(module, Residual):
+            return module
+        residual = module._modules.get("residual")
+        if residual is not None and any(isinstance(part, Residual) for part in residual.modules()):
+            return residual("itself")  # an adapter library may have put a wrapper around it
+    raise UserError(
+        f"{type(model).__name__} has no residual of attnres: build or load it with attnres.models, or convert it"
+    )
 
 
 class Trace:
@@ -46,18 +44,18 @@ class Trace:
 
     Attributes:
         num_sublayers: L. width: d. residual: its name.
-        reads: names of the L+1 reads.
+        layout: the L+1 reads and what they mix, as data. reads: their names.
         tokens: tokens recorded so far.
-        sources: names of what each read mixes.
     """
 
     def __init__(self, residual: Residual, *, tokens: bool = False, labels: int = 0) -> None:
         self.num_sublayers, self.width, self.residual = residual.num_sublayers, residual.width, residual.name
-        self.reads = read_names(self.num_sublayers)
+        self.layout = residual.layout()
+        self.reads = [read.name for read in self.layout]
         self.tokens = 0
         reads = self.num_sublayers + 1
-        self.sources: list[list[str]] = [[] for _ in range(reads)]
         self._mechanism = residual
+        self._feeds_back = any(source.after is not None for read in self.layout for source in read.sources)
         self._output_squares = [0.0] * self.num_sublayers
         self._grad_squares = [0.0] * self.num_sublayers
         self._grad_tokens = [0] * self.num_sublayers
@@ -69,7 +67,7 @@ class Trace:
         self._cosines: list[Any] = [0.0] * reads
         self._key_cosine: Any = 0.0
         self._rows: list[Tensor] = []
-        self._lengths: dict[str, Tensor] = {}
+        self._lengths: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self._keep, self._labels = tokens, labels
         self._label_ids: Tensor | None = None
         self._coming_labels: Tensor | None = None
@@ -112,9 +110,7 @@ class Trace:
             self._label_tokens += torch.bincount(ids, minlength=self._labels)
 
     @torch.no_grad()
-    def on_read(
-        self, index: int, h: Tensor, weights: Tensor | None, sources: Sequence[str], values: Sequence[Tensor]
-    ) -> None:
+    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
         if _in_backward():
             return
         h = h.detach()
@@ -124,17 +120,16 @@ class Trace:
         if weights is None:
             return
         weights = weights.detach().float()
-        self.sources[index] = list(sources)
         self._weights[index] += weights.sum(0, dtype=torch.float64).cpu()
         shares = weights.abs() / weights.abs().sum(1, keepdim=True).clamp_min(1e-30)  # an emptied read has no entropy
         self._entropy[index] += torch.special.entr(shares).sum(dtype=torch.float64).item()
-        if self._mechanism.feeds_back:
-            row = self._mechanism.mixing_row(index, weights, sources, self._rows)
+        if self._feeds_back:
+            row = self._mechanism.mixing_row(index, weights, self._rows)
             if row is not None:
                 self._rows.append(row)
                 self._mixing[index] += row.sum(0, dtype=torch.float64).cpu()
-        if self._mechanism.weighs:
-            self._geometry(index, sources, values)
+        if values:
+            self._geometry(index, values)
         if self._keep:
             self._token_weights[index] = weights.view(*self._shape, -1).cpu()
         if self._labels and self._label_ids is not None:
@@ -142,17 +137,10 @@ class Trace:
             sums = torch.zeros(self._labels, weights.shape[1], dtype=torch.float64)
             self._label_sums[index] += sums.index_add_(0, self._label_ids[chosen], weights.double().cpu()[chosen])
 
-    def _geometry(self, index: int, sources: Sequence[str], values: Sequence[Tensor]) -> None:
-        """Lengths of the sources, and their angles to the pseudo-query and, at the last read, to one another."""
+    def _geometry(self, index: int, values: Sequence[Tensor]) -> None:
+        """Add the lengths of the sources, and their angles to the pseudo-query and, at the last read, to one another."""
         flat = [value.detach().flatten(0, -2) for value in values]
-        lengths = []
-        for name, value in zip(sources, flat, strict=True):
-            length = self._lengths.get(name)
-            if length is None:
-                length = torch.linalg.vector_norm(value, dim=-1, dtype=compute_dtype(value.dtype))
-                if name not in ("partial", "stream"):  # the others are finished: the same at every read
-                    self._lengths[name] = length
-            lengths.append(length)
+        lengths = [self._length(source, value) for source, value in zip(self.layout[index].sources, flat, strict=True)]
         squares = torch.stack(lengths).square().sum(1, dtype=torch.float64)
         self._source_squares[index] += squares.cpu()
         query = self._mechanism.direction(index)
@@ -167,6 +155,17 @@ class Trace:
                     cosines = _ratio((a.float() * flat[j]).sum(-1), lengths[i] * lengths[j])
                     gram[i, j] = gram[j, i] = cosines.sum(dtype=torch.float64).item()
             self._key_cosine += gram
+        if index == self.num_sublayers:
+            self._lengths.clear()  # and with them the pass's sources
+
+    def _length(self, source: Source, value: Tensor) -> Tensor:
+        """Return the length of each token's vector in `value` (tokens, d), measured once a pass for a finished source
+        that stays the same tensor from read to read. The tensor is kept with it: no other can take its place."""
+        key = source.name, value.data_ptr()
+        if key not in self._lengths or source.open:
+            length = torch.linalg.vector_norm(value, dim=-1, dtype=compute_dtype(value.dtype))
+            self._lengths[key] = value, length
+        return self._lengths[key][1]
 
     def on_write(self, index: int, output: Tensor) -> None:
         if _in_backward():
@@ -202,10 +201,18 @@ class Trace:
 
     @property
     def source_rms(self) -> list[list[float]]:
-        """Root mean square of each source of each read; rows are empty where no softmax weighs them."""
+        """Root mean square of each source of each read; rows are empty where its values are not shown."""
         return [self._rms(row.tolist()) if torch.is_tensor(row) else [] for row in self._source_squares]
 
     # -- weights --------------------------------------------------------------------------------------------------
+    @property
+    def sources(self) -> list[list[str]]:
+        """Names of what each read mixes; empty before its first pass and where it is no weighted sum."""
+        return [
+            [source.name for source in read.sources] if torch.is_tensor(row) else []
+            for read, row in zip(self.layout, self._weights, strict=True)
+        ]
+
     @property
     def weights(self) -> list[list[float]]:
         """Mean over tokens of each read's weights; rows of a softmax sum to one. Without a softmax they are what the
@@ -214,13 +221,14 @@ class Trace:
 
     @property
     def routing(self) -> dict[str, Any] | None:
-        """Mean weights over tokens, or None for a residual without a softmax over its sources.
+        """Mean weights over tokens, or None for a residual whose weights are the same for every token.
 
-        `{"weights": L+1 rows, "sources": the names of each row's sources, "reads": L+1 names}`.
+        `{"weights": L+1 rows, "sources": each row's sources (`Source.to_json`), "reads": L+1 names}`.
         """
-        if not self._mechanism.weighs or not all(self.sources):
+        if not self._mechanism.traits.by_token or not all(self.sources):
             return None
-        return {"weights": self.weights, "sources": self.sources, "reads": self.reads}
+        sources = [[source.to_json() for source in read.sources] for read in self.layout]
+        return {"weights": self.weights, "sources": sources, "reads": self.reads}
 
     @property
     def entropy(self) -> list[float]:
@@ -235,13 +243,13 @@ class Trace:
         """(L+1, L+1): mean over tokens of the depth mixing matrix, h_l = sum_i M[l, i] v_i; None where reads are not
         such sums (a norm in between, or a gate that is a vector)."""
         rows = []
-        for index, names in enumerate(self.sources):
-            if not names:
+        for index in range(len(self.layout)):
+            if not torch.is_tensor(self._weights[index]):
                 return None
             row = self._mixing[index] / self.tokens if torch.is_tensor(self._mixing[index]) else None
             if row is None:
                 weights = (self._weights[index] / self.tokens).unsqueeze(0)
-                row = self._mechanism.mixing_row(index, weights, names, [])
+                row = self._mechanism.mixing_row(index, weights, [])
                 if row is None:
                     return None
                 row = row[0]
@@ -289,7 +297,7 @@ class Trace:
         rows: list[Tensor] = []
         for index, weights in enumerate(self.token_weights):
             flat = weights.flatten(0, -2)
-            row = self._mechanism.mixing_row(index, flat, self.sources[index], rows)
+            row = self._mechanism.mixing_row(index, flat, rows)
             if row is None:
                 return None
             rows.append(row.detach().expand(flat.shape[0], -1))

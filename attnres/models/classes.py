@@ -1,7 +1,7 @@
 """Config and model classes with depth reads, one pair per family, registered with Transformers' Auto classes.
 
 Each is a subclass of the family's own class. The residual and its settings are fields of the config; its parameters are
-one module of the base model (`model.model.residual`; `model.residual` is the same). Every other weight keeps its name, so
+one module of the base model (`model.model.residual`, also `model.residual`). Every other weight keeps its name, so
 plain checkpoints load directly.
 """
 

@@ -243,10 +243,8 @@ def _convert(
         vars(new.config).pop(name, None)
     new.attach_residual()
     for module in (new, new.depth_base):
-        module._keep_in_fp32_modules_strict = {
-            *(getattr(module, "_keep_in_fp32_modules_strict", None) or ()),
-            "residual",
-        }
+        names = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
+        module._keep_in_fp32_modules_strict = {*names, "residual"}
     new.residual.train(model.training)
     new.conversion = _report(model, new, source, probed, ignored)
     return new

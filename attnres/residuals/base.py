@@ -89,7 +89,7 @@ class Residual(nn.Module):
         raise NotImplementedError
 
     def hidden_state(self, state: State) -> Tensor:
-        """Return the state as one vector (..., d), for `output_hidden_states`: of depth reads, the sum of all sources."""
+        """Return the state as one vector (..., d) for `output_hidden_states`: of depth reads, the sum of all sources."""
         raise NotImplementedError
 
     def normed(
@@ -172,7 +172,7 @@ class Residual(nn.Module):
         return tuple(Slot(f"state {index}.{place}", False, axes) for place, axes in enumerate(leaves))
 
     def pack(self, state: State, index: int) -> tuple[Tensor, ...]:
-        """Return the tensors of the state before sublayer `index`, with nothing pending: what a cut there must carry."""
+        """Return the tensors of the state before sublayer `index`, with nothing pending: what a cut there carries."""
         return tuple(_pytree.tree_leaves(state))
 
     def unpack(self, tensors: Sequence[Tensor], index: int) -> State:
@@ -197,7 +197,7 @@ class Residual(nn.Module):
         leaves, form = _pytree.tree_flatten(state)
         if any(leaf.shape[0] != 1 or leaf.shape[-1] != self.width for leaf in leaves):
             raise TypeError(
-                f"the state of residual '{self.name}' has tensors that are not (tokens, ..., {self.width}): it must say "
-                "what crosses a cut by slots, pack and unpack of its own"
+                f"the state of residual '{self.name}' has tensors that are not (tokens, ..., {self.width}): it needs "
+                "slots, pack and unpack of its own, which say what crosses a cut"
             )
         return [tuple(leaf.shape[1:-1]) for leaf in leaves], form

@@ -59,10 +59,8 @@ class Gates(nn.Module):
         super().__init__()
         _check(recency_bias, true_or_false("recency_bias_frozen", recency_bias_frozen), gate, gate_init, alpha)
         self.recency_bias, self.gate_kind, self.gate_init = recency_bias, gate, float(gate_init)
-        self.read_temperature, self.null_source = (
-            positive("read_temperature", read_temperature),
-            true_or_false("null_source", null_source),
-        )
+        self.read_temperature = positive("read_temperature", read_temperature)
+        self.null_source = true_or_false("null_source", null_source)
         self.bias = self.gate = self.gate_weight = self.alpha = None
         if recency_bias is not None:
             self.bias = nn.Parameter(torch.empty(reads), requires_grad=not recency_bias_frozen)
@@ -141,7 +139,7 @@ class Gates(nn.Module):
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:
-        """Return the scalars of each read: b, the share s by its bias alone (its mean over channels of a vector), alpha."""
+        """Return the scalars of each read: b; the share s by its bias alone, averaged over channels; alpha."""
         tables = {}
         if self.bias is not None:
             tables["recency_bias"] = Learned(self.bias.float().cpu(), ("read",), "bias of the last source")

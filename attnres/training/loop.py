@@ -385,6 +385,9 @@ def _by_depth(trace: Any, model: Any, unit: int) -> dict[str, Any]:
         "grad_rms": [value * unit for value in trace.grad_rms],
     }
     residual = find_residual(model)
-    if residual.weighs:
-        found |= {"entropy": trace.entropy, "sharpness": sharpness(residual), **(learned_mixing(residual) or {})}
+    if residual.traits.by_token:
+        found["entropy"] = trace.entropy
+    if residual.traits.has_query:
+        found["sharpness"] = sharpness(residual)
+    found |= learned_mixing(residual) or {}
     return found
