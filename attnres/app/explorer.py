@@ -24,7 +24,7 @@ from attnres.inspect.effects import predict
 from attnres.inspect.geometry import query_cosine
 from attnres.inspect.intervene import intervene, source_names
 from attnres.inspect.pieces import piece
-from attnres.inspect.record import find_residual, read_names, record
+from attnres.inspect.record import find_residual, record
 from attnres.models.classes import register_stored
 from attnres.residuals import Residual
 
@@ -123,7 +123,7 @@ class Opened:
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         # An observer sits on the model: one pass at a time.
         self._lock = threading.Lock()
-        self.reads = read_names(self.residual.num_sublayers)
+        self.reads = [read.name for read in self.residual.layout()]
         self.sources = source_names(self.model)  # every text has the same ones
 
     @property
@@ -136,7 +136,7 @@ class Opened:
     def details(self) -> str:
         """What the model is, in a few words."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
-        implied = "" if self.residual.weighs else "; no softmax: weights are the coefficients that its sums imply"
+        implied = "" if self.residual.traits.by_token else "; weights are the same for every token"
         return f"{parameters:.1f}M parameters, {len(self.reads) - 1} sublayers, up to {self.context:,} tokens{implied}"
 
     @cached_property

@@ -64,7 +64,8 @@ class DepthReader:
             )
         if not residual.traits.by_token:
             raise UserError(
-                f"residual '{residual.name}' weighs its sources alike for every token: --show-depth needs one that does not, such as block"
+                f"residual '{residual.name}' weighs its sources alike for every token: --show-depth needs one that "
+                "does not, such as block"
             )
         if residual.observer is not None:
             raise UserError("this model is being recorded already: leave the first recording before a second")

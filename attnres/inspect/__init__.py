@@ -6,7 +6,7 @@ from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.edits import AddLogit, KnockOut, Pin, Recency, Swap, Uniform, pin_from
 from attnres.inspect.effects import Effect, effect, predict
 from attnres.inspect.intervene import intervene, source_names
-from attnres.inspect.record import Trace, find_residual, read_names, record
+from attnres.inspect.record import Trace, find_residual, record
 from attnres.inspect.survey import CorpusEffect, corpus_effect
 from attnres.lazy import lazy_names
 
@@ -46,7 +46,6 @@ __all__ = [
     "pin_from",
     "predict",
     "prune_report",
-    "read_names",
     "record",
     "source_names",
 ]

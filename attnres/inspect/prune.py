@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 from attnres.errors import UserError
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.inspection import Inspection
+from attnres.residuals import residual_class
 
 Which = Literal["mean", "high", "part"]
 """What is below the threshold: an edge's mean weight, its weight for 99% of tokens, or its part of the read's length.

@@ -138,7 +138,7 @@ class Trace:
             self._label_sums[index] += sums.index_add_(0, self._label_ids[chosen], weights.double().cpu()[chosen])
 
     def _geometry(self, index: int, values: Sequence[Tensor]) -> None:
-        """Add the lengths of the sources, and their angles to the pseudo-query and, at the last read, to one another."""
+        """Add the lengths of the sources, their angles to the pseudo-query and, at the last read, to one another."""
         flat = [value.detach().flatten(0, -2) for value in values]
         lengths = [self._length(source, value) for source, value in zip(self.layout[index].sources, flat, strict=True)]
         squares = torch.stack(lengths).square().sum(1, dtype=torch.float64)
@@ -223,12 +223,13 @@ class Trace:
     def routing(self) -> dict[str, Any] | None:
         """Mean weights over tokens, or None for a residual whose weights are the same for every token.
 
-        `{"weights": L+1 rows, "sources": each row's sources (`Source.to_json`), "reads": L+1 names}`.
+        `{"weights": L+1 rows, "sources": each row's names, "reads": L+1 names, "layout": L+1 reads as data}`; `layout_of`
+        makes the reads of it again.
         """
         if not self._mechanism.traits.by_token or not all(self.sources):
             return None
-        sources = [[source.to_json() for source in read.sources] for read in self.layout]
-        return {"weights": self.weights, "sources": sources, "reads": self.reads}
+        layout = [read.to_json() for read in self.layout]
+        return {"weights": self.weights, "sources": self.sources, "reads": self.reads, "layout": layout}
 
     @property
     def entropy(self) -> list[float]:

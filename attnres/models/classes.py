@@ -178,7 +178,10 @@ class DepthMixin(_StartValues):
         """Make the base model one of depth streams; see `attach_residual`."""
         base = self.depth_base
         if base is not self and isinstance(base, PreTrainedModel):
-            base.__class__ = _base_class(type(base), self.family, type(self.config))
+            cls = _base_class(type(base), self.family, type(self.config))
+            # Transformers notes in this constructor what a class records (`output_hidden_states`, say).
+            PreTrainedModel.__init__(cls.__new__(cls), self.config)
+            base.__class__ = cls
         attach_residual(base, self.family, self.config)
 
     def _scale_branches(self) -> None:

@@ -1,7 +1,7 @@
 """Residual mechanisms: `standard`, its control, Attention Residuals, and rivals, behind one interface."""
 
 from attnres.residuals.base import NormLike, Residual, Slot
-from attnres.residuals.layout import Learned, Read, Source, Traits, columns, outputs, sublayer_name
+from attnres.residuals.layout import Learned, Read, Source, Traits, columns, layout_of, outputs, sublayer_name
 from attnres.residuals.registry import (
     RESIDUALS,
     check_settings,
@@ -26,6 +26,7 @@ __all__ = [
     "Traits",
     "check_settings",
     "columns",
+    "layout_of",
     "make_residual",
     "outputs",
     "register",

@@ -89,7 +89,7 @@ class Residual(nn.Module):
         raise NotImplementedError
 
     def hidden_state(self, state: State) -> Tensor:
-        """Return the state as one vector (..., d) for `output_hidden_states`: of depth reads, the sum of all sources."""
+        """Return the state as a vector (..., d) for `output_hidden_states`: of depth reads, the sum of all sources."""
         raise NotImplementedError
 
     def normed(

@@ -1,6 +1,6 @@
 """What reads mix and what a mechanism is, as data: everybody else asks these values, nobody parses a name."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -93,6 +93,42 @@ class Read(NamedTuple):
         """ "mlp 3", "output", "attention 2 key"."""
         parts = (self.kind, self.number, self.into)
         return " ".join(str(part) for part in parts if part is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; `from_json` makes the read again."""
+        sources = [source.to_json() for source in self.sources]
+        return {"kind": self.kind, "number": self.number, "into": self.into, "sources": sources}
+
+    @classmethod
+    def from_json(cls, value: Any) -> "Read":
+        """Undo `to_json`.
+
+        Raises:
+            ValueError, TypeError, KeyError, AttributeError: another value.
+        """
+        number, into = value["number"], value["into"]
+        sources = tuple(Source.from_json(source) for source in value["sources"])
+        return cls(
+            str(value["kind"]), None if number is None else int(number), sources, None if into is None else str(into)
+        )
+
+
+def layout_of(routing: Mapping[str, Any]) -> tuple[Read, ...]:
+    """Return the reads of a recording's `routing`, also of one that an earlier version wrote with names alone.
+
+    >>> layout_of({"reads": ["output"], "sources": [["embedding", "partial"]]})[0].sources[1].open
+    True
+
+    Raises:
+        ValueError, TypeError, KeyError, AttributeError: another value.
+    """
+    if "layout" in routing:
+        return tuple(Read.from_json(read) for read in routing["layout"])
+    reads = []
+    for read, names in zip(routing["reads"], routing["sources"], strict=True):
+        kind, _, number = read.partition(" ")
+        reads.append(Read(kind, int(number) if number else None, tuple(map(Source.from_json, names))))
+    return tuple(reads)
 
 
 class Traits(NamedTuple):

@@ -14,7 +14,7 @@ from attnres.inspect.effects import effect
 from attnres.inspect.intervene import intervene, source_names
 from attnres.inspect.pieces import piece, spelled
 from attnres.inspect.prune import PruneReport
-from attnres.inspect.record import read_names
+from attnres.inspect.record import find_residual
 from attnres.inspect.survey import Survey, encode, front, loss_change
 from attnres.progress import counting
 from attnres.stats import or_none
@@ -40,15 +40,14 @@ def find_knock_out(source: str, where: str | None, model: Any) -> KnockOut:
     Raises:
         UserError: no such read, or none of them has the source.
     """
-    rows = source_names(model)
-    names = read_names(len(rows) - 1)
-    reads = names if where is None else [name for name in names if where in (name, name.split()[0])]
+    layout = find_residual(model).layout()
+    reads = [read for read in layout if where in (None, read.name, read.kind)]
     if not reads:
-        raise unknown("read", str(where), [*names, "attention", "mlp"])
-    if reads != [where]:  # a read without its only source has no input at all
-        sources = dict(zip(names, rows, strict=True))
-        reads = [name for name in reads if source in sources[name] and len(sources[name]) > 1] or reads
-    edit = KnockOut(source, reads=reads)
+        raise unknown("read", str(where), [*(read.name for read in layout), "attention", "mlp"])
+    if where not in [read.name for read in reads]:  # a read without its only source has no input at all
+        choices = [read for read in reads if len(read.sources) > 1 and source in [s.name for s in read.sources]]
+        reads = choices or reads
+    edit = KnockOut(source, reads=[read.name for read in reads])
     with intervene(model, edit):  # says what is wrong with it
         return edit
 

@@ -114,7 +114,7 @@ def test_depth_is_what_the_predicting_pass_read(speakers, name):
             def on_start(self, embedding):
                 pass
 
-            def on_read(self, index, h, weights, sources, values):
+            def on_read(self, index, h, weights, values):
                 rows.append(dict(zip(sources, weights[-1].tolist())))  # noqa: B023
 
             def on_write(self, index, output):

@@ -56,7 +56,7 @@ def test_every_new_residual_is_described_or_left_out(name):
     residual = make_residual(name, 6, 16)
     assert geometry.query_cosine(residual) is None and geometry.query_pca(residual) is None
     sharp = geometry.sharpness(residual)
-    assert sharp is None if not residual.weighs else all(value in (0.0, None) for value in sharp)
+    assert sharp is None if not residual.traits.has_query else all(value in (0.0, None) for value in sharp)
 
 
 def test_principal_axes_keep_the_distances_of_queries_that_lie_in_a_plane():

@@ -102,7 +102,7 @@ def test_every_residual_is_inspected_as_far_as_it_goes(make_model, tokenizer, do
     assert len(found.output_rms) == 6 and len(found.input_rms) == 7
     assert (found.routing is None) == (residual == "deepnorm")
     assert (found.mixing is None) == (residual in ("deepnorm", "boundary_normed"))
-    assert (found.sharpness is None) == (not RESIDUALS[residual].weighs)
+    assert (found.sharpness is None) == (not RESIDUALS[residual].traits.has_query)
     if residual == "standard":
         assert found.distance == pytest.approx([i / 2 for i in range(7)])
         assert found.entropy["effective"] == pytest.approx(range(1, 8), rel=1e-4)
