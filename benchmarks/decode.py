@@ -15,7 +15,7 @@ from typing import Any
 import harness
 import torch
 from harness import DTYPES
-from naive import register
+from naive import register_naive
 from torch import Tensor
 from transformers import StaticCache
 
@@ -79,7 +79,7 @@ class Step:
 
 
 def _models(size: str, device: torch.device, dtype: torch.dtype, positions: int, seed: int) -> dict[str, Any]:
-    register()
+    register_naive()
     models = {}
     for label, (residual, settings) in VARIANTS.items():
         model = build(size, residual, vocab_size=VOCABULARY, max_positions=positions, seed=seed, settings=settings)

@@ -13,9 +13,9 @@ from peers import Peer
 from torch import Tensor, nn
 
 from attnres.ops import Norm, compute_dtype
-from attnres.residuals import RESIDUALS, NormLike, Residual
-from attnres.residuals.base import full_precision
-from attnres.residuals.block import resolve_block_size
+from attnres.residuals import NormLike, Residual, register
+from attnres.residuals.block import Block, resolve_block_size
+from attnres.residuals.settings import full_precision
 
 EPS = 1e-6
 """Of the key norm."""
@@ -36,6 +36,7 @@ class Sources(NamedTuple):
 
 class NaiveBlock(Residual):
     name = "naive_block"
+    traits = Block.traits
 
     def __init__(
         self, num_sublayers: int, width: int, *, num_blocks: int | None = None, block_size: int | None = None
@@ -100,8 +101,9 @@ def peer_residual(peer: Peer) -> type[NaiveBlock]:
     return PeerBlock
 
 
-def register(peers: Sequence[Peer] = ()) -> list[str]:
+def register_naive(peers: Sequence[Peer] = ()) -> list[str]:
     """Make `naive_block`, `naive_full` and the peers' blocks known by name in this process; the peers' names."""
     made = [peer_residual(peer) for peer in peers]
-    RESIDUALS.update({cls.name: cls for cls in (NaiveBlock, NaiveFull, *made)})
+    for cls in (NaiveBlock, NaiveFull, *made):
+        register(cls)
     return [cls.name for cls in made]

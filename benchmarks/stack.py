@@ -19,7 +19,7 @@ import torch
 import traffic
 from equality import WRONG
 from harness import DTYPES
-from naive import EPS, register
+from naive import EPS, register_naive
 from peers import PEERS, Peer
 from torch import Tensor, nn
 
@@ -220,7 +220,7 @@ def run(
     say(f"a copy on this device: {copy / 1e9:.4g} GB/s\n")
     reasons = {peer.name: peer.available(device, dtype, width) for peer in PEERS}
     ready = [peer for peer in PEERS if reasons[peer.name] is None]
-    register(ready)
+    register_naive(ready)
     result: dict[str, Any] = {"copy_bytes_per_s": copy, "kinds": {}}
     progress = harness.Progress("stack", 2)
     how: dict[str, Any] = {"sublayers": sublayers, "block_size": block_size, "seed": seed, "compiled": compiled}

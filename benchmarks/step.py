@@ -22,7 +22,7 @@ from typing import Any
 
 import harness
 import torch
-from naive import register
+from naive import register_naive
 from peers import PEERS
 
 from attnres.files import write_json
@@ -94,7 +94,7 @@ def variants_of(name: str, dtype: str, device: torch.device) -> tuple[Variants, 
     source = torch.bfloat16 if dtype == "bf16" else torch.float32
     reasons = {peer.name: peer.available(device, source, SIZES[name].width) for peer in PEERS}
     ready = [peer for peer in PEERS if reasons[peer.name] is None]
-    peers = {label: (label, {"num_blocks": 8}) for label in register(ready)}
+    peers = {label: (label, {"num_blocks": 8}) for label in register_naive(ready)}
     return found | peers, {f"{label} block": reason for label, reason in reasons.items() if reason is not None}
 
 

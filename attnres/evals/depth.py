@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from attnres.errors import UserError
 from attnres.inspect.pieces import piece
-from attnres.residuals import Residual
+from attnres.residuals import Residual, Source
 
 TOP = 3
 """Sources of the output read that are named."""
@@ -40,12 +40,12 @@ class TokenDepth:
     token: int
     text: str
     output: list[tuple[str, float]]
-    blocks: list[tuple[str, str, float]]
+    blocks: list[tuple[str, Source, float]]
 
     def line(self) -> str:
         """One line: the token, the heaviest sources of the output, and each block's heaviest source."""
         output = ", ".join(f"{source} {weight:.2f}" for source, weight in self.output[:TOP])
-        blocks = "  ".join(f"{name} {source} {weight:.2f}" for name, source, weight in self.blocks)
+        blocks = "  ".join(f"{name} {source.short} {weight:.2f}" for name, source, weight in self.blocks)
         return f"{self.text!r:16} output: {output} | {blocks}"
 
 
@@ -104,9 +104,11 @@ class DepthReader:
         for number, start in enumerate(range(0, last, size), 1):
             reads = range(start, min(start + size, last))
             sums: dict[str, float] = {}
+            sources: dict[str, Source] = {}
             for index in reads:
                 for source, weight in zip(self.sources[index], rows[index]):
-                    sums[source.short] = sums.get(source.short, 0.0) + weight / len(reads)
-            source = max(sums, key=lambda name: sums[name])
-            blocks.append((f"b{number}", source, sums[source]))
+                    sums[source.name] = sums.get(source.name, 0.0) + weight / len(reads)
+                    sources[source.name] = source
+            heaviest = max(sums, key=lambda name: sums[name])
+            blocks.append((f"b{number}", sources[heaviest], sums[heaviest]))
         return TokenDepth(token, piece(self.tokenizer, token), output, blocks)

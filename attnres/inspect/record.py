@@ -223,8 +223,8 @@ class Trace:
     def routing(self) -> dict[str, Any] | None:
         """Mean weights over tokens, or None for a residual whose weights are the same for every token.
 
-        `{"weights": L+1 rows, "sources": each row's names, "reads": L+1 names, "layout": L+1 reads as data}`; `layout_of`
-        makes the reads of it again.
+        `{"weights": L+1 rows, "sources": each row's names, "reads": L+1 names, "layout": the reads as data}`; the last
+        for `layout_of`, which makes the reads of it again.
         """
         if not self._mechanism.traits.by_token or not all(self.sources):
             return None

@@ -145,6 +145,7 @@ class DepthMixin(_StartValues):
     """A causal language model whose hidden state is a depth stream; mixed in front of the family's own class."""
 
     family: Family
+    plain_class: type[PreTrainedModel]
     _keep_in_fp32_modules_strict = ["residual"]  # noqa: RUF012
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -180,7 +181,7 @@ class DepthMixin(_StartValues):
         if base is not self and isinstance(base, PreTrainedModel):
             cls = _base_class(type(base), self.family, type(self.config))
             # Transformers notes in this constructor what a class records (`output_hidden_states`, say).
-            PreTrainedModel.__init__(cls.__new__(cls), self.config)
+            PreTrainedModel.__init__(object.__new__(cls), self.config)
             base.__class__ = cls
         attach_residual(base, self.family, self.config)
 
@@ -267,7 +268,7 @@ def _routing_forward(base_forward: Callable) -> Callable:
 
 
 @functools.cache
-def _base_class(plain: Any, family: Family, config: type) -> type:
+def _base_class(plain: Any, family: Family, config: type) -> type[PreTrainedModel]:
     """Return the depth base class of a family's plain base model, importable from here by name as pickling expects."""
     cls = type(
         f"AttnRes{plain.__name__}",
@@ -312,12 +313,13 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
             "config_class": config,
             "__annotations__": {"config": config},
             "family": family,
+            "plain_class": base_model,
             "forward": _routing_forward(base_model.forward),
         },
     )
     AutoConfig.register(f"attnres_{key}", config)
     AutoModelForCausalLM.register(config, model)
-    plain_base = MODEL_MAPPING.get(base_config, None)
+    plain_base = cast(Any, MODEL_MAPPING).get(base_config)
     if isinstance(plain_base, type):
         AutoModel.register(config, _base_class(plain_base, family, config))
     # Checkpoints whose names or layout Transformers changes while loading (experts, say) are found by type of model.

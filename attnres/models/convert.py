@@ -241,6 +241,7 @@ def _convert(
             new.config.residual_family["remote"] = {k: remote[auto] for k, auto in kinds.items() if auto in remote}
     for name in ("auto_map", "model_type"):  # some configs keep their own, which would lead back to the plain model
         vars(new.config).pop(name, None)
+    vars(new).pop("_weight_conversions", None)  # how the plain one was loaded; ours is saved in its own class' way
     new.attach_residual()
     for module in (new, new.depth_base):
         names = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
@@ -340,7 +341,7 @@ def _family_key(model: PreTrainedModel) -> tuple[str, bool]:
     found, base = probe(model), type(model)
     for key, (_, model_class) in CLASSES.items():
         family = model_class.family
-        if model_class.__mro__[2] is base and _places(family) == _places(found):
+        if model_class.plain_class is base and _places(family) == _places(found):
             return key, key not in FAMILIES
     key = model.config.model_type
     if key in CLASSES or not key:

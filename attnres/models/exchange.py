@@ -86,7 +86,7 @@ def _said(line: str, model: DepthMixin) -> str:
     return "\n".join(
         [
             line,
-            f"  family      {type(model).__mro__[2].__name__}, {model.residual.num_sublayers} sublayers of width "
+            f"  family      {type(model).plain_class.__name__}, {model.residual.num_sublayers} sublayers of width "
             f"{model.residual.width}",
             f"  residual    {config.residual}{f' ({settings})' if settings else ''}",
             f"  parameters  {rest:,} {dtype} + {own:,} of the residual",

@@ -118,7 +118,7 @@ def save_foreign(model: Any, out: str | Path, kind: str, *, beside: Sequence[Pat
     if not chosen.says(stored):
         stored = {}
     written = {**stored, **chosen.write(config, model.residual, stored)}
-    plain = {n: t for n, t in model.state_dict().items() if not n.startswith("residual.")}
+    plain = {n: t for n, t in model.state_dict().items() if ".residual." not in n}
     table: Any = model.get_input_embeddings().weight
     state = _scattered(model.residual, chosen.rows(model.residual), table.dtype)
     if config.tie_word_embeddings:

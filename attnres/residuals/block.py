@@ -79,9 +79,8 @@ class Block(DepthAttention):
 
     def sealed(self, index: int) -> tuple[Source, ...]:
         size, last = self.block_size, self.num_sublayers
-        ends = range(size, self.group_start(index) + size, size)
-        blocks = (Source("block", end // size, range(end - size + 1, min(end, last) + 1)) for end in ends)
-        return (EMBEDDING, *(block for block in blocks if block.span.stop <= index + 1))
+        spans = (range(start + 1, min(start + size, last) + 1) for start in range(0, self.group_start(index), size))
+        return (EMBEDDING, *(Source("block", number, span) for number, span in enumerate(spans, 1)))
 
     def opens(self, index: int) -> tuple[Source, ...]:
         start = self.group_start(index)

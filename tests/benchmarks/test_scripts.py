@@ -141,7 +141,7 @@ def test_step_times_variants_of_a_small_model(monkeypatch):
         step, "variants_of", lambda *_: ({k: step.VARIANTS[k] for k in ("standard", "full")}, {"x": "y"})
     )
     monkeypatch.setattr(step.Run, "peak_of", lambda self, label: 100 if label == "standard" else 110)
-    step.register()
+    step.register_naive()
     run = step.Run("nano-bench", small, "fp32", CPU, False)
     found = run.measure(0.0, harness.Progress("step", 2))
     assert list(found["variants"]) == ["standard", "full"]

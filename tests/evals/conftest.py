@@ -37,7 +37,8 @@ def save_model(folder, residual="block", seed=0, vocabulary=320, plain=False):
     model = build(SIZE, residual, vocab_size=len(tokenizer), max_positions=CONTEXT, seed=seed, settings=settings)
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        # The residual's last, so that the other weights are the same whatever it has.
+        for name, parameter in sorted(model.named_parameters(), key=lambda pair: "residual" in pair[0]):
             scale = 0.5 if "residual" in name else 0.2
             parameter.add_(scale * torch.randn(parameter.shape, generator=g))
     model.config.eos_token_id = model.generation_config.eos_token_id = 0

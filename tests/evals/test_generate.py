@@ -115,7 +115,8 @@ def test_depth_is_what_the_predicting_pass_read(speakers, name):
                 pass
 
             def on_read(self, index, h, weights, values):
-                rows.append(dict(zip(sources, weights[-1].tolist())))  # noqa: B023
+                names = [source.name for source in speaker.model.residual.sources(index)]
+                rows.append(dict(zip(names, weights[-1].tolist())))  # noqa: B023
 
             def on_write(self, index, output):
                 pass
@@ -135,13 +136,13 @@ def test_depth_is_what_the_predicting_pass_read(speakers, name):
             reads = rows[i * size : (i + 1) * size]
             means = {key: sum(row.get(key, 0) for row in reads) / size for row in reads for key in row}
             assert weight == pytest.approx(max(means.values()), abs=1e-5)
-            assert means[source] == pytest.approx(weight, abs=1e-5)
+            assert means[source.name] == pytest.approx(weight, abs=1e-5)
         assert depth.text.strip() in depth.line() or "\\" in depth.line()
         ids = torch.cat([ids, torch.tensor([[depth.token]])], 1)
 
 
 def test_depth_needs_weights_and_one_recording_at_a_time(speakers):
-    with pytest.raises(UserError, match="residual 'standard' weighs no sources"):
+    with pytest.raises(UserError, match="residual 'standard' weighs its sources alike"):
         generate(speakers["standard"], PROMPT, max_new_tokens=2, on_token=print)
     assert speakers["standard"].model.residual.observer is None
     with pytest.raises(UserError, match="Qwen3ForCausalLM has no depth reads to show"):

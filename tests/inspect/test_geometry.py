@@ -30,9 +30,12 @@ def test_no_source_gets_a_logit_beyond_the_sharpness(name):
         if query is None:
             assert limit is None
             continue
-        sources[0] = query  # the source that reaches it
+        # What weighs a source's unit vector; `boundary_normed` takes its keys, gain and all, for values.
+        normed = name == "boundary_normed"
+        weighing = query * residual.gain[math.ceil(index / residual.block_size) - 1] / 4.0 if normed else query
+        sources[0] = weighing  # the source that reaches it
         keys = sources / sources.square().mean(1, keepdim=True).sqrt()
-        logits = keys @ query / (4.0 if name == "boundary_normed" else 1.0)
+        logits = keys @ weighing
         assert logits.max().item() == pytest.approx(limit, rel=1e-5)
 
 

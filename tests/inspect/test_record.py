@@ -47,8 +47,8 @@ def test_magnitudes_are_there_for_every_depth(residual):
     assert [len(values) for values in (trace.output_rms, trace.input_rms, trace.grad_rms)] == [6, 7, 6]
     assert all(value > 0 for values in (trace.output_rms, trace.input_rms, trace.grad_rms) for value in values)
     assert trace.tokens == 18
-    reads_depth = residual in ("block", "full", "cumulative", "boundary", "boundary_normed")
-    assert (trace.routing is None) != reads_depth
+    by_token = {"block", "full", "cumulative", "boundary", "boundary_normed", "hyper_connections"}
+    assert (trace.routing is not None) == (residual in by_token)
 
 
 def test_magnitudes_are_root_mean_squares_of_what_sublayers_wrote_and_read():
@@ -321,7 +321,7 @@ def test_asking_a_residual_without_weights_for_them_says_so():
 class Editing:
     """An editor that changes nothing, or the weights of one read."""
 
-    def __init__(self, change=lambda index, weights, sources: weights):
+    def __init__(self, change=lambda index, weights: weights):
         self.change = change
 
     def on_start(self, embedding):
@@ -331,7 +331,7 @@ class Editing:
         self.outputs.append(output)
 
     def edit(self, index, weights):
-        return self.change(index, weights, sources)
+        return self.change(index, weights)
 
 
 EVERY = [(name, SETTINGS.get(name, {})) for name in sorted(RESIDUALS) if name != "deepnorm"] + GATED
@@ -359,7 +359,7 @@ def test_an_edited_read_is_the_read_less_what_was_taken_out(residual, settings):
         model.residual.editor = None
         return trace
 
-    def halve(index, weights, sources):
+    def halve(index, weights):
         if index != 4:
             return weights
         return torch.cat([weights[:, :-1], weights[:, -1:] / 2], 1)
