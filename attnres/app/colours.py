@@ -6,6 +6,8 @@ as in the report's heatmaps.
 
 from collections.abc import Sequence
 
+from attnres.residuals import Read, columns
+
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5f6b7a", "#e2e6eb", "#fdfdfc"
 OUT = "#d55e00"
 """What is knocked out, and losses that rise."""
@@ -54,23 +56,18 @@ def ink_on(colour: str) -> str:
     return max("#000000", "#ffffff", key=lambda ink: contrast(ink, colour))
 
 
-def source_colours(rows: Sequence[Sequence[str]]) -> dict[str, str]:
-    """A colour for every source of a model's reads."""
-    numbers: dict[str, list[int]] = {}
-    names = dict.fromkeys(name for row in rows for name in row)
-    for name in names:
-        kind, _, number = name.partition(" ")
-        if number:
-            numbers.setdefault(kind, []).append(int(number))
+def source_colours(layout: Sequence[Read]) -> dict[str, str]:
+    """A colour for every source of a model's reads, by name."""
+    sources = columns(read.sources for read in layout)
     colours = {}
-    for name in names:
-        kind, _, number = name.partition(" ")
-        if not number:
-            colours[name] = _FIXED.get(kind, MUTED)
+    for source in sources:
+        numbers = [other.number for other in sources if other.kind == source.kind and other.number is not None]
+        if source.number is None:
+            colours[source.name] = _FIXED.get(source.kind, MUTED)
             continue
-        first, last = min(numbers[kind]), max(numbers[kind])
-        start, end = _RAMPS.get(kind, (GRID, MUTED))
-        colours[name] = blend(start, end, (int(number) - first) / max(1, last - first))
+        start, end = _RAMPS.get(source.kind, (GRID, MUTED))
+        share = (source.number - min(numbers)) / max(1, max(numbers) - min(numbers))
+        colours[source.name] = blend(start, end, share)
     return colours
 
 

@@ -26,7 +26,7 @@ from attnres.inspect.intervene import intervene, source_names
 from attnres.inspect.pieces import piece
 from attnres.inspect.record import find_residual, record
 from attnres.models.classes import register_stored
-from attnres.residuals import Residual
+from attnres.residuals import Read, Residual
 
 MAX_TOKENS = 512
 """Tokens of a text: what a page draws and a processor computes while one waits."""
@@ -47,7 +47,7 @@ class Reading:
 
     Attributes:
         ids: of the T tokens; `pieces` what each says.
-        reads: names of the L+1 reads; `sources` the names of what each mixes.
+        layout: the L+1 reads and what they mix; `reads` and `sources` are their names.
         weights: for each read (T, sources).
         log_probs: (T, V): of the token after each.
         losses: (T-1,) nats: of each token but the first.
@@ -56,12 +56,19 @@ class Reading:
 
     ids: tuple[int, ...]
     pieces: list[str]
-    reads: list[str]
-    sources: list[list[str]]
+    layout: tuple[Read, ...]
     weights: list[np.ndarray]
     log_probs: Tensor
     losses: np.ndarray
     notes: list[str]
+
+    @property
+    def reads(self) -> list[str]:
+        return [read.name for read in self.layout]
+
+    @property
+    def sources(self) -> list[list[str]]:
+        return [[source.name for source in read.sources] for read in self.layout]
 
     @property
     def loss(self) -> float | None:
@@ -123,8 +130,9 @@ class Opened:
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         # An observer sits on the model: one pass at a time.
         self._lock = threading.Lock()
-        self.reads = [read.name for read in self.residual.layout()]
         self.sources = source_names(self.model)  # every text has the same ones
+        self.layout = self.residual.layout()
+        self.reads = [read.name for read in self.layout]
 
     @property
     def label(self) -> str:
@@ -184,15 +192,15 @@ class Opened:
         ]
 
     @cached_property
-    def similarity(self) -> tuple[list[str], np.ndarray] | None:
-        """Names of the reads that have a pseudo-query, and the cosines between these queries (times their key gains);
+    def similarity(self) -> tuple[list[Read], np.ndarray] | None:
+        """The reads that have a pseudo-query, and the cosines between these queries (times their key gains);
         None with fewer than two. Reads of one source learn none."""
         cosines = query_cosine(self.residual)
         if cosines is None:
             return None
         there = [i for i, row in enumerate(cosines) if row[i] is not None]
         matrix = np.array([[cosines[i][j] for j in there] for i in there], dtype=float)
-        return [self.reads[i] for i in there], matrix
+        return [self.layout[i] for i in there], matrix
 
     def piece(self, token: int) -> str:
         """What a token says."""
@@ -251,8 +259,7 @@ class Opened:
         return Reading(
             ids,
             [self.piece(token) for token in ids],
-            trace.reads,
-            trace.sources,
+            trace.layout,
             [weights[0].numpy() for weights in trace.token_weights],
             found.log_probs,
             found.losses.double().numpy(),

@@ -11,6 +11,7 @@ from html import escape
 import numpy as np
 
 from attnres.app.colours import GRID, INK, MUTED, OUT, PAPER, ink_on, signed_colour, weight_colour
+from attnres.residuals import Read, columns
 
 WIDTH = 370.0
 """Of every figure, in units of its own; a phone shows it at about one unit a pixel."""
@@ -19,46 +20,17 @@ LABEL = 46.0
 RIGHT = 14.0
 """For the last column's name, which is slanted."""
 FONT = "font-family='system-ui,sans-serif'"
-_SHORT = {
-    "embedding": "emb",
-    "attention": "a",
-    "mlp": "m",
-    "block": "b",
-    "partial": "part",
-    "stream": "str",
-    "state": "s",
-}
-_SAID = {"partial": "the block in progress", "stream": "the running sum"}
 
 
-def short(source: str) -> str:
-    """The name of a source in a few letters: emb, b3, part, a4, m4."""
-    kind, _, number = source.partition(" ")
-    return f"{_SHORT.get(kind, kind)}{number}"
-
-
-def key(sources: Sequence[Sequence[str]]) -> str:
+def key(layout: Sequence[Read]) -> str:
     """What the short names mean: "emb embedding, b block, part the block in progress"."""
-    kinds = dict.fromkeys(name.partition(" ")[0] for name in columns_of(sources))
-    return ", ".join(f"{_SHORT[kind]} {_SAID.get(kind, kind)}" for kind in kinds if kind in _SHORT)
+    kinds = {source.short_kind: source.meaning for source in columns(read.sources for read in layout)}
+    return ", ".join(f"{short} {meaning}" for short, meaning in kinds.items())
 
 
-def row_name(read: str) -> str:
+def row_name(read: Read) -> str:
     """The name of a read beside its row: attn 3, mlp 3, output."""
-    return read.replace("attention", "attn")
-
-
-def columns_of(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Every source once, in an order that agrees with the rows' own: each goes behind what stands before it."""
-    order: list[str] = []
-    for row in rows:
-        for before, name in zip(["", *row], row):
-            if name not in order:
-                order.insert(order.index(before) + 1 if before else 0, name)
-    for last in ("partial", "stream", "null"):  # what is still open comes after what is finished
-        if last in order:
-            order.append(order.pop(order.index(last)))
-    return order
+    return read._replace(kind="attn").name if read.kind == "attention" else read.name
 
 
 def svg(name: str, title: str, height: float, parts: Iterable[str], role: str = "group") -> str:
@@ -79,39 +51,38 @@ def _spacing(cell: float) -> int:
 
 
 def heatmap(
-    reads: Sequence[str],
-    sources: Sequence[Sequence[str]],
+    layout: Sequence[Read],
     means: Sequence[np.ndarray],
     out: frozenset[tuple[int, int]],
     title: str,
 ) -> str:
     """Mean weights: a row for each read, a column for each source, with a cross on what is knocked out."""
-    columns = columns_of(sources)
-    place = {name: i for i, name in enumerate(columns)}
-    wide = (WIDTH - LABEL - RIGHT) / len(columns)
+    across = columns(read.sources for read in layout)
+    place = {source.name: i for i, source in enumerate(across)}
+    wide = (WIDTH - LABEL - RIGHT) / len(across)
     tall = min(14.0, max(9.0, wide))
     top = 30.0
     largest = max(1.0, max(float(np.abs(row).max(initial=0)) for row in means))
     parts, crosses = [], []
     every = _spacing(wide)
-    for i, name in enumerate(columns):
-        if i % every == 0 or (i == len(columns) - 1 and (len(columns) - 1) % every >= every / 2):
+    for i, source in enumerate(across):
+        if i % every == 0 or (i == len(across) - 1 and (len(across) - 1) % every >= every / 2):
             x = LABEL + (i + 0.5) * wide + 3
-            parts.append(_text(x, top - 4, short(name), extra=f'transform="rotate(-60 {x:.1f} {top - 4:.1f})"'))
+            parts.append(_text(x, top - 4, source.short, extra=f'transform="rotate(-60 {x:.1f} {top - 4:.1f})"'))
     every = _spacing(tall)
-    for r, read in enumerate(reads):
+    for r, read in enumerate(layout):
         y = top + r * tall
-        if r % every == 0 or r == len(reads) - 1:
+        if r % every == 0 or r == len(layout) - 1:
             parts.append(_text(LABEL - 5, y + tall / 2 + 3.3, row_name(read), "end"))
-        for i, name in enumerate(sources[r]):
-            x = LABEL + place[name] * wide
+        for i, source in enumerate(read.sources):
+            x = LABEL + place[source.name] * wide
             weight = float(means[r][i])
             box = (x, y, wide - 0.6, tall - 0.6)
             gone = (r, i) in out
-            words = f"{read} reads {name}: {weight:.3f}"
+            words = f"{read.name} reads {source.name}: {weight:.3f}"
             parts.append(_edge(r, i, box, weight_colour(weight, largest), words, gone))
             crosses += [_cross(box)] * gone
-    bottom = top + len(reads) * tall + 8
+    bottom = top + len(layout) * tall + 8
     parts.append(_scale(bottom, largest))
     return svg("weights", title, bottom + 22, parts + crosses)
 
@@ -160,8 +131,7 @@ def _scale(y: float, largest: float) -> str:
 
 
 def stack(
-    reads: Sequence[str],
-    sources: Sequence[Sequence[str]],
+    layout: Sequence[Read],
     weights: Sequence[np.ndarray],
     colours: dict[str, str],
     out: frozenset[tuple[int, int]],
@@ -171,29 +141,28 @@ def stack(
 
     Bars are as long as one another: a segment is a source's share of the weights' absolute values.
     """
-    tall = 13.5 if len(reads) <= 40 else 10.0
+    tall = 13.5 if len(layout) <= 40 else 10.0
     wide = WIDTH - LABEL - 4
     parts, crosses = [], []
-    for r, read in enumerate(reads):
+    for r, read in enumerate(layout):
         y, x = 4 + r * tall, LABEL
         parts.append(_text(LABEL - 5, y + tall / 2 + 3, row_name(read), "end"))
         total = float(np.abs(weights[r]).sum()) or 1.0
-        for i, name in enumerate(sources[r]):
-            weight = float(weights[r][i])
+        for i, source in enumerate(read.sources):
+            colour, weight = colours[source.name], float(weights[r][i])
             width = abs(weight) / total * wide
             box = (x, y, width - 0.4, tall - 2)
             gone = (r, i) in out
-            parts.append(_edge(r, i, box, colours[name], f"{read} reads {name}: {weight:.3f}", gone))
+            parts.append(_edge(r, i, box, colour, f"{read.name} reads {source.name}: {weight:.3f}", gone))
             crosses += [_cross(box)] * gone
-            if width > 6 + 5.2 * len(short(name)):
+            if width > 6 + 5.2 * len(source.short):
                 size = 'font-size="8.5" pointer-events="none"'
-                ink = ink_on(colours[name])
-                parts.append(_text(x + width / 2, y + tall / 2 + 2, short(name), "middle", ink, size))
+                parts.append(_text(x + width / 2, y + tall / 2 + 2, source.short, "middle", ink_on(colour), size))
             x += width
-    return svg("stack", title, 8 + len(reads) * tall, parts + crosses)
+    return svg("stack", title, 8 + len(layout) * tall, parts + crosses)
 
 
-def similarity(reads: Sequence[str], cosines: np.ndarray, title: str) -> str:
+def similarity(reads: Sequence[Read], cosines: np.ndarray, title: str) -> str:
     """Cosines between the pseudo-queries of all reads."""
     cell = min(18.0, (WIDTH - LABEL - 4) / len(reads))
     parts = []
@@ -207,7 +176,7 @@ def similarity(reads: Sequence[str], cosines: np.ndarray, title: str) -> str:
             parts.append(
                 f'<rect x="{LABEL + c * cell:.2f}" y="{y:.2f}" width="{cell:.2f}" height="{cell:.2f}" '
                 f'fill="{signed_colour(value)}" stroke="{GRID}" stroke-width="0.3" '
-                f'data-tip="{escape(f"{read} and {other}: cosine {value:+.2f}")}"/>'
+                f'data-tip="{escape(f"{read.name} and {other.name}: cosine {value:+.2f}")}"/>'
             )
     y = 4 + len(reads) * cell
     parts.append(_text(LABEL, y + 12, "orange: opposite"))

@@ -24,7 +24,7 @@ MAX_LINK = 8000
 HEAVIEST = "heaviest"
 LOSS = "loss"
 
-_SOURCE = re.compile(r"[a-z]{1,12}( [0-9]{1,4})?")
+_SOURCE = re.compile(r"[a-z][a-z0-9_]{0,31}( [0-9]{1,4})?")
 _NUMBER = re.compile(r"[0-9]{1,5}")
 
 

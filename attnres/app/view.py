@@ -10,6 +10,7 @@ from attnres.app import figures
 from attnres.app.colours import BETTER, MUTED, OUT, blend, ink_on, source_colours
 from attnres.app.explorer import Candidate, Effect, Reading
 from attnres.app.state import HEAVIEST, LOSS
+from attnres.residuals import Read
 
 PAPER = "#ffffff"
 BEFORE = "#8a94a3"
@@ -27,7 +28,7 @@ class Pane:
         read, source: what colours the tokens (see `View`).
         edges: (read, source) knocked out; `effect` what that does.
         candidates: next tokens of the chosen `token`.
-        similarity: names of reads and the cosines of their pseudo-queries.
+        similarity: reads and the cosines of their pseudo-queries.
     """
 
     number: int
@@ -40,7 +41,7 @@ class Pane:
     edges: frozenset[tuple[int, int]]
     effect: Effect | None
     candidates: list[Candidate]
-    similarity: tuple[list[str], np.ndarray] | None
+    similarity: tuple[list[Read], np.ndarray] | None
 
 
 def visible(piece: str) -> str:
@@ -60,16 +61,12 @@ def message(text: str, kind: str = "error") -> str:
 def pane(p: Pane) -> str:
     """Everything the page shows of one model."""
     token, title = visible(p.reading.pieces[p.token]), visible(p.title)
-    colours = source_colours(p.reading.sources)
+    colours = source_colours(p.reading.layout)
     row = [weights[p.token] for weights in p.reading.weights]
     of_token = f"“{token}” (token {p.token})"
-    bars = figures.stack(
-        p.reading.reads, p.reading.sources, row, colours, p.edges, f"Where {of_token} reads from, {title}"
-    )
-    cells = figures.heatmap(
-        p.reading.reads, p.reading.sources, p.reading.means, p.edges, f"Mean weights of this text, {title}"
-    )
-    short = f"Rows are reads, bars their sources: {figures.key(p.reading.sources)}."
+    bars = figures.stack(p.reading.layout, row, colours, p.edges, f"Where {of_token} reads from, {title}")
+    cells = figures.heatmap(p.reading.layout, p.reading.means, p.edges, f"Mean weights of this text, {title}")
+    short = f"Rows are reads, bars their sources: {figures.key(p.reading.layout)}."
     left = [
         _section("next", f"Next token after {of_token}", _next(p)),
         _section("stack", f"Where {of_token} reads from, through depth", bars, short, save=True),
@@ -80,8 +77,8 @@ def pane(p: Pane) -> str:
     )
     right = [_section("weights", "Weights, mean over the text", cells, click, save=True)]
     if p.similarity is not None:
-        names, cosines = p.similarity
-        queries = figures.similarity(names, cosines, f"Cosines between pseudo-queries, {title}")
+        reads, cosines = p.similarity
+        queries = figures.similarity(reads, cosines, f"Cosines between pseudo-queries, {title}")
         alike = "Cosines between the vectors by which reads choose their sources."
         right.append(_section("queries", "Pseudo-queries: how alike", queries, alike, save=True))
     return (

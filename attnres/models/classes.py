@@ -319,7 +319,7 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
     )
     AutoConfig.register(f"attnres_{key}", config)
     AutoModelForCausalLM.register(config, model)
-    plain_base = cast(Any, MODEL_MAPPING).get(base_config)
+    plain_base = cast(Any, MODEL_MAPPING).get(base_config, None)
     if isinstance(plain_base, type):
         AutoModel.register(config, _base_class(plain_base, family, config))
     # Checkpoints whose names or layout Transformers changes while loading (experts, say) are found by type of model.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 _SHORT = {"embedding": "emb", "attention": "a", "mlp": "m", "block": "b", "state": "s", "partial": "part"}
 _SHORT |= {"stream": "str", "null": "0"}
+_MEANING = {"partial": "the block in progress", "stream": "the running sum", "null": "nothing: a source of zeros"}
 _OPEN = ("partial", "stream", "null")
 """Kinds whose sources are unfinished, or nothing: of use where a file of an earlier version names sources only."""
 
@@ -36,9 +37,19 @@ class Source(NamedTuple):
         return self.kind if self.number is None else f"{self.kind} {self.number}"
 
     @property
+    def meaning(self) -> str:
+        """ "the block in progress": what its kind is, in words."""
+        return _MEANING.get(self.kind, self.kind)
+
+    @property
+    def short_kind(self) -> str:
+        """ "b", "emb": its kind for cells and axes."""
+        return _SHORT.get(self.kind, self.kind[:4])
+
+    @property
     def short(self) -> str:
         """ "b3", "emb": for cells and axes."""
-        return _SHORT.get(self.kind, self.kind[:4]) + ("" if self.number is None else str(self.number))
+        return self.short_kind + ("" if self.number is None else str(self.number))
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` makes the source again."""

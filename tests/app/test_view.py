@@ -13,10 +13,11 @@ from attnres.app import view as html
 from attnres.app.colours import contrast, ink_on, source_colours, weight_colour
 from attnres.app.explorer import Candidate, Effect, Reading
 from attnres.app.state import LOSS
+from attnres.residuals import make_residual
 
 EVIL = '<script>alert("1")</script>\x00\u202e\'&'
-SOURCES = [["embedding"], ["embedding", "attention 0"], ["embedding", "attention 0", "mlp 0"]]
-READS = ["attention 0", "mlp 0", "output"]
+LAYOUT = make_residual("full", 2, 8).layout()
+SOURCES = [[source.name for source in read.sources] for read in LAYOUT]
 
 
 def reading(pieces=("def", " x", "\n", EVIL)):
@@ -24,7 +25,7 @@ def reading(pieces=("def", " x", "\n", EVIL)):
     count = len(pieces)
     weights = [g.dirichlet(np.ones(len(row)), count) for row in SOURCES]
     log_probs = torch.randn(count, 7, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    return Reading(tuple(range(count)), list(pieces), READS, SOURCES, weights, log_probs, g.random(count - 1) + 1, [])
+    return Reading(tuple(range(count)), list(pieces), LAYOUT, weights, log_probs, g.random(count - 1) + 1, [])
 
 
 def pane(**changes):
@@ -39,7 +40,7 @@ def pane(**changes):
         edges=frozenset(),
         effect=None,
         candidates=[Candidate(EVIL, 0.5, None), Candidate("a", 0.25, None)],
-        similarity=(READS[1:], np.array([[1, -0.4], [-0.4, 1]])),
+        similarity=(LAYOUT[1:], np.array([[1, -0.4], [-0.4, 1]])),
     )
     return replace(base, **changes)
 
@@ -115,12 +116,6 @@ def test_tokens_are_coloured_by_the_change_of_their_own_loss():
     assert red > int(fills[1][5:7], 16) and blue > int(fills[2][1:3], 16)
 
 
-def test_sources_stand_in_an_order_that_every_row_agrees_with():
-    rows = [["embedding"], ["embedding", "partial"], ["embedding", "block 1"], ["embedding", "block 1", "partial"]]
-    assert figures.columns_of(rows) == ["embedding", "block 1", "partial"]
-    assert figures.columns_of(SOURCES) == SOURCES[-1]
-
-
 def test_what_cannot_be_seen_is_shown():
     assert html.visible("\n\t") == "↵⇥"
     assert html.visible("  ") == "␣␣" and html.visible(" a b ") == "␣a b␣" and html.visible("\n  ") == "↵␣␣"
@@ -134,7 +129,7 @@ def test_a_text_reads_as_it_is():
 
 
 def test_colours_are_apart_and_even():
-    colours = source_colours([["embedding", *(f"{kind} {i}" for i in range(12) for kind in ("attention", "mlp"))]])
+    colours = source_colours(make_residual("full", 24, 8).layout())
     assert len(set(colours.values())) == 25
     assert weight_colour(0.0) == "#440154" and weight_colour(1.0) == weight_colour(3.0) == "#fde725"
     assert all(re.fullmatch("#[0-9a-f]{6}", weight_colour(w)) for w in (-0.5, 0.2, 0.9999))
@@ -146,21 +141,21 @@ def test_colours_are_apart_and_even():
 
 def test_tokens_have_the_colours_of_the_bars():
     made = pane()
-    tree, colours = parsed(html.pane(made)), source_colours(SOURCES)
+    tree, colours = parsed(html.pane(made)), source_colours(LAYOUT)
     for i, e in enumerate(e for e in tree.iter("span") if e.get("data-token")):
         fill = colours[SOURCES[2][made.reading.weights[2][i].argmax()]]
         assert e.get("style") == f"background:{fill};color:{ink_on(fill)}"
 
 
 def test_the_last_column_has_room_for_its_name():
-    rows = [["embedding", *(f"{kind} {i}" for i in range(12) for kind in ("attention", "mlp"))]]
-    svg = figures.heatmap(["output"], rows, [np.full(25, 0.04)], frozenset(), "title")
+    output = make_residual("full", 24, 8).layout()[-1]
+    svg = figures.heatmap([output], [np.full(25, 0.04)], frozenset(), "title")
     x = max(float(x) for x in re.findall(r'<text x="([\d.]+)"[^>]*rotate', svg))
     assert x + 3 * 5.5 * 0.5 < figures.WIDTH  # three letters at 60 degrees
 
 
 def test_weights_that_do_not_sum_to_one_still_make_bars_of_one_length():
-    rows = [["embedding", "mlp 0"]]
-    svg = figures.stack(["mlp 0"], rows, [np.array([3.0, -1.0])], source_colours(rows), frozenset(), "title")
+    reads = [make_residual("full", 2, 8).layout()[1]]
+    svg = figures.stack(reads, [np.array([3.0, -1.0])], source_colours(reads), frozenset(), "title")
     widths = [float(x) for x in re.findall(r'width="([\d.]+)" height="11', svg)]
     assert widths[0] / sum(widths) == pytest.approx(0.75, abs=1e-3)

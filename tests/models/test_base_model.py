@@ -1,0 +1,116 @@
+"""The residual belongs to the base model and is looked up and called when the model runs."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from tiny import SIZE
+from transformers import AutoModel
+
+from attnres.inspect import find_residual, record
+from attnres.models import build, load
+
+IDS = torch.arange(12).view(2, 6)
+
+
+def make(residual="block", **settings):
+    model = build(SIZE, residual, vocab_size=50, max_positions=32, settings=settings).eval()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.residual.parameters():
+            parameter.add_(0.4 * torch.randn(parameter.shape, generator=draw))
+    return model
+
+
+def logits(model):
+    return model(input_ids=IDS, use_cache=False).logits
+
+
+def test_a_residual_that_is_swapped_is_the_one_that_runs_and_learns():
+    model = make()
+    before, old = logits(model), model.residual
+    model.residual = copy.deepcopy(old)
+    assert model.model.residual is model.residual is not old
+    logits(model).sum().backward()
+    assert model.residual.query.grad.abs().sum() > 0 and old.query.grad is None
+    with torch.no_grad():
+        model.residual.query.zero_()
+    assert not torch.equal(logits(model), before)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
+def test_peft_trains_the_copy_that_the_forward_pass_reads():
+    model = get_peft_model(make(), LoraConfig(target_modules=["q_proj"], modules_to_save=["residual"]))
+    logits(model).square().mean().backward()
+    trained = {name: p for name, p in model.named_parameters() if "residual" in name and p.requires_grad}
+    assert len(trained) == 2 and all(p.grad is not None and p.grad.abs().sum() > 0 for p in trained.values())
+    with torch.no_grad():
+        before = logits(model)
+        for parameter in trained.values():
+            parameter.zero_()
+        assert not torch.equal(logits(model), before)
+    assert any(p is find_residual(model).query for p in trained.values())
+    with record(model) as trace:
+        logits(model)
+    assert trace.tokens == 12
+
+
+def test_a_copy_has_a_residual_of_its_own():
+    model = make()
+    before, twin = logits(model), copy.deepcopy(model)
+    with torch.no_grad():
+        twin.residual.query.zero_()
+    assert torch.equal(logits(model), before) and not torch.equal(logits(twin), before)
+
+
+def test_a_fresh_model_can_be_pickled():
+    model = make()
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(logits(again), logits(model)) and again.residual is again.model.residual
+    assert type(again.model.norm) is type(model.model.norm)
+
+
+def test_the_base_model_loads_by_itself(tmp_path):
+    model = make()
+    model.save_pretrained(tmp_path)
+    base = AutoModel.from_pretrained(tmp_path)
+    assert type(base) is type(model.model) and torch.equal(base.residual.query, model.residual.query)
+    expected = model.model(input_ids=IDS).last_hidden_state
+    torch.testing.assert_close(base(input_ids=IDS).last_hidden_state, expected, rtol=0, atol=0)
+    base.save_pretrained(tmp_path / "base")
+    assert torch.equal(AutoModel.from_pretrained(tmp_path / "base").residual.query, model.residual.query)
+
+
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_folders_with_the_residual_at_the_head_or_in_the_base_load(tmp_path, prefix):
+    model = make()
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("residual.", f"{prefix}residual."): tensor for name, tensor in tensors.items()}
+    assert f"{prefix}residual.query" in renamed
+    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(logits(load(tmp_path)), logits(model))
+
+
+def test_hidden_states_are_tensors_whatever_is_returned():
+    model = make()
+    by_name = model.model(input_ids=IDS, output_hidden_states=True).hidden_states
+    by_place = model.model(input_ids=IDS, output_hidden_states=True, use_cache=False, return_dict=False)[-1]
+    assert all(torch.equal(a, b) for a, b in zip(by_name, by_place, strict=True))
+    full = model(input_ids=IDS, use_cache=False, output_routing_weights=True, return_dict=False)
+    assert isinstance(full, tuple) and [w.shape[:2] for w in full[-1]] == [(2, 6)] * 7
+
+
+def test_a_familys_own_field_may_be_called_like_a_setting():
+    """MiniMax's config has a `block_size`; it is none of the residual's."""
+    from transformers import MiniMaxConfig, MiniMaxForCausalLM
+
+    from attnres.models.classes import register
+    from attnres.models.families import FAMILIES
+
+    config, _ = register("minimax_test", FAMILIES["mixtral"], MiniMaxConfig, MiniMaxForCausalLM)
+    made = config(num_hidden_layers=2, hidden_size=32, residual="block", residual_settings={"block_size": 2})
+    assert made.residual_settings == {"block_size": 2} and made.block_size == MiniMaxConfig().block_size
