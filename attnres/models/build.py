@@ -32,7 +32,7 @@ def build(
 
     Args:
         size: a name in `SIZES`, or {"family": name, **fields of the Hugging Face config}.
-        residual: a name in `attnres.residuals.RESIDUALS`; `settings` are its settings.
+        residual: a mechanism's name, or FILE.py:CLASS; `settings` are its settings.
         vocab_size, max_positions: of the token embedding; longest sequence.
         seed: of the weights. The global random state is left as it was.
 

@@ -46,7 +46,7 @@ class ResidualConfigMixin:
         self._refuse_stray_settings(kwargs)
         if ".py:" in self.residual:
             self.residual = residual_class(self.residual).name
-            self.residual_file = source_file(self.residual)
+        self.residual_file = source_file(self.residual) or self.residual_file
         with torch.device("meta"):
             self.make_residual()
 

@@ -22,7 +22,7 @@ from attnres.models.exactness import compare_logits, fixed_tokens, logits
 from attnres.models.families import FAMILIES, Family
 from attnres.models.probe import probe
 from attnres.models.source import Source, find, load_plain
-from attnres.residuals import make_residual, settings_of
+from attnres.residuals import check_settings, make_residual, residual_class, settings_of, source_file
 from attnres.text import memory
 
 REPORT = "conversion.json"
@@ -139,7 +139,7 @@ def convert(
     Args:
         source: a Transformers causal language model in memory, whose weights the converted one shares (training one
             trains both; `source` itself stays as it is); or a folder, or a name on the hub.
-        residual: a name in `attnres.residuals.RESIDUALS`; `settings` are its settings (`num_blocks`, `block_size`,
+        residual: a mechanism's name, or FILE.py:CLASS; `settings` are its settings (`num_blocks`, `block_size`,
             ...). `read_scale` is "sum" unless given: the mean is exact only up to the norms' eps.
         out: a folder to write, new or empty: sharded safetensors, config, tokenizer and generation settings of the
             source, and the report as conversion.json. It is there whole or not at all.
@@ -158,10 +158,9 @@ def convert(
     # What is cheap to find wrong is found before weights are read.
     if dtype is not None and dtype not in DTYPES:
         raise unknown("dtype", str(dtype), DTYPES)
+    residual = residual_class(residual).name
     make_settings = _with_exact_scale(residual, settings)
-    for name in make_settings:
-        if name not in settings_of(residual):
-            raise unknown(f"setting of residual '{residual}'", name, settings_of(residual))
+    check_settings(residual, make_settings)
     if out is not None:
         _check_empty(Path(out))
     if not isinstance(source, str | Path):
@@ -234,6 +233,7 @@ def _convert(
     new.__class__ = model_class
     new.config.__class__ = config_class
     new.config.residual, new.config.residual_settings = residual, dict(settings)
+    new.config.residual_file = source_file(residual)
     if probed:
         new.config.residual_family = asdict(family)
         if remote:

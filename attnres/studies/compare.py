@@ -126,6 +126,7 @@ def make_plan(config: CompareConfig) -> Plan:
             model = dataclasses.replace(
                 base.model,
                 residual=variant.residual,
+                residual_file=variant.file,
                 settings={**variant.settings},
                 block_size=None,
                 num_blocks=None,

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attnres.errors import UserError, unknown
-from attnres.residuals import RESIDUALS, settings_of
+from attnres.residuals import RESIDUALS, residual_class, settings_of, source_file
 
-SYNTAX = "RESIDUAL[:SETTING=VALUE,...][@NAME=VALUE,...], e.g. standard, block:num_blocks=6 or block@lr=0.003"
+SYNTAX = (
+    "RESIDUAL[:SETTING=VALUE,...][@NAME=VALUE,...], e.g. standard, block:num_blocks=6, mine.py:Mine or block@lr=0.003"
+)
 
 TRAINING = {
     "residual_lr": "optim",
@@ -24,12 +26,14 @@ TRAINING = {
 
 @dataclass(frozen=True)
 class Variant:
-    """One column of a comparison. `lr` None: that of the base configuration; `training` holds names in `TRAINING`."""
+    """One column of a comparison. `lr` None: that of the base configuration; `training` holds names in `TRAINING`,
+    `file` the FILE.py:CLASS of a mechanism of a user's own."""
 
     residual: str
     settings: dict[str, Any] = field(default_factory=dict)
     lr: float | None = None
     training: dict[str, Any] = field(default_factory=dict)
+    file: str | None = None
 
     @property
     def label(self) -> str:
@@ -47,19 +51,20 @@ def parse_variant(text: str) -> Variant:
     Raises:
         UserError: another syntax; an unknown residual, setting or name after '@', with the nearest valid one.
     """
-    match = re.fullmatch(r"(?P<residual>[^:@]*)(:(?P<settings>[^@]*))?(@(?P<training>.*))?", text.strip())
+    match = re.fullmatch(
+        r"(?P<residual>[^@]*\.py:[^:@]*|[^:@]*)(:(?P<settings>[^@]*))?(@(?P<training>.*))?", text.strip()
+    )
     if match is None or not match["residual"]:
         raise UserError(f"variant '{text}' is not understood: expected {SYNTAX}")
-    residual = match["residual"]
-    if residual not in RESIDUALS:
-        raise unknown("residual", residual, RESIDUALS)
+    residual = residual_class(match["residual"]).name
     valid = settings_of(residual)
     if match["settings"] is not None and not valid:
         raise UserError(f"variant '{text}': residual '{residual}' takes no settings, remove ':{match['settings']}'")
     settings = _pairs(text, match["settings"], "SETTING", f"setting of residual '{residual}'", valid)
     training = _pairs(text, match["training"], "NAME", "name after '@'", ("lr", *TRAINING))
     lr = training.pop("lr", None)
-    return Variant(residual, settings, None if lr is None else _rate(lr, f"variant '{text}'"), training)
+    rate = None if lr is None else _rate(lr, f"variant '{text}'")
+    return Variant(residual, settings, rate, training, source_file(residual))
 
 
 def _pairs(text: str, given: str | None, what: str, kind: str, valid: Iterable[str]) -> dict[str, Any]:

@@ -34,7 +34,9 @@ class ModelConfig:
     """Named size (nano, 100m, 0.6b, gpt2-124m); in a file also a mapping {family: qwen3, hidden_size: 64, ...}; none is
     nano, or with finetune.init_from the size of that model."""
     residual: str = "block"
-    """How sublayers read earlier outputs: standard, rescaled, block, full, deepnorm, hyper_connections, denseformer."""
+    """How sublayers read earlier outputs: a mechanism's name, or FILE.py:CLASS for one of your own file."""
+    residual_file: str | None = None
+    """FILE.py:CLASS that the mechanism is read from; filled in where `residual` says so."""
     block_size: int | None = None
     """Sublayers (attention and MLP count apart) in a block of the block residual; give this or num_blocks."""
     num_blocks: int | None = None
@@ -189,11 +191,21 @@ def tokenizer_of(data: DataConfig) -> str:
 def resolve(config: TrainConfig) -> TrainConfig:
     """A copy of `config` with every default filled in: settings merged, name and folder given.
 
-    With `finetune.init_from`, `attnres.training.start.settle` fills in the rest: it has to look at the model.
+    A mechanism of a user's own file is read and known by its name from then on. With `finetune.init_from`,
+    `attnres.training.start.settle` fills in the rest: it has to look at the model.
     """
-    settings = settings_of(config.model)
-    name = config.name or f"{config.model.residual}-seed{config.seed}"
-    model = dataclasses.replace(config.model, settings=settings, block_size=None, num_blocks=None)
+    from attnres.residuals import residual_class, source_file
+
+    mechanism = residual_class(config.model.residual_file or config.model.residual)
+    name = config.name or f"{mechanism.name}-seed{config.seed}"
+    model = dataclasses.replace(
+        config.model,
+        residual=mechanism.name,
+        residual_file=source_file(mechanism.name),
+        settings=settings_of(config.model),
+        block_size=None,
+        num_blocks=None,
+    )
     config = dataclasses.replace(config, model=model, name=name, out=str(config.out or Path("runs") / name))
     if config.finetune.init_from is not None:
         return config
@@ -210,17 +222,12 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
     Whether the residual's settings are possible is checked when the model is built, which knows its depth.
     """
     from attnres.models.sizes import SIZES
-    from attnres.residuals import settings_of as settings_with_defaults
+    from attnres.residuals import check_settings
 
     types_fit(config)
     if isinstance(config.model.size, str) and config.model.size not in SIZES:
         raise unknown("size", config.model.size, SIZES)
-    valid_settings = settings_with_defaults(config.model.residual)
-    for name in settings_of(config.model):
-        if name not in valid_settings:
-            if not valid_settings:
-                raise UserError(f"residual '{config.model.residual}' takes no settings: '{name}' was given; remove it")
-            raise unknown(f"setting of residual '{config.model.residual}'", name, valid_settings)
+    check_settings(config.model.residual_file or config.model.residual, settings_of(config.model))
     optim, data, finetune = config.optim, config.data, config.finetune
     for kind, given, valid in (
         ("optimizer", optim.optimizer, OPTIMIZERS),
