@@ -65,10 +65,9 @@ def register(mechanism: type[Residual]) -> type[Residual]:
         raise UserError(f"class {label} has the name {name!r}: give it a class attribute `name` of letters and _")
     if not isinstance(getattr(mechanism, "traits", None), Traits):
         raise UserError(f"class {label} has no traits: give it a class attribute `traits = Traits(...)`")
-    for verb in ("start", "read", "write", "finish", "hidden_state"):
+    for verb in ("start", "read", "write", "finish"):
         if getattr(mechanism, verb) is getattr(Residual, verb):
-            raise UserError(f"class {label} does not define {verb}: a mechanism says start, read, write, finish and "
-                            "hidden_state")  # fmt: skip
+            raise UserError(f"class {label} does not define {verb}: a mechanism says start, read, write and finish")
     known = _MECHANISMS.get(name)
     if known is not None and known is not mechanism and known.__module__.startswith("attnres.residuals."):
         raise UserError(f"'{name}' is the name of a mechanism of attnres: give class {label} another one")
