@@ -26,6 +26,7 @@ from attnres.inspect.pieces import pieces
 from attnres.inspect.record import find_residual, record
 from attnres.inspect.survey import Encoded, Survey, encode, front, survey
 from attnres.progress import counting
+from attnres.residuals import Read, Traits, layout_of, traits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,12 +50,12 @@ class Inspection:
     weighs nothing, an error over one document) is None; what a residual does not have is None as a whole.
 
     Attributes:
-        model: `name`, `residual`, `settings`, `num_sublayers` L, `width`, `parameters`.
+        model: `name`, `residual`, `traits`, `settings`, `num_sublayers` L, `width`, `parameters`.
         data: `source`, `documents`, `windows`, `tokens`, `context`, `kind`.
         reads: names of the L+1 reads.
-        routing: `reads`, `sources` (names), `weights` (mean over tokens); and of the shares |weight| / sum |weights|
-            `high`, what 99% of tokens are below, and `largest`, the most that any token had. A residual without a
-            softmax has the weights that it implies.
+        routing: `reads`, `sources` (names), `layout` (as data), `weights` (mean over tokens); and of the shares
+            |weight| / sum |weights| `high`, what 99% of tokens are below, and `largest`, the most that any token had. A
+            residual without a softmax has the weights that it implies.
         entropy: `nats` (L+1) mean over tokens, `effective` exp of it, `most` how many sources there are.
         mixing: (L+1, L+1), see `measures`. distance, persistence: (L+1) of it.
         sharpness, query_cosine, query_pca, gates: see `geometry`.
@@ -95,6 +96,16 @@ class Inspection:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             setattr(self, item.name, _plain(getattr(self, item.name)))
+
+    @property
+    def layout(self) -> tuple[Read, ...]:
+        """The L+1 reads and what they mix, without sources where the residual weighs none."""
+        return layout_of(self.routing or {"reads": self.reads, "sources": [[] for _ in self.reads]})
+
+    @property
+    def traits(self) -> Traits:
+        """What the model's residual is."""
+        return traits_of(self.model["residual"], self.model.get("traits"))
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON. Raises UserError."""
@@ -180,6 +191,7 @@ def from_survey(
         model={
             "name": name or type(model).__name__,
             "residual": residual.name,
+            "traits": residual.traits._asdict(),
             "settings": dict(getattr(config, "residual_settings", None) or {}),
             "num_sublayers": residual.num_sublayers,
             "width": residual.width,
@@ -293,7 +305,8 @@ def _routing(seen: Survey) -> dict[str, Any] | None:
     if not any(trace.sources):
         return None
     rows = {"weights": trace.weights, "high": seen.high, "largest": seen.largest}
-    return {"reads": trace.reads, "sources": trace.sources, **rows}
+    layout = [read.to_json() for read in trace.layout]
+    return {"reads": trace.reads, "sources": trace.sources, "layout": layout, **rows}
 
 
 def _by_label(seen: Survey, names: Sequence[str], **more: Any) -> dict[str, Any] | None:

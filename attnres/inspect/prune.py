@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from attnres.errors import UserError
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.inspection import Inspection
-from attnres.residuals import residual_class
+from attnres.residuals import Traits
 
 Which = Literal["mean", "high", "part"]
 """What is below the threshold: an edge's mean weight, its weight for 99% of tokens, or its part of the read's length.
@@ -114,31 +114,31 @@ def prune_report(inspection: Inspection, threshold: float = 0.01) -> PruneReport
     Raises:
         UserError: as `check_prunable`.
     """
-    check_prunable(inspection.model["residual"], threshold)
+    check_prunable(inspection.model["residual"], inspection.traits, threshold)
     routing = inspection.routing
     assert routing is not None
     edges, uses = [], dict[str, list[Edge]]()
-    for index, (read, sources) in enumerate(zip(routing["reads"], routing["sources"], strict=True)):
-        if len(sources) < 2:
+    for index, read in enumerate(inspection.layout):
+        if len(read.sources) < 2:
             continue
         mean = _shares(routing["weights"][index])
         rms = inspection.source_rms[index] if inspection.source_rms else []
         part = _shares([share * length for share, length in zip(mean, rms, strict=True)]) if rms else mean
-        rows = (sources, mean, routing["high"][index], routing["largest"][index], part)
+        rows = (read.sources, mean, routing["high"][index], routing["largest"][index], part)
         for source, *values in zip(*rows, strict=True):
-            if source == "null":  # no vector is loaded for it
+            if source.kind == "null":  # no vector is loaded for it
                 continue
-            edge = Edge(read, source, *values)
+            edge = Edge(read.name, source.name, *values)
             edges.append(edge)
-            uses.setdefault(source, []).append(edge)
-    return PruneReport(threshold, edges, [_use(source, found, threshold) for source, found in uses.items()])
+            uses.setdefault(source.name, []).append(edge)
+    return PruneReport(threshold, edges, [_use(source, reads, threshold) for source, reads in uses.items()])
 
 
-def check_prunable(residual: str, threshold: float) -> None:
-    """Raise a UserError for a threshold that is no weight, or the name of a residual that learns no weights."""
+def check_prunable(residual: str, traits: Traits, threshold: float) -> None:
+    """Raise a UserError for a threshold that is no weight, or a residual whose reads all tokens share."""
     if not 0 < threshold < 1:
         raise UserError(f"threshold is {threshold}: expected a weight between 0 and 1, such as 0.01")
-    if not residual_class(residual).traits.by_token:
+    if not traits.by_token:
         raise UserError(f"residual '{residual}' learns no weights of its sources: there is nothing to prune")
 
 

@@ -10,6 +10,7 @@ from rich.table import Table
 from attnres.inspect.inspection import Inspection
 from attnres.inspect.measures import source_spike
 from attnres.inspect.pieces import spelled
+from attnres.residuals import Read
 from attnres.terminal import grid, say, wide
 from attnres.text import counted, short, with_error
 
@@ -41,7 +42,7 @@ def show(inspection: Inspection, console: Console | None = None, *, example: boo
             console.print(_labels(title, part, inspection.routing))
     if example and inspection.example is not None:
         console.print()
-        console.print(_example(inspection.example, inspection.reads, console.width))
+        console.print(_example(inspection.example, inspection.layout, console.width))
 
 
 def top(names: Sequence[str], weights: Sequence[float | None], count: int = TOP) -> str:
@@ -156,7 +157,7 @@ def _labels(title: str, part: dict[str, Any], routing: dict[str, Any]) -> Table:
     return table
 
 
-def _example(example: dict[str, Any], reads: Sequence[str], width: int) -> Table:
+def _example(example: dict[str, Any], layout: Sequence[Read], width: int) -> Table:
     """For each token its kind, how badly the next was predicted, and where its reads came from."""
     table = grid()
     titles = (
@@ -171,14 +172,14 @@ def _example(example: dict[str, Any], reads: Sequence[str], width: int) -> Table
         table.add_column(title, justify="right" if title[0] in "lei" else "left", no_wrap=title[0] == "k")
     most = TOP if width >= NARROW else 1
     count = len(example["tokens"])
-    chosen = {
-        kind: [i for i, read in enumerate(reads) if read.split()[0] == kind and len(example["sources"][i]) > 1]
+    of_kind = {
+        kind: [i for i, read in enumerate(layout) if read.kind == kind and len(read.sources) > 1]
         for kind in ("attention", "mlp")
     }
     for t in range(min(count, TOKENS)):
         cells = [spelled(example["tokens"][t]), example["kinds"][t] if example["kinds"] else "–"]
         cells.append(short(example["losses"][t]))
-        for where in chosen.values():
+        for where in of_kind.values():
             weights = [
                 example["weights"][i][t][example["sources"][i].index("embedding")]
                 for i in where

@@ -10,6 +10,7 @@ from attnres.residuals.registry import (
     residual_class,
     settings_of,
     source_file,
+    traits_of,
 )
 from attnres.residuals.watch import Editor, Observer
 
@@ -34,4 +35,5 @@ __all__ = [
     "settings_of",
     "source_file",
     "sublayer_name",
+    "traits_of",
 ]

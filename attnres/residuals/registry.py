@@ -96,6 +96,14 @@ def source_file(name: str) -> str | None:
     return _FILES.get(name)
 
 
+def traits_of(name: str, stored: Mapping[str, Any] | None = None) -> Traits:
+    """Return what a mechanism is, also one that is not registered here: as a file says (`stored`), else as its class
+    says, else a guess that leaves nothing out."""
+    if stored is not None:
+        return Traits(**{field: stored[field] for field in Traits._fields if field in stored})
+    return _MECHANISMS[name].traits if name in _MECHANISMS else Traits(True, False, False, False)
+
+
 def _from_file(entry: str) -> type[Residual]:
     file, _, label = entry.rpartition(":")
     path = Path(file).expanduser().resolve()

@@ -22,6 +22,7 @@ from attnres.inspect.prune import check_prunable, prune_report
 from attnres.inspect.survey import Survey, encode, front, survey
 from attnres.inspect.tables import show
 from attnres.progress import counting
+from attnres.residuals import traits_of
 from attnres.studies.look_config import InspectConfig
 from attnres.studies.removals import (
     attribution_table,
@@ -68,7 +69,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
     if config.attribute and text.alone is None:
         raise UserError("--attribute looks at the prediction after one text: give it with --text or --file")
     if config.prune:
-        check_prunable(subject.config.residual, config.threshold)
+        check_prunable(subject.config.residual, traits_of(subject.config.residual), config.threshold)
     out = None if config.out is None else _folder(config.out)
     model = subject.load(config.dtype, str(pick_device(config.device)))
 

@@ -305,6 +305,7 @@ class Run:
             "extra_parameters": sum(parameter.numel() for parameter in self.model.residual.parameters()),
             "wall_s": past.wall_s,
             "windows": len(losses),
+            "traits": self.model.residual("itself").traits._asdict(),
         }
         write_json(self.folder / "summary.json", summary)
         return who.share(summary)

@@ -125,7 +125,11 @@ def test_a_text_that_cannot_be_read_is_one_sentence_and_the_page_goes_on(page, t
 def test_a_plain_sum_has_no_heaviest_source_and_can_be_edited(folders):
     page = Page([Opened(folders["standard"])])
     pane = page.show(View(TEXT)).panes[0]
-    assert "All sources of this read weigh the same" in pane and "the same for every token" in pane and "Pseudo-queries" not in pane
+    assert (
+        "All sources of this read weigh the same" in pane
+        and "the same for every token" in pane
+        and "Pseudo-queries" not in pane
+    )
     assert "without 1 edge" in page.show(page.click(View(TEXT), edge(0, 6, 3))).panes[0]
 
 
