@@ -19,6 +19,7 @@ SEEDS_FOR_SEED_ERROR = 3
 COMPARED = (
     *("model.residual", "model.settings", "model.block_size", "model.num_blocks"),
     *("optim.lr", "optim.muon_lr", "optim.residual_lr"),
+    *("optim.residual_hold", "optim.residual_warmup", "optim.residual_decay"),
     *("finetune.train_only", "finetune.lora_", "finetune.distill_"),
 )
 """Fields of the configuration in which variants may differ."""

@@ -15,6 +15,9 @@ SYNTAX = (
 
 TRAINING = {
     "residual_lr": "optim",
+    "residual_hold": "optim",
+    "residual_warmup": "optim",
+    "residual_decay": "optim",
     "train_only": "finetune",
     "lora_rank": "finetune",
     "lora_alpha": "finetune",

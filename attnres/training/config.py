@@ -76,6 +76,12 @@ class OptimConfig:
     """Peak learning rate of AdamW."""
     residual_lr: float | None = None
     """Peak learning rate of the residual's own parameters (queries, gains, ...); none is lr."""
+    residual_hold: float = 0.0
+    """Fraction of the steps in which the residual's own parameters stay at their start values."""
+    residual_warmup: float = 0.0
+    """Further warm-up of the residual's own parameters after that, as a fraction of the steps."""
+    residual_decay: float = 0.0
+    """Decoupled weight decay of the pseudo-queries, towards the uniform mean."""
     muon_lr: float = 2e-3
     """Peak learning rate of Muon, scaled per matrix so that an update has the RMS of an AdamW update."""
     min_lr_ratio: float = 0.1
@@ -253,13 +259,16 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
         if not (value > 0 and math.isfinite(value)):
             raise UserError(f"{name} is {value}: it must be a number above 0")
     not_negative: dict[str, float] = {"depth_every": config.depth_every, "seed": config.seed}
-    not_negative |= {"optim.weight_decay": optim.weight_decay, "optim.clip": optim.clip}
+    not_negative |= {f"optim.{name}": getattr(optim, name) for name in ("weight_decay", "residual_decay", "clip")}
     for name, value in not_negative.items():
         if not (value >= 0 and math.isfinite(value)):
             raise UserError(f"{name} is {value}: it must be 0 or more")
     if config.seed > 2**32 - world_size:  # NumPy's limit; each process adds its rank
         raise UserError(f"seed is {config.seed}: it must be at most {2**32 - world_size}")
-    fractions = {f"optim.{name}": getattr(optim, name) for name in ("min_lr_ratio", "warmup", "decay")}
+    fractions = {
+        f"optim.{name}": getattr(optim, name)
+        for name in ("min_lr_ratio", "warmup", "decay", "residual_hold", "residual_warmup")
+    }
     fractions["finetune.distill_weight"] = finetune.distill_weight
     for name, value in fractions.items():
         if not 0 <= value <= 1:

@@ -34,7 +34,7 @@ from attnres.training.parallel import Processes, join_processes
 from attnres.training.past import Past, past_of
 from attnres.training.progress import Bar
 from attnres.training.run_folder import claim, forget_after, same_data
-from attnres.training.schedule import fraction_of_peak
+from attnres.training.schedule import fraction_of_peak, residual_fraction
 
 UNTIMED = 3
 """Steps at the start of a run or of its resumption that are not timed: they warm caches and compile."""
@@ -174,7 +174,9 @@ class Run:
             decay=config.optim.decay,
             floor=config.optim.min_lr_ratio,
         )
-        set_learning_rate(self.optimizers, rate)
+        optim = config.optim
+        share = residual_fraction(step, config.steps, hold=optim.residual_hold, warmup=optim.residual_warmup)
+        set_learning_rate(self.optimizers, rate, share)
 
         by_depth = bool(config.depth_every) and (step % config.depth_every == 0 or step == config.steps)
         total = torch.zeros((), dtype=torch.float64, device=who.device)  # the cross-entropy, whatever is minimised

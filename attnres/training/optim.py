@@ -10,7 +10,8 @@
 
 Why the residual stands apart: pseudo-queries and gains are stored as (reads, d) tensors, which a rule by rank would
 take for weight matrices. Decay would pull the queries back to zero, that is to the uniform mean that depth attention
-is there to leave, and Muon would mix the queries of different sublayers by making the tensor's rows orthogonal.
+is there to leave (`optim.residual_decay` does so on request, of queries alone), and Muon would mix the queries of
+different sublayers by making the tensor's rows orthogonal.
 
 Why embeddings are not decayed: a row gets a gradient only when its token occurs, but decay would act at every step,
 so rare tokens would fade; and the embedding is the first source, so its scale is part of what the depth reads compare.
@@ -72,11 +73,17 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
         decay = config.weight_decay if kind in ("head", "lora", "matrix") else 0.0
         base = config.residual_lr if kind == "residual" and config.residual_lr is not None else config.lr
         orthogonal = [n for n in names if config.optimizer == "muon" and kind == "matrix" and parameters[n].ndim == 2]
-        plain = [name for name in names if name not in set(orthogonal)]
-        for groups, chosen, lr in ((adamw, plain, base), (muon, orthogonal, config.muon_lr)):
-            if chosen:
-                group = {"params": [parameters[name] for name in chosen], "names": chosen, "kind": kind}
-                groups.append({**group, "weight_decay": decay, "lr": lr, "peak_lr": lr})
+        # Pseudo-queries stand apart only where they are decayed, back to the uniform mean.
+        decayed = [n for n in names if config.residual_decay and kind == "residual" and n.endswith("query")]
+        plain = [name for name in names if name not in {*orthogonal, *decayed}]
+        for groups, members, lr, pull in (
+            (adamw, plain, base, decay),
+            (adamw, decayed, base, config.residual_decay),
+            (muon, orthogonal, config.muon_lr, decay),
+        ):
+            if members:
+                group = {"params": [parameters[name] for name in members], "names": members, "kind": kind}
+                groups.append({**group, "weight_decay": pull, "lr": lr, "peak_lr": lr})
     fused = all(p.device.type in FUSED_DEVICES for group in adamw for p in group["params"])
     found: list[torch.optim.Optimizer] = []
     if adamw:
@@ -86,11 +93,11 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
     return found
 
 
-def set_learning_rate(optimizers: list[torch.optim.Optimizer], fraction: float) -> None:
-    """Set every group's rate to `fraction` of its peak."""
+def set_learning_rate(optimizers: list[torch.optim.Optimizer], fraction: float, residual: float = 1.0) -> None:
+    """Set every group's rate to `fraction` of its peak; that of the residual's own to `residual` of that."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * fraction
+            group["lr"] = group["peak_lr"] * fraction * (residual if group["kind"] == "residual" else 1.0)
 
 
 # ------------------------------------------------------------------ state as named tensors

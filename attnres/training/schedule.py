@@ -39,6 +39,17 @@ def wsd(step: int, steps: int, *, warmup: int = 0, decay: int = 0, floor: float 
     return floor + (1 - floor) * max(0.0, (steps - step) / decay)
 
 
+def residual_fraction(step: int, steps: int, *, hold: float = 0.0, warmup: float = 0.0) -> float:
+    """What the residual's own parameters take of the schedule: 0 for the first `hold` of the steps, then a line up to
+    1 over the next `warmup` of them.
+
+    >>> [residual_fraction(step, 10, hold=0.2, warmup=0.4) for step in (2, 3, 4, 6, 10)]
+    [0.0, 0.25, 0.5, 1.0, 1.0]
+    """
+    held = round(hold * steps)
+    return warm_up(step - held, round(warmup * steps)) if step > held else 0.0
+
+
 def fraction_of_peak(
     step: int, steps: int, *, schedule: str = "cosine", warmup: float = 0.0, decay: float = 0.2, floor: float = 0.0
 ) -> float:

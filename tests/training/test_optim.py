@@ -98,3 +98,19 @@ def test_state_of_other_parameters_is_refused() -> None:
     name = next(key for key in state if key.endswith("exp_avg"))
     with pytest.raises(ValueError, match="has shape"):
         load_state_tensors(build_optimizers(model, OptimConfig()), {**state, name: torch.zeros(1)})
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_queries_are_held_warmed_up_and_decayed_on_request(decay):
+    model = model_of(SIZE, "block")
+    with torch.no_grad():
+        model.residual.query.fill_(1.0)
+    (adamw,) = build_optimizers(model, OptimConfig(lr=0.5, residual_decay=decay))
+    set_learning_rate([adamw], 0.8, 0.25)
+    for group in adamw.param_groups:
+        assert group["lr"] == pytest.approx(0.5 * 0.8 * (0.25 if group["kind"] == "residual" else 1.0))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    adamw.step()
+    torch.testing.assert_close(model.residual.query, torch.full_like(model.residual.query, 1 - 0.1 * decay))
+    assert torch.equal(model.residual.gain, torch.ones_like(model.residual.gain))
