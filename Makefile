@@ -13,7 +13,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
 .PHONY: setup demo test lint types bench docs peers bench-gpu test-gpu clean
 .DELETE_ON_ERROR:
@@ -53,7 +53,7 @@ test: lint types
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --dist loadfile
 
 docs: .venv/docs
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open build/site/index.html in a browser"
 
 bench: .venv/ready

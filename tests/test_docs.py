@@ -1,6 +1,9 @@
 """README and docs: their Python runs, their links lead somewhere, the files they name exist."""
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -103,7 +106,20 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert not [name for name in sorted(named) if not (ROOT / name).exists()]
 
 
-def test_the_version_is_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_version_is_one() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == attnres.__version__
     assert f"## {attnres.__version__}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    variables = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    subprocess.run(command, cwd=ROOT, env=variables, check=True)
+    for page, text in {
+        "index.html": "make_residual",
+        "api/attnres.residuals/index.html": "The normed input of the head",
+        "contributing/index.html": "A mechanism",
+    }.items():
+        assert text in (tmp_path / page).read_text(encoding="utf-8")

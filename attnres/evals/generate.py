@@ -75,7 +75,7 @@ def generate(
     Args:
         model: a run folder, a model folder, a hub name, a model in memory (then with its `tokenizer`), or a Speaker.
         max_new_tokens: fewer where the model's context ends before, or where the text does.
-        greedy, temperature, top_k, top_p, seed: see `Sampling`.
+        greedy: as `temperature`, `top_k`, `top_p` and `seed`, a field of `Sampling`.
         chat: the prompt is a user's turn in the model's chat template.
         on_text: called with each piece of the text as soon as it is known.
         on_token: called after each token with where its prediction read from; needs a residual with weights.

@@ -61,11 +61,11 @@ class Inspection:
         sharpness, query_cosine, query_pca, gates: see `geometry`.
         output_rms: (L). input_rms: (L+1).
         source_rms, source_cosine: rows parallel to `routing["sources"]`; key_cosine (n, n) of the output's sources.
-        kinds: `kind`, `names`, `tokens`, `documents`; `weights` and `error` [kind][read][source], standard errors over
-            documents.
+        kinds: `kind`, `names`, `tokens`, `documents`; `weights` and `error`, by kind, read and source: standard errors
+            over documents.
         prompts: the same for the prompts that come with the package, by category; errors over prompts.
         example: `text`, `tokens` (strings), `ids`, `kinds`, `losses` (of the next token; the last is None), and
-            `weights` [read][token][source].
+            `weights` by read, token and source.
         losses: `mean` in nats per token, `error` over documents, `tokens` predicted.
         dynamics: of the run that trained the model, see `measures.dynamics`.
     """
@@ -151,7 +151,8 @@ def inspect_model(
         limit: stop after so many tokens.
         example: a text whose tokens are shown one by one, cut after `context` tokens.
         prompts: also run the prompts that come with the package.
-        name, source: of the model and of the text, for titles.
+        name: of the model, for titles.
+        source: name of the text, for titles.
         progress: show a bar on stderr where that is a terminal.
 
     Raises:
