@@ -1,51 +1,52 @@
 """What the user sees of long work: bars on a terminal, plain lines elsewhere, nothing if not wanted."""
 
+import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from attnres.terminal import say
+from attnres.text import duration
 
-LINES_EVERY = 20.0
-"""Seconds between two plain lines."""
+LINES_EVERY = 30.0
+"""Seconds between two plain lines of a bar."""
+STEPS = "step {task.completed:.0f}/{task.total:.0f}"
+"""How much is done, for `Bars`."""
 
 
 class Bars:
-    """Bars that stand on a terminal while the block runs; a task's text `figures` is beside its bar.
+    """Bars that stand on a terminal while the block runs; elsewhere each gives a line now and then.
 
     Args:
-        count: the column that says how much is done.
-        left: whether a column says how much time is left.
+        count: the column that says how much is done, by default a percentage: a format of rich's `task`, or a column.
+        rate: how much is done a second, as text.
         shown: False shows nothing.
-        stays: whether the bars stay on the terminal after the block.
+        stays: whether what is finished stays: the bar on a terminal, a last line elsewhere.
         console: standard error by default.
-
-    Attributes:
-        live: whether there are bars; where there are none, lines have to do.
     """
 
     def __init__(
         self,
-        count: ProgressColumn,
+        count: str | ProgressColumn = "{task.percentage:.0f}%",
         *,
-        left: bool = True,
+        rate: Callable[[float], str] = lambda rate: "",
         shown: bool = True,
         stays: bool = True,
         console: Console | None = None,
     ):
         self.console = console or Console(stderr=True)
-        self.shown, self.live = shown, shown and self.console.is_terminal
+        self.rate, self.shown, self.stays = rate, shown, stays
+        self.count = TextColumn(count) if isinstance(count, str) else count
         self.progress = Progress(
-            *(TextColumn("{task.description}"), BarColumn(bar_width=None), count),
+            *(TextColumn("{task.description}"), BarColumn(bar_width=None), self.count),
             *(TextColumn("{task.fields[figures]}"), TimeElapsedColumn()),
-            *((TextColumn("left"), TimeRemainingColumn()) if left else ()),
             console=self.console,
             transient=not stays,
-            disable=not self.live,
+            disable=not (shown and self.console.is_terminal),
         )
 
     def __enter__(self) -> Self:
@@ -58,17 +59,57 @@ class Bars:
         self.progress.stop()
 
     def say(self, text: str) -> None:
-        """A line, above the bars where there are some."""
+        """Print a line, above the bars where there are some."""
         if self.shown:
             say(self.console, text)
 
+    def add(self, name: str, total: float | None, done: float = 0) -> "Bar":
+        """Add a bar for work of which `done` of `total` was done before."""
+        return Bar(self, name, total, done)
+
+
+class Bar:
+    """One piece of work: its bar on a terminal, elsewhere a line every `LINES_EVERY` seconds."""
+
+    def __init__(self, bars: Bars, name: str, total: float | None, done: float):
+        self.bars, self.name, self.total, self.done, self.first = bars, name, total, done, done
+        self.began = self.said = time.monotonic()
+        self.task = bars.progress.add_task(name, total=total, completed=int(done), figures="")
+
+    def advance(self, more: float, figures: str = "") -> None:
+        """So much more is done."""
+        self.update(self.done + more, figures)
+
+    def update(self, done: float, figures: str = "") -> None:
+        """So much is done; the line has `figures`, the rate and the time left."""
+        self.done, now = done, time.monotonic()
+        rate = (done - self.first) / max(1e-9, now - self.began)
+        told = [figures, self.bars.rate(rate)]
+        if self.total is not None and rate > 0:
+            told.append(f"left {duration(max(0.0, self.total - done) / rate)}")
+        figures = "  ".join(filter(None, told))
+        self.bars.progress.update(self.task, description=self.name, total=self.total, completed=done, figures=figures)
+        last = self.bars.stays and self.total is not None and done >= self.total
+        if self.bars.progress.disable and (last or now - self.said >= LINES_EVERY):
+            self.said = now
+            task = next(task for task in self.bars.progress.tasks if task.id == self.task)
+            self.bars.say("  ".join(filter(None, (self.name, str(self.bars.count.render(task)).strip(), figures))))
+
+    def finish(self) -> None:
+        """All is done: what `total` was an estimate of."""
+        self.total = self.done
+        self.update(self.done)
+
+    def remove(self) -> None:
+        """Take the bar away."""
+        self.bars.progress.remove_task(self.task)
+
 
 @contextmanager
-def counting(what: str, total: int | None, unit: str, *, shown: bool = True) -> Generator[Callable[[int], None]]:
+def counting(what: str, total: int | None, unit: str, *, shown: bool = True) -> Generator[Callable[[float], None]]:
     """A bar on a terminal, gone when the block ends; the block gets what it calls with how many more are done."""
-    with Bars(TextColumn("{task.completed:,.0f} " + unit), shown=shown, stays=False) as bars:
-        task = bars.progress.add_task(what, total=total, figures="")
-        yield lambda more: bars.progress.advance(task, more)
+    with Bars("{task.completed:,.0f} " + unit, shown=shown, stays=False) as bars:
+        yield bars.add(what, total).advance
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import Progress, table
+from harness import progress, table
 
 from attnres.files import read_json, write_json, write_text
 
@@ -79,12 +79,12 @@ def main() -> int:
         if name not in todo:
             parser.error(f"there is no benchmark '{name}' on {options.device}: choose from {', '.join(todo)}")
     todo = {name: job for name, job in todo.items() if options.only is None or name in options.only}
-    progress = Progress("all", len(todo))
+    bar = progress("all", len(todo))
     done: dict[str, dict[str, Any]] = {}
     for name, job in todo.items():
         done[name] = run_job(name, job, options.device, options.out, options.timeout)
         write_json(options.out / f"all_{options.device}.json", done)
-        progress.step(name)
+        bar.advance(1, name)
     rows = [["benchmark", "seconds", ""]]
     for name, result in done.items():
         rows.append([name, f"{result['seconds']:.0f}", "ok" if not result["status"] else result["last_line"]])

@@ -127,19 +127,19 @@ def run(
     """Decode at each batch size and one prefill; `say` is given each table as it is finished."""
     models = _models(size, device, dtype, max(prefill, context + 8), seed)
     result: dict[str, Any] = {"decode": {}, "prefill": {}}
-    progress = harness.Progress("decode", len(batches) + 1)
+    bar = harness.progress("decode", len(batches) + 1)
     for batch in batches:
         rows = decode(models, batch, context, graphs=graphs, seconds=seconds, seed=seed)
         result["decode"][str(batch)] = rows
         say(f"decode, batch {batch}, after {context} tokens{', CUDA graph' if graphs else ''}\n{harness.lines(rows)}\n")
-        progress.step(f"batch {batch}")
+        bar.advance(1, f"batch {batch}")
     ids = torch.randint(VOCABULARY, (1, prefill), generator=torch.Generator().manual_seed(seed)).to(device)
     candidates = {
         label: partial(model, input_ids=ids, use_cache=True, logits_to_keep=1) for label, model in models.items()
     }
     result["prefill"][str(prefill)] = rows = harness.measure(candidates, device, seconds=seconds)
     say(f"prefill of {prefill} tokens\n{harness.lines(rows)}\n")
-    progress.step("prefill")
+    bar.advance(1, "prefill")
     return result
 
 

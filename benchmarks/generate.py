@@ -69,9 +69,9 @@ def run(
         model.to(device)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(min(plain.config.vocab_size, VOCABULARY), (1, prompt), generator=generator).to(device)
-    progress = harness.Progress(f"generate {name}", rounds)
+    bar = harness.progress(f"generate {name}", rounds)
     measures = {label: partial(decode_rate, model, ids, tokens) for label, model in models.items()}
-    rates = in_turn(measures, rounds=rounds, warm_up=1, on_round=lambda done: progress.step(f"round {done}"))
+    rates = in_turn(measures, rounds=rounds, warm_up=1, on_round=lambda done: bar.advance(1, f"round {done}"))
     rows = {label: summary(found, rates["plain"]) for label, found in rates.items()}
     parameters = sum(parameter.numel() for parameter in plain.parameters())
     say(f"{name}, {parameters:,} parameters, {tokens} tokens after {prompt}, {rounds} rounds\n{lines(rows)}\n")

@@ -19,16 +19,14 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
+from attnres.progress import Bar, Bars
 from attnres.report.style import MUTED, save, style
-from attnres.text import duration
 from attnres.timing import in_turn, spread
 from attnres.training.device import keep_freed_memory
 from attnres.training.environment import describe, peak_memory, reset_peak_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 RESULTS = Path("benchmarks/results")
-LINES_EVERY = 15.0
-"""Seconds between two plain lines of progress."""
 
 FLUSH = 256 << 20
 """Bytes written before each timed call on a GPU: more than any of its caches."""
@@ -251,24 +249,11 @@ def compile_many() -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # ty: ignore[invalid-assignment]
 
 
-class Progress:
-    """Lines with the time left, at most one each `LINES_EVERY` seconds, on stderr."""
-
-    def __init__(self, name: str, total: int, *, console: Console | None = None):
-        self.name, self.total, self.done = name, total, 0
-        self.console = console or Console(stderr=True)
-        self.began = self.said = time.monotonic()
-
-    def step(self, what: str) -> None:
-        """One of `total` parts, `what`, is done."""
-        self.done += 1
-        now = time.monotonic()
-        if now - self.said < LINES_EVERY and self.done < self.total:
-            return
-        self.said = now
-        left = (now - self.began) / self.done * max(0, self.total - self.done)
-        line = f"{self.name}  {self.done}/{self.total}  {what}  left {duration(left)}"
-        self.console.print(line, highlight=False, markup=False, soft_wrap=True)
+def progress(name: str, total: int) -> Bar:
+    """Lines with the time left on stderr; no bar, for tables are printed meanwhile."""
+    return Bars("{task.completed:.0f}/{task.total:.0f}", console=Console(stderr=True, force_terminal=False)).add(
+        name, total
+    )
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

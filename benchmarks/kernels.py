@@ -272,14 +272,14 @@ def run(
     copy = harness.copy_bandwidth(device)
     say(f"a copy on this device: {copy / 1e9:.4g} GB/s\n")
     how = {"seconds": seconds, "copy": copy}
-    progress = harness.Progress("kernels", len(reads) + 2 * len(blocks))
+    bar = harness.progress("kernels", len(reads) + 2 * len(blocks))
     result: dict[str, Any] = {"copy_bytes_per_s": copy, "read": [], "block": [], "block of reads": []}
 
     def keep(kind: str, shape: Shape, found: dict[str, Any]) -> None:
         result[kind].append({"shape": asdict(shape), **found})
         for stage, rows in found["stages"].items():
             say(f"{kind}, {stage}: {shape}\n{harness.lines(rows)}\n")
-        progress.step(f"{kind} {shape}")
+        bar.advance(1, f"{kind} {shape}")
 
     for shape in reads:
         keep("read", shape, time_read(shape, device, dtype, how, seed, compiled))

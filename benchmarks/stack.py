@@ -222,7 +222,7 @@ def run(
     ready = [peer for peer in PEERS if reasons[peer.name] is None]
     register_naive(ready)
     result: dict[str, Any] = {"copy_bytes_per_s": copy, "kinds": {}}
-    progress = harness.Progress("stack", 2)
+    bar = harness.progress("stack", 2)
     how: dict[str, Any] = {"sublayers": sublayers, "block_size": block_size, "seed": seed, "compiled": compiled}
     for kind in ("identity", "norm"):
         stack = Stack(kind, x, grad, **how, peers=ready)
@@ -231,7 +231,7 @@ def run(
         rows |= {name: {"reason": reason} for name, reason in reasons.items() if reason is not None}
         result["kinds"][kind] = rows
         say(f"{kind} sublayers, forward + backward (errors: relative rms against fp64)\n{harness.lines(rows)}\n")
-        progress.step(kind)
+        bar.advance(1, kind)
     return result
 
 

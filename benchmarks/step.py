@@ -29,6 +29,7 @@ from attnres.files import write_json
 from attnres.models import build
 from attnres.models.sizes import SIZES as NAMED
 from attnres.ops import cpu
+from attnres.progress import Bar
 from attnres.studies.speed import step_times
 from attnres.timing import in_turn, seconds_of, spread
 from attnres.training.device import tune
@@ -173,7 +174,7 @@ class Run:
         state = 16 * sum(parameter.numel() for parameter in model.parameters())
         return max(2, torch.cuda.get_device_properties(self.device).total_memory // 2 // state)
 
-    def measure(self, seconds: float, progress: harness.Progress) -> dict[str, Any]:
+    def measure(self, seconds: float, bar: Bar) -> dict[str, Any]:
         """Times and peaks of all variants; a row with a reason for each that does not run."""
         variants, reasons = variants_of(self.name, self.dtype, self.device)
         peaks: dict[str, int] = {}
@@ -183,7 +184,7 @@ class Run:
                 peaks[label] = peak
             else:
                 reasons[label] = peak
-            progress.step(f"{self.name}, {self.dtype}: peak of {label}")
+            bar.advance(1, f"{self.name}, {self.dtype}: peak of {label}")
         if "standard" not in peaks:
             raise SystemExit(f"{self.name}, {self.dtype}: the standard model does not run: {reasons['standard']}")
         others = [label for label in variants if label in peaks and label != "standard"]
@@ -267,7 +268,7 @@ def main() -> None:
     result["cpu_kernels"] = cpu.load() is not None
     parts: dict[str, dict[str, Any]] = {}
     counts = [len(variants_of(name, dtype, device)[0]) for name in sizes for dtype in dtypes]
-    progress = harness.Progress("step", sum(counts))
+    bar = harness.progress("step", sum(counts))
     for name, size in sizes.items():
         part: dict[str, Any] = {"model": {**size.model, "vocab_size": size.vocabulary}}
         part["tokens"] = size.batch * size.length
@@ -280,7 +281,7 @@ def main() -> None:
             part["kept_for_backward_fp32"] = kept
         parts[name] = part
         for dtype in dtypes:
-            part[dtype] = Run(name, size, dtype, device, options.compile).measure(options.seconds, progress)
+            part[dtype] = Run(name, size, dtype, device, options.compile).measure(options.seconds, bar)
             print(show(part[dtype], kept), flush=True)
     result |= parts["nano-bench"] if list(parts) == ["nano-bench"] else {"sizes": parts}
     out = Path(options.out) if options.out else out_path(options)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from attnres.text import counted, listed, memory, number, short, with_error
+from attnres.text import counted, duration, listed, memory, number, short, with_error
 
 
 def test_numbers_have_a_true_minus_and_zero_no_sign():
@@ -46,5 +46,6 @@ def test_a_number_has_the_digits_of_its_error(value, error, text):
 
 def test_amounts_and_lists():
     assert (memory(1.234e9), memory(5e7), memory(math.nan)) == ("1.23 GB", "50 MB", "–")
+    assert [duration(seconds) for seconds in (0, 42, 310, 8000)] == ["0 s", "42 s", "5 min", "2 h 13 min"]
     assert (counted(1, "edge"), counted(0, "edge"), counted(1200, "edge")) == ("1 edge", "0 edges", "1,200 edges")
     assert (listed(["a"]), listed(["a", "b"]), listed(["a", "b", "c"])) == ("a", "a and b", "a, b and c")

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock
+from rich.progress import DownloadColumn
 from tokenizers import Tokenizer
 
 from attnres.cache import cache_dir
@@ -28,6 +29,8 @@ from attnres.data.tokenizer import (
     vocabulary_size,
 )
 from attnres.errors import UserError
+from attnres.progress import Bars
+from attnres.text import memory
 
 _BATCH_BYTES = 1 << 20  # text encoded at a time: what bounds the memory
 _HASHES = 1 << 64
@@ -182,13 +185,16 @@ def _build(
     folder: Path, source: Source, loaded: tuple[Tokenizer, int] | None, size: int, held_out: float, progress: bool
 ) -> dict[str, Any]:
     """Writes every file but the header, and returns it."""
-    with _Bar(source, progress) as bar, spooled(source, folder / "documents.jsonl") as source:
+    bars = Bars(DownloadColumn(), rate=lambda rate: f"{memory(rate)}/s", shown=progress)
+    with bars, spooled(source, folder / "documents.jsonl") as source:
+        bar = bars.add("reading", source.size)
         threshold = _threshold(source, held_out)
         if loaded is None:
-            bar.say("training the tokenizer")
+            bar.name = "training the tokenizer"
+            bar.update(0)
             loaded = train_tokenizer(size, (text for text in source.read() if _hash(text.encode()) >= threshold))
         tokenizer, eos = loaded
-        bar.say("tokenising")
+        bar.name = "tokenising"
         vocab_size = vocabulary_size(tokenizer)
         _save_tokenizer(folder, tokenizer, eos)
         dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
@@ -201,6 +207,7 @@ def _build(
                     writers["val" if _hash(raw) < threshold else "train"].add(ids)
                 bar.advance(sum(map(len, data)))
             splits = {split: writer.close() for split, writer in writers.items()}
+            bar.finish()
         finally:
             for writer in writers.values():
                 writer.abandon()
@@ -270,41 +277,3 @@ def _save_tokenizer(folder: Path, tokenizer: Tokenizer, eos: int) -> None:
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end, "unk_token": end}
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
-
-
-class _Bar:
-    """A progress bar with speed and ETA on stderr, or nothing."""
-
-    def __init__(self, source: Source, show: bool) -> None:
-        self.say: Callable[[str], None] = lambda text: None
-        self.advance: Callable[[int], None] = lambda size: None
-        self._progress = None
-        if not show:
-            return
-        from rich import progress
-        from rich.console import Console
-
-        self._progress = progress.Progress(
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.DownloadColumn(),
-            progress.TransferSpeedColumn(),
-            progress.TimeRemainingColumn(),
-            console=Console(stderr=True),
-        )
-        task = self._progress.add_task("reading", total=source.size)
-        bar = self._progress
-        self.say = lambda text: bar.update(task, description=text)
-        self.advance = lambda size: bar.advance(task, size)
-        self._finish = lambda: bar.update(task, total=bar.tasks[0].completed)
-
-    def __enter__(self) -> "_Bar":
-        if self._progress is not None:
-            self._progress.start()
-        return self
-
-    def __exit__(self, failed: object, *_: object) -> None:
-        if self._progress is not None:
-            if failed is None:
-                self._finish()  # sizes before reading are estimates
-            self._progress.stop()

@@ -4,6 +4,7 @@ import gc
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from attnres.evals import harness
 from attnres.evals.config import EvalConfig
 from attnres.evals.figures import Asked, ask, figures
 from attnres.evals.measures import Measure, difference
-from attnres.evals.progress import Bar
 from attnres.evals.scoring import Scored, cost, score
 from attnres.evals.subject import Subject, find_subject
 from attnres.evals.tasks import LM_EVAL, TASKS, Task, read_task
 from attnres.files import write_json, write_text
+from attnres.progress import Bars
 from attnres.training import environment
 
 MAX_WINDOW = 2048
@@ -139,12 +140,11 @@ def _score(
     limits = {"context": subject.context, "batch_tokens": config.batch_tokens}
     total = sum(cost(subject.rows or 0, question.requests, **limits) for question in questions)
     scored = []
-    with Bar(subject.name, total, shown=progress) as bar:
+    with Bars(rate=lambda rate: f"{rate:,.0f} tokens/s", shown=progress) as bars:
+        bar = bars.add(subject.name, max(1, total))
         for question in questions:
-            name = question.task.name
-            scored.append(
-                score(model, question.requests, on_progress=lambda done, name=name: bar.advance(done, name), **limits)
-            )
+            on_progress = partial(bar.advance, figures=question.task.name)
+            scored.append(score(model, question.requests, on_progress=on_progress, **limits))
     return scored
 
 

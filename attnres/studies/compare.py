@@ -17,10 +17,10 @@ from rich.console import Console
 from attnres.device import pick_device
 from attnres.errors import Interrupted, UserError
 from attnres.files import LOCK, locked, read_json, write_json
+from attnres.progress import STEPS, Bar, Bars
 from attnres.report.runs import Study
 from attnres.report.show import show
 from attnres.studies.children import Child, run_children
-from attnres.studies.progress import Watch
 from attnres.studies.speed import step_times
 from attnres.studies.variants import TRAINING, Variant, parse_variants
 from attnres.text import duration
@@ -244,24 +244,31 @@ def _jobs(plan: Plan, vocabulary: int) -> int:
 def _train(
     children: list[Child], out: Path, total: int, walls: list[float], jobs: int, threads: int, say: Console
 ) -> None:
-    """Run the children, one line before each with the time left in all; several at once: `Watch` shows them."""
+    """Run the children, one line before each with the time left in all; of several at once there are bars."""
     first, started, left = total - len(children), 0, len(children)
-    with Watch(say, shown=jobs > 1) as watch:
+    bars_of: dict[str, Bar] = {}
+    with Bars(STEPS, shown=jobs > 1, stays=False, console=say) as bars:
 
         def on_start(child: Child) -> None:
             nonlocal started
             started += 1
             remaining = f", about {duration(sum(walls) / len(walls) * left / jobs)} left in all" if walls else ""
             say.print(f"run {first + started}/{total} {child.name}{remaining}", style="bold", highlight=False)
-            watch.add(child)
+            bars_of[child.name] = bars.add(child.name, child.steps, child.latest()[0])
 
         def on_end(child: Child) -> None:
             nonlocal left
             left -= 1
             walls.append(time.monotonic() - child.began)
-            watch.remove(child)
+            bars_of.pop(child.name).remove()
             if jobs > 1:
                 say.print(f"{child.name} finished in {duration(walls[-1])}", highlight=False)
+
+        def on_poll(running: list[Child]) -> None:
+            for child in running:
+                step, loss = child.latest()
+                if loss is not None:
+                    bars_of[child.name].update(step, f"loss {loss:.3f}")
 
         run_children(
             children,
@@ -269,7 +276,7 @@ def _train(
             threads=threads,
             on_start=on_start,
             on_end=on_end,
-            on_poll=watch.update,
+            on_poll=on_poll,
             log_of=lambda child: out / "logs" / f"{child.name}.log" if jobs > 1 else None,
         )
 

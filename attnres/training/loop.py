@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked, read_json, replaced_folder, write_json
+from attnres.progress import STEPS, Bars
 from attnres.stats import or_none, standard_error
 from attnres.training import checkpoint, distill, environment, regimes, start, validate
 from attnres.training.config import TrainConfig, check, resolve, to_dict
@@ -32,7 +33,6 @@ from attnres.training.metrics import Metrics, Tracker, import_tracker
 from attnres.training.optim import build_optimizers, set_learning_rate
 from attnres.training.parallel import Processes, join_processes
 from attnres.training.past import Past, past_of
-from attnres.training.progress import Bar
 from attnres.training.run_folder import claim, forget_after, same_data
 from attnres.training.schedule import fraction_of_peak, residual_fraction
 
@@ -60,7 +60,7 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
         if finished is not None:
             return finished
         with closing(Run(config, who, progress=progress and who.first)) as run, caught_signals() as signals:
-            with run.bar:
+            with run.bars:
                 run.begin()
                 while run.past.step < config.steps:
                     run.step(signals)
@@ -143,9 +143,10 @@ class Run:
         if who.first:
             self._open_folder(self.past.step if state else -1)
         name = config.name or ""
-        self.bar = Bar(name, config.steps, self.past.step, shown=progress)
+        self.bars = Bars(STEPS, shown=progress)
+        self.bar = self.bars.add(name, config.steps, self.past.step)
         if state:
-            self.bar.say(f"{name}: resumed at step {self.past.step} of {config.steps}")
+            self.bars.say(f"{name}: resumed at step {self.past.step} of {config.steps}")
         self.since = time.perf_counter()
 
     # -------------------------------------------------------------- one step
@@ -255,7 +256,8 @@ class Run:
         if past.step % config.val_every == 0 or last:
             self._validate()
         seconds = statistics.median(past.times[-20:] or [past.last_s])
-        self.bar.update(past.step, self.loss, past.val_loss, tokens / seconds)
+        held_out = "" if past.val_loss is None else f"  held-out {past.val_loss:.3f}"
+        self.bar.update(past.step, f"loss {self.loss:.3f}{held_out}  {tokens / seconds:,.0f} tokens/s")
 
     def save(self) -> None:
         """Write the checkpoint; the one before stays until this one is complete."""

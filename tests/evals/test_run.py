@@ -204,7 +204,7 @@ def test_a_second_model_that_is_missing_is_found_before_the_first_is_loaded(fold
 
 
 def test_progress_says_where_it_is(folders, data, monkeypatch, capsys):
-    monkeypatch.setattr("attnres.evals.progress.LINES_EVERY", 0.0)
+    monkeypatch.setattr("attnres.progress.LINES_EVERY", 0.0)
     config = EvalConfig((str(folders["block"]),), ("piqa",), data=str(data), batch_tokens=100)
     evaluate(config)
     lines = capsys.readouterr().err.splitlines()

@@ -1,6 +1,5 @@
 """Runs in processes of their own: how many at once, what a failure or a Ctrl-C does. Scripts stand for training."""
 
-import io
 import json
 import os
 import signal
@@ -9,12 +8,9 @@ import time
 from dataclasses import dataclass
 
 import pytest
-from rich.console import Console
 
 from attnres.errors import Interrupted, UserError
 from attnres.studies.children import Child, run_children
-from attnres.studies.progress import Watch
-from attnres.text import duration
 
 SAVES_ON_CTRL_C = """
 import pathlib, signal, sys, time
@@ -158,25 +154,3 @@ def train(child, step, loss):
     child.folder.mkdir(exist_ok=True)
     with (child.folder / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "train", "step": step, "loss": loss}) + "\n")
-
-
-def test_without_a_terminal_each_run_gives_a_line_now_and_then(tmp_path, monkeypatch):
-    now = [100.0]
-    monkeypatch.setattr("attnres.studies.progress.time.monotonic", lambda: now[0])
-    said = io.StringIO()
-    child = Script("block-seed0", tmp_path / "run", tmp_path / "run.json", steps=100)
-    with Watch(Console(file=said), shown=True) as watch:
-        watch.add(child)
-        for step, seconds in ((5, 5), (10, 5), (15, 5), (16, 60), (16, 5), (20, 5)):
-            train(child, step, 3.0 - step / 100)
-            now[0] += seconds
-            watch.update([child])
-        watch.remove(child)
-    assert said.getvalue().splitlines() == [
-        f"block-seed0  step 10/100  loss 2.900  left {duration(90)}",
-        f"block-seed0  step 16/100  loss 2.840  left {duration(75 / 16 * 84)}",
-    ]
-
-
-def test_durations_read_as_estimates():
-    assert [duration(seconds) for seconds in (42, 310, 8000)] == ["42 s", "5 min", "2 h 13 min"]
