@@ -19,6 +19,7 @@ from attnres.report.stats import (
     strongest_baseline,
     why_unpaired,
 )
+from attnres.residuals import Traits, traits_of
 from attnres.text import UNKNOWN, listed, memory, number, with_error
 
 if TYPE_CHECKING:
@@ -41,6 +42,11 @@ class Row:
     @property
     def residual(self) -> str:
         return self.runs[0].residual
+
+    @property
+    def traits(self) -> Traits:
+        """What its mechanism is."""
+        return traits_of(self.residual, (self.runs[0].summary or {}).get("traits"))
 
     @property
     def finished(self) -> int:

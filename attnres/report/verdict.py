@@ -7,9 +7,6 @@ from attnres.report.stats import Paired, kind, kind_name, paired, sweeps_lr, why
 from attnres.report.table import Row, Table
 from attnres.text import digits_for, listed, number, with_error
 
-CONTROL = "rescaled"
-ATTENTION_RESIDUALS = ("full", "block")
-
 
 def verdict(study: Study, table: Table) -> str:
     """One or a few sentences: who is better than the baseline, by how much, and who cannot be told from it."""
@@ -34,7 +31,10 @@ def verdict(study: Study, table: Table) -> str:
     else:
         equal_rates = []
     compared = [row for row in done if row.paired is not None]
-    sentences = [_against_baseline(compared, base)] if compared else []
+    controls = [row for row in compared if row.traits.is_control]
+    tested = [row for row in compared if not row.traits.is_control]
+    sentences = [_against_baseline(tested, base)] if tested else []
+    sentences += [_chance(row, base) for row in controls]
     reasons: dict[str, list[str]] = {}
     for row in unpaired:
         reasons.setdefault(why_unpaired(study, row.label, base), []).append(row.label)
@@ -43,7 +43,7 @@ def verdict(study: Study, table: Table) -> str:
         for reason, labels in reasons.items()
     ]
     sentences += equal_rates
-    sentences += _against_control(study, done, base)
+    sentences += _against_control(study, tested, controls)
     sentences += _among_best(study, compared)
     waiting = [row.label for row in table.rows if not row.complete]
     if waiting:
@@ -74,10 +74,16 @@ def _against_baseline(rows: list[Row], base: str) -> str:
     return "; ".join(clauses) + "."
 
 
-def _against_control(study: Study, done: list[Row], base: str) -> list[str]:
-    """Whether Attention Residuals also beat the control, which has the scaling without the attention."""
-    controls = [row for row in done if row.residual == CONTROL and row.label != base]
-    tested = [row for row in done if row.residual in ATTENTION_RESIDUALS]
+def _chance(row: Row, base: str) -> str:
+    """What the control's difference says: never that it is better or worse."""
+    assert row.paired is not None
+    size = number(row.paired.mean, digits_for(row.paired.mean, row.paired.se), signed=True)
+    runs = "a run" if len(row.counted) == 1 else f"the mean of {len(row.counted)} runs"
+    return f"{row.label}, the control, computes what {base} computes: its {size} is what chance does to {runs}."
+
+
+def _against_control(study: Study, tested: list[Row], controls: list[Row]) -> list[str]:
+    """Whether the others also beat the control, which has the scaling and nothing that is learned."""
     if not controls or not tested:
         return []
     control = min(controls, key=lambda row: row.loss).label

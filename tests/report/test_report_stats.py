@@ -198,7 +198,8 @@ def test_the_verdict_names_winners_the_control_and_ties(tmp_path):
     text = verdict(*both(write_study(tmp_path)))
     assert text.startswith("full beats standard by 0.1")
     assert ", block by 0.1" in text
-    assert "is within its error of standard" in text
+    assert "rescaled, the control, computes what standard computes: its" in text
+    assert "rescaled is" not in text and "than rescaled" not in text.replace("Worse than rescaled, the control", "")
     assert "Over rescaled, the control, the gain is" in text
 
 
