@@ -7,7 +7,7 @@ UserError, with the half-written file removed.
 import json
 import os
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -27,21 +27,38 @@ def in_the_way(folder: Path) -> Path | None:
     return None if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else there
 
 
+def refuse_full(folder: str | Path) -> None:
+    """Raise UserError for a file, or a folder that is not empty, where a new folder is to be."""
+    folder = Path(folder)
+    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
+        raise UserError(f"{folder} exists and is not empty: choose another folder, or empty it")
+
+
+@contextmanager
+def writing(path: str | Path) -> Generator[None]:
+    """Raise what keeps the block from writing `path` (a full disk, a missing permission) as a UserError."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UserError(
+            f"cannot write {path}: {reason}; what was there before is intact, make room or choose another folder"
+        ) from error
+
+
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Write `data` to `path`, whole or not at all; folders above it are made. Raises UserError."""
     path = Path(path)
     beside = _beside(path)
 
-    def write() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with beside.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(path)
-
     try:
-        _as_user_error(path, write)
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with beside.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
     finally:
         if beside.exists():
             beside.unlink()
@@ -78,27 +95,19 @@ def replaced_folder(path: str | Path) -> Generator[Path]:
     path = Path(path)
     beside, old = _beside(path), _old(path)
 
-    def make() -> None:
-        recover_folder(path)
-        beside.mkdir(parents=True)
-
-    def swap() -> None:
-        if path.exists():
-            path.rename(old)
-        try:
-            beside.rename(path)
-        except OSError:
-            recover_folder(path)
-            raise
-
     try:
-        _as_user_error(path, make)
-        try:
+        with writing(path):
+            recover_folder(path)
+            beside.mkdir(parents=True)
             yield beside
-        except (OSError, SafetensorError) as error:
-            raise _user_error(path, error) from error
-        _as_user_error(path, lambda: _sync(beside))
-        _as_user_error(path, swap)
+            _sync(beside)
+            if path.exists():
+                path.rename(old)
+            try:
+                beside.rename(path)
+            except OSError:
+                recover_folder(path)
+                raise
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(beside, ignore_errors=True)
@@ -128,14 +137,12 @@ def locked(folder: str | Path) -> Generator[None]:
     folder = Path(folder)
     lock = FileLock(folder / LOCK)
 
-    def take() -> None:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
             lock.acquire(timeout=0)
         except Timeout:
             raise UserError(f"another process is working in {folder}: wait for it, or choose another --out") from None
-
-    _as_user_error(folder, take)
     try:
         yield
     finally:
@@ -173,17 +180,3 @@ def _sync(folder: Path) -> None:
         if file.is_file():
             with file.open("rb+") as handle:
                 os.fsync(handle.fileno())
-
-
-def _as_user_error(path: Path, action: Callable[[], None]) -> None:
-    try:
-        action()
-    except OSError as error:
-        raise _user_error(path, error) from error
-
-
-def _user_error(path: Path, error: Exception) -> UserError:
-    reason = getattr(error, "strerror", None) or str(error)
-    return UserError(
-        f"cannot write {path}: {reason}; what was there before is intact, make room or choose another folder"
-    )

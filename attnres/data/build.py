@@ -3,11 +3,7 @@
 import hashlib
 import inspect
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Generator, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +25,7 @@ from attnres.data.tokenizer import (
     vocabulary_size,
 )
 from attnres.errors import UserError
+from attnres.files import replaced_folder, writing
 from attnres.progress import Bars
 from attnres.text import memory
 
@@ -101,20 +98,15 @@ def prepare(
     target = (cache_dir() / "data" / key[:16] if out is None else Path(out).expanduser()).absolute()
     if (found := _existing(target, key)) is not None:
         return found
-    try:
+    with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.parent / f".{target.name}.lock"):
             if (found := _existing(target, key)) is not None:  # made by another process in the meantime
                 return found
             loaded = load_with_end(tokenizer) if size is None else None
-            with _beside(target) as folder:
+            with replaced_folder(target) as folder:
                 header = _build(folder, text, loaded, size or 0, held_out, progress)
                 write_header(folder, {"key": key, "settings": settings, "source": source, **header})
-    except OSError as error:
-        raise UserError(
-            f"tokens could not be written to {target} ({error.strerror or error}): make room or choose another folder; "
-            "nothing was left there"
-        ) from error
     return Prepared(target, read_header(target))
 
 
@@ -165,20 +157,6 @@ def _existing(target: Path, key: str) -> Prepared | None:
             f"({json.dumps(header.get('settings'))}): choose another folder or remove it"
         )
     return Prepared(target, header)
-
-
-@contextmanager
-def _beside(target: Path) -> Generator[Path]:
-    """A new folder that becomes `target` when the block ends, and disappears when it fails."""
-    for left in target.parent.glob(f".{target.name}.*.tmp"):  # of a killed process: the caller holds the lock
-        shutil.rmtree(left, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-    try:
-        yield folder
-        folder.chmod(0o755)
-        os.rename(folder, target)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _build(

@@ -16,7 +16,7 @@ import transformers
 from transformers import GenerationConfig, PreTrainedModel
 
 from attnres.errors import UserError, unknown
-from attnres.files import replaced_folder, write_json
+from attnres.files import refuse_full, replaced_folder, write_json
 from attnres.models.classes import CLASSES, DepthMixin, register
 from attnres.models.exactness import compare_logits, fixed_tokens, logits
 from attnres.models.families import FAMILIES, Family
@@ -162,7 +162,7 @@ def convert(
     make_settings = _with_exact_scale(residual, settings)
     check_settings(residual, make_settings)
     if out is not None:
-        _check_empty(Path(out))
+        refuse_full(out)
     if not isinstance(source, str | Path):
         if dtype is not None:
             raise UserError(
@@ -176,11 +176,6 @@ def convert(
     model, ignored = load_plain(found, None if dtype is None else DTYPES[dtype])
     new = _convert(model, residual, make_settings, found.name, remote=found.remote, ignored=ignored)
     return new if out is None else _write(new, Path(out), found)
-
-
-def _check_empty(out: Path) -> None:
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise UserError(f"{out} exists and is not empty: choose another folder, or empty it")
 
 
 def _check_room(source: Source, out: Path, dtype: str | None) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from attnres.errors import UserError, unknown
-from attnres.files import read_json, replaced_folder
+from attnres.files import read_json, refuse_full, replaced_folder
 from attnres.models.build import load
 from attnres.models.classes import DepthMixin
 from attnres.models.foreign import SHARD, load_foreign, save_foreign
@@ -28,7 +28,7 @@ def import_foreign(source: str | Path, out: str | Path, kind: str | None = None)
     Raises:
         UserError: see `load_foreign`; a folder that is not empty.
     """
-    _check_empty(Path(out))
+    refuse_full(out)
     found = locate(source)
     model = load_foreign(source, kind)
     named = kind or kinds_of(found.config)[0].name
@@ -57,7 +57,7 @@ def export_foreign(source: str | Path, out: str | Path, kind: str) -> str:
     """
     if kind not in KINDS:
         raise unknown("kind of foreign checkpoint", kind, KINDS)
-    _check_empty(Path(out))
+    refuse_full(out)
     folder = Path(source).expanduser()
     if (folder / "model" / "config.json").is_file():  # a run folder
         folder = folder / "model"
@@ -70,11 +70,6 @@ def export_foreign(source: str | Path, out: str | Path, kind: str) -> str:
     kept = tuple(Source(str(source), folder, config, trusted=False).kept_files())
     save_foreign(model, out, kind, beside=kept)
     return _said(f"{source} -> {out} ({kind})", model)
-
-
-def _check_empty(out: Path) -> None:
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise UserError(f"{out} exists and is not empty: choose another folder, or empty it")
 
 
 def _said(line: str, model: DepthMixin) -> str:

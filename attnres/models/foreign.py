@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from attnres.errors import UserError, first_line, unknown
-from attnres.files import replaced_folder, write_json
+from attnres.files import refuse_full, replaced_folder, write_json
 from attnres.models.classes import CLASSES, DepthMixin
 from attnres.models.foreign_kind import Config, Kind, Row
 from attnres.models.foreign_kinds import KINDS, kinds_of
@@ -111,8 +111,7 @@ def save_foreign(model: Any, out: str | Path, kind: str, *, beside: Sequence[Pat
         raise unknown("kind of foreign checkpoint", kind, KINDS)
     if not isinstance(model, DepthMixin):
         raise UserError(f"a {type(model).__name__} was given: expected a model of attnres")
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
-        raise UserError(f"{out} exists and is not empty: choose another folder, or empty it")
+    refuse_full(out)
     chosen, config = KINDS[kind], model.config
     stored: Config = getattr(config, "foreign_config", None) or {}
     if not chosen.says(stored):
