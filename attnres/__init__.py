@@ -19,6 +19,7 @@ HOMES = {
     "RESIDUALS": "attnres.residuals",
     "Residual": "attnres.residuals",
     "make_residual": "attnres.residuals",
+    "register": "attnres.residuals",
     "build": "attnres.models",
     "convert": "attnres.models",
     "load": "attnres.models",
@@ -39,7 +40,7 @@ if TYPE_CHECKING:  # the same for type checkers and editors; a test holds the tw
     from attnres.inspect.inspection import inspect_model
     from attnres.models import build, convert, load
     from attnres.ops import Norm, depth_read, depth_read_reference
-    from attnres.residuals import RESIDUALS, Residual, make_residual
+    from attnres.residuals import RESIDUALS, Residual, make_residual, register
     from attnres.studies.compare import compare
     from attnres.training.config import TrainConfig
     from attnres.training.loop import train
@@ -65,5 +66,6 @@ __all__ = [
     "load",
     "make_residual",
     "record",
+    "register",
     "train",
 ]
