@@ -26,7 +26,7 @@ HOMES = {
     "TrainConfig": "attnres.training.config",
     "train": "attnres.training.loop",
     "compare": "attnres.studies.compare",
-    "inspect_model": "attnres.inspect.inspection",
+    "inspect_model": "attnres.inspect.inspector",
     "intervene": "attnres.inspect",
     "record": "attnres.inspect",
     "generate": "attnres.evals.generate",
@@ -37,7 +37,7 @@ if TYPE_CHECKING:  # the same for type checkers and editors; a test holds the tw
     from attnres.errors import Interrupted, UserError
     from attnres.evals.generate import generate
     from attnres.inspect import intervene, record
-    from attnres.inspect.inspection import inspect_model
+    from attnres.inspect.inspector import inspect_model
     from attnres.models import build, convert, load
     from attnres.ops import Norm, depth_read, depth_read_reference
     from attnres.residuals import RESIDUALS, Residual, make_residual, register

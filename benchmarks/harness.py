@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 from torch import Tensor
 
+from attnres.figures.style import MUTED, save, style
 from attnres.progress import Bar, Bars
-from attnres.report.style import MUTED, save, style
 from attnres.timing import in_turn, spread
 from attnres.training.device import keep_freed_memory
 from attnres.training.environment import describe, peak_memory, reset_peak_memory

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.collections import QuadMesh
+from matplotlib.collections import Collection, PolyCollection
 from matplotlib.colors import Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
@@ -27,30 +27,24 @@ def cells(
     norm: Normalize = SHARES,
     colourmap: str = COLOURMAP,
     hatched: bool = True,
-) -> QuadMesh:
+) -> Collection:
     """Draw (rows, columns) `values` downwards, row r from `tops[r]` to one below; NaN is hatched or left out."""
     count_r, count_c = values.shape
-    tops = np.arange(count_r) if tops is None else tops
-    raster = values.size > VECTOR_CELLS
-    mesh = None
-    if hatched:
-        for r in range(count_r):
-            _hatch(ax, np.flatnonzero(np.isnan(values[r])), tops[r])
-    rows = (
-        np.split(np.arange(count_r), np.flatnonzero(np.diff(tops) > 1) + 1) if raster else np.arange(count_r)[:, None]
-    )
-    for part in rows:  # each row for itself in a vector file; one image of those without a gap where they are many
-        mesh = ax.pcolormesh(
-            np.arange(count_c + 1),
-            [*tops[part], tops[part[-1]] + 1],
-            np.ma.masked_invalid(values[part]),
-            cmap=colourmap,
-            norm=norm,
-            edgecolors="none" if raster else style.PAPER,
-            linewidth=0 if raster else min(0.6, 12 / max(count_r, count_c)),
-            rasterized=raster,
-        )
-    assert mesh is not None
+    tops = np.arange(count_r, dtype=float) if tops is None else tops
+    for r in range(count_r if hatched else 0):
+        _hatch(ax, np.flatnonzero(np.isnan(values[r])), tops[r])
+    look: dict[str, Any] = {"cmap": colourmap, "norm": norm}
+    if values.size > VECTOR_CELLS:  # an image of the rows between two gaps
+        for part in np.split(np.arange(count_r), np.flatnonzero(np.diff(tops) > 1) + 1):
+            edges = [*tops[part], tops[part[-1]] + 1]
+            shown = np.ma.masked_invalid(values[part])
+            mesh: Collection = ax.pcolormesh(np.arange(count_c + 1), edges, shown, rasterized=True, **look)
+    else:
+        r, c = np.nonzero(~np.isnan(values))
+        corners = np.stack([c, tops[r]], 1)[:, None] + np.array([(0, 0), (1, 0), (1, 1), (0, 1)])
+        width = min(0.6, 12 / max(count_r, count_c))
+        mesh = PolyCollection(corners, array=values[r, c], edgecolors=style.PAPER, linewidth=width, **look)
+        ax.add_collection(mesh)
     ax.set_xlim(0, count_c)
     ax.set_ylim(tops[-1] + 1, 0)
     ax.grid(visible=False)
@@ -60,7 +54,7 @@ def cells(
     return mesh
 
 
-def cell_numbers(ax: Axes, mesh: QuadMesh, values: np.ndarray, tops: np.ndarray, size: float) -> None:
+def cell_numbers(ax: Axes, mesh: Collection, values: np.ndarray, tops: np.ndarray, size: float) -> None:
     """The value in each cell, black or white, whichever is readable on it."""
     for r, c in zip(*np.nonzero(~np.isnan(values))):
         red, green, blue, _ = mesh.to_rgba(values[r, c])
@@ -90,7 +84,7 @@ def named(
     thin_ticks(ax.yaxis, [top + 0.5 for top in tops], rows, height, size)
 
 
-def scale(figure: Figure, mesh: QuadMesh, axes: Any, label: str, **options: Any) -> None:
+def scale(figure: Figure, mesh: Collection, axes: Any, label: str, **options: Any) -> None:
     """The colour scale beside the axes."""
     settings: dict[str, Any] = {"fraction": 0.03, "pad": 0.015, "aspect": 22, **options}
     bar = figure.colorbar(mesh, ax=axes, **settings)

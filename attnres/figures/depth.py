@@ -1,22 +1,26 @@
-"""What each read is like, by depth: how many sources it spreads over, how far back it reaches, how large they are."""
+"""What sublayers and reads are like, by depth: one quantity a panel, one line a variant."""
 
+import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
 
 from attnres.figures import style
+from attnres.figures.comparison import Comparison, Variant
 from attnres.figures.plot import (
+    COLUMN,
     PAGE,
     NotShown,
     Plot,
     canvas,
     depth_axis,
     depth_line,
-    from_zero,
+    head,
     legend,
     log_if_wide,
-    plain,
+    panels,
     short,
     thin_ticks,
 )
@@ -24,93 +28,171 @@ from attnres.figures.plot import (
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
 
-_MARKS = "Filled points: attention, hollow: MLP, diamond: the output."
+MARKS = "Filled points: attention, hollow: MLP"
 
 
-def measures(inspections: Sequence["Inspection"]) -> Plot:
-    """Effective number of sources, effective depth distance, embedding persistence, sharpness; a line a model.
+class Quantity(NamedTuple):
+    """A number for each read or each sublayer.
 
-    Formulas: `attnres.inspect.measures` and `attnres.inspect.geometry`.
+    Attributes:
+        axis: its name beside an axis. meaning: a sentence for captions.
+        reads: one for each read, the output's last; else one for each sublayer.
+        of: where an inspection has it; what training alone records is nowhere.
+        log: the axis is logarithmic where values span more than that factor.
+        plain: a plain residual's values (depth,) by the number of the read.
     """
-    panels: list[tuple[str, Callable[[Any], Any], Callable[[Any], np.ndarray] | None]] = [
-        ("effective number of sources", lambda seen: seen.entropy["effective"], None),
-        ("effective depth distance", lambda seen: seen.distance, lambda depth: depth / 2),
-        ("share of the embedding", lambda seen: seen.persistence, lambda depth: 1 / (depth + 1)),
-        ("sharpness |w g| √d", lambda seen: seen.sharpness, None),
-    ]
-    panels = [panel for panel in panels if any(_any(panel[1](seen)) for seen in inspections)]
-    if not panels:
+
+    axis: str
+    meaning: str
+    reads: bool
+    of: Callable[["Inspection"], Sequence[float | None] | None] = lambda _: None
+    log: float = math.inf
+    plain: Callable[[np.ndarray], np.ndarray] | None = None
+
+
+QUANTITIES = {
+    "output_rms": Quantity(
+        *("RMS of outputs", "Root mean square of what each sublayer writes.", False),
+        of=lambda one: one.output_rms,
+        log=6.0,
+    ),
+    "input_rms": Quantity(
+        *("RMS of reads", "Root mean square of what each read makes, before its norm.", True),
+        of=lambda one: one.input_rms,
+        log=6.0,
+    ),
+    "grad_rms": Quantity("RMS of gradients", "Root mean square of the loss's gradient at each output.", False, log=6.0),
+    "entropy": Quantity(
+        *("entropy of reads (nats)", "Mean entropy of a read's weights.", True),
+        of=lambda one: one.entropy.get("nats"),
+    ),
+    "effective": Quantity(
+        "effective number of sources",
+        "Effective number of sources: exp of the mean entropy of a read's weights.",
+        True,
+        lambda one: one.entropy.get("effective"),
+    ),
+    "distance": Quantity(
+        "effective depth distance",
+        "Distance: mean number of sublayers between a read and what it reads.",
+        True,
+        lambda one: one.distance,
+        plain=lambda depth: depth / 2,
+    ),
+    "persistence": Quantity(
+        "share of the embedding",
+        "Share of the embedding: its part of each read's coefficients.",
+        True,
+        lambda one: one.persistence,
+        log=15.0,
+        plain=lambda depth: 1 / (depth + 1),
+    ),
+    "sharpness": Quantity(
+        *("sharpness |w g| √d", "Sharpness: the largest logit that a read's query can give.", True),
+        of=lambda one: one.sharpness,
+    ),
+    "recency_bias": Quantity("bias of the last source", "What is added to the last source's logit.", True),
+    "gate": Quantity("gate: share of the read", "How much of the read is let through.", True),
+    "alpha": Quantity("alpha", "The factor that the read is scaled by.", True),
+}
+"""By the names under which runs record them and inspections have them, in the order in which they are drawn."""
+CHOICE = ("effective", "distance", "persistence", "sharpness")
+"""How reads choose."""
+MAGNITUDES = ("output_rms", "input_rms", "grad_rms")
+
+
+def quantity(key: str) -> Quantity:
+    """The quantity of that name; one under its own name where it is not listed."""
+    return QUANTITIES.get(key) or Quantity(key, "", True)
+
+
+def rows(variant: Variant, key: str) -> np.ndarray | None:
+    """(seeds, depth) values from the inspections, or else the last that training recorded; None where there are none
+    or seeds differ in depth."""
+    found = [quantity(key).of(one) for one in variant.inspections.values()]
+    if not any(row and any(value is not None for value in row) for row in found):
+        found = [run[key][-1] for run in variant.dynamics.values() if run.get(key)]
+    values = [np.array(row, dtype=float) for row in found if row]
+    if not values or len({len(row) for row in values}) > 1 or not np.isfinite(values).any():
+        return None
+    return np.stack(values)
+
+
+def by_depth(comparison: Comparison, keys: Sequence[str], name: str, title: str) -> Plot:
+    """Draw a panel for each quantity that some variant has.
+
+    Raises:
+        NotShown: there is none.
+    """
+    keys = [key for key in keys if any(rows(variant, key) is not None for variant in comparison.variants)]
+    if not keys:
         raise NotShown("nothing of it is measured for this residual")
-    rows = 2 if len(panels) == 4 else 1
-    figure, axes = canvas(PAGE, 1.9 * rows + 0.25, rows, len(panels) // rows)
-    looks = model_looks(inspections)
-    for ax, (what, values, plain_residual) in zip(axes.flat, panels):
-        deepest = max(len(seen.reads) for seen in inspections)
-        everything: list[float] = []
-        for seen, look in zip(inspections, looks, strict=True):
-            row = values(seen)
-            if not _any(row):
-                continue
-            depth_line(ax, row, **look)
-            everything += [value for value in row if value]
-            if what == "effective number of sources" and len(inspections) == 1:
-                most = [float(count) if count else np.nan for count in seen.entropy["most"]]
-                ax.step(range(len(most)), most, where="mid", color=style.MUTED, linewidth=0.9, linestyle=":")
-        if plain_residual is not None:
-            depth = np.arange(deepest)
-            ax.plot(depth, plain_residual(depth), color=style.MUTED, linewidth=0.9, linestyle=":", zorder=1)
-        ax.set_ylabel(what)
-        depth_axis(ax, deepest, reads=True)
-        if what == "share of the embedding":
-            log_if_wide(ax, everything, 15)
-        else:
-            from_zero(ax)
-    legend(figure, *axes.flat)
-    meant = {
-        "effective number of sources": "Effective number of sources: exp of the mean entropy of the weights. ",
-        "effective depth distance": "Distance: mean number of sublayers between a read and what it reads. ",
-        "sharpness |w g| √d": "Sharpness: the largest logit that a query can give. ",
-    }
-    caption = "".join(meant.get(panel[0], "") for panel in panels)
-    dots = "a plain residual" + (", and as many sources as there are" if len(inspections) == 1 else "")
-    caption += f"Dotted: {dots}. {_MARKS}"
-    return Plot(*_name(inspections, "depth", "reads by depth"), caption, figure)
+    figure, axes = panels(len(keys), 1.9)
+    for ax, key in zip(axes, keys, strict=True):
+        panel(ax, comparison, key)
+    legend(figure, *axes)
+    caption = " ".join(quantity(key).meaning for key in keys)
+    dotted = "a plain residual" if any(quantity(key).plain for key in keys) else ""
+    if "effective" in keys and len(comparison.variants) == 1:
+        dotted += ", and as many sources as there are" if dotted else "as many sources as there are"
+    caption += f" Dotted: {dotted}." if dotted else ""
+    caption += f" {MARKS}{', diamond: the output' if any(quantity(key).reads for key in keys) else ''}."
+    if any(len(variant.seeds) > 1 for variant in comparison.variants):
+        caption += " Lines: means over seeds; bands: least to most."
+    return Plot(*comparison.named(name, title), caption, figure)
 
 
-def magnitudes(inspections: Sequence["Inspection"]) -> Plot:
-    """RMS of what sublayers write and of what reads make; of one model also that of the last read's sources."""
-    seen = inspections[0]
-    last = last_sources(seen) if len(inspections) == 1 else None
-    figure, axes = canvas(PAGE, 2.15, 1, 3 if last else 2, width_ratios=[1, 1, 1.15] if last else [1, 1])
-    looks = model_looks(inspections)
-    for ax, name, what in ((axes[0, 0], "output_rms", "RMS of outputs"), (axes[0, 1], "input_rms", "RMS of reads")):
-        rows = [getattr(one, name) for one in inspections]
-        for row, look in zip(rows, looks, strict=True):
-            depth_line(ax, row, **look)
-        log_if_wide(ax, [value for row in rows for value in row])
-        depth_axis(ax, max(len(row) for row in rows), reads=name == "input_rms")
-        ax.set_ylabel(what)
-    if last:
-        names, rms = last
-        ax, places = axes[0, 2], np.arange(len(names))
-        ax.plot(places, rms, "o", color=looks[0]["color"], markersize=3 if len(names) < 60 else 1.6)
-        log_if_wide(ax, rms)
-        ax.set_ylabel("RMS of sources")
-        thin_ticks(ax.xaxis, places.tolist(), [short(name) for name in names], 1.7)
+def panel(ax: Axes, comparison: Comparison, key: str) -> None:
+    """Draw one quantity of every variant that has it."""
+    what = quantity(key)
+    tables = [rows(variant, key) for variant in comparison.variants]
+    deepest = max(table.shape[1] for table in tables if table is not None)
+    for table, look in zip(tables, comparison.looks(), strict=True):
+        if table is not None:
+            depth_line(ax, table, **look)
+    dotted: dict[str, Any] = {"color": style.MUTED, "linewidth": 0.9, "linestyle": ":", "zorder": 1}
+    if what.plain is not None:
+        ax.plot(np.arange(deepest), what.plain(np.arange(deepest)), **dotted)
+    if key == "effective" and len(comparison.variants) == 1 and comparison.variants[0].inspections:
+        most = comparison.variants[0].mean.entropy.get("most", [])
+        ax.step(range(len(most)), [count or np.nan for count in most], where="mid", **dotted)
+    log_if_wide(ax, np.concatenate([table.ravel() for table in tables if table is not None]), what.log)
+    depth_axis(ax, deepest, reads=what.reads)
+    ax.set_ylabel(what.axis)
+
+
+def source_norms(comparison: Comparison) -> Plot:
+    """Draw the RMS of each source of the last read that weighs several, a panel a model.
+
+    Raises:
+        NotShown: no model has such a read.
+    """
+    models = [(one, look, last_sources(one.mean)) for one, look in zip(comparison.variants, comparison.looks())]
+    shown = [(one, look, *last) for one, look, last in models if last is not None]
+    if not shown:
+        raise NotShown("no residual with a softmax over several sources")
+    columns = min(3, len(shown))
+    lines = -(-len(shown) // columns)
+    width = COLUMN if columns == 1 else PAGE
+    figure, axes = canvas(width, 2.3 * lines, lines, columns, sharey=True)
+    for ax in list(axes.flat)[len(shown) :]:
+        ax.remove()
+    for ax, (one, look, names, rms) in zip(axes.flat, shown):
+        places = np.arange(len(names))
+        ax.plot(places, rms, "o-", color=look["color"], linewidth=0.7, markersize=3 if len(names) < 60 else 1.6)
+        log_if_wide(ax, np.concatenate([values for *_, values in shown]))
+        thin_ticks(ax.xaxis, places.tolist(), [short(name) for name in names], (width - 1) / columns)
         for tick in ax.get_xticklabels():
             tick.set(rotation=90, ha="center")
         ax.grid(visible=False, axis="x")
-    legend(figure, *axes.flat)
-    caption = f"Root mean square of what each sublayer writes and of what each read makes, before its norm. {_MARKS}"
-    if last:
-        caption += " Right: the sources of the last read; keys are normed and values are not, so a large one fills it."
-    return Plot(*_name(inspections, "magnitudes", "magnitudes by depth"), caption, figure)
-
-
-def model_looks(inspections: Sequence["Inspection"]) -> list[dict[str, Any]]:
-    """Line keywords of each model: the colour of its residual, its name as the label."""
-    looks = style.looks({str(i): seen.model["residual"] for i, seen in enumerate(inspections)})
-    return [{**looks[str(i)], "label": plain(str(seen.model["name"]))} for i, seen in enumerate(inspections)]
+        head(ax, one.label)
+    for row in axes:
+        row[0].set_ylabel("RMS of sources")
+    caption = (
+        "Root mean square over tokens and width of the sources of the last read, from the first to the newest. Keys "
+        "are normed and values are not: a large source fills a read that hardly weighs it."
+    )
+    return Plot(*comparison.named("source-norms", "magnitudes of sources"), caption, figure)
 
 
 def last_sources(seen: "Inspection") -> tuple[list[str], list[float]] | None:
@@ -122,13 +204,3 @@ def last_sources(seen: "Inspection") -> tuple[list[str], list[float]] | None:
         if read < len(seen.source_rms) and len(seen.source_rms[read]) == len(names) > 1:
             return names, seen.source_rms[read]
     return None
-
-
-def _any(row: Sequence[float | None] | None) -> bool:
-    return row is not None and any(value is not None for value in row)
-
-
-def _name(inspections: Sequence["Inspection"], name: str, title: str) -> tuple[str, str]:
-    if len(inspections) == 1:
-        return name, f"{inspections[0].model['name']}: {title}"
-    return f"compare-{name}", f"models: {title}"

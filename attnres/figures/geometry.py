@@ -9,7 +9,8 @@ from matplotlib.ticker import MaxNLocator
 
 from attnres.figures import style
 from attnres.figures.cells import SIGNED, SIGNED_MAP, cells, named, scale
-from attnres.figures.depth import model_looks
+from attnres.figures.comparison import Comparison
+from attnres.figures.depth import quantity
 from attnres.figures.plot import (
     COLUMN,
     PAGE,
@@ -116,49 +117,51 @@ def keys(inspection: "Inspection") -> Plot:
     return Plot("keys", f"{inspection.model['name']}: which sources look alike", caption, figure)
 
 
-_GATES = {
-    "recency_bias": "bias of the last source",
-    "gate": "gate: share of the read",
-    "alpha": "alpha",
-}
-
-
 def gates(inspection: "Inspection") -> Plot:
-    """What is learned besides queries: biases and gates by depth, or DenseFormer's and Hyper-Connections' mixes."""
-    found = inspection.gates
+    """Draw what is learned besides queries: a line for what is one number a read, a table for what is a row.
+
+    Raises:
+        NotShown: there is nothing.
+    """
+    found = {name: values for name, values in (inspection.gates or {}).items() if values}
     if not found:
         raise NotShown("no gates or biases")
-    look = model_looks([inspection])[0]
-    lines = [name for name in _GATES if name in found]
-    if lines:
-        figure, axes = canvas(COLUMN if len(lines) == 1 else PAGE, 1.9, 1, len(lines))
-        for ax, name in zip(axes[0], lines, strict=True):
-            depth_line(ax, found[name], **look)
-            ax.set_ylabel(_GATES[name])
-            depth_axis(ax, len(found[name]), reads=len(found[name]) == len(inspection.reads))
-        caption = "Learned scalars of each read. Filled points: attention, hollow: MLP, diamond: the output."
-        return Plot("gates", f"{inspection.model['name']}: gates", caption, figure)
-    tables = {name: _table(rows) for name, rows in found.items() if rows and isinstance(rows[0], list)}
-    if not tables:
-        raise NotShown("no gates or biases")
-    largest = max(1e-6, *(float(np.nanmax(np.abs(table))) for table in tables.values()))
-    norm = Normalize(-largest, largest)
-    side = 2.6
-    figure, axes = canvas(COLUMN if len(tables) == 1 else PAGE, side + 0.5, 1, len(tables))
-    for ax, (name, table) in zip(axes[0], tables.items(), strict=True):
-        mesh = cells(ax, table, norm=norm, colourmap=SIGNED_MAP)
-        layered = name == "mix"
-        across = ["emb", *(f"layer {i}" for i in range(table.shape[1] - 1))] if layered else _streams(table)
-        rows = [f"layer {i}" for i in range(len(table))] if layered else outputs(len(table))[1:]
-        named(ax, across, [short(row) for row in rows], np.arange(len(table), dtype=float), side - 0.5, side)
-        head(ax, {"mix": "coefficients", "read": "reads of each stream", "write": "writes to each stream"}[name])
-    scale(figure, mesh, list(axes[0]), "coefficient")
-    caption = "Learned coefficients, without what depends on the input."
-    return Plot("gates", f"{inspection.model['name']}: learned mixing", caption, figure)
+    lines = {name: values for name, values in found.items() if not isinstance(values[0], list)}
+    tables = {name: _table(values) for name, values in found.items() if name not in lines}
+    side = 2.6 if tables else 1.9
+    figure, axes = canvas(COLUMN if len(found) == 1 else PAGE, side + 0.5 * bool(tables), 1, len(found))
+    look = Comparison.of_models([inspection]).looks()[0]
+    for ax, (name, values) in zip(axes[0], lines.items()):
+        depth_line(ax, values, **look)
+        ax.set_ylabel(quantity(name).axis)
+        depth_axis(ax, len(values), reads=len(values) == len(inspection.reads))
+    largest = max([1e-6, *(float(np.nanmax(np.abs(table))) for table in tables.values())])
+    for ax, (name, table) in zip(axes[0, len(lines) :], tables.items()):
+        mesh = cells(ax, table, norm=Normalize(-largest, largest), colourmap=SIGNED_MAP)
+        title, across, down = _TABLES.get(name, (name, "{}", "{}"))
+        columns, rows = ([name.format(i) for i in range(count)] for name, count in zip((across, down), table.T.shape))
+        if name == "mix":
+            columns = ["emb", *columns[:-1]]
+        elif name in _TABLES:
+            rows = [short(row) for row in outputs(len(table))[1:]]
+        named(ax, columns, rows, np.arange(len(table), dtype=float), side - 0.5, side)
+        head(ax, title)
+    if tables:
+        scale(figure, mesh, list(axes[0, len(lines) :]), "coefficient")
+    caption = (
+        "Learned scalars of each read. Filled points: attention, hollow: MLP, diamond: the output." if lines else ""
+    )
+    caption += " " * bool(lines and tables) + "Learned coefficients, without what depends on the input." * bool(tables)
+    what = "gates" if lines else "learned mixing"
+    return Plot("gates", f"{inspection.model['name']}: {what}", caption, figure)
 
 
-def _streams(table: np.ndarray) -> list[str]:
-    return [f"stream {i}" for i in range(table.shape[1])]
+_TABLES = {
+    "mix": ("coefficients", "layer {}", "layer {}"),
+    "read": ("reads of each stream", "stream {}", ""),
+    "write": ("writes to each stream", "stream {}", ""),
+}
+"""Title of a learned table, and the names of its columns and rows."""
 
 
 def _table(rows: list[list[float]]) -> np.ndarray:

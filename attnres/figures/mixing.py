@@ -1,7 +1,6 @@
 """Depth mixing matrices (the paper's Fig. 9) and which layer depends on which (open-attention-residuals' map)."""
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import matplotlib
@@ -11,6 +10,7 @@ from matplotlib.patches import FancyArrowPatch
 
 from attnres.figures import style
 from attnres.figures.cells import cell_numbers, cells, named, scale
+from attnres.figures.comparison import Comparison
 from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, outputs, short
 
 if TYPE_CHECKING:
@@ -27,18 +27,10 @@ def normalised(inspection: "Inspection") -> np.ndarray:
     return values
 
 
-def mixing(inspections: Sequence["Inspection"]) -> Plot:
-    """One matrix a model, rows normalised, on one colour scale."""
-    tables = []
-    for inspection in inspections:
-        try:
-            tables.append((str(inspection.model["name"]), normalised(inspection)))
-        except NotShown as reason:
-            if len(inspections) == 1:
-                raise
-            why = reason
-    if not tables:
-        raise why
+def mixing(comparison: Comparison) -> Plot:
+    """Draw one matrix a model, rows normalised, on one colour scale. Raises NotShown where none has one."""
+    models = [one for one in comparison.variants if one.mean.mixing is not None]
+    tables = [(one.label, normalised(one.mean)) for one in models or comparison.variants[:1]]
     columns = min(3, len(tables)) if len(tables) != 4 else 2
     rows = math.ceil(len(tables) / columns)
     width = COLUMN if len(tables) == 1 else PAGE
@@ -64,8 +56,7 @@ def mixing(inspections: Sequence["Inspection"]) -> Plot:
         "Depth mixing matrices: how much of each output (columns) is in each read (rows), |M| with rows that sum to "
         "one, composite sources expanded. Hatched: what comes later."
     )
-    name, title = ("mixing", inspections[0].model["name"]) if len(inspections) == 1 else ("compare-mixing", "models")
-    return Plot(name, f"{title}: depth mixing matrix", caption, figure)
+    return Plot(*comparison.named("mixing", "depth mixing matrices"), caption, figure)
 
 
 def layer_shares(inspection: "Inspection") -> np.ndarray:

@@ -2,7 +2,7 @@
 heatmaps of the nanoGPT study), and by kind of token."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.colors import Normalize
@@ -10,10 +10,10 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from attnres.figures.cells import cell_numbers, cells, named, scale
 from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, plain, short
-from attnres.figures.routing import Routing
+from attnres.inspect.routing import Routing
 
 if TYPE_CHECKING:
-    from attnres.inspect.inspection import Inspection
+    from attnres.inspect.inspection import ByLabel, Inspection
 
 _SEALED = ("block", "state")
 
@@ -79,8 +79,9 @@ def last_mix(routing: Routing) -> int:
     raise NotShown("every read has one source")
 
 
-def patterns(inspection: "Inspection") -> Plot:
-    """Two tables side by side: reads before attention, and reads before MLPs with the output's below."""
+def patterns(inspection: "Inspection", width: float = PAGE) -> Plot:
+    """Draw reads before attention, and reads before MLPs with the output's below: side by side, or one above the other
+    in a column's width. Raises NotShown."""
     routing = shares(inspection)
     columns = routing.columns()
     kinds: dict[str, list[str]] = {}
@@ -91,27 +92,35 @@ def patterns(inspection: "Inspection") -> Plot:
     tables[-1] = (tables[-1][0], tables[-1][1] + output)
     most = max(len(reads) for _, reads in tables)
     row_inches = min(0.24, max(0.035, 4.2 / most))
-    height = row_inches * (most + 0.5)
-    figure, axes = canvas(PAGE, height + 0.95, 1, len(tables))
-    width = (PAGE - 0.75) / len(tables) - 0.6
-    for ax, (kind, reads) in zip(axes[0], tables, strict=True):
+    across = len(tables) if width > COLUMN else 1
+    down = len(tables) // across
+    figure, axes = canvas(width, down * (row_inches * (most + 0.5) + 0.95), down, across)
+    panel = (width - 0.75) / across - 0.6
+    for ax, (kind, reads) in zip(axes.flat, tables, strict=True):
         values = routing.matrix(reads, columns)
         tops = np.arange(len(reads), dtype=float)
         if len(reads) > 1 and reads[-1] == "output":
             tops[-1] += 0.5
         mesh = cells(ax, values, tops=tops)
-        if width / len(columns) > 0.24 and row_inches > 0.12:
+        if panel / len(columns) > 0.17 and row_inches > 0.12:
             cell_numbers(ax, mesh, values, tops, size=SMALL - 0.5)
         rows = ["output" if read == "output" else f"layer {read.split()[-1]}" for read in reads]
-        named(ax, [short(name) for name in columns], rows, tops, width, row_inches * len(reads))
+        named(ax, [short(name) for name in columns], rows, tops, panel, row_inches * len(reads))
         titles = {"attention": "before attention", "mlp": "before the MLP", "output": "at the output"}
         head(ax, titles.get(kind, f"before {kind}"))
-    scale(figure, mesh, list(axes[0]), "share of the read")
-    caption = f"{what_shares_are(inspection)} of each source (columns) in each read (rows) over "
-    caption += f"{inspection.data['tokens']:,} tokens. Hatched: no source of that read."
+    scale(figure, mesh, list(axes.flat), "share of the read", aspect=22 * down)
+    caption = f"{what_shares_are(inspection)} of each source (columns) in each read (rows)"
+    caption += f" over {inspection.data['tokens']:,} tokens." if "tokens" in inspection.data else "."
+    caption += " Hatched: no source of that read."
     if "partial" in columns:
         caption += " Partial: the sum so far of the block in progress."
     return Plot("patterns", f"{inspection.model['name']}: where reads come from", caption, figure)
+
+
+def differ(inspection: "Inspection") -> bool:
+    """Whether some read weighs one source more than another, to two digits, as no plain sum does."""
+    rows = inspection.routing["weights"] if inspection.routing is not None else []
+    return any(np.ptp(share(row)) > 0.005 for row in rows if row)
 
 
 def at_boundaries(inspection: "Inspection") -> Plot:
@@ -136,7 +145,7 @@ def at_boundaries(inspection: "Inspection") -> Plot:
     return Plot("boundaries", f"{inspection.model['name']}: reads at block boundaries", caption, figure)
 
 
-def by_label(inspection: "Inspection", part: dict[str, Any] | None, name: str, what: str) -> Plot:
+def by_label(inspection: "Inspection", part: "ByLabel | None", name: str, what: str) -> Plot:
     """The weight of one source by label, a panel for each boundary, with standard errors; a line at their mean
     over all these tokens."""
     if part is None:
@@ -181,7 +190,7 @@ def by_label(inspection: "Inspection", part: dict[str, Any] | None, name: str, w
     return Plot(name, f"{inspection.model['name']}: the embedding's weight by {what}", caption, figure)
 
 
-def _refuse_constant(part: dict[str, Any]) -> None:
+def _refuse_constant(part: "ByLabel") -> None:
     """Raise `NotShown` where weights by label are no news: a residual whose weights are the same for every token."""
     first, *others = [[value for read in weights for value in read] for weights in part["weights"]]
     if all(np.allclose(np.array(first, float), np.array(other, float), atol=1e-6, equal_nan=True) for other in others):

@@ -46,6 +46,14 @@ def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **optio
     return figure, axes
 
 
+def panels(count: int, height: float, **options: Any) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` panels, each so high: one in a column's width, four in two rows, others side by side."""
+    rows = 2 if count == 4 else 1
+    width = COLUMN if count == 1 else PAGE
+    figure, axes = canvas(width, (height if count > 1 else 2.15) * rows + 0.25, rows, count // rows, **options)
+    return figure, list(axes.flat)
+
+
 def head(ax: Axes, text: str, pad: float = 5, inches: float | None = None) -> None:
     """A panel's title; in several lines, and shortened, where it would be wider than `inches`."""
     ax.set_title(plain(text if inches is None else fit(text, inches)), fontsize=8, pad=pad)
@@ -112,14 +120,19 @@ def depth_axis(ax: Axes, count: int, *, reads: bool) -> None:
     ax.set_xlabel("sublayer" + (" that reads" if reads else ""))
 
 
-def depth_line(ax: Axes, values: Sequence[float | None], **look: Any) -> None:
-    """A value for each sublayer or read: filled points for attention, hollow for MLPs, a diamond for the output."""
-    numbers = np.array([np.nan if value is None else value for value in values], dtype=float)
-    ax.plot(numbers, linewidth=1.2, **look)
+def depth_line(ax: Axes, values: Sequence[float | None] | np.ndarray, **look: Any) -> None:
+    """A value for each sublayer or read: filled points for attention, hollow for MLPs, a diamond for the output.
+
+    Of several seeds (seeds, depth) the mean, in a band from the least to the most.
+    """
+    table = np.atleast_2d(np.array(values, dtype=float))
+    numbers, depth = table.mean(0), np.arange(table.shape[1])
     colour, few = look["color"], len(numbers) < 60
+    if len(table) > 1:
+        ax.fill_between(depth, table.min(0), table.max(0), color=colour, alpha=0.15, linewidth=0)
+    ax.plot(numbers, linewidth=1.2, **look)
     size = 3.0 if few else 1.6
     hollow: dict[str, Any] = {"markerfacecolor": style.PAPER, "markeredgewidth": 0.9}
-    depth = np.arange(len(numbers))
     output = [len(numbers) - 1] if len(numbers) % 2 else []
     inner = len(numbers) - len(output)
     dots: dict[str, Any] = {"color": colour, "clip_on": False, "in_layout": False, "zorder": 3}
@@ -128,9 +141,9 @@ def depth_line(ax: Axes, values: Sequence[float | None], **look: Any) -> None:
     ax.plot(output, numbers[output], "D", markersize=size + 0.6, **dots)
 
 
-def log_if_wide(ax: Axes, values: Sequence[float], factor: float = 6.0) -> None:
+def log_if_wide(ax: Axes, values: Sequence[float] | np.ndarray, factor: float = 6.0) -> None:
     """A logarithmic y where the values span more than `factor`, with plain numbers on it; else one from zero."""
-    numbers = np.array([value for value in values if value is not None], dtype=float)
+    numbers = np.array(values, dtype=float)
     numbers = numbers[np.isfinite(numbers) & (numbers > 0)]
     if not len(numbers) or numbers.max() <= factor * numbers.min():
         from_zero(ax)
@@ -162,9 +175,10 @@ def legend(figure: Figure, *axes: Axes) -> None:
     if len(entries) < 2:
         return
     names = [name if len(name) <= 60 else f"{name[:29]}…{name[-30:]}" for name in entries]
-    columns = max(1, min(len(names), int(figure.get_figwidth() * 16 / (max(map(len, names)) + 6))))
+    columns = max(1, min(len(names), int(figure.get_figwidth() * 17.5 / (max(map(len, names)) + 6))))
     figure.set_figheight(figure.get_figheight() + 0.16 * (math.ceil(len(names) / columns) - 1))
-    figure.legend(list(entries.values()), names, loc="outside upper left", ncols=columns, fontsize=SMALL + 0.5)
+    look: dict[str, Any] = {"fontsize": SMALL + 0.5, "handlelength": 1.4, "columnspacing": 1.0}
+    figure.legend(list(entries.values()), names, loc="outside upper left", ncols=columns, **look)
 
 
 def number(value: float) -> str:

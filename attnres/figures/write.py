@@ -1,22 +1,90 @@
-"""All figures that apply to a model, or to several side by side, as files."""
+"""Every figure there is, in one list, and the files that those which apply become."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attnres.errors import UserError, unknown
 from attnres.figures import style
-from attnres.figures.depth import magnitudes, measures
-from attnres.figures.dynamics import Curves, dynamics, over_steps
+from attnres.figures.comparison import Comparison
+from attnres.figures.depth import CHOICE, MAGNITUDES, QUANTITIES, by_depth, source_norms
+from attnres.figures.dynamics import dynamics, over_steps
 from attnres.figures.geometry import gates, keys, queries
+from attnres.figures.losses import difference, final_difference, held_out_loss, learning_rates, train_loss
 from attnres.figures.mixing import layers, mixing
 from attnres.figures.patterns import at_boundaries, by_kind, by_prompt, label_sources, patterns
-from attnres.figures.plot import NotShown, Plot
+from attnres.figures.plot import COLUMN, NotShown, Plot
 from attnres.figures.tokens import stacked, token_map
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One of the figures that can be drawn.
+
+    Attributes:
+        draw: an `Inspection` to a plot; or, where it `needs` something, a `Comparison` of the variants that have it.
+        needs: a field of `Variant`.
+        section: of the report's page, which leaves out a figure without one; `SECTIONS` in `attnres.report.sections`.
+        paper: `attnres figures` writes it.
+        mean: it shows means over seeds, which its caption says; of one variant else the first seed.
+    """
+
+    name: str
+    draw: Callable[..., Plot]
+    needs: str = ""
+    section: str = ""
+    paper: bool = True
+    mean: bool = False
+
+
+def _alone(key: str, section: str) -> Figure:
+    """One quantity by depth, for the page: papers have several in a figure."""
+    name = key.replace("_", "-")
+    draw = partial(by_depth, keys=(key,), name=name, title=QUANTITIES[key].axis)
+    return Figure(name, draw, "seeds", section, paper=False)
+
+
+FIGURES = (
+    Figure("patterns", patterns),
+    Figure("boundaries", at_boundaries),
+    Figure("held-out-loss", held_out_loss, "held_out", "Training"),
+    Figure("train-loss", train_loss, "train", "Training"),
+    Figure("difference", difference, "held_out", "Training"),
+    Figure("final-difference", final_difference, "differences", "Training"),
+    Figure("learning-rates", learning_rates, "finals", "Training"),
+    Figure(
+        *("patterns", partial(patterns, width=COLUMN)),
+        section="Where each sublayer reads from",
+        paper=False,
+        mean=True,
+    ),
+    *(_alone(key, "Magnitudes by depth") for key in MAGNITUDES),
+    Figure("mixing", mixing, "inspections", "How much of each output is in each read", mean=True),
+    Figure("layers", layers),
+    Figure("depth", partial(by_depth, keys=CHOICE, name="depth", title="reads by depth"), "inspections"),
+    *(_alone(key, "How reads choose, by depth") for key in CHOICE),
+    Figure(
+        *("magnitudes", partial(by_depth, keys=MAGNITUDES[:2], name="magnitudes", title="magnitudes by depth")),
+        needs="inspections",
+    ),
+    Figure("source-norms", source_norms, "inspections", "How large the sources are", mean=True),
+    Figure("dynamics", dynamics, "held_out"),
+    Figure("dynamics-steps", over_steps, "dynamics", "Training by depth", mean=True),
+    Figure("kinds", by_kind, section="What kinds of token read"),
+    Figure("kinds-sources", label_sources, section="What kinds of token read"),
+    Figure("prompts", by_prompt),
+    Figure("queries", queries, section="Which reads ask alike"),
+    Figure("keys", keys),
+    Figure("gates", gates, section="What is learned besides queries"),
+    Figure("tokens", stacked),
+    Figure("token-map", token_map),
+)
+"""In the order in which they are drawn. A new figure is a function and a line here."""
 
 
 @dataclass
@@ -34,44 +102,25 @@ class Drawn:
         except NotShown as reason:
             self.left_out.append((name, str(reason)))
 
+    def __add__(self, other: "Drawn") -> "Drawn":
+        return Drawn(self.plots + other.plots, self.left_out + other.left_out)
+
 
 def draw_model(inspection: "Inspection") -> Drawn:
-    """Every figure of one model."""
+    """Draw every figure of one model alone."""
     drawn = Drawn()
-    drawn.add("patterns", lambda: patterns(inspection))
-    drawn.add("boundaries", lambda: at_boundaries(inspection))
-    drawn.add("mixing", lambda: mixing([inspection]))
-    drawn.add("layers", lambda: layers(inspection))
-    drawn.add("depth", lambda: measures([inspection]))
-    drawn.add("magnitudes", lambda: magnitudes([inspection]))
-    drawn.add("queries", lambda: queries(inspection))
-    drawn.add("keys", lambda: keys(inspection))
-    drawn.add("gates", lambda: gates(inspection))
-    drawn.add("tokens", lambda: stacked(inspection))
-    drawn.add("token-map", lambda: token_map(inspection))
-    drawn.add("kinds", lambda: by_kind(inspection))
-    drawn.add("kinds-sources", lambda: label_sources(inspection))
-    drawn.add("prompts", lambda: by_prompt(inspection))
-    if inspection.dynamics:
-        run = Curves(str(inspection.model["name"]), inspection.model["residual"], [], inspection.dynamics)
-        drawn.add("dynamics-steps", lambda: over_steps([run]))
+    for figure in FIGURES:
+        if figure.paper and not figure.needs:
+            drawn.add(figure.name, partial(figure.draw, inspection))
     return drawn
 
 
-def draw_comparison(inspections: Sequence["Inspection"]) -> Drawn:
-    """The figures that set several models side by side."""
+def draw_comparison(comparison: Comparison) -> Drawn:
+    """Draw every figure of models or runs side by side, or of a single one, for which it has the numbers."""
     drawn = Drawn()
-    drawn.add("compare-mixing", lambda: mixing(inspections))
-    drawn.add("compare-depth", lambda: measures(inspections))
-    drawn.add("compare-magnitudes", lambda: magnitudes(inspections))
-    return drawn
-
-
-def draw_dynamics(runs: Sequence[Curves]) -> Drawn:
-    """The figures of training runs."""
-    drawn = Drawn()
-    drawn.add("dynamics", lambda: dynamics(runs))
-    drawn.add("dynamics-steps", lambda: over_steps(runs))
+    for figure in FIGURES:
+        if figure.paper and figure.needs and (having := comparison.having(figure.needs)).variants:
+            drawn.add(figure.name, partial(figure.draw, having))
     return drawn
 
 
@@ -111,4 +160,5 @@ def write_figures(inspection: "Inspection", out: Path | str, formats: Sequence[s
         UserError: an unknown format, or a file cannot be written.
     """
     check_formats(formats)
-    return save_all(draw_model(inspection).plots, out, formats)
+    comparison = draw_comparison(Comparison.of_models([inspection]))
+    return save_all([*draw_model(inspection).plots, *comparison.plots], out, formats)

@@ -11,14 +11,15 @@ from attnres.inspect.survey import CorpusEffect, corpus_effect
 from attnres.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from attnres.inspect.inspection import Inspection, inspect_model
+    from attnres.inspect.inspection import Inspection
+    from attnres.inspect.inspector import inspect_model
     from attnres.inspect.prune import PruneReport, prune_report
 else:  # these need Transformers
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
             "Inspection": "attnres.inspect.inspection",
-            "inspect_model": "attnres.inspect.inspection",
+            "inspect_model": "attnres.inspect.inspector",
             "PruneReport": "attnres.inspect.prune",
             "prune_report": "attnres.inspect.prune",
         },

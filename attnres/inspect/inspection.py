@@ -1,45 +1,57 @@
-"""Everything that is measured of one model on some text, as plain numbers: what tables, figures and pages are made of.
-
-inspection = inspect_model(model, tokenizer, documents, context=256)
-inspection.save("inspection.json")
-"""
+"""Everything measured of one model on some text, as plain numbers: what tables, figures and pages are made of."""
 
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from types import NoneType, UnionType
+from typing import Any, NotRequired, Self, TypedDict, get_args, get_origin, get_type_hints, is_typeddict
 
 import numpy as np
-import torch
-from torch import nn
 
 from attnres.errors import UserError
 from attnres.files import read_json, write_text
-from attnres.forward import next_token_losses
-from attnres.inspect import geometry, measures
-from attnres.inspect.kinds import KINDS, guess_language, kinds_of
-from attnres.inspect.pieces import pieces
-from attnres.inspect.record import find_residual, record
-from attnres.inspect.survey import Encoded, Survey, encode, front, survey
-from attnres.progress import counting
 from attnres.residuals import Read, Traits, layout_of, traits_of
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-Kind = Literal["auto", "code", "prose"]
-
 FORMAT = 1
+"""Raised when what a field means changes; a field more or less is no change: what is missing has its default."""
 DIGITS = 6
 """Significant digits of the numbers in a file: more than anybody reads, and half of what fp64 would take."""
 
 
-FIRST = 8
-"""Documents that are looked at to tell code from prose."""
+class Weights(TypedDict):
+    """Mean weights over tokens of every read's sources; rows are parallel. `layout` is of `Read.to_json`."""
+
+    reads: list[str]
+    sources: list[list[str]]
+    layout: NotRequired[list[Any]]
+    weights: list[list[float]]
+    high: NotRequired[list[list[float]]]
+    largest: NotRequired[list[list[float]]]
+
+
+class ByLabel(TypedDict):
+    """Mean weights by label, read and source with their standard errors; of how many tokens and documents."""
+
+    names: list[str]
+    tokens: list[int]
+    documents: list[int]
+    weights: list[list[list[float]]]
+    error: list[list[list[float]]]
+
+
+class Example(TypedDict):
+    """A text token by token: weights by read, token and source."""
+
+    text: str
+    tokens: list[str]
+    ids: list[int]
+    kinds: list[str]
+    losses: list[float | None]
+    sources: list[list[str]]
+    weights: list[list[list[float]]]
 
 
 @dataclass
@@ -61,8 +73,8 @@ class Inspection:
         sharpness, query_cosine, query_pca, gates: see `geometry`.
         output_rms: (L). input_rms: (L+1).
         source_rms, source_cosine: rows parallel to `routing["sources"]`; key_cosine (n, n) of the output's sources.
-        kinds: `kind`, `names`, `tokens`, `documents`; `weights` and `error`, by kind, read and source: standard errors
-            over documents.
+        kinds: `names`, `tokens`, `documents`; `weights` and `error`, by kind, read and source: standard errors over
+            documents.
         prompts: the same for the prompts that come with the package, by category; errors over prompts.
         example: `text`, `tokens` (strings), `ids`, `kinds`, `losses` (of the next token; the last is None), and
             `weights` by read, token and source.
@@ -73,25 +85,25 @@ class Inspection:
     model: dict[str, Any]
     data: dict[str, Any]
     reads: list[str]
-    routing: dict[str, Any] | None
-    entropy: dict[str, list[float | None]]
-    mixing: list[list[float]] | None
-    distance: list[float] | None
-    persistence: list[float] | None
-    sharpness: list[float | None] | None
-    query_cosine: list[list[float | None]] | None
-    query_pca: dict[str, Any] | None
-    gates: dict[str, Any] | None
-    output_rms: list[float]
-    input_rms: list[float]
-    source_rms: list[list[float]]
-    source_cosine: list[list[float]]
-    key_cosine: list[list[float]]
-    kinds: dict[str, Any] | None = None
-    prompts: dict[str, Any] | None = None
-    example: dict[str, Any] | None = None
+    routing: Weights | None = None
+    entropy: dict[str, list[float | None]] = field(default_factory=dict)
+    mixing: list[list[float]] | None = None
+    distance: list[float] | None = None
+    persistence: list[float] | None = None
+    sharpness: list[float | None] | None = None
+    query_cosine: list[list[float | None]] | None = None
+    query_pca: dict[str, list[Any]] | None = None
+    gates: dict[str, list[Any]] | None = None
+    output_rms: list[float] = field(default_factory=list)
+    input_rms: list[float] = field(default_factory=list)
+    source_rms: list[list[float]] = field(default_factory=list)
+    source_cosine: list[list[float]] = field(default_factory=list)
+    key_cosine: list[list[float]] = field(default_factory=list)
+    kinds: ByLabel | None = None
+    prompts: ByLabel | None = None
+    example: Example | None = None
     losses: dict[str, float | None] = field(default_factory=dict)
-    dynamics: dict[str, Any] | None = None
+    dynamics: dict[str, list[Any]] | None = None
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
@@ -115,214 +127,112 @@ class Inspection:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read what `save` wrote.
+        """Read what `save` wrote, in this version or another that means the same by it.
 
         Raises:
-            UserError: it is not there, or not one of ours.
+            UserError: it is not there, is not one of ours, or holds something else than it should.
         """
         values = read_json(path)
-        names = {item.name for item in dataclasses.fields(cls)}
-        if not isinstance(values, dict) or values.pop("format", None) != FORMAT or set(values) != names:
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise UserError(f"{path} is no inspection of format {FORMAT}: expected a file that attnres inspect wrote")
-        return cls(**values)
+        return cls._checked(values, path)
+
+    @classmethod
+    def of_routing(cls, path: str | Path, residual: str) -> Self:
+        """Read the `routing.json` of a run of an earlier version: weights and nothing else. Raises UserError."""
+        routing = read_json(path)
+        reads = routing.get("reads") if isinstance(routing, dict) else None
+        values = {"model": {"name": residual, "residual": residual}, "data": {}, "reads": reads, "routing": routing}
+        return cls._checked(values, path)
+
+    @classmethod
+    def _checked(cls, values: dict[str, Any], path: str | Path) -> Self:
+        kinds = get_type_hints(cls)
+        values = {name: value for name, value in values.items() if name in kinds}
+        wrong = [name for name in ("model", "data", "reads") if name not in values]
+        wrong += [name for name, value in values.items() if not _fits(value, kinds[name])]
+        inspection = None if wrong else cls(**values)
+        if inspection is None or (wrong := inspection._uneven()):
+            raise UserError(f"{path} is damaged at {', '.join(wrong)}: measure the model again with attnres inspect")
+        return inspection
+
+    def _uneven(self) -> list[str]:
+        """Fields whose rows do not fit the reads and sources that they belong to."""
+        by_read = ("distance", "persistence", "sharpness", "input_rms", "query_cosine")
+        wrong = [name for name in by_read if len(getattr(self, name) or self.reads) != len(self.reads)]
+        rows = [len(row) for row in self.routing["sources"]] if self.routing else []
+        try:
+            described = self.traits and [len(read.sources) for read in self.layout]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            described = None
+
+        def fit(tables: Sequence[Sequence[Sequence[Any]]]) -> bool:
+            return all([len(row) for row in table] == rows for table in tables)
+
+        if described is None or not {"name", "residual"} <= set(self.model):
+            wrong.append("model or routing")
+        elif self.routing and not (
+            described == rows and len(self.reads) == len(rows) and fit([self.routing["weights"]])
+        ):
+            wrong.append("routing")
+        for name, part in (("kinds", self.kinds), ("prompts", self.prompts)):
+            if part is not None:
+                even = len({len(part[key]) for key in ("names", "tokens", "documents", "weights")}) == 1
+                wrong += [name] * (not even or not fit(part["weights"]) or not fit(part["error"]))
+        if self.example is not None:
+            tokens, weights = len(self.example["tokens"]), self.example["weights"]
+            if [(len(read), {len(row) for row in read}) for read in weights] != [(tokens, {row}) for row in rows]:
+                wrong.append("example")
+        return wrong
 
 
-def inspect_model(
-    model: Any,
-    tokenizer: "PreTrainedTokenizerBase",
-    documents: Iterable[str],
-    *,
-    context: int,
-    batch_size: int = 8,
-    kind: Kind = "auto",
-    limit: int | None = None,
-    example: str | None = None,
-    prompts: bool = True,
-    name: str | None = None,
-    source: str = "documents",
-    progress: bool = False,
-) -> Inspection:
-    """Run documents through a model of this package and measure all that this package can.
-
-    Args:
-        documents: texts; each is cut into windows of `context` tokens, which are seen alone.
-        batch_size: windows in a forward pass.
-        kind: of the text, which decides the kinds of its tokens; "auto" looks at the first documents.
-        limit: stop after so many tokens.
-        example: a text whose tokens are shown one by one, cut after `context` tokens.
-        prompts: also run the prompts that come with the package.
-        name: of the model, for titles.
-        source: name of the text, for titles.
-        progress: show a bar on stderr where that is a terminal.
-
-    Raises:
-        UserError: no residual of this package, no text, a single token, or what `survey` and `encode` raise.
-    """
-    find_residual(model)
-    before = front(tokenizer)
-    if context < len(before) + 2:
-        raise UserError(f"context is {context} tokens: expected at least {len(before) + 2}, one to predict another")
-    reader = _Reader(tokenizer, documents, kind, limit)
-    options: dict[str, Any] = {"context": context, "batch_size": batch_size, "before": before}
-    with counting("reading", limit, "tokens", shown=progress) as on_tokens:
-        seen = survey(model, reader, labels=len(reader.names), on_tokens=on_tokens, **options)
-    if seen.loss.total == 0:
-        raise UserError(
-            "the text is empty: expected at least two tokens, one to predict another"
-            if seen.trace.tokens - seen.windows * len(before) == 0
-            else "the text is a single token: expected at least two, one to predict another"
-        )
-    found = from_survey(model, seen, name=name, source=source, context=context, kind=reader.kind, kinds=reader.names)
-    return dataclasses.replace(
-        found,
-        prompts=_prompts(model, tokenizer, options) if prompts else None,
-        example=None if example is None else show_example(model, tokenizer, example, context=context, kind=reader.kind),
-    )
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a JSON value is of an annotated type; any number may be None."""
+    if kind is Any or (value is None and kind in (float, NoneType)):
+        return True
+    if is_typeddict(kind):
+        parts = get_type_hints(kind)
+        held = isinstance(value, dict) and kind.__required_keys__ <= value.keys()
+        return held and all(_fits(value[name], parts[name]) for name in parts.keys() & value.keys())
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is UnionType:
+        return any(_fits(value, part) for part in inner)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(part, inner[0]) for part in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(part, inner[1]) for part in value.values())
+    return isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
 
 
-def from_survey(
-    model: Any, seen: Survey, *, name: str | None, source: str, context: int, kind: str, kinds: Sequence[str]
-) -> Inspection:
-    """An inspection, without prompts and example, of what a survey saw; `kinds` are the names of its labels."""
-    residual, trace = find_residual(model), seen.trace
-    mixing = trace.mixing
-    nats = [None if math.isnan(value) else value for value in trace.entropy]
-    config = model.config
-    return Inspection(
-        model={
-            "name": name or type(model).__name__,
-            "residual": residual.name,
-            "traits": residual.traits._asdict(),
-            "settings": dict(getattr(config, "residual_settings", None) or {}),
-            "num_sublayers": residual.num_sublayers,
-            "width": residual.width,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        },
-        data={
-            "source": source,
-            "documents": seen.documents,
-            "windows": seen.windows,
-            "tokens": trace.tokens,
-            "context": context,
-            "kind": kind,
-        },
-        reads=trace.reads,
-        routing=_routing(seen),
-        entropy={
-            "nats": nats,
-            "effective": [None if value is None else math.exp(value) for value in nats],
-            "most": [len(names) or None for names in trace.sources],
-        },
-        mixing=None if mixing is None else mixing.tolist(),
-        distance=None if mixing is None else measures.depth_distance(mixing).tolist(),
-        persistence=None if mixing is None else measures.embedding_persistence(mixing).tolist(),
-        sharpness=geometry.sharpness(residual),
-        query_cosine=geometry.query_cosine(residual),
-        query_pca=geometry.query_pca(residual),
-        gates=geometry.learned_mixing(residual),
-        output_rms=trace.output_rms,
-        input_rms=trace.input_rms,
-        source_rms=trace.source_rms,
-        source_cosine=trace.source_cosine,
-        key_cosine=trace.key_cosine,
-        kinds=_by_label(seen, kinds, kind=kind),
-        losses={"mean": seen.loss.mean, "error": seen.loss.error, "tokens": int(seen.loss.total)},
-    )
+def mean_inspection(inspections: Sequence[Inspection], name: str) -> Inspection:
+    """The first of several seeds' under a name of its own, with means over the seeds of what has one: weights, mixing,
+    entropy and magnitudes. Texts and queries are each seed's own."""
+    first = inspections[0]
+    model = {**first.model, "name": name}
+    if len(inspections) == 1:
+        return dataclasses.replace(first, model=model)
+    means = {name: _mean([getattr(one, name) for one in inspections]) for name in MEANS}
+    routings = [one.routing for one in inspections if one.routing is not None]
+    if routings and all(one["sources"] == routings[0]["sources"] for one in routings):
+        means["routing"] = {**routings[0], "weights": _mean([one["weights"] for one in routings])}
+    return dataclasses.replace(first, model=model, **means)
 
 
-@torch.no_grad()
-def show_example(
-    model: nn.Module, tokenizer: "PreTrainedTokenizerBase", text: str, *, context: int, kind: str
-) -> dict[str, Any] | None:
-    """Every token of a text, cut after `context` tokens, with its weights in each read; None for a residual that weighs
-    nothing. Fields as in `Inspection.example`."""
-    before = front(tokenizer)
-    encoded = encode(tokenizer, text)
-    keep = context - len(before)
-    ids = encoded.ids[:keep].tolist()
-    device = next(model.parameters()).device
-    inputs = torch.tensor([[*before, *ids]], device=device)
-    with record(model, tokens=True) as trace:
-        losses = next_token_losses(model, inputs)[0]
-    if not trace.token_weights:
-        return None
-    names = (*KINDS[kind], "special")  # -1 is the last
-    labels = kinds_of(text, encoded.offsets, kind)[:keep]
-    return {
-        "text": text[: encoded.offsets[keep - 1][1]] if len(encoded.offsets) > keep else text,
-        "tokens": pieces(tokenizer, ids, text, encoded.offsets),
-        "ids": ids,
-        "kinds": [names[label] for label in labels],
-        "losses": [*losses[len(before) :].tolist(), None],
-        "sources": trace.sources,
-        "weights": [row[0, len(before) :].tolist() for row in trace.token_weights],
-    }
+MEANS = ("entropy", "mixing", "distance", "persistence", "sharpness", "input_rms", "output_rms", "source_rms")
+MEANS += ("source_cosine", "key_cosine")
+"""Fields of which several seeds have a mean."""
 
 
-class _Reader:
-    """Documents as labelled tokens, up to `limit` of them."""
-
-    def __init__(
-        self, tokenizer: "PreTrainedTokenizerBase", documents: Iterable[str], kind: Kind, limit: int | None
-    ) -> None:
-        rest = iter(documents)
-        first = list(islice(rest, FIRST))
-        self.kind = guess_language("\n".join(first)) if kind == "auto" else kind
-        self.names: Sequence[str] = KINDS[self.kind] if tokenizer.is_fast else []
-        self.tokenizer, self.limit = tokenizer, limit
-        self.documents = chain(first, rest)
-
-    def __iter__(self) -> Iterator[Encoded]:
-        left = self.limit
-        for text in self.documents:
-            encoded = encode(self.tokenizer, text)
-            if self.names:
-                encoded = encoded._replace(labels=np.asarray(kinds_of(text, encoded.offsets, self.kind)))
-            if left is not None:
-                encoded = encoded._replace(ids=encoded.ids[:left], labels=encoded.labels[:left])
-                left -= len(encoded.ids)
-            if len(encoded.ids):
-                yield encoded
-            if left == 0:
-                return
-
-
-def _prompts(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", options: dict[str, Any]) -> dict[str, Any] | None:
-    """Weights by the category of the prompts that come with the package."""
-    from attnres.inspect.prompts import prompts
-
-    texts = prompts()
-    names = list(texts)
-    encoded = [
-        encode(tokenizer, text)._replace(labels=np.full(len(encode(tokenizer, text).ids), label))
-        for label, name in enumerate(names)
-        for text in texts[name]
-    ]
-    return _by_label(survey(model, encoded, labels=len(names), **options), names)
-
-
-def _routing(seen: Survey) -> dict[str, Any] | None:
-    trace = seen.trace
-    if not any(trace.sources):
-        return None
-    rows = {"weights": trace.weights, "high": seen.high, "largest": seen.largest}
-    layout = [read.to_json() for read in trace.layout]
-    return {"reads": trace.reads, "sources": trace.sources, "layout": layout, **rows}
-
-
-def _by_label(seen: Survey, names: Sequence[str], **more: Any) -> dict[str, Any] | None:
-    """Means of the labels that occurred."""
-    found = [(name, mean) for name, mean in zip(names, seen.by_label) if mean.total]
-    if not found:
-        return None
-    return {
-        **more,
-        "names": [name for name, _ in found],
-        "tokens": [int(mean.total) for _, mean in found],
-        "documents": [mean.items for _, mean in found],
-        "weights": [seen.rows(mean.mean) for _, mean in found],
-        "error": [seen.rows(mean.error) for _, mean in found],
-    }
+def _mean(values: Sequence[Any]) -> Any:
+    """Means of numbers in the same places; the first value where one is none, or the shapes differ."""
+    first = values[0]
+    if all(isinstance(value, list) for value in values) and len({len(value) for value in values}) == 1:
+        return [_mean(parts) for parts in zip(*values)]
+    if all(isinstance(value, dict) for value in values) and all(set(value) == set(first) for value in values):
+        return {key: _mean([value[key] for value in values]) for key in first}
+    if all(isinstance(value, int | float) for value in values):
+        return float(np.mean(values))
+    return first
 
 
 def _plain(value: Any) -> Any:

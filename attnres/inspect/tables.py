@@ -1,13 +1,12 @@
 """An inspection as tables in the terminal."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from attnres.inspect.inspection import Inspection
+from attnres.inspect.inspection import ByLabel, Example, Inspection, Weights
 from attnres.inspect.measures import source_spike
 from attnres.inspect.pieces import spelled
 from attnres.residuals import Read
@@ -131,7 +130,7 @@ def _notes(inspection: Inspection) -> list[str]:
     return lines
 
 
-def _labels(title: str, part: dict[str, Any], routing: dict[str, Any]) -> Table:
+def _labels(title: str, part: ByLabel, routing: Weights) -> Table:
     """For each label the weights that are furthest from the average of all labelled tokens, beyond `CLEAR` errors."""
     table = grid(title)
     table.add_column("tokens", justify="right")
@@ -157,7 +156,7 @@ def _labels(title: str, part: dict[str, Any], routing: dict[str, Any]) -> Table:
     return table
 
 
-def _example(example: dict[str, Any], layout: Sequence[Read], width: int) -> Table:
+def _example(example: Example, layout: Sequence[Read], width: int) -> Table:
     """For each token its kind, how badly the next was predicted, and where its reads came from."""
     table = grid()
     titles = (

@@ -3,6 +3,6 @@
 Nothing here trains or runs a model: everything shown was written by `attnres.training` while it ran.
 """
 
-from attnres.report.runs import Routing, Run, Study, load_run, load_study
+from attnres.report.runs import Run, Study, load_run, load_study
 
-__all__ = ["Routing", "Run", "Study", "load_run", "load_study"]
+__all__ = ["Run", "Study", "load_run", "load_study"]

@@ -3,26 +3,27 @@ and on a phone. No script, no font, no address is loaded.
 """
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
 
+from attnres.figures import Comparison, Plot, style
+from attnres.figures.plot import COLUMN
 from attnres.files import write_text
-from attnres.report import style
+from attnres.report import theme
 from attnres.report.example import example
-from attnres.report.heatmaps import heatmaps
-from attnres.report.inside import Part, inspections, parts
-from attnres.report.plots import Plot, curve_plots, depth_plots
 from attnres.report.runs import Run, Study
+from attnres.report.sections import Section, sections
 from attnres.report.stats import equal_conditions, leaves
 from attnres.report.table import SHOWN, Row, Table, build_table, to_csv
+from attnres.report.variants import comparison_of
 from attnres.report.verdict import verdict
 
 ZOOM = 1.36
-"""Of figures drawn for the width of a page of paper, in this page."""
+"""Of figures, which are drawn for the columns of a paper, in this page."""
 
 
 def write_report(study: Study, folder: Path | str, images: str | None = None) -> list[Path]:
@@ -31,59 +32,36 @@ def write_report(study: Study, folder: Path | str, images: str | None = None) ->
     `images`: "png" or "svg", into `folder/figures`. Returns what was written. Raises `UserError` if it cannot be.
     """
     folder = Path(folder)
-    table = build_table(study)
+    table, comparison = build_table(study), comparison_of(study)
     with style.style():
-        curves, depth, maps = curve_plots(study, table), depth_plots(study), heatmaps(study)
-        inner = parts(study)
-    write_text(folder / "report.html", page(study, table, curves, depth, maps, inner))
+        drawn = sections(comparison)
+    write_text(folder / "report.html", page(study, table, comparison, drawn))
     write_text(folder / "table.csv", to_csv(table))
     written = [folder / "report.html", folder / "table.csv"]
-    if images is not None:
-        many = [*(plots for _, plots in maps), *(part.every for part in inner)]
-        for plot in [*curves, *depth, *(plot for plots in many for plot in plots)]:
-            path = folder / "figures" / f"{plot.name}.{images}"
-            style.save(plot.figure, path)
-            written.append(path)
+    for plot in [plot for section in drawn for plot in section.every] if images is not None else []:
+        written.append(folder / "figures" / f"{plot.name}.{images}")
+        style.save(plot.figure, written[-1])
     return written
 
 
-def page(
-    study: Study,
-    table: Table,
-    curves: list[Plot],
-    depth: list[Plot],
-    maps: list[tuple[str, list[Plot]]],
-    inner: Sequence[Part] = (),
-) -> str:
+def page(study: Study, table: Table, comparison: Comparison, drawn: Sequence[Section]) -> str:
     """The HTML text."""
     headline, _, more = verdict(study, table).partition(". ")
     template = Template((files("attnres.report") / "page.html").read_text(encoding="utf-8"))
-    sections = [
+    parts = [
         _section("Comparison", _table(study, table)),
-        _section("Training", _figures(curves), _same_conditions(study)) if curves else "",
-        _section(
-            "Where each sublayer reads from",
-            "".join(_figures(plots, "pair") for _, plots in maps),
-            "Weights over earlier outputs, averaged over held-out tokens. A column is the same source in every row. "
-            "Colours run over the square root of the weight.",
-        )
-        if maps
-        else "",
-        _section("Magnitudes by depth", _figures(depth, "three"), "How large values and gradients are along the depth.")
-        if depth
-        else "",
-        *(_section(part.title, _part(part), part.lead) for part in inner),
-        _example(study),
+        *(_section(part.title, _part(part), part.lead or _same_conditions(study)) for part in drawn),
+        _examples(comparison),
         _section("Configuration and environment", _configuration(study)),
     ]
     return template.substitute(
         title=escape(f"{study.title}: Attention Residuals"),
-        light=style.css_variables(dark=False),
-        dark=style.css_variables(dark=True),
+        light=theme.variables(dark=False),
+        dark=theme.variables(dark=True),
         kicker=escape(_kicker(study)),
         headline=_prose(headline.rstrip(".") + "."),
         more=f'<p class="more">{_prose(more)}</p>' if more else "",
-        sections="\n".join(section for section in sections if section),
+        sections="\n".join(part for part in parts if part),
         footer=_footer(study),
     )
 
@@ -128,45 +106,46 @@ def _same_conditions(study: Study) -> str:
     return f"Every variant: {weights}, the same batches in the same order."
 
 
-def _part(part: Part) -> str:
+def _part(part: Section) -> str:
     """Figures of all variants in the open, those of single variants folded."""
-    if not part.broad:
-        return _figures(part.plots)
-    folded = (_details(label, _figures(plots, "broad"), open_=False) for label, plots in part.folded)
-    return (_figures(part.plots, "broad") if part.plots else "") + "".join(folded)
+    folded = (_details(label, _figures(plots), open_=False) for label, plots in part.folded.items())
+    return (_figures(part.plots) if part.plots else "") + "".join(folded)
 
 
-def _example(study: Study) -> str:
+def _examples(comparison: Comparison) -> str:
     """The same held-out text for every variant that weighs its sources token by token."""
-    texts = {label: example(seen) for label, seen in inspections(study).items()}
-    texts = {label: text for label, text in texts.items() if text}
+    variants = comparison.having("inspections").variants
+    texts = {one.label: text for one in variants if (text := example(one.mean))}
     folded = (_details(label, text, open_=i == 0) for i, (label, text) in enumerate(texts.items()))
     lead = (
         "The first tokens of the held-out text, in reads with which blocks begin (of a residual without blocks in some "
         "through its depth) and at the output. The stronger its colour, the more of the embedding a token reads, from "
         "zero to the largest; pointing at a token names its kind and its largest sources."
     )
-    if any(len(study.of(label)) > 1 for label in texts):
+    if any(len(one.seeds) > 1 for one in variants if one.label in texts):
         lead += " Of each variant the first seed."
     return _section("One text, token by token", "".join(folded), lead) if texts else ""
 
 
-def _figures(plots: Iterable[Plot], extra: str = "") -> str:
+def _figures(plots: Sequence[Plot]) -> str:
+    """Side by side where there is room; those as wide as a page each in a row of its own, to scroll on a phone."""
+    broad = any(plot.figure.get_figwidth() > COLUMN for plot in plots)
+    grid = " broad" if broad else " three" if len(plots) == 3 else ""
     parts = []
     for plot in plots:
-        svg = style.to_svg(plot.figure, plot.name, escape(plot.title, quote=True), ZOOM if extra == "broad" else None)
-        if extra == "broad":
+        svg = theme.to_svg(plot.figure, plot.name, escape(plot.title, quote=True), ZOOM)
+        if broad:
             svg = f'<div class="scroll">{svg}</div>'
         caption = f"<figcaption>{escape(plot.caption)}</figcaption>"
         parts.append(f'<figure class="card"><h3>{escape(plot.title)}</h3>\n{svg}\n{caption}</figure>')
-    return f'<div class="figures {extra}">\n' + "\n".join(parts) + "\n</div>"
+    return f'<div class="figures{grid}">\n' + "\n".join(parts) + "\n</div>"
 
 
 # ------------------------------------------------------------------ tables
 
 
 def _table(study: Study, table: Table) -> str:
-    looks = style.looks(study)
+    looks = style.looks({label: study.residual(label) for label in study.labels})
     head = "".join(f'<th scope="col">{escape(column.title)}</th>' for column in SHOWN)
     body = "".join(f"<tr>{_row(table, row, looks[row.label]['color'])}</tr>\n" for row in table.rows)
     notes = "".join(f"<li>{_prose(note)}</li>" for note in table.notes)
@@ -178,7 +157,7 @@ def _table(study: Study, table: Table) -> str:
 
 def _row(table: Table, row: Row, colour: str) -> str:
     star = "" if row.complete else ' <span class="err">unfinished</span>'
-    swatch = f'<span class="swatch" style="background: {style.css_variable(colour)}"></span>'
+    swatch = f'<span class="swatch" style="background: {theme.variable(colour)}"></span>'
     out = [f'<th scope="row">{swatch}<span class="name">{escape(row.label)}{star}</span></th>']
     for column in SHOWN[1:]:
         number, sign, error = column.text(row, table).partition(" ± ")

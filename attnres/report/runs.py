@@ -1,9 +1,8 @@
 """Read run folders: what a training run left on disk, finished or not.
 
 A run folder holds `config.json`, `data.json`, `environment.json`, `metrics.jsonl`, `val/STEP.npy` (mean loss of each
-held-out window), `inspection.json` (absent from runs of earlier versions), `routing.json` (absent for residuals without
-weights) and, once finished, `summary.json`. A comparison is a folder of run folders, named `LABEL-seedK`, with
-`compare.json` and optionally `speed.json`.
+held-out window), `inspection.json` (before that `routing.json`, mean weights alone) and, once finished, `summary.json`.
+A comparison is a folder of run folders, named `LABEL-seedK`, with `compare.json` and optionally `speed.json`.
 
 A run that is still going, or that was interrupted, is read as far as it came. What is not a run, or is damaged,
 raises `UserError`.
@@ -12,17 +11,14 @@ raises `UserError`.
 import re
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from attnres.errors import UserError
-from attnres.figures.routing import Routing
 from attnres.files import read_json
+from attnres.inspect.inspection import Inspection
 from attnres.training import metrics
-
-if TYPE_CHECKING:
-    from attnres.inspect.inspection import Inspection
 
 RUN_NAME = re.compile(r"(?P<label>.+)-seed(?P<seed>\d+)")
 
@@ -41,8 +37,8 @@ class Run:
     val: list[dict[str, Any]] = field(default_factory=list)
     depth: list[dict[str, Any]] = field(default_factory=list)
     windows: dict[int, np.ndarray] = field(default_factory=dict)  # step -> (windows,) nats per token
-    routing: Routing | None = None
-    inspection: "Inspection | None" = None
+    inspection: Inspection | None = None
+    unread: str = ""  # why there is none though there is a file
     summary: dict[str, Any] | None = None
 
     @property
@@ -116,7 +112,7 @@ def load_run(folder: Path | str) -> Run:
     labels = [match["label"] for match in matches if match and int(match["seed"]) == seed]
     label = labels[0] if labels else names[1] or names[0]
     records = _read_metrics(folder / "metrics.jsonl")
-    routing = folder / "routing.json"
+    inspection, unread = _read_inspection(folder, config["model"]["residual"])
     return Run(
         folder=folder,
         label=label,
@@ -128,8 +124,8 @@ def load_run(folder: Path | str) -> Run:
         val=records["val"],
         depth=records["depth"],
         windows=_read_windows(folder / "val"),
-        routing=_read_routing(routing) if routing.is_file() else None,
-        inspection=_read_inspection(folder / "inspection.json"),
+        inspection=inspection,
+        unread=unread,
         summary=_read_object(folder / "summary.json") or None,
     )
 
@@ -258,32 +254,13 @@ def _read_windows(folder: Path) -> dict[int, np.ndarray]:
     return windows
 
 
-def _read_inspection(path: Path) -> "Inspection | None":
-    if not path.is_file():
-        return None
-    from attnres.inspect.inspection import Inspection
-
-    return Inspection.load(path)
-
-
-def _read_routing(path: Path) -> Routing:
-    raw = _read_object(path)
+def _read_inspection(folder: Path, residual: str) -> tuple[Inspection | None, str]:
+    """What was measured of the run's model, and why it cannot be read: a report can do without."""
     try:
-        routing = Routing(
-            reads=[str(name) for name in raw["reads"]],
-            sources=[[str(name) for name in row] for row in raw["sources"]],
-            weights=[[float(weight) for weight in row] for row in raw["weights"]],
-        )
-    except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path} is damaged ({error!r}): expected reads, sources and weights") from None
-    if not len(routing.reads) == len(routing.sources) == len(routing.weights):
-        raise UserError(
-            f"{path} is damaged: {len(routing.reads)} reads, {len(routing.sources)} rows of sources "
-            f"and {len(routing.weights)} rows of weights should be as many"
-        )
-    for read, sources, weights in zip(routing.reads, routing.sources, routing.weights, strict=True):
-        if len(sources) != len(weights) or len(set(sources)) != len(sources):
-            raise UserError(
-                f"{path} is damaged at read '{read}': {len(weights)} weights for {len(set(sources))} distinct sources"
-            )
-    return routing
+        if (folder / "inspection.json").is_file():
+            return Inspection.load(folder / "inspection.json"), ""
+        if (folder / "routing.json").is_file():
+            return Inspection.of_routing(folder / "routing.json", residual), ""
+    except UserError as error:
+        return None, str(error)
+    return None, ""

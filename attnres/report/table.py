@@ -175,6 +175,7 @@ def _notes(study: Study, rows: list[Row], baseline: str | None, interleaved: boo
     unfinished = [_how_far(row) for row in rows if not row.complete]
     if unfinished:
         notes.append(f"Unfinished, so preliminary: {', '.join(unfinished)}.")
+    notes += [f"{run.unread}; what it would show is left out." for run in study.runs if run.unread]
     if study.missing:
         notes.append(f"Planned but not started: {listed(study.missing)}.")
     return notes

@@ -6,12 +6,12 @@ from pathlib import Path
 from rich.console import Console
 
 from attnres.errors import UserError
-from attnres.figures import Plot, draw_comparison, draw_dynamics, draw_model, save_all
+from attnres.figures import Comparison, Plot, draw_comparison, draw_model, save_all
 from attnres.figures.write import Drawn, check_formats
 from attnres.files import in_the_way, write_text
 from attnres.inspect.inspection import Inspection
-from attnres.report.curves import curves
 from attnres.report.runs import load_study
+from attnres.report.variants import comparison_of
 from attnres.studies.look import look
 from attnres.studies.look_config import InspectConfig
 
@@ -37,22 +37,21 @@ def draw(given: Sequence[str], out: Path | str, formats: Sequence[str], options:
     names = _distinct([str(seen.model["name"]) for seen in inspections])
     for seen, name in zip(inspections, names, strict=True):
         seen.model["name"] = name
-    training = draw_dynamics(curves(load_study(*studies))) if studies else Drawn()
+    models = Comparison.of_models(inspections)
+    runs = comparison_of(load_study(*studies)) if studies else Comparison([])
+    if studies:  # what these say of training is of all seeds
+        models = models.without("dynamics")
+    side_by_side = draw_comparison(models)
+    training = draw_comparison(runs.without("inspections"))
     console = Console()
     written = []
     if len(inspections) == 1:
         drawn = draw_model(inspections[0])
-        again = {plot.name for plot in training.plots}  # of all seeds where there are several
-        drawn.plots = [plot for plot in drawn.plots if plot.name not in again] + training.plots
-        drawn.left_out += training.left_out
-        written += _write(console, names[0], drawn, out, formats)
+        written += _write(console, names[0], drawn + side_by_side + training, out, formats)
     else:
         for seen, name, folder in zip(inspections, names, _distinct([_file_name(name) for name in names]), strict=True):
             written += _write(console, name, draw_model(seen), out / folder, formats)
-        whole = draw_comparison(inspections)
-        whole.plots += training.plots
-        whole.left_out += training.left_out
-        written += _write(console, "side by side", whole, out, formats)
+        written += _write(console, "side by side", side_by_side + training, out, formats)
     console.print(f"{len(written)} files in {out}", highlight=False, markup=False, soft_wrap=True)
     return written
 

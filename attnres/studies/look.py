@@ -15,7 +15,8 @@ from attnres.evals.scoring import LOGIT_BYTES
 from attnres.evals.subject import Subject, find_subject
 from attnres.files import in_the_way, read_json, write_json
 from attnres.inspect.edits import KnockOut
-from attnres.inspect.inspection import Inspection, inspect_model
+from attnres.inspect.inspection import Inspection
+from attnres.inspect.inspector import inspect_model
 from attnres.inspect.intervene import intervene
 from attnres.inspect.measures import dynamics
 from attnres.inspect.prune import check_prunable, prune_report

@@ -1,4 +1,4 @@
-"""What a run's model does inside, on the held-out windows: routing.json and inspection.json, from one pass."""
+"""What a run's model does inside, on the held-out windows: inspection.json."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
-from attnres.files import write_json
 from attnres.forward import evaluating
 from attnres.training.config import TrainConfig
 from attnres.training.validate import Cast
@@ -25,7 +24,7 @@ EXAMPLE = 128
 
 
 def write_inside(model: nn.Module, prepared: "Prepared", config: TrainConfig, cast: Cast, rows: int) -> None:
-    """Write inspection.json into the run's folder, and routing.json for a residual that has a softmax.
+    """Write inspection.json into the run's folder.
 
     Args:
         prepared: the data; the windows are those of validation, seen in the precision of `cast`.
@@ -35,7 +34,7 @@ def write_inside(model: nn.Module, prepared: "Prepared", config: TrainConfig, ca
 
     from attnres.data import load_tokenizer
     from attnres.data.batches import held_out_starts
-    from attnres.inspect.inspection import from_survey, show_example
+    from attnres.inspect.inspector import from_survey, show_example
     from attnres.inspect.kinds import KINDS, guess_language
     from attnres.inspect.measures import dynamics
     from attnres.inspect.survey import Encoded, survey
@@ -72,8 +71,6 @@ def write_inside(model: nn.Module, prepared: "Prepared", config: TrainConfig, ca
     )
     metrics = read(folder / "metrics.jsonl")
     dataclasses.replace(found, example=example, dynamics=dynamics(metrics)).save(folder / "inspection.json")
-    if seen.trace.routing is not None:
-        write_json(folder / "routing.json", seen.trace.routing)
 
 
 def _labels(tokens: "Tokens", first: int, starts: list[int], length: int, tokenizer: Any, kind: str) -> np.ndarray:

@@ -8,9 +8,18 @@ import pytest
 from invented import TOKENS, inspection, names
 
 from attnres.errors import UserError
-from attnres.figures import NotShown, draw_comparison, draw_dynamics, draw_model, save_all, style, write_figures
-from attnres.figures.depth import measures
-from attnres.figures.dynamics import Curves, over_steps
+from attnres.figures import (
+    Comparison,
+    NotShown,
+    Variant,
+    draw_comparison,
+    draw_model,
+    save_all,
+    style,
+    write_figures,
+)
+from attnres.figures.depth import CHOICE, by_depth
+from attnres.figures.dynamics import over_steps
 from attnres.figures.geometry import gates
 from attnres.figures.mixing import layer_shares, mixing
 from attnres.figures.patterns import at_boundaries, boundaries, by_kind, label_sources, patterns, shares
@@ -18,30 +27,25 @@ from attnres.figures.plot import thin_ticks
 from attnres.figures.tokens import _layout, drawable, stacked, token_map
 from attnres.residuals import RESIDUALS
 
-EVERY = [
-    "patterns",
-    "boundaries",
-    "mixing",
-    "layers",
-    "depth",
-    "magnitudes",
-    "queries",
-    "keys",
-    "tokens",
-    "token-map",
-    "kinds",
-    "kinds-sources",
-    "prompts",
+ALONE = [
+    *("patterns", "boundaries", "layers", "kinds", "kinds-sources", "prompts", "queries", "keys", "gates"),
+    *("tokens", "token-map"),
 ]
+BESIDE = ["mixing", "depth", "magnitudes", "source-norms"]
+
+
+def models(*inspections):
+    return Comparison.of_models(inspections)
 
 
 def drawn_cells(ax):
     """Rows of (column's place -> value) as they were drawn, from the top."""
-    rows = []
-    for mesh in ax.collections:
-        values = np.ma.masked_invalid(np.ma.getdata(mesh.get_array()).ravel())
-        rows.append({c: float(values[c]) for c in range(len(values)) if not np.ma.is_masked(values[c])})
-    return rows
+    (cells,) = ax.collections
+    rows = {}
+    for path, value in zip(cells.get_paths(), cells.get_array(), strict=True):
+        left, top = path.vertices.min(0)
+        rows.setdefault(top, {})[round(left)] = float(value)
+    return [rows[top] for top in sorted(rows)]
 
 
 @pytest.mark.parametrize("residual", ["block", "full"])
@@ -65,14 +69,16 @@ def test_a_cell_stands_in_the_column_of_its_source(residual):
     ("residual", "layers"), [("block", 1), ("full", 1), ("standard", 1), ("block", 2), ("full", 54)]
 )
 def test_every_depth_is_drawn(residual, layers):
-    drawn = draw_model(inspection(residual, layers, **({"example": None} if layers == 54 else {})))
-    left_out = dict(drawn.left_out)
+    seen = inspection(residual, layers, **({"example": None} if layers == 54 else {}))
+    alone, beside = draw_model(seen), draw_comparison(models(seen))
+    left_out = dict(alone.left_out)
     assert left_out["gates"] == "no gates or biases"
-    assert {plot.name for plot in drawn.plots} | set(left_out) == {*EVERY, "gates"}
+    assert {plot.name for plot in alone.plots} | set(left_out) == set(ALONE)
+    assert {plot.name for plot in beside.plots} | {name for name, _ in beside.left_out} == set(BESIDE)
     if layers == 2 and residual == "block":
-        assert set(left_out) == {"gates"}
+        assert set(left_out) == {"gates"} and not beside.left_out
     if residual == "standard":
-        assert left_out["queries"]
+        assert left_out["queries"] and dict(beside.left_out)["source-norms"]
         assert left_out.get("tokens", "no example") in (
             "its weights are the same for every token",
             "the inspection has no example text",
@@ -83,7 +89,7 @@ def test_no_two_names_beside_an_axis_overlap():
     """At 54 layers as at 12: neighbouring tick labels keep the height of their letters apart."""
     for layers in (12, 54):
         with style.style():
-            figure = mixing([inspection("full", layers)]).figure
+            figure = mixing(models(inspection("full", layers))).figure
             figure.draw_without_rendering()
         for ticks, side in ((figure.axes[0].get_yticklabels(), 1), (figure.axes[0].get_xticklabels(), 0)):
             boxes = sorted((label.get_window_extent() for label in ticks), key=lambda box: box.min[side])
@@ -93,7 +99,7 @@ def test_no_two_names_beside_an_axis_overlap():
 
 def test_the_last_name_is_always_shown():
     with style.style():
-        figure = mixing([inspection("full", 12)]).figure
+        figure = mixing(models(inspection("full", 12))).figure
     thin_ticks(figure.axes[0].yaxis, list(range(100)), [str(i) for i in range(100)], 2.0)
     assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()][-1] == "99"
 
@@ -118,7 +124,7 @@ def test_matrices_have_rows_that_sum_to_one_and_layers_hold_both_sublayers():
     assert values[2, 1] == pytest.approx((raw[4, 1:3].sum() + raw[5, 1:3].sum()) / 2)  # layer 2 reads layer 0
     assert values[3, 0] == pytest.approx(raw[6, 0])
     with style.style():
-        figure = mixing([seen, inspection("standard", 2), inspection("block", 2, mixing=None)]).figure
+        figure = mixing(models(seen, inspection("standard", 2), inspection("block", 2, mixing=None))).figure
     assert len([ax for ax in figure.axes if ax.get_title(loc="left")]) == 2
 
 
@@ -191,7 +197,7 @@ def test_all_figures_of_a_model_are_written(tmp_path):
     bare = {"kinds": None, "prompts": None, "example": None, "query_cosine": None}
     written = write_figures(inspection("block", 1, **bare), tmp_path, ("svg",))
     assert {path.stem for path in written} == {
-        *("patterns", "boundaries", "mixing", "layers", "depth", "magnitudes", "keys")
+        *("patterns", "boundaries", "mixing", "layers", "depth", "magnitudes", "source-norms", "keys")
     }
     assert sorted(written) == sorted(tmp_path.iterdir())
 
@@ -203,25 +209,47 @@ def test_an_unknown_format_is_refused_before_anything_is_written(tmp_path):
 
 
 def test_several_models_are_set_side_by_side():
-    drawn = draw_comparison([inspection("standard", 4), inspection("block", 4), inspection("full", 2)])
-    assert [plot.name for plot in drawn.plots] == ["compare-mixing", "compare-depth", "compare-magnitudes"]
+    drawn = draw_comparison(models(inspection("standard", 4), inspection("block", 4), inspection("full", 2)))
+    assert [plot.name for plot in drawn.plots] == [f"compare-{name}" for name in BESIDE]
     assert not drawn.left_out
 
 
 def test_dynamics_hold_what_the_runs_recorded():
     rows = {"steps": [10, 20], "output_rms": [[1.0, 2.0], [3.0, 4.0]], "grad_rms": [[0.1, 0.2], [0.3, 0.4]]}
     runs = [
-        Curves("standard", "standard", [(10, 3.0), (20, 2.5)], rows),
-        Curves("full", "full", [(10, 2.9), (20, 2.4)]),
+        Variant("standard", "standard", held_out={0: [(10, 3.0), (20, 2.5)]}, dynamics={0: rows}),
+        Variant("full", "full", held_out={0: [(10, 2.9), (20, 2.4)]}),
     ]
-    drawn = draw_dynamics(runs)
-    assert [plot.name for plot in drawn.plots] == ["dynamics", "dynamics-steps"]
-    loss, output, gradient = drawn.plots[0].figure.axes
+    drawn = draw_comparison(Comparison(runs))
+    assert [plot.name for plot in drawn.plots] == ["held-out-loss", "dynamics", "dynamics-steps"]
+    loss, output, gradient = drawn.plots[1].figure.axes
     lines = {line.get_label(): line.get_ydata().tolist() for line in loss.get_lines()}
     assert lines == {"standard": [3.0, 2.5], "full": [2.9, 2.4]}
     assert output.get_lines()[0].get_ydata().tolist() == [3.0, 4.0]
     assert gradient.get_lines()[0].get_ydata().tolist() == [0.3, 0.4]
-    assert draw_dynamics([Curves("full", "full")]).plots == []
+    assert draw_comparison(Comparison([Variant("full", "full")])).plots == []
+
+
+def test_several_seeds_are_a_line_at_their_mean_in_a_band_from_least_to_most():
+    seeds = {seed: inspection("full", 2, sharpness=[0.0, seed, 2.0 * seed, 1.0, 1.0]) for seed in (1, 3)}
+    with style.style():
+        ax = by_depth(Comparison([Variant("full", "full", (1, 3), seeds)]), ("sharpness",), "x", "y").figure.axes[0]
+    assert ax.get_lines()[0].get_ydata().tolist() == [0.0, 2.0, 4.0, 1.0, 1.0]
+    band = ax.collections[0].get_paths()[0].vertices
+    assert [band[band[:, 0] == 2][:, 1].min(), band[band[:, 0] == 2][:, 1].max()] == [2.0, 6.0]
+
+
+def test_a_quantity_that_is_not_listed_is_drawn_under_its_own_name():
+    rows = {"steps": [10, 20], "output_rms": [[1.0, 2.0], [3.0, 4.0]], "twist": [[0.1, 0.2], [0.3, 0.4]]}
+    with style.style():
+        axes = over_steps(Comparison([Variant("mine", "mine", dynamics={0: rows})])).figure.axes
+        (gate,) = gates(inspection("full", 4, gates={"twist": [0.5] * 9})).figure.axes
+        table = gates(inspection("full", 4, gates={"coef": [[1.0, 2.0]] * 3, "twist": [0.5] * 9}))
+    assert [ax.get_ylabel() for ax in axes] == ["sublayer", "read", "RMS of outputs", "twist"]
+    assert gate.get_ylabel() == "twist"
+    line, cells = table.figure.axes[:2]
+    assert (line.get_ylabel(), cells.get_title(loc="left")) == ("twist", "coef")
+    assert drawn_cells(cells) == [{0: 1.0, 1: 2.0}] * 3
 
 
 def test_a_residual_that_weighs_nothing_says_so():
@@ -229,8 +257,8 @@ def test_a_residual_that_weighs_nothing_says_so():
     seen.model["residual"] = "deepnorm"
     with pytest.raises(NotShown, match="deepnorm weighs nothing"), style.style():
         patterns(seen)
-    drawn = draw_model(seen)
-    assert {"depth", "magnitudes"} <= {plot.name for plot in drawn.plots}
+    drawn = draw_comparison(models(seen))
+    assert {"depth", "magnitudes"} == {plot.name for plot in drawn.plots}
     assert names("full", 1)[-1] == ["embedding", "attention 0", "mlp 0"]
 
 
@@ -239,7 +267,8 @@ def test_a_row_of_dynamics_is_labelled_where_its_first_panel_is():
     rows = {"steps": [10, 20], "output_rms": [[1.0, 2.0], [3.0, 4.0]]}
     gated = rows | {"gate": [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]}
     with style.style():
-        axes = over_steps([Curves("standard", "standard", [], rows), Curves("x" * 90, "full", [], gated)]).figure.axes
+        runs = [Variant("standard", "standard", dynamics={0: rows}), Variant("x" * 90, "full", dynamics={0: gated})]
+        axes = over_steps(Comparison(runs)).figure.axes
     (first, second), (absent, gate) = axes[:2], axes[2:4]
     assert [ax.get_ylabel() for ax in (first, second, absent, gate)] == ["sublayer", "", "", "read"]
     assert not absent.axison
@@ -251,10 +280,10 @@ def test_a_row_of_dynamics_is_labelled_where_its_first_panel_is():
 
 
 def test_long_names_leave_room_for_the_plots():
-    models = [inspection(residual, 1) for residual in ("standard", "block", "full")]
-    for i, seen in enumerate(models):
+    shown = [inspection(residual, 1) for residual in ("standard", "block", "full")]
+    for i, seen in enumerate(shown):
         seen.model["name"] = f"{i}-" + "a-very-long-name-of-a-model" * 3
-    for plot in draw_comparison(models).plots:
+    for plot in draw_comparison(models(*shown)).plots:
         plot.figure.draw_without_rendering()  # a layout that fails warns
         panels = [ax for ax in plot.figure.axes if ax.get_label() != "<colorbar>"]
         assert all(ax.get_window_extent().width > 80 for ax in panels)
@@ -271,7 +300,8 @@ def test_lines_of_every_two_residuals_differ():
 
 def test_points_far_from_zero_are_not_cut():
     with style.style():
-        figure = measures([inspection("full", 2, sharpness=[20.0, 21.0, 22.0, 20.5, 21.5])]).figure
+        seen = inspection("full", 2, sharpness=[20.0, 21.0, 22.0, 20.5, 21.5])
+        figure = by_depth(models(seen), CHOICE, "depth", "reads").figure
         kinds = by_kind(inspection("full", 2)).figure
     for ax in figure.axes:
         assert ax.get_ylim()[1] > 1.02 * max(
@@ -309,5 +339,5 @@ def test_captions_say_what_is_shown():
     with style.style():
         assert "the reads with which blocks begin" in by_kind(block).caption
         assert "evenly chosen" in by_kind(full).caption and "blocks" not in by_kind(full).caption
-        assert "Sharpness" in measures([full]).caption
-        assert "Sharpness" not in measures([standard]).caption
+        assert "Sharpness" in by_depth(models(full), CHOICE, "depth", "reads").caption
+        assert "Sharpness" not in by_depth(models(standard), CHOICE, "depth", "reads").caption

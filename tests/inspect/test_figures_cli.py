@@ -6,9 +6,9 @@ import pytest
 
 from attnres import cli
 from attnres.figures import patterns as drawings
-from attnres.figures.dynamics import Curves, over_steps
 from attnres.figures.write import Drawn
-from attnres.inspect.inspection import Inspection, inspect_model
+from attnres.inspect.inspection import Inspection
+from attnres.inspect.inspector import inspect_model
 from attnres.studies import draw
 
 TEXT = "The quick brown fox jumps over a lazy dog while seven wizards box up jugs of liquid zinc."
@@ -23,8 +23,6 @@ def run(capsys, monkeypatch):
         drawn = Drawn()
         drawn.add("patterns", lambda: drawings.patterns(seen))
         drawn.add("prompts", lambda: drawings.by_prompt(seen))
-        if seen.dynamics:
-            drawn.add("dynamics-steps", lambda: over_steps([Curves("own", "block", [], seen.dynamics)]))
         return drawn
 
     monkeypatch.setattr(draw, "draw_model", draw_model)
@@ -56,8 +54,8 @@ def test_a_model_and_a_file_are_drawn_and_set_side_by_side(run, folder_of, saved
     lines = out.splitlines()
     assert lines[0] == "block: patterns, prompts"
     assert lines[1:3] == ["saved: patterns", "  without prompts: the inspection has no weights by prompt category"]
-    assert lines[3] == "side by side: compare-mixing, compare-depth, compare-magnitudes"
-    assert lines[4].startswith("9 files in")
+    assert lines[3] == "side by side: compare-mixing, compare-depth, compare-magnitudes, compare-source-norms"
+    assert lines[4].startswith("10 files in")
     found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")}
     assert found >= {
         "captions.md",
@@ -85,9 +83,11 @@ def test_a_run_has_its_dynamics_once(run, saved, tmp_path, monkeypatch):
     monkeypatch.setattr(draw, "_inspection", seen)
     code, out, err = run(folder, tmp_path / "out")
     assert (code, err) == (0, "")
-    assert out.splitlines()[0] == "saved: patterns, dynamics, dynamics-steps"
-    names = ["captions.md", "dynamics-steps.svg", "dynamics.svg", "patterns.svg"]
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == names, "all in one folder"
+    beside = ["mixing", "depth", "magnitudes", "source-norms"]
+    runs = ["held-out-loss", "dynamics", "dynamics-steps"]
+    assert out.splitlines()[0] == f"saved: {', '.join(['patterns', *beside, *runs])}"
+    names = {"captions.md", "patterns.svg", *(f"{name}.svg" for name in [*beside, *runs])}
+    assert {path.name for path in (tmp_path / "out").iterdir()} == names, "all in one folder"
 
 
 def test_a_mistake_is_one_sentence_and_writes_nothing(run, saved, folder_of, tmp_path):

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from attnres.errors import UserError
-from attnres.inspect.inspection import Inspection, inspect_model, show_example
+from attnres.inspect.inspection import Inspection
+from attnres.inspect.inspector import inspect_model, show_example
 from attnres.inspect.kinds import KINDS, kinds_of
 from attnres.inspect.record import record
 from attnres.inspect.survey import encode, loss_change, survey

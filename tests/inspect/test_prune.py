@@ -6,7 +6,7 @@ import torch
 
 from attnres.errors import UserError
 from attnres.inspect.edits import Pin
-from attnres.inspect.inspection import inspect_model
+from attnres.inspect.inspector import inspect_model
 from attnres.inspect.intervene import intervene
 from attnres.inspect.prune import prune_report
 from attnres.inspect.survey import encode, loss_change, survey

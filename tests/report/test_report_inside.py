@@ -9,11 +9,14 @@ import pytest
 from synthetic import routing, write_study
 
 from attnres.errors import UserError
+from attnres.figures import draw_model, style
 from attnres.inspect.inspection import Inspection
-from attnres.report import load_study, style
+from attnres.report import load_study, theme
 from attnres.report.example import example
-from attnres.report.inside import inspections, parts
 from attnres.report.page import write_report
+from attnres.report.sections import Section, sections
+from attnres.report.table import build_table
+from attnres.report.variants import comparison_of
 
 
 def invented(residual: str, seed: int, layers: int = 3) -> Inspection:
@@ -92,44 +95,43 @@ def test_the_page_has_a_section_for_everything_inside(inspected: Path) -> None:
     assert len(identifiers) == len(set(identifiers))
 
 
-def test_what_is_a_mean_over_seeds_says_so(inspected: Path) -> None:
+def drawn(folder: Path) -> list[Section]:
     with style.style():
-        plots = {plot.name: plot for part in parts(load_study(inspected)) for plot in part.every}
-    for name in ("compare-mixing", "source-norms"):
+        return sections(comparison_of(load_study(folder)))
+
+
+def test_what_is_a_mean_over_seeds_says_so(inspected: Path) -> None:
+    plots = {plot.name: plot for section in drawn(inspected) for plot in section.every}
+    for name in ("compare-mixing", "compare-source-norms", "patterns-block"):
         assert plots[name].caption.endswith("Mean over seeds 0 and 1.")
     assert plots["kinds-block"].caption.endswith("Seed 0.")
-    tops = {ax.get_ylim() for ax in plots["source-norms"].figure.axes}
+    tops = {ax.get_ylim() for ax in plots["compare-source-norms"].figure.axes}
     assert len(tops) == 1  # one scale for all variants
 
 
 def test_cells_without_a_value_are_no_paths_in_the_page(inspected: Path) -> None:
-    with style.style():
-        (plot,) = parts(load_study(inspected))[0].plots
-        svg = style.to_svg(plot.figure, plot.name, "mixing")
+    (plot,) = next(section for section in drawn(inspected) if section.title.startswith("How much of each")).plots
+    svg = theme.to_svg(plot.figure, plot.name, "mixing", 1.0)
     count = len(invented("full", 0).reads)
-    cells = re.findall(r"<g id=\"compare-mixing-QuadMesh_.*?</g>", svg, flags=re.DOTALL)
-    drawn = sum(cell.count("<path") for cell in cells)
-    assert drawn >= 3 * count * (count + 1) // 2 > drawn - 260  # three triangles and the colour bar
+    cells = re.findall(r'<path [^>]*style="fill: #[0-9a-f]{6}; stroke: var\(--paper\)', svg)
+    assert len(cells) == 3 * count * (count + 1) // 2
     assert not re.search(r' d="[^"]*\.\d{3}', svg)
 
 
 def test_every_figure_inside_has_a_file_of_its_own(inspected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study = load_study(inspected)
-    with style.style():
-        names = [plot.name for part in parts(study) for plot in part.every]
+    names = [plot.name for section in drawn(inspected) for plot in section.every]
     assert len(names) == len(set(names))
-    assert {"compare-mixing", "effective-sources", "source-norms", "kinds-block", "queries-full", "gates-block"} <= set(
-        names
-    )
+    expected = {"mixing", "effective", "source-norms"}
+    assert {f"compare-{name}" for name in expected} | {"kinds-block", "queries-full", "gates-block"} <= set(names)
     monkeypatch.setattr(style, "save", lambda figure, path: None)  # drawing them all takes long
-    monkeypatch.setattr(style, "to_svg", lambda *_: "")
-    written = {path.name for path in write_report(study, inspected, images="svg")}
+    monkeypatch.setattr(theme, "to_svg", lambda *_: "")
+    written = {path.name for path in write_report(load_study(inspected), inspected, images="svg")}
     assert {f"{name}.svg" for name in names} <= written
 
 
 def test_several_seeds_are_shown_as_their_mean(inspected: Path) -> None:
     (first, second) = (Inspection.load(inspected / f"block-seed{seed}" / "inspection.json") for seed in (0, 1))
-    mean = inspections(load_study(inspected))["block"]
+    mean = next(one.mean for one in comparison_of(load_study(inspected)).variants if one.label == "block")
     assert mean.model["name"] == "block"
     assert mean.mixing is not None and first.mixing is not None and second.mixing is not None
     np.testing.assert_allclose(mean.mixing, (np.array(first.mixing) + second.mixing) / 2, rtol=1e-5)
@@ -147,15 +149,50 @@ def test_runs_without_an_inspection_have_the_page_they_had(tmp_path: Path) -> No
 def test_one_inspected_run_among_others_is_shown_alone(tmp_path: Path) -> None:
     folder = write_study(tmp_path / "study", ("standard", "block"), layers=3, steps=200)
     invented("block", 0).save(folder / "block-seed0" / "inspection.json")
-    assert list(inspections(load_study(folder))) == ["block"]
+    seen = [one.label for one in comparison_of(load_study(folder)).variants if one.inspections]
+    assert seen == ["block"]
     write_report(load_study(folder), folder)
 
 
-def test_a_damaged_inspection_is_refused_by_name(inspected: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": 2}, "is no inspection of format 1"),
+        ({"reads": None}, "is damaged at reads"),
+        ({"routing": {"reads": [], "sources": [], "weights": "x"}}, "is damaged at routing"),
+        ({"routing": {"reads": ["output"], "sources": [["embedding"]], "weights": [[0.5, 0.5]]}}, "damaged at routing"),
+        ({"sharpness": [1.0]}, "is damaged at sharpness"),
+        ({"mixing": [["a"]]}, "is damaged at mixing"),
+        ({"model": {}}, "is damaged at model"),
+        ({"model": {"name": "a", "residual": "full", "traits": 3}}, "is damaged at model"),
+        ({"kinds": {"names": ["a"]}}, "is damaged at kinds"),
+        ({"example": {"text": "a"}}, "is damaged at example"),
+    ],
+)
+def test_a_damaged_inspection_is_told_and_its_sections_are_left_out(
+    inspected: Path, change: dict[str, object], message: str
+) -> None:
     path = inspected / "block-seed0" / "inspection.json"
-    path.write_text(json.dumps({"format": 1, "model": {}}))
-    with pytest.raises(UserError, match=r"inspection\.json is no inspection of format 1"):
-        load_study(inspected)
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(UserError, match=message):
+        Inspection.load(path)
+    study = load_study(inspected)
+    assert [run.inspection is None for run in study.of("block")] == [True, False]
+    notes = build_table(study).notes
+    assert [note for note in notes if message in note and "block-seed0/inspection.json" in note]
+    drawn(inspected)
+
+
+def test_an_inspection_of_another_version_is_read_for_what_it_has(inspected: Path) -> None:
+    path = inspected / "block-seed0" / "inspection.json"
+    values = json.loads(path.read_text())
+    for name in ("entropy", "persistence", "output_rms", "input_rms", "source_rms", "key_cosine", "example", "losses"):
+        del values[name]
+    path.write_text(json.dumps(values | {"later": [1, 2]}))
+    seen = Inspection.load(path)
+    assert seen.persistence is None and seen.output_rms == [] and seen.mixing is not None
+    assert {plot.name for plot in draw_model(seen).plots} >= {"patterns", "kinds"}
+    drawn(inspected)
 
 
 def test_the_text_is_as_dark_as_the_embedding_weighs() -> None:

@@ -1,19 +1,20 @@
 """The page: whole, self-contained, escaped; figures that hold what the runs say."""
 
 import html
+import json
 import re
 from html.parser import HTMLParser
 
 import numpy as np
 import pytest
-from synthetic import routing, write_run, write_study
+from synthetic import write_run, write_study
 
 from attnres.errors import UserError
-from attnres.report import Routing, load_study, style
-from attnres.report.heatmaps import _heatmap, average, groups, heatmaps
+from attnres.figures import style
+from attnres.report import load_study, theme
 from attnres.report.page import write_report
-from attnres.report.plots import curve_plots, depth_plots
-from attnres.report.table import build_table
+from attnres.report.sections import sections
+from attnres.report.variants import comparison_of
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 
@@ -61,9 +62,10 @@ def test_a_comparison_makes_a_whole_page(tmp_path):
     text = page_of(write_study(tmp_path, layers=3))
     for part in ("full beats standard by", "Held-out loss", "Difference to standard over training", "Environment"):
         assert part in text
-    assert "block: reads before attention" in text
-    assert "full: reads before the MLP and at the output" in text
-    assert text.count("<svg") == 2 + 2 + 4 + 3 + 1
+    assert "block: where reads come from" in text and "full: where reads come from" in text
+    assert text.count(">before attention</text>") == text.count(">before the MLP</text>") == 2
+    # Losses, differences, weights, magnitudes, training by depth.
+    assert text.count("<svg") == 2 + 2 + 2 + 3 + 1
     assert (tmp_path / "table.csv").read_text().startswith("label,")
 
 
@@ -87,14 +89,14 @@ def test_one_variant_alone_makes_a_page(tmp_path, stop):
 
 def test_several_seeds_make_a_page(tmp_path):
     text = page_of(write_study(tmp_path, ("standard", "block"), seeds=3, layers=2))
-    assert "mean over seeds 0, 1 and 2" in text
+    assert "Mean over seeds 0, 1 and 2." in text
     assert "3 seeds" in text
 
 
 def test_a_backslash_in_a_label_stays_one(tmp_path):
     write_run(tmp_path, "standard", layers=2)
     write_run(tmp_path, "block", label=r"block\g<1>\1", layers=2)
-    assert r"block\g&lt;1&gt;\1: reads before attention" in page_of(tmp_path)
+    assert r"block\g&lt;1&gt;\1: where reads come from" in page_of(tmp_path)
 
 
 def test_a_dollar_in_a_label_begins_no_formula(tmp_path):
@@ -156,18 +158,17 @@ def test_a_sweep_shows_loss_by_rate(tmp_path):
 def test_colours_follow_the_theme(tmp_path):
     text = page_of(write_study(tmp_path, ("standard", "block"), layers=2))
     body = text[text.index("<body>") :]
-    assert style.COLOURS["block"] not in body
-    assert style.css_variable(style.COLOURS["block"]) in body
-    assert style.INK not in body
+    for colour in (style.COLOURS["block"], style.INK):
+        assert colour not in body and theme.variable(colour) in body
+    assert all(f"{theme.variable(colour)[4:-1]}:{dark};" in text for colour, dark in theme.DARK.items())
     assert "prefers-color-scheme: dark" in text
-    assert "DejaVu" not in body
 
 
 def test_figures_are_written_as_files_when_asked(tmp_path):
     write_study(tmp_path, ("standard", "block"), layers=2)
     written = write_report(load_study(tmp_path), tmp_path, images="png")
     images = [path for path in written if path.suffix == ".png"]
-    assert len(images) == 2 + 2 + 2 + 3 + 1
+    assert len(images) == 2 + 2 + 1 + 3 + 1
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in images)
 
 
@@ -188,14 +189,18 @@ def test_a_report_that_cannot_be_written_leaves_the_earlier_one(tmp_path, monkey
 # ------------------------------------------------------------------ what the figures hold
 
 
+def plots_of(study):
+    with style.style():
+        return {plot.name: plot for section in sections(comparison_of(study)) for plot in section.every}
+
+
 def lines_of(plot):
     return {line.get_label(): line for line in plot.figure.axes[0].get_lines() if not line.get_label().startswith("_")}
 
 
 def test_curves_hold_the_measured_values(tmp_path):
     study = load_study(write_study(tmp_path, ("standard", "block")))
-    with style.style():
-        plots = {plot.name: plot for plot in curve_plots(study, build_table(study))}
+    plots = plots_of(study)
     for label, line in lines_of(plots["held-out-loss"]).items():
         run = study.of(label)[0]
         assert line.get_ydata() == pytest.approx([record["loss"] for record in run.val])
@@ -208,9 +213,7 @@ def test_curves_hold_the_measured_values(tmp_path):
 
 
 def test_an_unknown_error_is_drawn_as_no_bar(tmp_path):
-    study = load_study(write_study(tmp_path, ("standard", "block"), windows=1))
-    with style.style():
-        plots = {plot.name: plot for plot in curve_plots(study, build_table(study))}
+    plots = plots_of(load_study(write_study(tmp_path, ("standard", "block"), windows=1)))
     final = plots["final-difference"]
     assert [len(line.get_xdata()) for line in final.figure.axes[0].get_lines()[1:]] == [1]
     assert "No bar: the error is not known." in final.caption
@@ -218,50 +221,25 @@ def test_an_unknown_error_is_drawn_as_no_bar(tmp_path):
 
 
 def test_magnitudes_have_a_point_for_every_sublayer(tmp_path):
-    study = load_study(write_study(tmp_path, ("standard", "block"), layers=6))
-    with style.style():
-        plots = {plot.name: plot for plot in depth_plots(study)}
-    assert len(lines_of(plots["output-rms"])["block"].get_xdata()) == 12
-    assert len(lines_of(plots["input-rms"])["block"].get_xdata()) == 13
-    last = plots["input-rms"].figure.axes[0].get_lines()[-1]
+    plots = plots_of(load_study(write_study(tmp_path, ("standard", "block"), layers=6)))
+    assert len(lines_of(plots["compare-output-rms"])["block"].get_xdata()) == 12
+    assert len(lines_of(plots["compare-input-rms"])["block"].get_xdata()) == 13
+    last = plots["compare-input-rms"].figure.axes[0].get_lines()[-1]
     assert (last.get_marker(), last.get_xdata().tolist()) == ("D", [12])  # the output is no attention
-    assert plots["grad-rms"].figure.axes[0].get_yscale() == "log"
+    assert plots["compare-input-rms"].figure.axes[0].get_yscale() == "log"
 
 
-@pytest.mark.parametrize("residual", ["block", "full"])
-def test_heatmap_cells_stand_under_their_sources(residual):
-    """Drawn cells, read back from the figure by tick label, are the weights of that read and that source."""
-    raw = routing(residual, layers=5)
-    assert raw is not None
-    table = Routing(**raw)
-    for kind, reads in groups(table).items():
-        columns = table.columns()
-        with style.style():
-            figure = _heatmap(table.matrix(reads, columns), reads, columns, split=kind == "output")
-        ax = figure.axes[0]
-        ticks = {round(tick - 0.5): label.get_text() for tick, label in zip(ax.get_xticks(), ax.get_xticklabels())}
-        assert len(ticks) == len(columns)
-        meshes = [mesh for mesh in ax.collections if mesh.get_array() is not None]
-        for read, mesh in zip(reads, meshes, strict=True):
-            row = np.ma.masked_invalid(np.ma.getdata(np.ma.asarray(mesh.get_array())).ravel())
-            drawn = {ticks[c]: row[c] for c in range(len(columns)) if not np.ma.is_masked(row[c])}
-            r = raw["reads"].index(read)
-            assert drawn == pytest.approx(dict(zip(raw["sources"][r], raw["weights"][r], strict=True)))
-
-
-def test_reads_are_split_by_what_they_feed(tmp_path):
-    study = load_study(write_study(tmp_path, ("standard", "full"), layers=3))
-    with style.style():
-        ((label, plots),) = heatmaps(study)
-    assert label == "full"
-    rows = [[tick.get_text() for tick in plot.figure.axes[0].get_yticklabels()] for plot in plots]
-    assert rows == [["layer 0", "layer 1", "layer 2"], ["layer 0", "layer 1", "layer 2", "output"]]
-
-
-def test_routing_is_averaged_over_seeds():
-    one = Routing(["attention 0", "output"], [["e"], ["e", "a"]], [[1.0], [0.2, 0.8]])
-    two = Routing(["attention 0", "output"], [["e"], ["e", "a"]], [[1.0], [0.4, 0.6]])
-    mean = average([one, two])
-    assert mean is not None
-    assert mean.weights[1] == pytest.approx([0.3, 0.7])
-    assert average([]) is None
+def test_weights_are_those_of_the_mean_over_seeds(tmp_path):
+    """Runs of an earlier version, which left routing.json and no inspection."""
+    folder = write_study(tmp_path, ("standard", "full"), seeds=2, layers=3)
+    path = folder / "full-seed1" / "routing.json"
+    other = json.loads(path.read_text())
+    other["weights"][-1] = other["weights"][-1][::-1]
+    path.write_text(json.dumps(other))
+    plots = plots_of(load_study(folder))
+    assert [name for name in plots if name.startswith("patterns")] == ["patterns-full"]
+    before_mlp = plots["patterns-full"].figure.axes[1]
+    assert [tick.get_text() for tick in before_mlp.get_yticklabels()] == ["layer 0", "layer 1", "layer 2", "output"]
+    output = before_mlp.collections[0].get_array()[-len(other["sources"][-1]) :]
+    both = np.array(other["weights"][-1])
+    assert output.tolist() == pytest.approx(((both + both[::-1]) / 2).tolist(), abs=1e-5)

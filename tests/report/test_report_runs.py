@@ -7,7 +7,7 @@ import pytest
 from synthetic import routing, write_run, write_study
 
 from attnres.errors import UserError
-from attnres.report import Routing, load_run, load_study
+from attnres.report import load_run, load_study
 
 
 def test_a_finished_run_is_read_whole(tmp_path):
@@ -25,7 +25,7 @@ def test_an_unfinished_run_is_read_as_far_as_it_came(tmp_path):
     run = load_run(folder)
     assert not run.finished
     assert run.last_step == 430
-    assert run.routing is None
+    assert run.inspection is None
 
 
 def test_a_run_that_has_only_its_configuration_is_read(tmp_path):
@@ -67,9 +67,6 @@ def test_a_run_trained_alone_takes_its_label_from_its_name(tmp_path):
         ("summary.json", "not json", "damaged"),
         ("metrics.jsonl", '{"step": 1}\n{"kind": "val", "step": 2}\n', "line 1 of .* the file is damaged"),
         ("val/000100.npy", "not an array", "damaged"),
-        ("routing.json", '{"reads": [], "sources": []}', "expected reads, sources and weights"),
-        ("routing.json", '{"reads": ["a"], "sources": [], "weights": []}', "should be as many"),
-        ("routing.json", '{"reads": ["a"], "sources": [["x", "x"]], "weights": [[0.5, 0.5]]}', "at read 'a'"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, file, content, message):
@@ -132,23 +129,21 @@ def test_several_folders_are_one_study(tmp_path):
     assert study.baseline == "one/standard"
 
 
-# ------------------------------------------------------------------ routing: labels never shift
-
-
-@pytest.mark.parametrize("residual", ["block", "full"])
-def test_a_column_holds_one_source_in_every_row(residual):
-    raw = routing(residual, layers=6)
-    assert raw is not None
-    table = Routing(**raw)
-    columns, matrix = table.columns(), table.matrix()
-    for r, (names, weights) in enumerate(zip(raw["sources"], raw["weights"], strict=True)):
-        placed = {columns[c]: matrix[r, c] for c in np.flatnonzero(~np.isnan(matrix[r]))}
-        assert placed == dict(zip(names, weights, strict=True))
-
-
-def test_columns_follow_the_order_within_rows():
-    raw = routing("block", layers=4)
-    assert raw is not None
-    assert Routing(**raw).columns() == ["embedding", "block 1", "partial"]
-    contradictory = Routing(["a", "b"], [["x", "y"], ["y", "x"]], [[0.5, 0.5], [0.5, 0.5]])
-    assert contradictory.columns() == ["x", "y"]
+@pytest.mark.parametrize(
+    "content",
+    [
+        "{",
+        "[]",
+        '{"reads": [], "sources": []}',
+        '{"reads": ["a"], "sources": [], "weights": []}',
+        '{"reads": ["a"], "sources": [["x"]], "weights": [[0.5, 0.5]]}',
+    ],
+)
+def test_weights_of_an_earlier_version_are_read_or_left_out(tmp_path, content):
+    folder = write_run(tmp_path, "full", layers=2)
+    run = load_run(folder)
+    assert run.inspection.routing["sources"] == routing("full", 2)["sources"]
+    assert run.inspection.routing["weights"][-1] == pytest.approx(routing("full", 2)["weights"][-1], abs=1e-5)
+    (folder / "routing.json").write_text(content)
+    run = load_run(folder)
+    assert run.inspection is None and "routing.json" in run.unread

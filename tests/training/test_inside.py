@@ -1,6 +1,5 @@
 """What a finished run says of the model's inside."""
 
-import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -41,32 +40,25 @@ def test_a_run_writes_what_its_model_does_inside(configure: Configure, tmp_path:
     assert seen.dynamics is not None and seen.dynamics["steps"] == [4] and "entropy" in seen.dynamics
 
 
-def test_routing_json_is_the_mean_over_the_windows_of_validation(configure: Configure, tmp_path: Path) -> None:
+def test_weights_are_means_over_the_windows_of_validation(configure: Configure, tmp_path: Path) -> None:
     config = configure(steps=4)
     train(config, progress=False)
-    routing = json.loads((tmp_path / "run" / "routing.json").read_text())
+    routing = Inspection.load(tmp_path / "run" / "inspection.json").routing
     windows = held_out(prepare_from(config.data), config.data)
     model = load(tmp_path / "run" / "model").eval()
     with torch.no_grad(), record(model) as trace:
         model(input_ids=windows[:, :-1], use_cache=False)
-    assert trace.routing is not None and routing["sources"] == trace.routing["sources"]
+    assert trace.routing is not None and routing is not None and routing["sources"] == trace.routing["sources"]
     for row, expected in zip(routing["weights"], trace.routing["weights"], strict=True):
-        np.testing.assert_allclose(row, expected, atol=1e-6)
-    rows = Inspection.load(tmp_path / "run" / "inspection.json").routing
-    assert rows is not None
-    for row, expected in zip(rows["weights"], routing["weights"], strict=True):
-        np.testing.assert_allclose(row, expected, rtol=1e-5)
+        np.testing.assert_allclose(row, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("residual", ["standard", "deepnorm"])
-def test_a_residual_without_a_softmax_has_an_inspection_and_no_routing(
-    configure: Configure, tmp_path: Path, residual: str
-) -> None:
+def test_a_residual_without_a_softmax_has_an_inspection(configure: Configure, tmp_path: Path, residual: str) -> None:
     config = configure(steps=2)
     config.model.residual, config.model.num_blocks = residual, None
     train(config, progress=False)
     seen = Inspection.load(tmp_path / "run" / "inspection.json")
-    assert not (tmp_path / "run" / "routing.json").exists()
     assert (seen.mixing is None) == (residual == "deepnorm")
     if seen.mixing is not None:
         np.testing.assert_allclose(seen.mixing, np.tril(np.ones((5, 5))))

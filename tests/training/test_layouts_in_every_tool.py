@@ -66,8 +66,8 @@ def test_every_tool_takes_every_layout(
 ) -> None:
     run, kind = tmp_path / "run", LAYOUTS[name][2]
     summary = train(layout(name), progress=False)
-    assert summary["step"] == 4 and (run / "routing.json").is_file()
-    routing = json.loads((run / "routing.json").read_text())
+    assert summary["step"] == 4
+    routing = json.loads((run / "inspection.json").read_text())["routing"]
     assert len(routing["weights"]) == 5 and all(abs(sum(row) - 1) < 1e-5 for row in routing["weights"] if row)
 
     measured = evaluate(EvalConfig((str(run),), tasks=(str(text),), window=16, device="cpu"), progress=False).record

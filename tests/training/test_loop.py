@@ -100,7 +100,7 @@ def test_a_run_leaves_what_was_promised(configure: Configure, tmp_path: Path) ->
     model = load(run / "model")
     assert summary["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert summary["extra_parameters"] == sum(p.numel() for p in model.get_submodule("residual").parameters())
-    assert (run / "model" / "tokenizer.json").exists() and (run / "routing.json").exists()
+    assert (run / "model" / "tokenizer.json").exists() and (run / "inspection.json").exists()
     assert [path.name for path in run.rglob(".*")] == [".lock"]
     data = json.loads((run / "data.json").read_text())
     assert list(data) == ["tokenizer_sha256", "vocab_size", "splits", "windows_sha256"]
@@ -112,7 +112,7 @@ def test_depth_has_a_value_a_sublayer(configure: Configure, tmp_path: Path) -> N
     (depth,) = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "depth"]
     assert [len(depth[name]) for name in ("output_rms", "input_rms", "grad_rms")] == [4, 5, 4]
     assert all(value > 0 for name in ("output_rms", "input_rms", "grad_rms") for value in depth[name])
-    routing = json.loads((tmp_path / "run" / "routing.json").read_text())
+    routing = json.loads((tmp_path / "run" / "inspection.json").read_text())["routing"]
     assert len(routing["weights"]) == len(routing["sources"]) == len(routing["reads"]) == 5
     assert all(sum(row) == pytest.approx(1, abs=1e-5) for row in routing["weights"])
 
@@ -140,8 +140,6 @@ def test_every_residual_trains(configure: Configure, tmp_path: Path, residual: s
     config.model.residual, config.model.num_blocks = residual, None
     train(config, progress=False)
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 2
-    if residual in ("standard", "full"):
-        assert (tmp_path / "run" / "routing.json").exists() == (residual == "full")
 
 
 def test_the_loss_falls(configure: Configure, tmp_path: Path) -> None:

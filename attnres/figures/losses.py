@@ -1,0 +1,201 @@
+"""Losses of the runs of a comparison: over training, beside the baseline's, at the end, and by learning rate."""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+
+from attnres.figures import style
+from attnres.figures.comparison import Comparison, Points
+from attnres.figures.plot import COLUMN, NotShown, Plot, canvas, legend, panels, plain
+
+START = 1 / 8
+"""Of a run, whose losses may lie above the axes: they fall too steeply to share one with the rest."""
+
+
+def held_out_loss(comparison: Comparison) -> Plot:
+    """Draw the mean held-out loss over training. Raises NotShown."""
+    figure, (ax,) = panels(1, 2.15)
+    held_out_panel(ax, comparison)
+    ax.set_ylabel("held-out loss, nats per token")
+    legend(figure, ax)
+    windows = "the same held-out windows for every variant" if comparison.equal else "held-out windows"
+    several = any(len(one.held_out) > 1 for one in comparison.variants)
+    seeds = " Thin lines are single seeds, the thick one their mean." if several else ""
+    return Plot("held-out-loss", "Held-out loss", f"Mean loss over {windows}.{seeds}{_cut_off(ax)}", figure)
+
+
+def held_out_panel(ax: Axes, comparison: Comparison) -> None:
+    """Draw the curves of `held_out_loss`."""
+    _curves(ax, comparison, [one.held_out for one in comparison.variants], marker="o")
+    ax.set_ylabel("held-out loss (nats)")
+
+
+def train_loss(comparison: Comparison) -> Plot:
+    """Draw the loss on the training batches, smoothed. Raises NotShown."""
+    figure, (ax,) = panels(1, 2.15)
+    curves = [{seed: _smooth(points) for seed, points in one.train.items()} for one in comparison.variants]
+    _curves(ax, comparison, curves)
+    ax.set_ylabel("training loss, nats per token")
+    legend(figure, ax)
+    same = ", which are the same for every variant" if comparison.equal else ""
+    caption = f"Loss on the training batches{same}: an exponential mean over about 2 % of the run.{_cut_off(ax)}"
+    return Plot("train-loss", "Training loss, smoothed", caption, figure)
+
+
+def difference(comparison: Comparison) -> Plot:
+    """Draw the paired differences to the baseline over training, with their 95 % intervals. Raises NotShown."""
+    figure, (ax,) = panels(1, 2.15)
+    base = comparison.baseline
+    settled = [0.0]
+    for one, look in zip(comparison.variants, comparison.looks(), strict=True):
+        if one.label == base:
+            ax.axhline(0, linewidth=0.9, **look)
+        if len(one.differences) < 2:
+            continue
+        place, mean, margin = np.array([part[:3] for part in one.differences]).T
+        ax.fill_between(place, mean - margin, mean + margin, color=look["color"], alpha=0.18, linewidth=0)
+        ax.plot(place, mean, marker="o", markersize=2.2, linewidth=1.2, **look)
+        late = place >= 0.1 * place[-1]
+        settled += [*mean[late], *(mean - margin)[late], *(mean + margin)[late]]
+    if len(settled) == 1:
+        raise NotShown("no two measurements that can be compared with the baseline's")
+    _limits(ax, settled)
+    _training_axis(ax, comparison)
+    ax.set_ylabel("difference, nats per token")
+    legend(figure, ax)
+    over = " or ".join(sorted({one.differences[-1].basis for one in comparison.variants if one.differences}))
+    caption = f"Below the line is better than {base}. Bands: 95 % interval of the paired difference, over {over}."
+    return Plot("difference", f"Difference to {base} over training", caption, figure)
+
+
+def final_difference(comparison: Comparison) -> Plot:
+    """Draw each finished variant's difference to the baseline at the end. Raises NotShown."""
+    shown = [one for one in comparison.variants if one.differences and one.complete]
+    if not shown:
+        raise NotShown("no finished run that can be compared with the baseline's")
+    figure, axes = canvas(COLUMN, 0.75 + 0.33 * len(shown))
+    ax = axes[0, 0]
+    ax.axvline(0, color=style.COLOURS["standard"], linewidth=0.9)
+    for y, one in enumerate(reversed(shown)):
+        last, colour = one.differences[-1], style.colour_of(one.residual)
+        if not math.isnan(last.margin):
+            ends = [last.mean - last.margin, last.mean + last.margin]
+            ax.plot(ends, [y, y], color=colour, linewidth=1.8, solid_capstyle="butt")
+        filled = colour if last.decided else style.PAPER
+        ax.plot(last.mean, y, "o", color=colour, markersize=4.5, markerfacecolor=filled)
+        if len(last.per_seed) > 1:
+            ax.plot(last.per_seed, [y - 0.26] * len(last.per_seed), "|", color=colour, markersize=3.5, alpha=0.9)
+    ax.set_yticks(range(len(shown)), [plain(one.label) for one in reversed(shown)])
+    ax.tick_params(axis="y", length=0, labelcolor=style.INK)
+    ax.set_ylim(-0.6, len(shown) - 0.4)
+    ax.grid(visible=False, axis="y")
+    ax.spines["left"].set_visible(False)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    ax.set_xlabel("difference in held-out loss, nats per token")
+    caption = "Left of the line is better. Bars: 95 % interval of the paired difference; hollow: within the error."
+    if any(math.isnan(one.differences[-1].margin) for one in shown):
+        caption += " No bar: the error is not known."
+    if any(len(one.differences[-1].per_seed) > 1 for one in shown):
+        caption += " Ticks below: single seeds."
+    return Plot("final-difference", f"Difference to {comparison.baseline} at the end", caption, figure)
+
+
+def learning_rates(comparison: Comparison) -> Plot:
+    """Draw the final held-out loss against the learning rate, a line for each group. Raises NotShown."""
+    shown = [one for one in comparison.variants if one.rate and one.finals]
+    groups = list(dict.fromkeys((one.group, one.residual) for one in shown))
+    if len(groups) == len(shown):
+        raise NotShown("no variant was trained at several learning rates")
+    figure, (ax,) = panels(1, 2.15)
+    dashes: Counter[str] = Counter()
+    for group, residual in groups:
+        points = sorted((one.rate or 0.0, one.finals) for one in shown if one.group == group)
+        colour, dash = style.colour_of(residual), style.DASHES[dashes[residual] % len(style.DASHES)]
+        dashes[residual] += 1
+        means = [float(np.mean(finals)) for _, finals in points]
+        look: dict[str, Any] = {"linestyle": dash, "color": colour, "label": plain(group)}
+        ax.plot([rate for rate, _ in points], means, "o", markersize=3.5, linewidth=1.2, **look)
+        for rate, finals in points:
+            ax.plot([rate] * len(finals), finals, "_", color=colour, markersize=6)
+    rates = sorted({one.rate for one in shown if one.rate})
+    ax.set_xscale("log")
+    ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    ax.xaxis.set_minor_formatter(NullFormatter())
+    ax.set_xlabel("peak learning rate")
+    ax.set_ylabel("final held-out loss, nats per token")
+    legend(figure, ax)
+    caption = "Each variant at each rate; a winner only at one rate would be an artefact of the rate."
+    return Plot("learning-rates", "Learning rates", caption, figure)
+
+
+# ------------------------------------------------------------------ curves
+
+
+def _curves(ax: Axes, comparison: Comparison, curves: Sequence[Mapping[int, Points]], marker: str = "") -> None:
+    """For each variant a thick line, the mean over seeds at their common places; single seeds thin behind it.
+
+    Raises:
+        NotShown: no variant has a curve.
+    """
+    late = []
+    for one, seeds, look in zip(comparison.variants, curves, comparison.looks(), strict=True):
+        name = look.pop("label")
+        for points in seeds.values():
+            late += [loss for place, loss in points if place >= START * points[-1][0] and math.isfinite(loss)]
+            if len(seeds) > 1:
+                ax.plot(*zip(*points), linewidth=0.5, alpha=0.35, **look)
+        counted = [dict(seeds[seed]) for seed in one.seeds if seed in seeds]
+        if counted:
+            places = sorted(set.intersection(*(set(points) for points in counted)))
+            mean = [float(np.mean([points[place] for points in counted])) for place in places]
+            ax.plot(places, mean, label=name, marker=marker, markersize=2.2, linewidth=1.2, **look)
+    if not ax.lines:
+        raise NotShown("the runs recorded no such loss")
+    _limits(ax, late)
+    _training_axis(ax, comparison)
+
+
+def _smooth(points: Points) -> Points:
+    """Exponential mean over about 2 % of the run, at most 400 points."""
+    keep = math.exp(-1 / max(1.0, 0.02 * len(points)))
+    smooth, total, weight = [], 0.0, 0.0
+    stride = max(1, len(points) // 400)
+    for i, (place, loss) in enumerate(points):
+        total, weight = keep * total + loss, keep * weight + 1
+        if i % stride == 0 or i == len(points) - 1:
+            smooth.append((place, total / weight))
+    return smooth
+
+
+def _cut_off(ax: Axes) -> str:
+    """What a caption says of lines that begin above the axes."""
+    top = ax.get_ylim()[1]
+    lines = [np.asarray(line.get_ydata(), dtype=float) for line in ax.get_lines()]
+    return " The steep start is cut off." if any(len(line) and line[0] > top for line in lines) else ""
+
+
+def _limits(ax: Axes, values: Sequence[float]) -> None:
+    values = [value for value in values if math.isfinite(value)]
+    if values:
+        pad = 0.06 * (max(values) - min(values)) or 0.01
+        ax.set_ylim(min(values) - pad, max(values) + pad)
+
+
+def _training_axis(ax: Axes, comparison: Comparison) -> None:
+    ax.set_xlabel(comparison.unit)
+    ax.set_xlim(left=0)
+    ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    ax.xaxis.set_major_formatter(FuncFormatter(_short))
+
+
+def _short(value: float, _: int = 0) -> str:
+    """1500000 -> 1.5M."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{unit}"
+    return f"{value:.3g}"

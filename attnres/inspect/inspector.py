@@ -1,0 +1,235 @@
+"""A model and some text to an `Inspection`: everything that this package can measure.
+
+inspection = inspect_model(model, tokenizer, documents, context=256)
+inspection.save("inspection.json")
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import nn
+
+from attnres.errors import UserError
+from attnres.forward import next_token_losses
+from attnres.inspect import geometry, measures
+from attnres.inspect.inspection import ByLabel, Example, Inspection, Weights
+from attnres.inspect.kinds import KINDS, guess_language, kinds_of
+from attnres.inspect.pieces import pieces
+from attnres.inspect.record import find_residual, record
+from attnres.inspect.survey import Encoded, Survey, encode, front, survey
+from attnres.progress import counting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Kind = Literal["auto", "code", "prose"]
+
+FIRST = 8
+"""Documents that are looked at to tell code from prose."""
+
+
+def inspect_model(
+    model: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    documents: Iterable[str],
+    *,
+    context: int,
+    batch_size: int = 8,
+    kind: Kind = "auto",
+    limit: int | None = None,
+    example: str | None = None,
+    prompts: bool = True,
+    name: str | None = None,
+    source: str = "documents",
+    progress: bool = False,
+) -> Inspection:
+    """Run documents through a model of this package and measure all that this package can.
+
+    Args:
+        documents: texts; each is cut into windows of `context` tokens, which are seen alone.
+        batch_size: windows in a forward pass.
+        kind: of the text, which decides the kinds of its tokens; "auto" looks at the first documents.
+        limit: stop after so many tokens.
+        example: a text whose tokens are shown one by one, cut after `context` tokens.
+        prompts: also run the prompts that come with the package.
+        name: of the model, for titles.
+        source: name of the text, for titles.
+        progress: show a bar on stderr where that is a terminal.
+
+    Raises:
+        UserError: no residual of this package, no text, a single token, or what `survey` and `encode` raise.
+    """
+    find_residual(model)
+    before = front(tokenizer)
+    if context < len(before) + 2:
+        raise UserError(f"context is {context} tokens: expected at least {len(before) + 2}, one to predict another")
+    reader = _Reader(tokenizer, documents, kind, limit)
+    options: dict[str, Any] = {"context": context, "batch_size": batch_size, "before": before}
+    with counting("reading", limit, "tokens", shown=progress) as on_tokens:
+        seen = survey(model, reader, labels=len(reader.names), on_tokens=on_tokens, **options)
+    if seen.loss.total == 0:
+        raise UserError(
+            "the text is empty: expected at least two tokens, one to predict another"
+            if seen.trace.tokens - seen.windows * len(before) == 0
+            else "the text is a single token: expected at least two, one to predict another"
+        )
+    found = from_survey(model, seen, name=name, source=source, context=context, kind=reader.kind, kinds=reader.names)
+    return dataclasses.replace(
+        found,
+        prompts=_prompts(model, tokenizer, options) if prompts else None,
+        example=None if example is None else show_example(model, tokenizer, example, context=context, kind=reader.kind),
+    )
+
+
+def from_survey(
+    model: Any, seen: Survey, *, name: str | None, source: str, context: int, kind: str, kinds: Sequence[str]
+) -> Inspection:
+    """An inspection, without prompts and example, of what a survey saw; `kinds` are the names of its labels."""
+    residual, trace = find_residual(model), seen.trace
+    mixing = trace.mixing
+    nats = [None if math.isnan(value) else value for value in trace.entropy]
+    config = model.config
+    return Inspection(
+        model={
+            "name": name or type(model).__name__,
+            "residual": residual.name,
+            "traits": residual.traits._asdict(),
+            "settings": dict(getattr(config, "residual_settings", None) or {}),
+            "num_sublayers": residual.num_sublayers,
+            "width": residual.width,
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        },
+        data={
+            "source": source,
+            "documents": seen.documents,
+            "windows": seen.windows,
+            "tokens": trace.tokens,
+            "context": context,
+            "kind": kind,
+        },
+        reads=trace.reads,
+        routing=_routing(seen),
+        entropy={
+            "nats": nats,
+            "effective": [None if value is None else math.exp(value) for value in nats],
+            "most": [len(names) or None for names in trace.sources],
+        },
+        mixing=None if mixing is None else mixing.tolist(),
+        distance=None if mixing is None else measures.depth_distance(mixing).tolist(),
+        persistence=None if mixing is None else measures.embedding_persistence(mixing).tolist(),
+        sharpness=geometry.sharpness(residual),
+        query_cosine=geometry.query_cosine(residual),
+        query_pca=geometry.query_pca(residual),
+        gates=geometry.learned_mixing(residual),
+        output_rms=trace.output_rms,
+        input_rms=trace.input_rms,
+        source_rms=trace.source_rms,
+        source_cosine=trace.source_cosine,
+        key_cosine=trace.key_cosine,
+        kinds=_by_label(seen, kinds),
+        losses={"mean": seen.loss.mean, "error": seen.loss.error, "tokens": int(seen.loss.total)},
+    )
+
+
+@torch.no_grad()
+def show_example(
+    model: nn.Module, tokenizer: "PreTrainedTokenizerBase", text: str, *, context: int, kind: str
+) -> Example | None:
+    """Every token of a text, cut after `context` tokens, with its weights in each read; None for a residual that weighs
+    nothing. Fields as in `Inspection.example`."""
+    before = front(tokenizer)
+    encoded = encode(tokenizer, text)
+    keep = context - len(before)
+    ids = encoded.ids[:keep].tolist()
+    device = next(model.parameters()).device
+    inputs = torch.tensor([[*before, *ids]], device=device)
+    with record(model, tokens=True) as trace:
+        losses = next_token_losses(model, inputs)[0]
+    if not trace.token_weights:
+        return None
+    names = (*KINDS[kind], "special")  # -1 is the last
+    labels = kinds_of(text, encoded.offsets, kind)[:keep]
+    return {
+        "text": text[: encoded.offsets[keep - 1][1]] if len(encoded.offsets) > keep else text,
+        "tokens": pieces(tokenizer, ids, text, encoded.offsets),
+        "ids": ids,
+        "kinds": [names[label] for label in labels],
+        "losses": [*losses[len(before) :].tolist(), None],
+        "sources": trace.sources,
+        "weights": [row[0, len(before) :].tolist() for row in trace.token_weights],
+    }
+
+
+class _Reader:
+    """Documents as labelled tokens, up to `limit` of them."""
+
+    def __init__(
+        self, tokenizer: "PreTrainedTokenizerBase", documents: Iterable[str], kind: Kind, limit: int | None
+    ) -> None:
+        rest = iter(documents)
+        first = list(islice(rest, FIRST))
+        self.kind = guess_language("\n".join(first)) if kind == "auto" else kind
+        self.names: Sequence[str] = KINDS[self.kind] if tokenizer.is_fast else []
+        self.tokenizer, self.limit = tokenizer, limit
+        self.documents = chain(first, rest)
+
+    def __iter__(self) -> Iterator[Encoded]:
+        left = self.limit
+        for text in self.documents:
+            encoded = encode(self.tokenizer, text)
+            if self.names:
+                encoded = encoded._replace(labels=np.asarray(kinds_of(text, encoded.offsets, self.kind)))
+            if left is not None:
+                encoded = encoded._replace(ids=encoded.ids[:left], labels=encoded.labels[:left])
+                left -= len(encoded.ids)
+            if len(encoded.ids):
+                yield encoded
+            if left == 0:
+                return
+
+
+def _prompts(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", options: dict[str, Any]) -> ByLabel | None:
+    """Weights by the category of the prompts that come with the package."""
+    from attnres.inspect.prompts import prompts
+
+    texts = prompts()
+    names = list(texts)
+    encoded = [
+        encode(tokenizer, text)._replace(labels=np.full(len(encode(tokenizer, text).ids), label))
+        for label, name in enumerate(names)
+        for text in texts[name]
+    ]
+    return _by_label(survey(model, encoded, labels=len(names), **options), names)
+
+
+def _routing(seen: Survey) -> Weights | None:
+    trace = seen.trace
+    if not any(trace.sources):
+        return None
+    return {
+        "reads": trace.reads,
+        "sources": trace.sources,
+        "layout": [read.to_json() for read in trace.layout],
+        "weights": trace.weights,
+        "high": seen.high,
+        "largest": seen.largest,
+    }
+
+
+def _by_label(seen: Survey, names: Sequence[str]) -> ByLabel | None:
+    """Means of the labels that occurred."""
+    found = [(name, mean) for name, mean in zip(names, seen.by_label) if mean.total]
+    if not found:
+        return None
+    return {
+        "names": [name for name, _ in found],
+        "tokens": [int(mean.total) for _, mean in found],
+        "documents": [mean.items for _, mean in found],
+        "weights": [seen.rows(mean.mean) for _, mean in found],
+        "error": [seen.rows(mean.error) for _, mean in found],
+    }

@@ -1,0 +1,97 @@
+"""The sections of the page that hold figures: which figures each has, and what is said above them."""
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from attnres.figures import FIGURES, Comparison, NotShown, Plot, Variant
+from attnres.figures.patterns import differ
+from attnres.text import listed
+
+SECTIONS = {
+    "Training": "",
+    "Where each sublayer reads from": (
+        "Weights over earlier outputs, averaged over held-out tokens. A column is the same source in every row. "
+        "Colours run over the square root of the weight."
+    ),
+    "Magnitudes by depth": "How large values and gradients are along the depth.",
+    "How much of each output is in each read": (
+        "Weights of blocks and partial sums, taken apart into what each sublayer wrote: so that a plain residual "
+        "stands on the same scale as depth attention."
+    ),
+    "How reads choose, by depth": (
+        "Over how many sources a read spreads, how far back it reaches, what is left of the embedding and how strongly "
+        "its query can choose, on the held-out windows."
+    ),
+    "How large the sources are": (
+        "Keys are normed and values are not: a source that is large fills a read that hardly weighs it."
+    ),
+    "Training by depth": (
+        "What each sublayer writes, the gradient that reaches it and how its read chooses, from the first steps."
+    ),
+    "What kinds of token read": (
+        "Held-out tokens, told apart by what they are: how much they read of the embedding and of other sources."
+    ),
+    "Which reads ask alike": (
+        "The learned queries, compared with one another: two reads with like queries choose alike."
+    ),
+    "What is learned besides queries": (
+        "Gates and biases of reads, or the coefficients of a residual that mixes without a softmax."
+    ),
+}
+"""In the order of the page. Figures name theirs in `attnres.figures.write.FIGURES`."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A heading, what is said under it, and figures; by variant and folded those of which each variant has its own."""
+
+    title: str
+    lead: str
+    plots: list[Plot] = field(default_factory=list)
+    folded: dict[str, list[Plot]] = field(default_factory=dict)
+
+    @property
+    def every(self) -> list[Plot]:
+        """All of its figures."""
+        return [*self.plots, *(plot for plots in self.folded.values() for plot in plots)]
+
+
+def sections(comparison: Comparison) -> list[Section]:
+    """The sections for which there are figures; draw inside `style.style`."""
+    result = {title: Section(title, lead) for title, lead in SECTIONS.items()}
+    for figure in FIGURES:
+        if not figure.section:
+            continue
+        section = result[figure.section]
+        if figure.needs:
+            having = comparison.having(figure.needs)
+            with suppress(NotShown):
+                if having.variants:
+                    plot = figure.draw(having)
+                    section.plots.append(_noted(plot, having.variants, mean=True) if figure.mean else plot)
+            continue
+        for variant in comparison.having("inspections").variants:
+            with suppress(NotShown):
+                if figure.mean and not differ(variant.mean):  # a plain sum, where there is nothing to see
+                    continue
+                plot = _noted(figure.draw(variant.mean), [variant], mean=figure.mean)
+                plot = dataclasses.replace(plot, name=f"{plot.name}-{slug(variant.label)}")
+                (section.plots if figure.mean else section.folded.setdefault(variant.label, [])).append(plot)
+    return [section for section in result.values() if section.every]
+
+
+def _noted(plot: Plot, variants: Sequence[Variant], mean: bool) -> Plot:
+    """The plot with a word on seeds at the end of its caption, where there are several."""
+    seeds = {tuple(map(str, one.seeds)) for one in variants}
+    if max(map(len, seeds)) == 1:
+        return plot
+    first, *others = seeds
+    note = "Means over seeds." if others else f"Mean over seeds {listed(first)}." if mean else f"Seed {first[0]}."
+    return dataclasses.replace(plot, caption=f"{plot.caption} {note}")
+
+
+def slug(label: str) -> str:
+    """A label as part of a file's or an element's name."""
+    return "".join(character if character.isalnum() else "-" for character in label)
