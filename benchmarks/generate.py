@@ -21,7 +21,7 @@ from attnres import UserError, convert
 from attnres.evals.speed import decode_rate
 from attnres.files import write_json
 from attnres.models import FAMILIES, SIZES
-from attnres.models.source import find, load_plain
+from attnres.models.open import open_checkpoint
 from attnres.timing import Spread, in_turn, spread
 from attnres.training.device import tune
 
@@ -40,7 +40,7 @@ def base_model(name: str, dtype: torch.dtype, positions: int, seed: int) -> Any:
     import transformers
 
     if name not in SIZES:
-        return load_plain(find(name), dtype)[0]
+        return open_checkpoint(name).load(dtype)
     fields: dict[str, Any] = {"vocab_size": VOCABULARY, **SIZES[name]}
     family = FAMILIES[fields.pop("family")]
     none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))

@@ -35,12 +35,12 @@ from torch import Tensor, nn
 from attnres.data.build import Prepared
 from attnres.device import pick_device
 from attnres.errors import UserError
-from attnres.evals.subject import find_subject
 from attnres.forward import next_token_losses
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.intervene import intervene
 from attnres.inspect.kinds import INSIDE, KINDS, guess_language, kinds_of
 from attnres.inspect.record import record
+from attnres.models.open import open_checkpoint
 from attnres.report.runs import Run, load_study
 from attnres.stats import standard_error
 from attnres.training.config import DataConfig
@@ -240,7 +240,7 @@ class _loaded:
         self.run, self.device, self.guard = run, device, torch.no_grad()
 
     def __enter__(self) -> nn.Module:
-        model = find_subject(self.run.folder).load("fp32", str(self.device))
+        model = open_checkpoint(self.run.folder).load("fp32", str(self.device))
         self.guard.__enter__()
         return model
 

@@ -21,3 +21,26 @@ def backend(request, monkeypatch):
     elif cpu.load() is None:
         pytest.skip("no C compiler: the CPU kernels cannot be built")
     return request.param
+
+
+@pytest.fixture(scope="session")
+def save_tokenizer():
+    """Writes a tokenizer of some vocabulary into a folder."""
+    from saved import write_tokenizer
+
+    return write_tokenizer
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """Folders of models: two with depth reads, a plain one, and one with another tokenizer."""
+    from saved import save_model
+
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "block": save_model(root / "block"),
+        "full": save_model(root / "full", "full", seed=1),
+        "plain": save_model(root / "plain", "standard", seed=2, plain=True),
+        "standard": save_model(root / "standard", "standard", seed=2),
+        "other": save_model(root / "other", seed=3, vocabulary=300),
+    }

@@ -12,12 +12,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from attnres.app.state import MAX_CHARACTERS
 from attnres.device import pick_device
 from attnres.errors import UserError
-from attnres.evals.subject import Subject, find_subject
 from attnres.files import read_json
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import predict
@@ -25,7 +23,7 @@ from attnres.inspect.geometry import query_cosine
 from attnres.inspect.intervene import intervene, source_names
 from attnres.inspect.pieces import piece
 from attnres.inspect.record import find_residual, record
-from attnres.models.classes import register_stored
+from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.residuals import Read, Residual
 
 MAX_TOKENS = 512
@@ -119,14 +117,14 @@ class Opened:
     """
 
     def __init__(self, name: str | Path, lender: "Opened | None" = None) -> None:
-        subject = _subject(name, lender.subject if lender is not None else None)
-        self.subject = subject
-        self.model: Any = subject.load("auto", str(pick_device("auto")))
-        self.tokenizer: Any = subject.tokenizer
+        checkpoint = _open(name, lender.checkpoint if lender is not None else None)
+        self.checkpoint = checkpoint
+        self.model: Any = checkpoint.load("auto", str(pick_device("auto")))
+        self.tokenizer: Any = checkpoint.tokenizer
         self.residual: Residual = find_residual(self.model)
-        self.context = min(subject.context, MAX_TOKENS)
-        self.name, self.step = _name(subject.folder), _step(subject.folder)
-        self.check = subject.check_ids
+        self.context = min(checkpoint.context, MAX_TOKENS)
+        self.name, self.step = _name(checkpoint.folder), _step(checkpoint.folder)
+        self.check = checkpoint.check_ids
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         # An observer sits on the model: one pass at a time.
         self._lock = threading.Lock()
@@ -283,7 +281,7 @@ def open_models(names: Sequence[str | Path]) -> list[Opened]:
         models.append(Opened(name, models[0] if models else None))
     if len({model.label for model in models}) < len(models):
         for model in models:
-            model.name = _name(model.subject.folder, parts=2)
+            model.name = _name(model.checkpoint.folder, parts=2)
     return models
 
 
@@ -320,26 +318,22 @@ def find_demo(folder: Path) -> list[Path]:
     return found
 
 
-def _subject(name: str | Path, lender: Subject | None) -> Subject:
-    """A model, or a run's checkpoint with the tokenizer of the finished run or of `lender`."""
-    folder = Path(name).expanduser()
-    if not (folder / "state.json").is_file() or not (folder / "model" / "config.json").is_file():
-        return find_subject(name)
-    finished = (folder.parent / "model" / "config.json").is_file()
-    owner = find_subject(folder.parent) if finished else lender
-    if owner is None:
+def _open(name: str | Path, lender: Checkpoint | None) -> Checkpoint:
+    """A model; where it is the checkpoint of an unfinished run, with the tokenizer of `lender`."""
+    checkpoint = open_checkpoint(name)
+    if checkpoint.tokenizer_folder is not None or checkpoint.run is None:
+        return checkpoint
+    if lender is None:
         raise UserError(
-            f"{folder} is the checkpoint of an unfinished run and holds no tokenizer: name a model with the same one "
+            f"{name} is the checkpoint of an unfinished run and holds no tokenizer: name a model with the same one "
             "before it"
         )
-    register_stored(read_json(folder / "model" / "config.json"), folder / "model", trust_remote_code=False)
-    config = AutoConfig.from_pretrained(folder / "model")
-    if config.vocab_size != owner.rows:
+    if checkpoint.vocab_size != lender.vocab_size:
         raise UserError(
-            f"{folder} has a vocabulary of {config.vocab_size:,} and the tokenizer of {owner.name} one of "
-            f"{owner.rows:,}: name a model with the same tokenizer before it"
+            f"{name} has a vocabulary of {checkpoint.vocab_size:,} and the tokenizer of {lender.name} one of "
+            f"{lender.vocab_size:,}: name a model with the same tokenizer before it"
         )
-    return replace(owner, name=str(name), folder=folder / "model", config=config)
+    return replace(checkpoint, tokenizer_folder=lender.tokenizer_folder)
 
 
 def _name(folder: Path, parts: int = 1) -> str:

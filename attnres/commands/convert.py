@@ -14,7 +14,7 @@ class Convert:
     """Give a pretrained model depth reads without changing its logits, and write it.
 
     A checkpoint of another project's depth reads (open-attention-residuals, FLA, Kimi K3's names, the nanoGPT study's)
-    is recognised and becomes one of attnres as it is; --to writes a model of attnres in one of those formats.
+    is recognised and becomes one of attnres as it is; --to writes a model of attnres in the format of the first two.
     """
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
@@ -32,7 +32,7 @@ class Convert:
     dtype: str | None = None
     """Weights in bf16, fp16, fp32 or fp64; none keeps the model's own."""
     to: str | None = None
-    """Write a model of attnres in another project's format: open-attnres, fla, kimi or nanogpt."""
+    """Write a model of attnres in the format of another project, which loads it: open-attnres or fla."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
 
@@ -41,22 +41,20 @@ def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
     options = parse("convert", Convert, arguments)
 
-    from attnres.models import convert, export_foreign, import_foreign
-    from attnres.models.foreign_kinds import kinds_of
-    from attnres.models.source import locate
+    from attnres.models import convert, export_model, open_checkpoint
 
     settings = {name: getattr(options, name) for name in ("block_size", "num_blocks", "read_scale")}
     settings = {name: value for name, value in settings.items() if value is not None}
     flags = [name for name in ("residual", "dtype") if getattr(options, name) is not None] + list(settings)
     if options.to is not None:
         _refuse_changes(f"--to {options.to}", flags)
-        print(export_foreign(options.model, options.out, options.to))
-        return
-    if kinds := kinds_of(locate(options.model).config):
-        _refuse_changes(f"{options.model}, which has the depth reads of '{kinds[0].name}',", flags)
-        print(import_foreign(options.model, options.out))
+        print(export_model(options.model, options.out, options.to))
         return
     remote = options.trust_remote_code
+    if open_checkpoint(options.model, trust_remote_code=remote).kind == "foreign":
+        _refuse_changes(f"{options.model}, which has the depth reads of another project,", flags)
+        print(export_model(options.model, options.out))
+        return
     residual = options.residual or "block"
     print(convert(options.model, residual, out=options.out, dtype=options.dtype, trust_remote_code=remote, **settings))
 

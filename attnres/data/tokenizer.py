@@ -6,13 +6,18 @@ Whatever it comes from, a tokenizer is one `tokenizers.Tokenizer` with an end-of
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from attnres.errors import UserError, first_line
+from attnres.hub import fetch, is_hub_name
+
+VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
+"""Patterns of files of which a tokenizer has at least one."""
+TOKENIZER_FILES = (*VOCABULARIES, "merges.txt", "tokenizer*", "vocab*", "special_tokens_map.json", "added_tokens.json")
+"""Patterns of all the files that it may have."""
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 8_000_000  # of training text, trained in seconds
@@ -21,6 +26,13 @@ _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_SPLITS = {"140f02bb05c0d82c": None, "0d35466a430dfef1": _QWEN2_SPLIT}
+"""How GPT-2 and Qwen2 split text, by a hash of their tokens in order: vocab.json and merges.txt do not say."""
+
+
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether a folder has the files of a tokenizer, of whatever kind."""
+    return any(file for pattern in VOCABULARIES for file in folder.glob(pattern))
 
 
 def load_tokenizer(spec: str | Path) -> Tokenizer:
@@ -35,8 +47,9 @@ def load_with_end(spec: str | Path) -> tuple[Tokenizer, int]:
     names among the special tokens, otherwise `END_OF_TEXT`, added where the vocabulary does not have it.
 
     Args:
-        spec: a folder with `tokenizer.json` (a prepared folder is one) or with `vocab.json` and `merges.txt`;
-            a `tokenizer.json`; or a name on the hub.
+        spec: a folder with `tokenizer.json` (a prepared folder is one), or with other files of a tokenizer and a
+            config that says what they are; `vocab.json` and `merges.txt` of GPT-2 or Qwen2 need none. Or a
+            `tokenizer.json`; or a name on the hub.
 
     Raises:
         UserError: nothing there, files that are no tokenizer, or a hub name that cannot be fetched.
@@ -46,8 +59,8 @@ def load_with_end(spec: str | Path) -> tuple[Tokenizer, int]:
         tokenizer, end = _from_folder(path)
     elif path.is_file():
         tokenizer, end = _from_json(path), None
-    elif re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?", str(spec)) and path.suffix != ".json":
-        tokenizer, end = _from_hub(str(spec))
+    elif is_hub_name(str(spec)) and path.suffix != ".json":
+        tokenizer, end = _from_folder(fetch(str(spec), (*TOKENIZER_FILES, "config.json")))
     else:
         raise UserError(
             f"tokenizer '{spec}' does not exist: give bpe:VOCABULARY, a folder, a tokenizer.json or a hub name"
@@ -108,7 +121,7 @@ def fingerprint(spec: str) -> str:
     if path.is_file():
         return file_sha256(path)
     if path.is_dir():
-        names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt")
+        names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model")
         return " ".join(file_sha256(path / name) for name in names if (path / name).is_file())
     return spec
 
@@ -155,18 +168,26 @@ def _from_folder(folder: Path) -> tuple[Tokenizer, str | None]:
         end = end.get("content") if isinstance(end, dict) else end
     if (folder / "tokenizer.json").is_file():
         return _from_json(folder / "tokenizer.json"), end
-    vocab, merges = folder / "vocab.json", folder / "merges.txt"
-    if not (vocab.is_file() and merges.is_file()):
+    described, pair = config.is_file() or (folder / "config.json").is_file(), ("vocab.json", "merges.txt")
+    if not holds_tokenizer(folder) or not (described or all((folder / name).is_file() for name in pair)):
         raise UserError(f"folder {folder} holds no tokenizer: expected tokenizer.json, or vocab.json and merges.txt")
+    if described:
+        return _through_transformers(folder)
+    vocab, merges = (folder / name for name in pair)
     try:
         model = models.BPE.from_file(str(vocab), str(merges))
-        tokens = json.loads(vocab.read_bytes())
+        ids = json.loads(vocab.read_bytes())
+        key = hashlib.sha256(json.dumps(sorted(ids.items(), key=lambda pair: pair[1])).encode()).hexdigest()[:16]
     except Exception as error:
-        raise UserError(f"vocab.json and merges.txt in {folder} do not make a tokenizer: {error}") from error
-    # The two files do not say how text was split. A large vocabulary without a token of two digits was made with
-    # digits apart, as Qwen2's was; otherwise the split is GPT-2's.
-    digits_apart = len(tokens) > 100_000 and not any(len(token) == 2 and token.isdecimal() for token in tokens)
-    return _byte_level(model, _QWEN2_SPLIT if digits_apart else None), end
+        raise UserError(
+            f"vocab.json and merges.txt in {folder} do not make a tokenizer: {first_line(error)}"
+        ) from error
+    if key not in _SPLITS:
+        raise UserError(
+            f"vocab.json and merges.txt in {folder} do not say how text is split, and are neither GPT-2's nor Qwen2's: "
+            "copy the model's tokenizer.json there, or its tokenizer_config.json"
+        )
+    return _byte_level(model, _SPLITS[key]), None
 
 
 def _from_json(path: Path) -> Tokenizer:
@@ -176,15 +197,14 @@ def _from_json(path: Path) -> Tokenizer:
         raise UserError(f"{path} is not a tokenizer: {error}") from error
 
 
-def _from_hub(name: str) -> tuple[Tokenizer, str | None]:
+def _through_transformers(folder: Path) -> tuple[Tokenizer, str | None]:
     from transformers import AutoTokenizer
 
     try:
-        loaded = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError) as error:
-        reason = first_line(error)
-        raise UserError(f"tokenizer '{name}' is neither a local folder nor could it be fetched: {reason}") from error
+        loaded = AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # Transformers and the libraries below raise many kinds
+        raise UserError(f"the tokenizer in {folder} cannot be opened ({first_line(error)}): copy it again") from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
-        raise UserError(f"tokenizer '{name}' has no fast version (tokenizer.json): choose one that has")
+        raise UserError(f"the tokenizer in {folder} has no fast version (tokenizer.json): choose one that has")
     return backend, getattr(loaded, "eos_token", None)

@@ -8,10 +8,10 @@ import numpy as np
 
 from attnres.errors import UserError
 from attnres.evals.measures import Measure, tokens_digest
-from attnres.evals.scoring import Request, Scored, encode_pairs
-from attnres.evals.subject import Subject
+from attnres.evals.scoring import Request, Scored, encode_pairs, token_in_front
 from attnres.evals.tasks import Task
 from attnres.evals.windows import windows
+from attnres.models.open import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -33,55 +33,56 @@ class Asked:
     bytes: int = 0
 
 
-def ask(task: Task, subject: Subject, *, width: int, stride: int, limit: int | None) -> Asked:
+def ask(task: Task, checkpoint: Checkpoint, *, width: int, stride: int, limit: int | None) -> Asked:
     """Encode a task; of a text at most `limit` windows.
 
     Raises:
         UserError: the tokenizer is not the model's, or a text too short to score.
     """
-    asked = _ask_text(task, subject, width, stride, limit) if task.kind == "text" else _ask_items(task, subject)
-    subject.check_ids(max(max(max(part, default=0) for part in request) for request in asked.requests))
+    asked = _ask_text(task, checkpoint, width, stride, limit) if task.kind == "text" else _ask_items(task, checkpoint)
+    checkpoint.check_ids(max(max(max(part, default=0) for part in request) for request in asked.requests))
     return asked
 
 
-def _ask_text(task: Task, subject: Subject, width: int, stride: int, limit: int | None) -> Asked:
-    tokenizer = subject.tokenizer
+def _ask_text(task: Task, checkpoint: Checkpoint, width: int, stride: int, limit: int | None) -> Asked:
+    tokenizer = checkpoint.tokenizer
     ids = tokenizer(task.text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     size = len(task.text.encode())
     if limit is not None and len(ids) > limit * width:
         ids = ids[: limit * width]
         size = len(str(tokenizer.decode(ids)).encode())
-    apart = windows(ids, width, width, subject.bos)
-    sliding = windows(ids, width, stride, subject.bos)
+    before = token_in_front(tokenizer)
+    apart = windows(ids, width, width, before)
+    sliding = windows(ids, width, stride, before)
     if not apart:
         raise UserError(f"{task.source} is too short: expected two tokens or more")
     groups = [range(len(apart)), range(len(apart), len(apart) + len(sliding))]
     return Asked(task, apart + sliding, groups, [], width, stride, size)
 
 
-def _ask_items(task: Task, subject: Subject) -> Asked:
+def _ask_items(task: Task, checkpoint: Checkpoint) -> Asked:
     pairs = [pair for item in task.items for pair in item.pairs]
-    encoded = iter(encode_pairs(subject.tokenizer, pairs, subject.prefix))
+    encoded = iter(encode_pairs(checkpoint.tokenizer, pairs))
     requests: list[Request] = []
     groups, cut, left_out = [], 0, 0
     for item in task.items:
         own = [next(encoded) for _ in item.pairs]
-        if any(len(request.continuation) > subject.context for request in own):
+        if any(len(request.continuation) > checkpoint.context for request in own):
             left_out += 1
             groups.append(range(0))
             continue
-        cut += any(len(request.context) + len(request.continuation) > subject.context + 1 for request in own)
+        cut += any(len(request.context) + len(request.continuation) > checkpoint.context + 1 for request in own)
         groups.append(range(len(requests), len(requests) + len(own)))
         requests += own
     if not requests:
-        raise UserError(f"no item of {task.source} fits into the {subject.context} tokens of {subject.name}")
+        raise UserError(f"no item of {task.source} fits into the {checkpoint.context} tokens of {checkpoint.name}")
     notes = []
     if cut:
-        notes.append(f"{cut:,} of {len(task.items):,} items cut on the left to {subject.context:,} tokens")
+        notes.append(f"{cut:,} of {len(task.items):,} items cut on the left to {checkpoint.context:,} tokens")
     if left_out:
         notes.append(
             f"{left_out:,} of {len(task.items):,} items left out: an answer alone is longer than "
-            f"{subject.context:,} tokens"
+            f"{checkpoint.context:,} tokens"
         )
     return Asked(task, requests, groups, notes)
 

@@ -16,8 +16,8 @@ from attnres.evals.config import GenerateConfig
 from attnres.evals.depth import LEGEND, DepthReader, TokenDepth
 from attnres.evals.speaker import Speaker, open_speaker
 from attnres.evals.speed import beside
-from attnres.evals.subject import context_of
 from attnres.forward import evaluating
+from attnres.models.open import context_of
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def generate(
         on_token: called after each token with where its prediction read from; needs a residual with weights.
 
     Raises:
-        UserError: see `Speaker.encode`, `Sampling.check`, `find_subject`.
+        UserError: see `Speaker.encode`, `Sampling.check`, `open_checkpoint`.
     """
     sampling = Sampling(greedy, temperature, top_k, top_p, seed)
     sampling.check()

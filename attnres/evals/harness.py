@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from attnres.errors import UserError, first_line, unknown
 from attnres.evals.measures import Measure
-from attnres.evals.subject import Subject
+from attnres.models.open import Checkpoint
 
 
 def find_tasks(names: Sequence[str], folder: str | None) -> Any:
@@ -40,7 +40,13 @@ def find_tasks(names: Sequence[str], folder: str | None) -> Any:
 
 
 def run(
-    model: PreTrainedModel, subject: Subject, names: Sequence[str], manager: Any, *, limit: int | None, batch_size: int
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    names: Sequence[str],
+    manager: Any,
+    *,
+    limit: int | None,
+    batch_size: int,
 ) -> dict[str, list[Measure]]:
     """Measures of each task.
 
@@ -53,9 +59,9 @@ def run(
         try:
             wrapped = huggingface.HFLM(
                 pretrained=model,
-                tokenizer=subject.tokenizer,  # ty: ignore[invalid-argument-type]: lm-eval names the two base classes
+                tokenizer=checkpoint.tokenizer,  # ty: ignore[invalid-argument-type]: lm-eval names the two base classes
                 batch_size=batch_size,
-                max_length=subject.context,
+                max_length=checkpoint.context,
             )
             found = evaluator.simple_evaluate(
                 wrapped, tasks=list(names), task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=True

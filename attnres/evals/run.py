@@ -18,9 +18,9 @@ from attnres.evals.config import EvalConfig
 from attnres.evals.figures import Asked, ask, figures
 from attnres.evals.measures import Measure, difference
 from attnres.evals.scoring import Scored, cost, score
-from attnres.evals.subject import Subject, find_subject
 from attnres.evals.tasks import LM_EVAL, TASKS, Task, read_task
 from attnres.files import write_json, write_text
+from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.progress import Bars
 from attnres.training import environment
 
@@ -72,25 +72,26 @@ def evaluate(config: EvalConfig, *, progress: bool = True) -> Results:
     tasks = [read_task(name, config.data, config.limit) for name in config.tasks if not name.startswith(LM_EVAL)]
     _no_twins([task.name for task in tasks])
     manager = harness.find_tasks(foreign, config.lm_eval_tasks) if foreign else None
-    subjects = [find_subject(name, trust_remote_code=config.trust_remote_code) for name in config.models]
-    width, stride = _window(config, subjects)
+    checkpoints = [open_checkpoint(name, trust_remote_code=config.trust_remote_code) for name in config.models]
+    width, stride = _window(config, checkpoints)
     asked = [
-        [ask(task, subject, width=width, stride=stride, limit=config.limit) for task in tasks] for subject in subjects
+        [ask(task, checkpoint, width=width, stride=stride, limit=config.limit) for task in tasks]
+        for checkpoint in checkpoints
     ]
     results = Results(
         {"environment": environment.describe(device, config.dtype), "settings": _settings(config, width, stride)}
     )
     models = []
-    for subject, questions in zip(subjects, asked, strict=True):
-        model = subject.load(config.dtype, str(device))
-        models.append(_describe(subject, model))
-        for question, scored in zip(questions, _score(model, subject, questions, config, progress), strict=True):
+    for checkpoint, questions in zip(checkpoints, asked, strict=True):
+        model = checkpoint.load(config.dtype, str(device))
+        models.append(_describe(checkpoint, model))
+        for question, scored in zip(questions, _score(model, checkpoint, questions, config, progress), strict=True):
             results.measures.setdefault(question.task.name, []).append(figures(question, scored))
             results.items.setdefault(question.task.name, []).append(_rows(question, scored))
         if manager is not None:
-            batch = max(1, config.batch_tokens // subject.context)
+            batch = max(1, config.batch_tokens // checkpoint.context)
             for name, found in harness.run(
-                model, subject, foreign, manager, limit=config.limit, batch_size=batch
+                model, checkpoint, foreign, manager, limit=config.limit, batch_size=batch
             ).items():
                 results.measures.setdefault(f"{LM_EVAL}{name}", []).append(found)
         del model  # the next one may need the memory
@@ -121,8 +122,8 @@ def _no_twins(names: Sequence[str]) -> None:
         raise UserError(f"task {twins[0]} is given twice: give each once, and files different names")
 
 
-def _window(config: EvalConfig, subjects: Sequence[Subject]) -> tuple[int, int]:
-    shortest = min(subjects, key=lambda subject: subject.context)
+def _window(config: EvalConfig, checkpoints: Sequence[Checkpoint]) -> tuple[int, int]:
+    shortest = min(checkpoints, key=lambda checkpoint: checkpoint.context)
     width = config.window or min(shortest.context, MAX_WINDOW)
     if width > shortest.context:
         raise UserError(
@@ -135,13 +136,13 @@ def _window(config: EvalConfig, subjects: Sequence[Subject]) -> tuple[int, int]:
 
 
 def _score(
-    model: PreTrainedModel, subject: Subject, questions: Sequence[Asked], config: EvalConfig, progress: bool
+    model: PreTrainedModel, checkpoint: Checkpoint, questions: Sequence[Asked], config: EvalConfig, progress: bool
 ) -> list[list[Scored]]:
-    limits = {"context": subject.context, "batch_tokens": config.batch_tokens}
-    total = sum(cost(subject.rows or 0, question.requests, **limits) for question in questions)
+    limits = {"context": checkpoint.context, "batch_tokens": config.batch_tokens}
+    total = sum(cost(checkpoint.vocab_size or 0, question.requests, **limits) for question in questions)
     scored = []
     with Bars(rate=lambda rate: f"{rate:,.0f} tokens/s", shown=progress) as bars:
-        bar = bars.add(subject.name, max(1, total))
+        bar = bars.add(checkpoint.name, max(1, total))
         for question in questions:
             on_progress = partial(bar.advance, figures=question.task.name)
             scored.append(score(model, question.requests, on_progress=on_progress, **limits))
@@ -169,16 +170,16 @@ def _rows(asked: Asked, scored: Sequence[Scored]) -> list[Row]:
     return rows
 
 
-def _describe(subject: Subject, model: PreTrainedModel) -> Row:
+def _describe(checkpoint: Checkpoint, model: PreTrainedModel) -> Row:
     return {
-        "name": subject.name,
-        "folder": str(subject.folder),
+        "name": checkpoint.name,
+        "folder": str(checkpoint.folder),
         "model_type": model.config.model_type,
         "residual": getattr(model.config, "residual", None),
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "dtype": str(model.dtype).removeprefix("torch."),
-        "context": subject.context,
-        "vocabulary": len(subject.tokenizer),
+        "context": checkpoint.context,
+        "vocabulary": len(checkpoint.tokenizer),
     }
 
 

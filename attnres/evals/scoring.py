@@ -1,15 +1,16 @@
 """Log-probabilities of continuations: the one computation behind perplexity and every task.
 
 A context and its continuation are encoded together and cut after as many tokens as the context alone has, white space
-at the context's end moved to the continuation; this is lm-eval's rule (`TemplateLM._encode_pair`, 0.4.13). Where the
-tokenizer merges across the boundary so that nothing would be left to score, the continuation is encoded on its own.
+at the context's end moved to the continuation; this is lm-eval's rule (0.4.13, `TemplateLM.loglikelihood`,
+`HFLM.tok_encode`), special tokens and empty contexts included. Where lm-eval stops, because the tokenizer merges across
+the boundary and nothing is left to score, the continuation is encoded on its own.
 
 Inputs too long for the model lose tokens on the left. They are padded on the right: a causal model's numbers at real
 positions do not see the padding, so no mask is needed. Logits become fp32 before the softmax.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -44,39 +45,50 @@ class Scored(NamedTuple):
         return float(self.logprobs.sum(dtype=np.float64))
 
 
-def encode_pairs(
-    tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]], prefix: int | None
-) -> list[Request]:
-    """Requests for (context, continuation) texts; `prefix` is the token that stands for an empty context.
+def token_in_front(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The beginning-of-text token, if the tokenizer itself puts it, and nothing else, in front of a text; else ()."""
+    ids = tuple(tokenizer("")["input_ids"])
+    return ids if ids == (tokenizer.bos_token_id,) else ()
+
+
+def encode_pairs(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]) -> list[Request]:
+    """Make requests for (context, continuation) texts.
+
+    A text gets the special tokens that the tokenizer puts around it, unless it begins with the first of them already.
+    The token for the beginning of a text, else that for its end, stands for an empty context; a continuation that
+    begins with that token gives it to its context.
 
     Raises:
-        UserError: a continuation of no token, or an empty context and no `prefix`.
+        UserError: a continuation of no token, or an empty context and a tokenizer without such a token.
     """
-    parts = []
-    for context, continuation in pairs:
-        kept = context.rstrip()
-        parts.append((kept, context[len(kept) :] + continuation))
-    if not parts:
-        return []
-    whole = _encode(tokenizer, [context + continuation for context, continuation in parts])
-    given = _encode(tokenizer, [context for context, _ in parts])
+    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    begin = None if prefix is None else str(tokenizer.decode(prefix))
+    parts = [(context, context.rstrip()) for context, _ in pairs]
+    texts = {text for (context, kept), (_, after) in zip(parts, pairs) for text in (kept, context + after)}
+    bare = {text for text in texts if begin is not None and text.startswith(begin)}
+    ids = {**_encode(tokenizer, texts - bare, special=True), **_encode(tokenizer, bare, special=False)}
     requests = []
-    for (context, continuation), ids, context_ids in zip(parts, whole, given, strict=True):
-        rest = ids[len(context_ids) :]
-        if not context or not rest:
-            rest = _encode(tokenizer, [continuation], special=False)[0]
-        if not context:
+    for (context, kept), (_, after) in zip(parts, pairs):
+        given = ids[kept] if context else []
+        rest = ids[context + after][len(given) :]
+        if not given or not rest:
+            after = context[len(kept) :] + after
+            rest = _encode(tokenizer, {after}, special=False)[after]
+        if not given:
             if prefix is None:
                 raise UserError("a context is empty and the tokenizer has no token for the beginning or end of a text")
-            context_ids = [prefix]
+            given, rest = ([prefix], rest) if rest[:1] != [prefix] else (rest[:1], rest[1:])
         if not rest:
-            raise UserError(f"the continuation {continuation!r} has no token: expected some text")
-        requests.append(Request(context_ids, rest))
+            raise UserError(f"the continuation {after!r} has no token: expected some text")
+        requests.append(Request(given, rest))
     return requests
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool = True) -> list[list[int]]:
-    return tokenizer(texts, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: Collection[str], *, special: bool) -> dict[str, list[int]]:
+    if not texts:
+        return {}
+    options = {"add_special_tokens": special, "return_attention_mask": False, "verbose": False}
+    return dict(zip(texts, tokenizer(list(texts), **options)["input_ids"]))
 
 
 class _Row(NamedTuple):

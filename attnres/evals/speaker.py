@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.evals.config import Dtype
-from attnres.evals.subject import find_subject
+from attnres.models.open import open_checkpoint
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,6 @@ def open_speaker(
     name: str | Path, *, dtype: Dtype = "auto", device: str = "auto", trust_remote_code: bool = False
 ) -> Speaker:
     """Load a run folder, a model folder or a hub model with its tokenizer. Raises UserError."""
-    subject = find_subject(name, trust_remote_code=trust_remote_code)
-    model = subject.load(dtype, str(pick_device(device)))
-    return Speaker(subject.name, model, subject.tokenizer, subject.context)
+    checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
+    model = checkpoint.load(dtype, str(pick_device(device)))
+    return Speaker(checkpoint.name, model, checkpoint.tokenizer, checkpoint.context)

@@ -1,11 +1,11 @@
 """Depth reads inside Hugging Face decoders; importing this registers the classes with Transformers' Auto classes."""
 
-from attnres.models.build import build, load
+from attnres.models.build import build
 from attnres.models.classes import CLASSES, DepthMixin
 from attnres.models.convert import Conversion, convert
-from attnres.models.exchange import export_foreign, import_foreign
+from attnres.models.export import export_model
 from attnres.models.families import FAMILIES, Family, FamilyRow, families_table
-from attnres.models.foreign import load_foreign, save_foreign
+from attnres.models.open import Checkpoint, load, open_checkpoint
 from attnres.models.sizes import SIZES
 from attnres.models.stream import Stream
 
@@ -13,6 +13,7 @@ __all__ = [
     "CLASSES",
     "FAMILIES",
     "SIZES",
+    "Checkpoint",
     "Conversion",
     "DepthMixin",
     "Family",
@@ -20,10 +21,8 @@ __all__ = [
     "Stream",
     "build",
     "convert",
-    "export_foreign",
+    "export_model",
     "families_table",
-    "import_foreign",
     "load",
-    "load_foreign",
-    "save_foreign",
+    "open_checkpoint",
 ]

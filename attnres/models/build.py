@@ -1,17 +1,14 @@
-"""A model from a named size and a residual; a model from a folder."""
+"""Builds a model with freshly drawn weights from a named size and a residual."""
 
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attnres.errors import UserError, first_line, unknown
-from attnres.files import read_json
-from attnres.models.classes import CLASSES, DepthMixin, register_stored
+from attnres.models.classes import CLASSES, DepthMixin
 from attnres.models.families import FAMILIES
 from attnres.models.sizes import SIZES
 
@@ -83,41 +80,3 @@ def _check_fields(config_class: Any, fields: Mapping[str, Any]) -> None:
         raise UserError(
             f"num_attention_heads is {heads} and num_key_value_heads {shared}: the first must be a multiple"
         )
-
-
-def load(folder: str | Path, *, trust_remote_code: bool = False, **kwargs: Any) -> PreTrainedModel:
-    """A model saved by `save_pretrained`, in evaluation mode; `kwargs` go to `from_pretrained`.
-
-    Args:
-        trust_remote_code: run code that lies in the folder (a model converted from one that brought its own).
-
-    Raises:
-        UserError: the folder is missing, holds no such model, its weights are damaged, or it needs code that was not
-            trusted.
-    """
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} holds no model: expected a folder with config.json and model.safetensors")
-    raw = read_json(folder / "config.json")
-    if isinstance(raw, dict):
-        register_stored(raw, folder, trust_remote_code=trust_remote_code)
-    try:
-        config = AutoConfig.from_pretrained(folder)
-        if not isinstance(config, tuple(pair[0] for pair in CLASSES.values())):
-            raise UserError(
-                f"{folder} holds a plain '{config.model_type}' model: expected one with a residual, saved by attnres"
-            )
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, use_safetensors=True, output_loading_info=True, **kwargs
-        )
-    except UserError:
-        raise
-    except Exception as error:
-        raise UserError(
-            f"the model in {folder} cannot be loaded ({first_line(error)}): save or copy it again"
-        ) from error
-    model, info = loaded
-    if info["missing_keys"]:  # Transformers would draw them at random and go on
-        name, *others = sorted(info["missing_keys"])
-        raise UserError(f"the model in {folder} lacks '{name}' and {len(others)} other tensors: save or copy it again")
-    return model

@@ -13,22 +13,19 @@ from typing import Any, cast, overload
 
 import torch
 import transformers
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from attnres.errors import UserError, unknown
-from attnres.files import refuse_full, replaced_folder, write_json
+from attnres.files import refuse_full
 from attnres.models.classes import CLASSES, DepthMixin, register
 from attnres.models.exactness import compare_logits, fixed_tokens, logits
+from attnres.models.export import write_model
 from attnres.models.families import FAMILIES, Family
+from attnres.models.foreign import formats_of
+from attnres.models.open import DTYPES, Checkpoint, open_checkpoint
 from attnres.models.probe import probe
-from attnres.models.source import Source, find, load_plain
 from attnres.residuals import check_settings, make_residual, residual_class, settings_of, source_file
 from attnres.text import memory
-
-REPORT = "conversion.json"
-SHARD = "5GB"
-"""Largest file of weights; they are written from where they lie, so its size costs no memory."""
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -169,16 +166,37 @@ def convert(
                 f"dtype '{dtype}' was given with a model in memory, whose weights are shared: cast it first"
             )
         new = _convert(source, residual, make_settings, _name_of(source))
-        return new if out is None else _write(new, Path(out), None)
-    found = find(source, trust_remote_code=trust_remote_code)
+        return new if out is None else _write(new, Path(out), {})
+    checkpoint = open_checkpoint(source, trust_remote_code=trust_remote_code)
+    check_source(checkpoint)
     if out is not None:
-        _check_room(found, Path(out), dtype)
-    model, ignored = load_plain(found, None if dtype is None else DTYPES[dtype])
-    new = _convert(model, residual, make_settings, found.name, remote=found.remote, ignored=ignored)
-    return new if out is None else _write(new, Path(out), found)
+        _check_room(checkpoint, Path(out), dtype)
+    model, ignored = checkpoint.load_all(dtype or "auto")
+    new = _convert(model, residual, make_settings, checkpoint.name, remote=checkpoint.code, ignored=ignored)
+    return new if out is None else _write(new, Path(out), checkpoint.files_beside())
 
 
-def _check_room(source: Source, out: Path, dtype: str | None) -> None:
+def check_source(source: Checkpoint) -> None:
+    """Refuse with a UserError a model on disk that cannot be given depth reads, before its weights are read."""
+    name, quantised = source.name, source.fields.get("quantization_config")
+    if source.kind == "attnres":
+        raise UserError(
+            f"{name} has depth reads already (residual '{source.fields.get('residual')}'): convert the plain one"
+        )
+    if source.kind == "foreign":
+        raise UserError(
+            f"{name} has depth reads in the format of '{formats_of(source.fields)[0].name}': attnres convert {name} "
+            "OUT writes it as a model of attnres, attnres.load opens it"
+        )
+    if quantised:
+        method = quantised.get("quant_method", "unknown")
+        raise UserError(f"{name} has quantised weights ({method}): save a dequantised copy and convert that")
+    _ = source.config
+    source.check_weights()
+    source.check_added_tokens()
+
+
+def _check_room(source: Checkpoint, out: Path, dtype: str | None) -> None:
     """A disk that is too small is found before minutes of work; one that fills up meanwhile, when writing."""
     size = source.weight_bytes(None if dtype is None else DTYPES[dtype].itemsize)
     above = next(folder for folder in (out, *out.resolve().parents) if folder.exists())
@@ -187,17 +205,9 @@ def _check_room(source: Source, out: Path, dtype: str | None) -> None:
         raise UserError(f"{out} needs {memory(size)} and {above} has {memory(free)} left: make room or choose another")
 
 
-def _write(new: DepthMixin, out: Path, source: Source | None) -> Conversion:
-    """The folder, whole or not at all."""
-    with replaced_folder(out) as beside:
-        kept = {} if source is None else {file.name: file for file in source.kept_files()}
-        if "generation_config.json" in kept:  # copied as it is; Transformers refuses to write some that it reads
-            new.generation_config = GenerationConfig()
-        new.save_pretrained(beside, max_shard_size=SHARD)
-        for name, file in kept.items():
-            shutil.copyfile(file, beside / name)
-        report: Conversion = replace(cast(Any, new.conversion), out=str(out))
-        write_json(beside / REPORT, report.to_dict())
+def _write(new: DepthMixin, out: Path, beside: Mapping[str, Path]) -> Conversion:
+    report: Conversion = replace(cast(Any, new.conversion), out=str(out))
+    write_model(new, out, beside, report.to_dict())
     return report
 
 

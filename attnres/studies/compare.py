@@ -28,7 +28,7 @@ from attnres.training.config import OptimConfig, TrainConfig, check, from_dict, 
 from attnres.training.data import data_record, held_out, prepare_from
 from attnres.training.environment import has_bf16
 from attnres.training.run_folder import claim, same_data
-from attnres.training.start import check_start, parameter_count, settle
+from attnres.training.start import check_start, find_start, settle
 
 VERSION = 1
 
@@ -348,7 +348,7 @@ def _fits(models: int, plan: Plan, vocabulary: int) -> bool:
 
     run = next(iter(plan.runs.values()))
     if run.finetune.init_from is not None:
-        parameters = parameter_count(run.finetune.init_from)
+        parameters = find_start(run.finetune.init_from).parameter_count
     else:
         with torch.device("meta"):
             model = build(

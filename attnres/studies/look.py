@@ -12,7 +12,6 @@ from attnres.data.sources import open_source
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.evals.scoring import LOGIT_BYTES
-from attnres.evals.subject import Subject, find_subject
 from attnres.files import in_the_way, read_json, write_json
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.inspection import Inspection
@@ -22,6 +21,7 @@ from attnres.inspect.measures import dynamics
 from attnres.inspect.prune import check_prunable, prune_report
 from attnres.inspect.survey import Survey, encode, front, survey
 from attnres.inspect.tables import show
+from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.progress import counting
 from attnres.residuals import traits_of
 from attnres.studies.look_config import InspectConfig
@@ -57,30 +57,30 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
         UserError: no model with a residual of this package, no text, or options that do not fit.
     """
     console = wide(console)
-    subject = find_subject(config.model, trust_remote_code=config.trust_remote_code)
-    if not str(subject.config.model_type).startswith("attnres_"):
+    checkpoint = open_checkpoint(config.model, trust_remote_code=config.trust_remote_code)
+    if checkpoint.residual is None:
         raise UserError(
-            f"{config.model} is a plain {subject.config.model_type} model without depth reads: give one of attnres, or "
-            "make it one with attnres convert"
+            f"{config.model} is a plain {checkpoint.config.model_type} model without depth reads: give one of attnres, "
+            "or make it one with attnres convert"
         )
-    run = _run_folder(config.model)
+    run = checkpoint.run
     text = _text(config, run)
-    context = _context(config, subject)
+    context = _context(config, checkpoint)
     wanted = [(given, *source_and_read(given)) for given in config.knock_out]
     if config.attribute and text.alone is None:
         raise UserError("--attribute looks at the prediction after one text: give it with --text or --file")
     if config.prune:
-        check_prunable(subject.config.residual, traits_of(subject.config.residual), config.threshold)
+        check_prunable(checkpoint.residual, traits_of(checkpoint.residual), config.threshold)
     out = None if config.out is None else _folder(config.out)
-    model = subject.load(config.dtype, str(pick_device(config.device)))
+    model = checkpoint.load(config.dtype, str(pick_device(config.device)))
 
     knock_outs = [(given, find_knock_out(source, read, model)) for given, source, read in wanted]
 
-    options: dict[str, Any] = {"context": context, "batch_size": _batch_size(config, subject, context)}
+    options: dict[str, Any] = {"context": context, "batch_size": _batch_size(config, checkpoint, context)}
     first = text.alone or next(text.read(), "")
     inspection = inspect_model(
         model,
-        subject.tokenizer,
+        checkpoint.tokenizer,
         text.read(),
         kind=config.kind,
         limit=config.limit,
@@ -93,7 +93,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
     if run is not None:
         inspection.dynamics = dynamics(read_metrics(run / "metrics.jsonl"))
     show(inspection, console, example=text.alone is not None)
-    for remark in _remarks(config, subject, text, inspection):
+    for remark in _remarks(config, checkpoint, text, inspection):
         say(console, remark)
     files = []
     if out is not None:
@@ -101,10 +101,10 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
         files.append(out / "inspection.json")
 
     def survey_again(what: str, *edits: KnockOut) -> Survey:
-        documents = _encoded(subject, text, config.limit)
+        documents = _encoded(checkpoint, text, config.limit)
         edited = intervene(model, *edits) if edits else nullcontext()
         with edited, counting(what, inspection.data["tokens"], "tokens", shown=config.progress) as on_tokens:
-            return survey(model, documents, before=front(subject.tokenizer), on_tokens=on_tokens, **options)
+            return survey(model, documents, before=front(checkpoint.tokenizer), on_tokens=on_tokens, **options)
 
     plain = survey_again("nothing removed") if config.prune or knock_outs else None
     if config.prune and plain is not None:
@@ -116,13 +116,15 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
     if knock_outs and plain is not None:
         rows = knock_out_table(knock_outs, plain, survey_again, console)
         if text.alone is not None:
-            following = next_token_table(subject, model, text.alone, context, knock_outs, console)
+            following = next_token_table(checkpoint, model, text.alone, context, knock_outs, console)
             rows = [row | {"next_tokens": tokens} for row, tokens in zip(rows, following, strict=True)]
         if out is not None:
             write_json(out / "knock_out.json", rows)
             files.append(out / "knock_out.json")
     if config.attribute and text.alone is not None:
-        attribution = attribution_table(subject, model, last_window(subject, text.alone, context), config, console)
+        attribution = attribution_table(
+            checkpoint, model, last_window(checkpoint, text.alone, context), config, console
+        )
         if out is not None:
             attribution.save(out / "attribution.json")
             files.append(out / "attribution.json")
@@ -181,7 +183,7 @@ def _read(path: Path) -> str:
         raise UserError(f"{path} cannot be read: {error.strerror or error}{hint}") from error
 
 
-def _remarks(config: InspectConfig, subject: Subject, text: _Text, inspection: Inspection) -> list[str]:
+def _remarks(config: InspectConfig, checkpoint: Checkpoint, text: _Text, inspection: Inspection) -> list[str]:
     """What was done to the text that the user may not expect."""
     data, remarks = inspection.data, []
     if text.alone is not None and data["windows"] > 1:
@@ -189,11 +191,11 @@ def _remarks(config: InspectConfig, subject: Subject, text: _Text, inspection: I
             f"the text is longer than the {data['context']:,} tokens of a window: it was read in {data['windows']:,} "
             "windows, each without what stands before it; the tokens shown are those of the first"
         )
-    if data["tokens"] - len(front(subject.tokenizer)) * data["windows"] == config.limit:
+    if data["tokens"] - len(front(checkpoint.tokenizer)) * data["windows"] == config.limit:
         remarks.append(f"stopped after {config.limit:,} tokens, see --limit")
-    unknown_id = subject.tokenizer.unk_token_id
+    unknown_id = checkpoint.tokenizer.unk_token_id
     if text.alone is not None and unknown_id is not None:
-        ids = encode(subject.tokenizer, text.alone).ids
+        ids = encode(checkpoint.tokenizer, text.alone).ids
         if count := int((ids == unknown_id).sum()):
             remarks.append(f"{count} of {len(ids)} tokens are what the tokenizer has for characters it does not know")
     return remarks
@@ -208,20 +210,15 @@ def _folder(out: str) -> Path:
     return path
 
 
-def _encoded(subject: Subject, text: _Text, limit: int) -> Iterator[Any]:
+def _encoded(checkpoint: Checkpoint, text: _Text, limit: int) -> Iterator[Any]:
     """The documents as the inspection read them, without labels."""
     for document in text.read():
-        encoded = encode(subject.tokenizer, document)
+        encoded = encode(checkpoint.tokenizer, document)
         if len(encoded.ids):
             yield encoded._replace(ids=encoded.ids[:limit], labels=encoded.labels[:limit])
         limit -= len(encoded.ids)
         if limit <= 0:
             return
-
-
-def _run_folder(model: str) -> Path | None:
-    path = Path(model).expanduser()
-    return path if (path / "metrics.jsonl").is_file() and (path / "model").is_dir() else None
 
 
 def _short(model: str) -> str:
@@ -233,15 +230,15 @@ def _short(model: str) -> str:
     return path.resolve().parent.name if name == "model" else name
 
 
-def _context(config: InspectConfig, subject: Subject) -> int:
+def _context(config: InspectConfig, checkpoint: Checkpoint) -> int:
     if config.context is None:
-        return min(subject.context, LARGEST_WINDOW)
-    if not 2 <= config.context <= subject.context:
-        raise UserError(f"context is {config.context} tokens: expected 2 to {subject.context:,}, the model's own")
+        return min(checkpoint.context, LARGEST_WINDOW)
+    if not 2 <= config.context <= checkpoint.context:
+        raise UserError(f"context is {config.context} tokens: expected 2 to {checkpoint.context:,}, the model's own")
     return config.context
 
 
-def _batch_size(config: InspectConfig, subject: Subject, context: int) -> int:
+def _batch_size(config: InspectConfig, checkpoint: Checkpoint, context: int) -> int:
     if config.batch_tokens < 1:
         raise UserError(f"batch_tokens is {config.batch_tokens}: expected at least 1")
-    return max(1, min(config.batch_tokens // context, LOGIT_BYTES // (context * (subject.rows or 1) * 4)))
+    return max(1, min(config.batch_tokens // context, LOGIT_BYTES // (context * (checkpoint.vocab_size or 1) * 4)))

@@ -7,7 +7,6 @@ from typing import Any
 from rich.console import Console
 
 from attnres.errors import UserError, unknown
-from attnres.evals.subject import Subject
 from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import effect
@@ -16,6 +15,7 @@ from attnres.inspect.pieces import piece, spelled
 from attnres.inspect.prune import PruneReport
 from attnres.inspect.record import find_residual
 from attnres.inspect.survey import Survey, encode, front, loss_change
+from attnres.models.open import Checkpoint
 from attnres.progress import counting
 from attnres.stats import or_none
 from attnres.studies.look_config import InspectConfig
@@ -90,18 +90,23 @@ def _change(plain: Survey, after: Survey) -> tuple[dict[str, Any], str]:
 
 
 def next_token_table(
-    subject: Subject, model: Any, text: str, context: int, knock_outs: list[tuple[str, KnockOut]], console: Console
+    checkpoint: Checkpoint,
+    model: Any,
+    text: str,
+    context: int,
+    knock_outs: list[tuple[str, KnockOut]],
+    console: Console,
 ) -> list[list[dict[str, Any]]]:
     """Table and records of what comes next after the text, with and without each source."""
-    ids = last_window(subject, text, context)
+    ids = last_window(checkpoint, text, context)
     table = grid("without", "likeliest after the text", right=("p before", "p after"))
     before, records = None, []
     for given, edit in knock_outs:
         found = effect(model, ids, edit, top=5, before=before)
         before = found.before
-        records.append([{"token": piece(subject.tokenizer, part["id"]), **part} for part in found.top])
+        records.append([{"token": piece(checkpoint.tokenizer, part["id"]), **part} for part in found.top])
         for place, part in enumerate(found.top):
-            cells = (_word(subject, part["id"]), short(part["before"], 3), short(part["after"], 3))
+            cells = (_word(checkpoint, part["id"]), short(part["before"], 3), short(part["after"], 3))
             table.add_row("" if place else given, *cells)
     console.print()
     console.print(table)
@@ -109,7 +114,7 @@ def next_token_table(
 
 
 def attribution_table(
-    subject: Subject, model: Any, ids: list[int], config: InspectConfig, console: Console
+    checkpoint: Checkpoint, model: Any, ids: list[int], config: InspectConfig, console: Console
 ) -> Attribution:
     """Table of the edges that the prediction after a text depends on most, and all of them as they were found."""
     edges = sum(map(len, source_names(model)))
@@ -120,7 +125,7 @@ def attribution_table(
         cells = [short(edge.knockout, 3, signed=True), short(edge.gradient, 3, signed=True)]
         table.add_row(f"{edge.read} ← {edge.source}", *cells)
     console.print()
-    say(console, f"after the text: {_word(subject, found.target)}, ln p = {short(found.log_probability, 3)}")
+    say(console, f"after the text: {_word(checkpoint, found.target)}, ln p = {short(found.log_probability, 3)}")
     console.print(table)
     agreement = found.agreement
     say(
@@ -131,14 +136,14 @@ def attribution_table(
     return found
 
 
-def last_window(subject: Subject, text: str, context: int) -> list[int]:
+def last_window(checkpoint: Checkpoint, text: str, context: int) -> list[int]:
     """The text's end, as much as the model takes."""
-    before = front(subject.tokenizer)
-    return [*before, *encode(subject.tokenizer, text).ids[-(context - len(before)) :].tolist()]
+    before = front(checkpoint.tokenizer)
+    return [*before, *encode(checkpoint.tokenizer, text).ids[-(context - len(before)) :].tolist()]
 
 
-def _word(subject: Subject, token: int) -> str:
-    return f"'{spelled(piece(subject.tokenizer, token))}'"
+def _word(checkpoint: Checkpoint, token: int) -> str:
+    return f"'{spelled(piece(checkpoint.tokenizer, token))}'"
 
 
 def prune_table(report: PruneReport, plain: Survey, again: Callable[..., Survey], console: Console) -> dict[str, Any]:

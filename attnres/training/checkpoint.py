@@ -95,8 +95,7 @@ def load_model(folder: str | Path, state: dict[str, Any]) -> Any:
 
     path = Path(folder) / "model"
     try:
-        with quiet_transformers():
-            model = load(path)
+        model: Any = load(path)
     except (OSError, SafetensorError, RuntimeError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"cannot load the model in {path} ({error}): {_DAMAGED}") from error
     ours = state["config"]["model"]

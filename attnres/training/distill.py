@@ -18,7 +18,7 @@ from attnres.errors import UserError
 from attnres.forward import token_losses
 from attnres.training import validate
 from attnres.training.config import TrainConfig
-from attnres.training.start import find_start, load_start, weights_crc32
+from attnres.training.start import find_start, weights_crc32
 
 
 class Losses(NamedTuple):
@@ -70,7 +70,7 @@ def load_teacher(config: TrainConfig, record: dict[str, Any], device: torch.devi
         return None
     from attnres.training.device import tune
 
-    model = load_start(find_start(settings.init_from))
+    model = find_start(settings.init_from).load("fp32")
     if weights_crc32(model) != record.get("crc32"):
         raise UserError(
             f"{settings.init_from} has changed since the run started from it, and it is the teacher: restore it, or "

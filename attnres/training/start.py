@@ -4,7 +4,7 @@ A plain Hugging Face model is converted in memory (`attnres.models.convert`). A 
 or, if its residual is `standard`, gets the wanted one. What was done is written to start.json in the run folder:
 
     init_from   as it was given
-    kind        "plain" (a Hugging Face model) or "attnres"
+    kind        "plain" (a Hugging Face model), "attnres" or "foreign" (another project's depth reads)
     residual    of that model; null for a plain one
     settings    of its residual
     crc32       of its weights (parameters' names and bytes, in fp32)
@@ -18,13 +18,10 @@ import copy
 import dataclasses
 import functools
 import json
-import math
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 
 from attnres.errors import UserError
 from attnres.residuals import make_residual
@@ -33,97 +30,45 @@ from attnres.training.config import ModelConfig, TrainConfig, size_of, tokenizer
 
 if TYPE_CHECKING:
     from attnres.data import Prepared
+    from attnres.models import Checkpoint
 
 NAMES = ("tokenizer.json", "tokenizer_config.json")
 
 
-@dataclass(frozen=True)
-class Start:
-    """A pretrained model on disk, before its weights are read.
-
-    Attributes:
-        name: as the user gave it.
-        folder: where config.json and the weights lie.
-        config: config.json.
-    """
-
-    name: str
-    folder: Path
-    config: dict[str, Any]
-
-    @property
-    def own(self) -> bool:
-        """Whether it is a model of attnres."""
-        return str(self.config.get("model_type", "")).startswith("attnres_")
-
-    @property
-    def residual(self) -> str | None:
-        return self.config.get("residual") if self.own else None
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        found = (self.config.get("residual_settings") or {}) if self.own else {}
-        return {name: value for name, value in found.items() if value is not None}
-
-    @property
-    def continued(self) -> bool:
-        """Whether it has depth reads (or another residual than the standard one), which can only be kept."""
-        return self.own and self.residual != "standard"
+_CHECKED = set[Path]()
+"""Folders of plain models whose files were looked through in this process: that is slow."""
 
 
-def find_start(init_from: str) -> Start:
-    """Look at the model that a run starts from. No weight is read; a name on the hub is fetched.
+def find_start(init_from: str) -> "Checkpoint":
+    """Look at the model that a run starts from. No weight is read; the hub is asked once in a process.
 
     Raises:
-        UserError: nothing there, an unfinished run, or a model that cannot be used (see `attnres.models.source.find`).
+        UserError: nothing there, an unfinished run, or a model that cannot be used.
     """
-    folder = Path(init_from).expanduser()
-    if (folder / "checkpoint").is_dir() and not (folder / "model" / "config.json").is_file():
-        raise UserError(f"the run in {init_from} is not finished and has no model yet: continue it with --resume first")
-    found = _located(init_from)
-    start = Start(init_from, found.folder, found.config)
-    code = (found.config.get("residual_family") or {}).get("remote") if start.own else found.config.get("auto_map")
-    if code and not _known(found.config):
+    from attnres.models import open_checkpoint
+    from attnres.models.convert import check_source
+
+    start = open_checkpoint(init_from) if Path(init_from).expanduser().exists() else _fetched(init_from)
+    if start.code:
         raise UserError(
             f"{init_from} brings its own code, which training does not run: start from a model that needs none"
         )
-    if not start.own:
-        _found(init_from)
+    if start.kind == "plain" and start.folder not in _CHECKED:
+        check_source(start)
+        _CHECKED.add(start.folder)
     return start
 
 
-def _known(config: dict[str, Any]) -> bool:
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    return config.get("model_type") in CONFIG_MAPPING
-
-
-def _located(init_from: str) -> Any:
-    """Its folder (of a run: that of its model) and config.json; the hub is asked once in a process."""
-    from attnres.models.source import locate
-
-    folder = Path(init_from).expanduser()
-    if not folder.exists():
-        return _fetched(init_from)
-    inner = folder / "model"
-    return dataclasses.replace(locate(inner if (inner / "config.json").is_file() else folder), name=init_from)
-
-
 @functools.cache
-def _fetched(name: str) -> Any:
-    from attnres.models.source import locate
+def _fetched(name: str) -> "Checkpoint":
+    from attnres.models import open_checkpoint
 
-    return locate(name)
+    return open_checkpoint(name)
 
 
-@functools.cache
-def _found(init_from: str) -> Any:
-    """A plain model whose files were looked at, once in a process: that is slow."""
-    from attnres.models.source import check
-
-    found = _located(init_from)
-    check(found)
-    return found
+def _continued(start: "Checkpoint") -> bool:
+    """Whether it has depth reads (or another residual than the standard one), which can only be kept."""
+    return start.residual not in (None, "standard")
 
 
 # ------------------------------------------------------------------ what it settles
@@ -147,7 +92,7 @@ def settle(config: TrainConfig) -> TrainConfig:
             f"both size {_named(model.size)} and init_from {name} are given: the model has its size, leave size out"
         )
     start = find_start(name)
-    if start.continued:
+    if _continued(start):
         settings = _kept_settings(start, model)
     else:
         exact = {"read_scale": "sum"} if "read_scale" in settings_with_defaults(model.residual) else {}
@@ -155,7 +100,7 @@ def settle(config: TrainConfig) -> TrainConfig:
     data = config.data
     prepared = (Path(data.source).expanduser() / "header.json").is_file()
     if data.tokenizer is None:
-        data = dataclasses.replace(data, tokenizer=tokenizer_of(data) if prepared else str(start.folder))
+        data = dataclasses.replace(data, tokenizer=tokenizer_of(data) if prepared else str(_tokenizer_folder(start)))
     return dataclasses.replace(config, model=dataclasses.replace(model, settings=settings), data=data)
 
 
@@ -163,7 +108,7 @@ def _named(size: str | dict[str, Any]) -> str:
     return size if isinstance(size, str) else json.dumps(size)
 
 
-def _kept_settings(start: Start, model: ModelConfig) -> dict[str, Any]:
+def _kept_settings(start: "Checkpoint", model: ModelConfig) -> dict[str, Any]:
     if model.residual != start.residual:
         raise UserError(
             f"{start.name} has the residual '{start.residual}' and '{model.residual}' was asked for: give residual "
@@ -181,28 +126,14 @@ def _kept_settings(start: Start, model: ModelConfig) -> dict[str, Any]:
 
 def check_start(config: TrainConfig) -> None:
     """Refuse settings that the residual refuses for this model's depth and width; no weight is read."""
-    from transformers import AutoConfig
-
-    import attnres.models  # noqa: F401 (registers the classes)
-
     assert config.finetune.init_from is not None
-    start = find_start(config.finetune.init_from)
+    described = find_start(config.finetune.init_from).config
     try:
-        found = AutoConfig.from_pretrained(start.folder)
-        layers, width = found.num_hidden_layers, found.hidden_size
-    except (AttributeError, ValueError, OSError):
+        layers, width = described.num_hidden_layers, described.hidden_size
+    except AttributeError:
         return  # what cannot be told from the config shows when the model is loaded
     with torch.device("meta"):
         make_residual(config.model.residual, 2 * layers, width, **config.model.settings)
-
-
-def parameter_count(init_from: str) -> int:
-    """How many numbers its files of weights hold."""
-    total = 0
-    for path in find_start(init_from).folder.glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            total += sum(math.prod(file.get_slice(key).get_shape()) for key in file.keys())  # noqa: SIM118
-    return total
 
 
 # ------------------------------------------------------------------ the model
@@ -219,17 +150,17 @@ def first_model(config: TrainConfig, prepared: "Prepared") -> tuple[Any, dict[st
         return _new(config, prepared), None
     start = find_start(config.finetune.init_from)
     check_tokenizer(start, prepared)
-    source = load_start(start)
+    source: Any = start.load("fp32")
     _check_fit(start, source, config, prepared)
     record: dict[str, Any] = {
         "init_from": start.name,
-        "kind": "attnres" if start.own else "plain",
+        "kind": start.kind,
         "residual": start.residual,
         "settings": start.settings,
         "crc32": weights_crc32(source),
         "logits": None,
     }
-    if start.continued or (start.residual, config.model.residual) == ("standard", "standard"):
+    if _continued(start) or (start.residual, config.model.residual) == ("standard", "standard"):
         source.config.residual_settings = dict(config.model.settings)
         return source, record
     model = _with_residual(source, config)
@@ -239,18 +170,6 @@ def first_model(config: TrainConfig, prepared: "Prepared") -> tuple[Any, dict[st
 
         model.generation_config = GenerationConfig()
     return model, record
-
-
-def load_start(start: Start) -> Any:
-    """The model as it is, in fp32 and evaluation mode; weights that no other model shares."""
-    from attnres.models import load
-    from attnres.models.source import load_plain
-    from attnres.progress import quiet_transformers
-
-    with quiet_transformers():
-        if start.own:
-            return load(start.folder, dtype=torch.float32)
-        return load_plain(_found(start.name), torch.float32)[0]
 
 
 def weights_crc32(model: Any) -> int:
@@ -264,10 +183,7 @@ def kept_files(config: TrainConfig, prepared: "Prepared") -> dict[str, Path]:
     """Files that go beside the trained model, by name: the tokenizer, and what else came with the pretrained model."""
     files = {name: prepared.path / name for name in NAMES}
     if config.finetune.init_from is not None:
-        from attnres.models.source import KEPT
-
-        folder = find_start(config.finetune.init_from).folder
-        files |= {file.name: file for pattern in KEPT for file in sorted(folder.glob(pattern))}
+        files |= find_start(config.finetune.init_from).files_beside()
     return {name: file for name, file in files.items() if file.is_file()}
 
 
@@ -302,7 +218,7 @@ def _with_residual(source: Any, config: TrainConfig) -> Any:
     with torch.random.fork_rng(devices=[]):
         model = type(standard)(wanted)
     found = model.load_state_dict(standard.state_dict(), strict=False)
-    strange = [name for name in found.missing_keys if not name.startswith("residual.")] + found.unexpected_keys
+    strange = [name for name in found.missing_keys if ".residual." not in name] + found.unexpected_keys
     if strange:
         raise UserError(
             f"{config.finetune.init_from} has no weights for '{strange[0]}' of {type(model).__name__}: convert it with "
@@ -311,7 +227,7 @@ def _with_residual(source: Any, config: TrainConfig) -> Any:
     return model.eval()
 
 
-def _measured(source: Any, model: Any, start: Start, config: TrainConfig) -> dict[str, Any]:
+def _measured(source: Any, model: Any, start: "Checkpoint", config: TrainConfig) -> dict[str, Any]:
     """How far the logits moved; UserError where that is more than rounding and was not allowed."""
     from attnres.models.exactness import compare_logits
 
@@ -329,20 +245,24 @@ def _measured(source: Any, model: Any, start: Start, config: TrainConfig) -> dic
 # ------------------------------------------------------------------ whether it fits the data
 
 
-def check_tokenizer(start: Start, prepared: "Prepared") -> None:
+def check_tokenizer(start: "Checkpoint", prepared: "Prepared") -> None:
     """Refuse tokens that another tokenizer made than the model's: it would read them as other words.
 
     What counts is what makes ids out of text: vocabulary and merges, added tokens, normalisation and splitting.
     """
     from attnres.data import load_tokenizer
 
-    ours, theirs = (_makes_ids(load_tokenizer(folder)) for folder in (prepared.path, start.folder))
+    ours, theirs = (_makes_ids(load_tokenizer(folder)) for folder in (prepared.path, _tokenizer_folder(start)))
     different = [name for name in ours if ours[name] != theirs[name]]
     if different:
         raise UserError(
             f"the tokens in {prepared.path} were made by another tokenizer than that of {start.name} (they differ in "
-            f"{different[0]}): prepare the text with --tokenizer {start.folder}"
+            f"{different[0]}): prepare the text with --tokenizer {_tokenizer_folder(start)}"
         )
+
+
+def _tokenizer_folder(start: "Checkpoint") -> Path:
+    return start.tokenizer_folder or start.folder
 
 
 def _makes_ids(tokenizer: Any) -> dict[str, Any]:
@@ -350,7 +270,7 @@ def _makes_ids(tokenizer: Any) -> dict[str, Any]:
     return {name: parts.get(name) for name in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
 
 
-def _check_fit(start: Start, model: Any, config: TrainConfig, prepared: "Prepared") -> None:
+def _check_fit(start: "Checkpoint", model: Any, config: TrainConfig, prepared: "Prepared") -> None:
     rows = model.get_input_embeddings().weight.shape[0]
     if prepared.vocab_size > rows:
         raise UserError(

@@ -9,6 +9,7 @@ from corpora import document
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from attnres.data import load_tokenizer
 from attnres.data.tokenizer import load_with_end, train_tokenizer, vocabulary_size
@@ -33,19 +34,30 @@ def test_training_is_deterministic_and_keeps_to_the_vocabulary():
     assert END == TRAINED.token_to_id("<|endoftext|>") == 0
 
 
-def test_two_files_and_one_file_give_the_same_ids(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("name", "fields"),
+    [("tokenizer_config.json", {"tokenizer_class": "GPT2Tokenizer"}), ("config.json", {"model_type": "gpt2"})],
+)
+def test_two_files_with_a_config_and_one_file_give_the_same_ids(tmp_path: Path, name: str, fields: dict[str, str]):
     text = "The quick  brown fox's 1234\n\n\tünïcode 😀 number 17."
     TRAINED.model.save(str(tmp_path))
     TRAINED.save(str(tmp_path / "one.json"))
+    (tmp_path / name).write_text(json.dumps(fields))
     pair, end = load_with_end(tmp_path)
     single = load_tokenizer(tmp_path / "one.json")
     assert pair.encode(text).ids == single.encode(text).ids == TRAINED.encode(text).ids
     assert end == END
 
 
+def test_two_files_without_a_config_are_refused(tmp_path: Path):
+    """They do not say how text was split: a tokenizer that guessed would give other tokens without a word."""
+    TRAINED.model.save(str(tmp_path))
+    with pytest.raises(UserError, match="do not say how text is split, and are neither GPT-2's nor Qwen2's: copy"):
+        load_tokenizer(tmp_path)
+
+
 def test_end_of_text_is_added_where_there_is_none(tmp_path: Path):
-    (tmp_path / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2}))
-    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    Tokenizer(BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")])).save(str(tmp_path / "tokenizer.json"))
     tokenizer, end = load_with_end(tmp_path)
     assert (tokenizer.encode("aba").ids, end, vocabulary_size(tokenizer)) == ([2, 0], 3, 4)
 
@@ -58,19 +70,19 @@ def test_configured_end_of_text_wins(tmp_path: Path):
     assert load_with_end(tmp_path)[1] == tokenizer.token_to_id("<done>")
 
 
-def test_hub_name_goes_through_auto_tokenizer(monkeypatch: pytest.MonkeyPatch):
-    import transformers
-
-    def from_pretrained(name: str):
+def test_of_a_hub_name_only_the_tokenizer_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def snapshot_download(name: str, allow_patterns: list[str]):
         if name != "some/model":
             raise OSError(f"{name} is not a valid model identifier.\nMore words")
-        return transformers.PreTrainedTokenizerFast(tokenizer_object=TRAINED, eos_token="<|endoftext|>")
+        assert not any("safetensors" in pattern or pattern == "*.json" for pattern in allow_patterns)
+        TRAINED.save(str(tmp_path / "tokenizer.json"))
+        return str(tmp_path)
 
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", from_pretrained)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
     tokenizer, end = load_with_end("some/model")
     assert tokenizer.encode("the fox").ids == TRAINED.encode("the fox").ids
     assert end == END
-    with pytest.raises(UserError, match="neither a local folder nor could it be fetched: gpt99 is not a valid"):
+    with pytest.raises(UserError, match=r"'gpt99' is no folder here and cannot be fetched .*is not a valid model"):
         load_tokenizer("gpt99")
 
 

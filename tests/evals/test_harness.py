@@ -1,14 +1,18 @@
 """Our scores are lm-eval's: the same local task, item by item."""
 
+import copy
 import importlib.util
 import sys
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from attnres import UserError
 from attnres.evals.config import EvalConfig
 from attnres.evals.run import evaluate
+from attnres.evals.scoring import encode_pairs
+from attnres.models import open_checkpoint
 
 needs_lm_eval = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed: pip install 'attnres[eval]'"
@@ -51,6 +55,42 @@ def yaml(data, tmp_path, monkeypatch):
     return folder
 
 
+PAIRS = [
+    ("the lazy", " fox jumps"),
+    ("the lazy \n", "fox"),
+    ("", "fox"),
+    ("", " fox"),
+    ("", "<|endoftext|>the fox"),
+    ("<|endoftext|>the lazy", " fox"),
+    ("<|endoftext|>", "fox"),
+    ("the <|endoftext|>", "lazy"),
+]
+"""Contexts and continuations: ordinary, empty, and with the token of the beginning written out."""
+
+
+@needs_lm_eval
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("around", ["$A", "<|endoftext|> $A", "<|endoftext|> $A <|endoftext|>"])
+@pytest.mark.parametrize("bos", ["<|endoftext|>", None])
+def test_contexts_and_special_tokens_are_lm_evals(folders, monkeypatch, around, bos):
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.huggingface import HFLM
+
+    checkpoint = open_checkpoint(folders["plain"])
+    tokenizer = copy.deepcopy(checkpoint.tokenizer)
+    tokenizer.bos_token = bos
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=around, special_tokens=[("<|endoftext|>", tokenizer.eos_token_id)]
+    )
+    theirs = HFLM(pretrained=checkpoint.load(), tokenizer=tokenizer)
+    requests = []
+    monkeypatch.setattr(theirs, "_loglikelihood_tokens", lambda encoded, **_: requests.extend(encoded))
+    theirs.loglikelihood([Instance("loglikelihood", {}, pair, i) for i, pair in enumerate(PAIRS)])
+    ours = encode_pairs(tokenizer, PAIRS)
+    assert [(list(a), list(b)) for a, b in ours] == [(a, b) for _, a, b in requests]
+    assert theirs.max_length == checkpoint.context
+
+
 @needs_lm_eval
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
@@ -60,12 +100,10 @@ def test_every_item_agrees_with_lm_eval(folders, data, yaml, model):
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from attnres.evals.subject import find_subject
-
     pairs = {"hellaswag": "our_hellaswag_val", "arc_easy": "our_arc_easy", "piqa": "our_piqa", "lambada": "our_lambada"}
-    subject = find_subject(folders[model])
+    checkpoint = open_checkpoint(folders[model])
     theirs = simple_evaluate(
-        HFLM(pretrained=subject.load(), tokenizer=subject.tokenizer, batch_size=3),
+        HFLM(pretrained=checkpoint.load(), tokenizer=checkpoint.tokenizer, batch_size=3),
         tasks=list(pairs.values()),
         task_manager=TaskManager(include_path=str(yaml), include_defaults=False),
         bootstrap_iters=0,

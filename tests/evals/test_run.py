@@ -13,8 +13,8 @@ from attnres import UserError
 from attnres.evals import run
 from attnres.evals.config import TASK_NAMES, EvalConfig
 from attnres.evals.run import evaluate
-from attnres.evals.subject import find_subject
 from attnres.evals.table import show
+from attnres.models import open_checkpoint
 
 
 def go(models, data, tasks=TASK_NAMES, **options):
@@ -57,7 +57,7 @@ def test_every_task_has_its_figures(both):
 def test_perplexity_is_that_of_the_text(both, folders, data):
     from attnres.evals.tasks import read_task
 
-    subject = find_subject(folders["block"])
+    subject = open_checkpoint(folders["block"])
     model = subject.load()
     text = read_task("wikitext2", data).text
     ids = torch.tensor(subject.tokenizer(text)["input_ids"])
@@ -191,14 +191,14 @@ def test_ctrl_c_leaves_nothing(folders, data, tmp_path, monkeypatch, capsys):
     ],
 )
 def test_bad_settings_are_one_sentence_before_any_model_is_loaded(folders, data, monkeypatch, options, message):
-    monkeypatch.setattr("attnres.evals.subject.Subject.load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("attnres.models.Checkpoint.load", lambda *_: pytest.fail("loaded"))
     config = {"models": (str(folders["block"]),), "tasks": ("piqa",), "data": str(data)} | options
     with pytest.raises(UserError, match=message):
         evaluate(EvalConfig(**config), progress=False)
 
 
 def test_a_second_model_that_is_missing_is_found_before_the_first_is_loaded(folders, data, monkeypatch, tmp_path):
-    monkeypatch.setattr("attnres.evals.subject.Subject.load", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("attnres.models.Checkpoint.load", lambda *_: pytest.fail("loaded"))
     with pytest.raises(UserError, match=r"does not exist"):
         go([folders["block"], tmp_path / "absent"], data)
 

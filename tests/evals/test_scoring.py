@@ -5,19 +5,20 @@ import copy
 import numpy as np
 import pytest
 import torch
+from tokenizers import processors
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from attnres import UserError
 from attnres.evals import scoring
-from attnres.evals.scoring import Request, cost, encode_pairs, score
-from attnres.evals.subject import find_subject
+from attnres.evals.scoring import Request, cost, encode_pairs, score, token_in_front
+from attnres.models import open_checkpoint
 
 VOCAB = 300
 
 
 @pytest.fixture(scope="module")
 def loaded(folders):
-    subject = find_subject(folders["block"])
+    subject = open_checkpoint(folders["block"])
     return subject, subject.load()
 
 
@@ -108,7 +109,7 @@ def test_progress_adds_up_to_the_cost_and_batches_stay_small(loaded, monkeypatch
         monkeypatch.setattr(scoring, "LOGIT_BYTES", logit_bytes)
         ran = []
         score(model, requests, context=subject.context, batch_tokens=120, on_progress=ran.append)
-        assert sum(ran) == cost(subject.rows, requests, context=subject.context, batch_tokens=120)
+        assert sum(ran) == cost(subject.vocab_size, requests, context=subject.context, batch_tokens=120)
         assert max(ran) <= 120
         assert len(ran) > 5
 
@@ -116,8 +117,8 @@ def test_progress_adds_up_to_the_cost_and_batches_stay_small(loaded, monkeypatch
 def test_pairs_are_cut_where_lm_eval_cuts_them(loaded):
     tokenizer = loaded[0].tokenizer
     whole = tokenizer("the lazy fox jumps")["input_ids"]
-    (plain,) = encode_pairs(tokenizer, [("the lazy", " fox jumps")], None)
-    (moved,) = encode_pairs(tokenizer, [("the lazy ", "fox jumps")], None)
+    (plain,) = encode_pairs(tokenizer, [("the lazy", " fox jumps")])
+    (moved,) = encode_pairs(tokenizer, [("the lazy ", "fox jumps")])
     assert plain == moved
     assert [*plain.context, *plain.continuation] == whole
     assert plain.context == tokenizer("the lazy")["input_ids"]
@@ -125,19 +126,31 @@ def test_pairs_are_cut_where_lm_eval_cuts_them(loaded):
 
 def test_an_empty_context_is_the_token_that_begins_a_text(loaded):
     tokenizer = loaded[0].tokenizer
-    (got,) = encode_pairs(tokenizer, [("", "fox")], 0)
+    (got,) = encode_pairs(tokenizer, [("", "fox")])
     assert got == Request([0], tokenizer("fox")["input_ids"])
+    bare = copy.deepcopy(tokenizer)
+    bare.bos_token = bare.eos_token = None
     with pytest.raises(UserError, match="a context is empty and the tokenizer has no token"):
-        encode_pairs(tokenizer, [("", "fox")], None)
+        encode_pairs(bare, [("", "fox")])
+
+
+def test_a_token_that_the_tokenizer_puts_in_front_is_known(loaded):
+    tokenizer = copy.deepcopy(loaded[0].tokenizer)
+    assert token_in_front(tokenizer) == ()
+    begin = tokenizer.bos_token
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, tokenizer.bos_token_id)]
+    )
+    assert token_in_front(tokenizer) == (tokenizer.bos_token_id,)
 
 
 def test_a_continuation_swallowed_by_the_last_word_is_encoded_on_its_own(loaded):
     tokenizer = loaded[0].tokenizer
     assert len(tokenizer("the")["input_ids"]) == len(tokenizer("t")["input_ids"]) == 1
-    (got,) = encode_pairs(tokenizer, [("t", "he")], None)
+    (got,) = encode_pairs(tokenizer, [("t", "he")])
     assert got == Request(tokenizer("t")["input_ids"], tokenizer("he")["input_ids"])
     with pytest.raises(UserError, match="the continuation '' has no token"):
-        encode_pairs(tokenizer, [("the", "")], None)
+        encode_pairs(tokenizer, [("the", "")])
 
 
 def test_a_broken_model_is_not_scored(loaded):

@@ -8,8 +8,8 @@ import torch
 
 from attnres.evals import windows as module
 from attnres.evals.scoring import score
-from attnres.evals.subject import find_subject
 from attnres.evals.windows import wikitext, windows
+from attnres.models import open_checkpoint
 
 
 def test_examples():
@@ -39,7 +39,7 @@ def test_every_token_is_scored_once_within_its_window(length, stride, bos):
 
 
 def test_sliding_perplexity_is_each_tokens_own_with_its_context(folders):
-    subject = find_subject(folders["block"])
+    subject = open_checkpoint(folders["block"])
     model = subject.load()
     ids = torch.randint(0, 300, (50,), generator=torch.Generator().manual_seed(0)).tolist()
     got = score(model, windows(ids, 16, 4), context=64, batch_tokens=256)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaModel, MixtralConfig, MixtralForCausalLM
 
 from attnres import UserError
-from attnres.models import load, source
+from attnres.models import load, open
 from attnres.models.convert import DTYPES, convert
 from attnres.models.exactness import Arithmetic, compare_logits, logits
 
@@ -247,7 +247,7 @@ def test_without_out_a_folder_becomes_a_model(plain):
 def test_shards_in_and_shards_out(tmp_path, monkeypatch):
     plain = save_plain(tmp_path / "plain", max_shard_size="10KB")
     assert len(list(plain.glob("*.safetensors"))) > 2
-    monkeypatch.setattr(convert_module, "SHARD", "12KB")
+    monkeypatch.setattr("attnres.models.export.SHARD", "12KB")
     convert(plain, out=tmp_path / "out")
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
@@ -282,24 +282,17 @@ def test_tensors_without_a_use_are_named_in_the_report(plain, tmp_path):
 
 
 def test_names_of_the_hub_are_fetched_without_pickles_and_code(plain, monkeypatch):
-    asked = {}
+    asked = set()
 
-    def snapshot(name, allow_patterns):
-        asked.update(name=name, patterns=allow_patterns)
-        return str(plain)
+    def fetch(name, patterns):
+        assert name == "someone/llama"
+        asked.update(patterns)
+        return plain
 
-    monkeypatch.setattr(source, "snapshot_download", snapshot)
+    monkeypatch.setattr(open, "fetch", fetch)
     report = convert("someone/llama").conversion
-    assert report.source == asked["name"] == "someone/llama"
-    assert "*.safetensors" in asked["patterns"] and "tokenizer*" in asked["patterns"]
-    assert not {"*.py", "*.bin"} & set(asked["patterns"])
-
-    def offline(name, allow_patterns):
-        raise OSError("no connection")
-
-    monkeypatch.setattr(source, "snapshot_download", offline)
-    with pytest.raises(UserError, match="'someone/lama' is no folder here and cannot be fetched"):
-        convert("someone/lama")
+    assert report.source == "someone/llama"
+    assert {"model.safetensors", "tokenizer*"} <= asked and not {"*.py", "*.bin"} & asked
 
 
 # ------------------------------------------------------------------ bad input
@@ -340,17 +333,17 @@ def converted(folder):
 
 
 BAD = {
-    "nothing there": (shutil.rmtree, "holds no model: expected a folder with config.json"),
+    "nothing there": (shutil.rmtree, "does not exist: expected a run folder, a model folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "holds no model"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "holds no object"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "is not that of a model"),
     "no type": (lambda f: edit_config(f, model_type=None), "names no model_type"),
     "unknown type": (lambda f: edit_config(f, model_type="lama"), "of type 'lama', which this version of Transformers"),
     "no language model": (
         lambda f: edit_config(f, model_type="vit"),
         "cannot be loaded .*is it a causal language model",
     ),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has a config.json and no weights"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), "has a config.json and holds no weights"),
     "pickle": (into_pickle, "in pytorch_model.bin, a pickle, which can run code and is not opened"),
     "cut short": (cut_short, "model.safetensors of .* is damaged or cut short"),
     "no safetensors": (lambda f: (f / "model.safetensors").write_bytes(b"x" * 99), "is damaged or cut short"),
@@ -363,7 +356,7 @@ BAD = {
     "shapes": (lambda f: edit_config(f, hidden_size=64), "cannot be loaded"),
     "tokenizer": (
         lambda f: tokenizer(VOCAB + 1).save(str(f / "tokenizer.json")),
-        "ids up to 61 and the embedding 61 rows",
+        "gives id 61 and the model's embedding has 61 rows",
     ),
     "tokenizer damaged": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json of .* cannot be read"),
     "converted": (converted, r"has depth reads already \(residual 'block'\): convert the plain one"),
@@ -466,7 +459,7 @@ def test_code_runs_only_where_it_is_trusted(remote, tmp_path, monkeypatch):
     assert "auto_map" not in json.loads((out / "config.json").read_text())
     assert not (out / "classes.py").exists()  # ours is no code that comes with a model
     monkeypatch.delitem(classes.CLASSES, "mine")  # as in a new process
-    with pytest.raises(UserError, match=r"brings its own code \(modeling_mine.MineForCausalLM\)"):
+    with pytest.raises(UserError, match=r"brings its own code \(modeling_mine.MineConfig, modeling_mine.Mine"):
         load(out)
     new = load(out, trust_remote_code=True)
     assert compare_logits(load_plain_weights(remote), new).within

@@ -74,7 +74,7 @@ def begun(config: TrainConfig) -> loop.Run:
 
 
 def base_weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {n: t for n, t in load_file(folder / "model.safetensors").items() if not n.startswith("residual.")}
+    return {n: t for n, t in load_file(folder / "model.safetensors").items() if "residual." not in n}
 
 
 def loss_of(model: Any, windows: torch.Tensor) -> float:
@@ -114,7 +114,7 @@ def test_every_residual_starts_at_the_same_weights(tune: Configure, residual: st
     run = begun(config)
     assert not any(p.any() for n, p in run.model.residual.named_parameters() if "query" in n)
     plain = LlamaForCausalLM.from_pretrained(config.finetune.init_from, dtype=torch.float32)
-    ours = {n: p for n, p in run.model.named_parameters() if not n.startswith("residual.")}
+    ours = {n: p for n, p in run.model.named_parameters() if "residual." not in n}
     theirs = dict(plain.named_parameters())
     assert list(ours) == list(theirs) and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
@@ -348,7 +348,8 @@ def test_a_pretrained_model_that_brings_code_is_refused_before_its_weights_are_l
     fetched.mkdir()
     config = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "a.Model"}}
     (fetched / "config.json").write_text(json.dumps(config))
-    monkeypatch.setattr("attnres.models.source._fetched", lambda name, code: fetched)
+    (fetched / "model.safetensors").touch()
+    monkeypatch.setattr("attnres.models.open.fetch", lambda name, patterns: fetched)
     refused(capsys, "which training does not run", tune(), tmp_path, "--init-from", "someone/own-model")
 
 
@@ -431,8 +432,8 @@ def test_models_that_are_none(
     auto = {"AutoConfig": "a.Config", "AutoModelForCausalLM": "a.Model"}
     (tmp_path / "code" / "config.json").write_text(json.dumps({**config, "model_type": "own", "auto_map": auto}))
     for name, message in (
-        (str(tmp_path / "none" / "there"), "holds no model"),
-        (str(tmp_path / "empty"), "holds no model: expected a folder with config.json"),
+        (str(tmp_path / "none" / "there"), "does not exist: expected a run folder"),
+        (str(tmp_path / "empty"), "holds no model: expected a run folder, or a folder with config.json"),
         (str(tmp_path / "unfinished"), "is not finished and has no model yet"),
         (str(tmp_path / "code"), "brings its own code, which training does not run"),
     ):
@@ -487,5 +488,5 @@ def test_fewer_rows_than_ids(tune: Configure, plain: Path, tmp_path: Path) -> No
     model = LlamaForCausalLM.from_pretrained(plain)
     model.resize_token_embeddings(100)
     model.save_pretrained(small)
-    with pytest.raises(UserError, match="ids up to"):
+    with pytest.raises(UserError, match=r"gives id .* rows: they belong to different models"):
         begun(tune(finetune={"init_from": str(small)}))

@@ -14,7 +14,8 @@ from attnres.evals.config import EvalConfig
 from attnres.evals.run import evaluate
 from attnres.evals.speaker import open_speaker
 from attnres.inspect import record
-from attnres.models import export_foreign, import_foreign, load, load_foreign
+from attnres.models import export_model, load
+from attnres.models.foreign import WRITTEN
 from attnres.studies.compare import CompareConfig, compare
 from attnres.training import TrainConfig, train
 
@@ -92,16 +93,17 @@ def test_every_tool_takes_every_layout(
     with pytest.raises(UserError, match="has depth reads already"):
         convert(run / "model")
 
-    if kind is not None:
-        export_foreign(run, tmp_path / "theirs", kind)
-        import_foreign(tmp_path / "theirs", tmp_path / "ours")
+    if kind in WRITTEN:
+        export_model(run, tmp_path / "theirs", kind)
+        export_model(tmp_path / "theirs", tmp_path / "ours")
         with torch.no_grad():
-            for again in (load_foreign(tmp_path / "theirs"), load(tmp_path / "ours")):
-                assert torch.equal(again(input_ids=ids).logits, expected)
+            for written in ("theirs", "ours"):
+                assert torch.equal(load(tmp_path / written)(input_ids=ids).logits, expected)
         # What was fetched from another project is trained on as it is, its tokenizer found beside it.
         more = layout(name, out="more", steps=2)
-        more.model.size, more.model.settings, more.finetune.init_from = None, {}, str(tmp_path / "ours")
+        more.model.size, more.model.settings, more.finetune.init_from = None, {}, str(tmp_path / "theirs")
         train(more, progress=False)
+        assert json.loads((tmp_path / "more" / "start.json").read_text())["kind"] == "foreign"
         start, after = (
             [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
             for folder in (tmp_path / "more", run)

@@ -75,7 +75,7 @@ def test_a_run_leaves_what_was_promised(configure: Configure, tmp_path: Path) ->
     assert json.loads((run / "summary.json").read_text()) == summary
     assert set(summary) == {
         *("step", "tokens", "val_loss", "val_se", "perplexity", "train_loss", "tokens_per_s", "step_s"),
-        *("peak_memory_bytes", "parameters", "extra_parameters", "wall_s", "windows"),
+        *("peak_memory_bytes", "parameters", "extra_parameters", "wall_s", "windows", "traits"),
     }
     assert (summary["step"], summary["tokens"], summary["windows"]) == (8, 8 * 4 * 16, 6)
     assert summary["perplexity"] == pytest.approx(math.exp(summary["val_loss"]))
@@ -209,7 +209,7 @@ def test_variants_share_their_first_weights_and_batches(configure: Configure, tm
         config.model.residual, config.model.num_blocks = residual, None
         run = loop.Run(loop.resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)
         run.close()
-        names = {n: p.detach() for n, p in run.model.named_parameters() if not n.startswith("residual.")}
+        names = {n: p.detach() for n, p in run.model.named_parameters() if "residual." not in n}
         weights.append((names, run.batches.at(3)[0], run.windows))
     (left, x, windows), (right, x2, windows2) = weights
     assert list(left) == list(right) and all(torch.equal(left[name], right[name]) for name in left)

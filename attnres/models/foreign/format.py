@@ -1,9 +1,7 @@
-"""What a foreign format of depth reads is: both ways between its config and names, and ours."""
+"""The interface of a foreign format of depth reads: from its config and names to ours, and for some back."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
-
-from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.models.classes import CLASSES
@@ -30,7 +28,7 @@ class Row(NamedTuple):
     shape: tuple[int, ...]
 
 
-class Kind:
+class Format:
     """One project's format.
 
     Attributes:
@@ -61,17 +59,6 @@ class Kind:
         """All foreign tensors of the depth reads."""
         raise NotImplementedError
 
-    def write(self, config: Any, residual: Residual, stored: Config) -> Config:
-        """Our model's config as theirs. `stored` is the one it was loaded from, or {}.
-
-        Raises UserError for what they cannot say.
-        """
-        raise NotImplementedError
-
-    def kept(self, tensors: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-        """Which of our tensors (without a tied head) are written beside `config`, which may be added to."""
-        return tensors
-
     def ours(self, name: str) -> str:
         """Our name of one of the other weights."""
         for theirs, ours in self.renamed:
@@ -85,7 +72,23 @@ class Kind:
         return name
 
 
-def cannot(kind: Kind, reason: str) -> UserError:
+class WrittenFormat(Format):
+    """A format that models of ours are written in too."""
+
+    def write(self, config: Any, residual: Residual, stored: Config) -> Config:
+        """Say our model's config as theirs.
+
+        Args:
+            config, residual: of the model.
+            stored: the config that it was loaded from, or {}.
+
+        Raises:
+            UserError: what they cannot say.
+        """
+        raise NotImplementedError
+
+
+def cannot(kind: Format, reason: str) -> UserError:
     """An error for a model that this format has no words for."""
     return UserError(f"'{kind.name}' cannot hold this model: {reason}")
 
@@ -99,14 +102,14 @@ def serve(name: str, config: Config, fields: Mapping[str, tuple[Any, ...]]) -> N
             raise UserError(f"{name} has {field}={value!r}, which is computed by no class here: expected {expected}")
 
 
-def need(kind: Kind, config: Config, *fields: str) -> None:
+def need(kind: Format, config: Config, *fields: str) -> None:
     """Raises UserError for a field that is not there."""
     for field in fields:
         if config.get(field) is None:
             raise UserError(f"config.json has no '{field}', which a '{kind.name}' checkpoint needs: copy it again")
 
 
-def plain_reads(kind: Kind, residual: Any) -> None:
+def plain_reads(kind: Format, residual: Any) -> None:
     """The paper's layout and nothing besides."""
     if residual.name not in ("block", "full"):
         raise cannot(kind, f"its residual is '{residual.name}', expected 'block' or 'full'")
@@ -116,7 +119,7 @@ def plain_reads(kind: Kind, residual: Any) -> None:
         raise cannot(kind, "its reads are sums (read_scale 'sum'), which differ from theirs by the norms' eps")
 
 
-def same_eps(kind: Kind, residual: Any, eps: float) -> None:
+def same_eps(kind: Format, residual: Any, eps: float) -> None:
     """Raises UserError where the key norms have an eps of their own."""
     if residual.key_norm_eps != eps:
         raise cannot(kind, f"key_norm_eps is {residual.key_norm_eps}, and theirs is that of the other norms, {eps}")
@@ -128,9 +131,9 @@ def plain_config(config: Any) -> Config:
     classes: Any = CLASSES[key]
     base, model = (next(c for c in cls.__mro__ if c.__module__.startswith("transformers.")) for cls in classes)
     fields = config.to_dict()
-    for name in ("residual", "residual_settings", "residual_family", "foreign_config", "_name_or_path"):
-        fields.pop(name, None)
-    return {**fields, "model_type": base.model_type, "architectures": [model.__name__]}
+    ours = ("residual", "residual_settings", "residual_file", "residual_family", "foreign_config", "_name_or_path")
+    kept = {name: value for name, value in fields.items() if name not in ours}
+    return {**kept, "model_type": base.model_type, "architectures": [model.__name__]}
 
 
 def query_and_gain(starts: list[str], d: int) -> list[Row]:

@@ -1,0 +1,35 @@
+"""Names on the Hugging Face hub, and the files of a model fetched from there."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from attnres.errors import UserError, first_line
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether `text` has the form of a name on the hub: NAME or OWNER/NAME.
+
+    >>> is_hub_name("gpt2"), is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("runs/mine/model"), is_hub_name("./gpt2")
+    (True, True, False, False)
+    """
+    return _NAME.fullmatch(text) is not None
+
+
+def fetch(name: str, patterns: Iterable[str]) -> Path:
+    """Fetch the files of a model that match `patterns`, those that are not in the hub's cache, and return its folder.
+
+    Raises:
+        UserError: no such model, one that is not for everybody, or no connection.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+    except Exception as error:  # connections, missing repositories and gated ones raise many kinds
+        raise UserError(
+            f"'{name}' is no folder here and cannot be fetched from the hub ({first_line(error)}): check the path, the "
+            "name and the connection"
+        ) from error

@@ -1,0 +1,107 @@
+"""Writes a model with depth reads into a folder: in our own layout, or in another project's."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from transformers import GenerationConfig
+
+from attnres.errors import UserError, unknown
+from attnres.files import refuse_full, replaced_folder, write_json
+from attnres.models.classes import DepthMixin
+from attnres.models.foreign import WRITTEN, formats_of
+from attnres.models.foreign.format import WrittenFormat
+from attnres.models.foreign.weights import foreign_state
+from attnres.models.open import INDEX, open_checkpoint
+
+SHARD = "5GB"
+"""Largest file of weights; they are written from where they lie, so its size costs no memory."""
+
+
+def export_model(model: DepthMixin | str | Path, out: str | Path, to: str | None = None) -> str:
+    """Write a model with depth reads as it is, weights bit for bit, with its tokenizer and generation settings.
+
+    >>> print(export_model("wdlctc/open-attnres-block", "models/cumulative"))     # doctest: +SKIP
+    >>> print(export_model("runs/mine", "exported", to="fla"))                    # doctest: +SKIP
+
+    Args:
+        model: in memory; or a run folder, a model folder or a hub name, of attnres or of another project.
+        out: a folder, new or empty, which is there whole or not at all.
+        to: a name in `foreign.WRITTEN` ("open-attnres", "fla"), whose projects load the folder; None is our layout.
+
+    Returns:
+        What was written, in a few lines.
+
+    Raises:
+        UserError: a model without depth reads, an unknown format or one that cannot hold the model (with the reason),
+            a folder that is not empty.
+    """
+    if to is not None and to not in WRITTEN:
+        raise unknown("format to write", to, WRITTEN)
+    refuse_full(out)
+    name, beside = type(model).__name__, dict[str, Path]()
+    if isinstance(model, str | Path):
+        checkpoint = open_checkpoint(model)
+        if checkpoint.kind == "plain":
+            raise UserError(f"{model} is a plain model, which has no depth reads to write: give it some with convert")
+        theirs = [kind.name for kind in formats_of(checkpoint.fields)]
+        name, beside = " ".join([str(model), *(f"({format})" for format in theirs)]), checkpoint.files_beside()
+        model = cast(DepthMixin, checkpoint.load())
+    if not isinstance(model, DepthMixin):
+        raise UserError(f"a {name} was given: expected a model of attnres")
+    if to is None:
+        write_model(model, out, beside)
+    else:
+        _write_foreign(model, Path(out), WRITTEN[to], beside)
+    return "\n".join([f"{name} -> {out}{f' ({to})' if to else ''}", *_description(model)])
+
+
+def write_model(model: DepthMixin, out: str | Path, beside: Mapping[str, Path], report: Any = None) -> None:
+    """Write a folder in our layout, whole or not at all, with copies of the files `beside` (by name).
+
+    Args:
+        report: what conversion.json will hold, where it is given.
+    """
+    if "generation_config.json" in beside:  # copied as it is; Transformers refuses to write some that it reads
+        model.generation_config = GenerationConfig()
+    with replaced_folder(out) as folder:
+        model.save_pretrained(folder, max_shard_size=SHARD)
+        _copy(beside, folder)
+        if report is not None:
+            write_json(folder / "conversion.json", report)
+
+
+def _write_foreign(model: DepthMixin, out: Path, kind: WrittenFormat, beside: Mapping[str, Path]) -> None:
+    stored: dict[str, Any] = getattr(model.config, "foreign_config", None) or {}
+    stored = stored if kind.says(stored) else {}
+    config = {**stored, **kind.write(model.config, model.residual, stored)}
+    state = foreign_state(model, kind)
+    with replaced_folder(out) as folder:
+        _copy(beside, folder)
+        write_json(folder / "config.json", config)
+        split = split_torch_state_dict_into_shards(state, max_shard_size=SHARD)
+        for file, names in split.filename_to_tensors.items():
+            save_file({name: state[name] for name in names}, folder / file, metadata={"format": "pt"})
+        if split.is_sharded:
+            write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
+
+
+def _copy(files: Mapping[str, Path], folder: Path) -> None:
+    for name, file in files.items():
+        shutil.copyfile(file, folder / name)
+
+
+def _description(model: DepthMixin) -> list[str]:
+    config: Any = model.config
+    settings = ", ".join(f"{name}={value}" for name, value in config.residual_settings.items())
+    residual = sum(parameter.numel() for parameter in model.residual.parameters())
+    dtype = str(model.dtype).removeprefix("torch.")
+    return [
+        f"  family      {type(model).plain_class.__name__}, {model.residual.num_sublayers} sublayers of width "
+        f"{model.residual.width}",
+        f"  residual    {config.residual}{f' ({settings})' if settings else ''}",
+        f"  parameters  {model.num_parameters() - residual:,} {dtype} + {residual:,} of the residual",
+    ]

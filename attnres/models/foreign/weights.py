@@ -1,0 +1,173 @@
+"""Weights of other projects' checkpoints under our names, and those of our models under theirs."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from attnres.errors import UserError, first_line
+from attnres.models.classes import CLASSES, DepthMixin
+from attnres.models.foreign import format_of
+from attnres.models.foreign.format import Format, WrittenFormat
+from attnres.residuals import Residual
+
+_READ = re.compile(r"(_res_(proj|norm|bias|gate_logit|gate_proj|alpha)|\.res_(proj|norm)|depth_attn\.)")
+"""In the name of every tensor of a depth read, of whatever format."""
+_WRAPPERS = ("_orig_mod.", "language_model.")  # of torch.compile; of a model that sees images too
+
+
+def foreign_config(name: str, fields: dict[str, Any]) -> Any:
+    """The config of the model that the checkpoint called `name` makes here; `foreign_config` in it is the one it had.
+
+    Args:
+        fields: its config.json.
+
+    Raises:
+        UserError: fields of two formats, or what no class here computes.
+    """
+    target = format_of(name, fields).read(fields)
+    config_class: Any = CLASSES[target.family][0]
+    skipped = ("model_type", "architectures", "auto_map", "transformers_version")
+    kept = {field: value for field, value in target.fields.items() if field not in skipped}
+    try:
+        config = config_class.from_dict({**kept, "residual": target.residual, "residual_settings": target.settings})
+    except UserError:
+        raise
+    except Exception as error:  # strict configs raise many kinds
+        raise UserError(
+            f"config.json of {name} is no valid {target.family} config ({first_line(error)}): copy it again"
+        ) from error
+    config.foreign_config = fields
+    return config
+
+
+def assemble(
+    name: str, fields: dict[str, Any], config: Any, files: Sequence[Path], dtype: torch.dtype | str
+) -> DepthMixin:
+    """The model of the checkpoint called `name`, in evaluation mode.
+
+    Args:
+        fields, config: its config.json, and what `foreign_config` made of it.
+        files: its safetensors.
+        dtype: of the weights, "auto" for the one they are stored in; the residual's are fp32.
+
+    Raises:
+        UserError: tensors that are missing, left over or of another shape, or those of another format.
+    """
+    kind = format_of(name, fields)
+    with torch.device("meta"):
+        residual = config.make_residual()
+    tensors = _unwrapped(_read(files), name)
+    reads = _gathered(tensors, kind, residual, name)
+    state = _renamed(tensors, kind, config, name)
+    if dtype == "auto":
+        dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
+    state.update({f"residual.{ours}": tensor for ours, tensor in reads.items()})
+    model_class: Any = CLASSES[config.model_type.removeprefix("attnres_")][1]
+    try:
+        model, info = model_class.from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+        )
+    except Exception as error:
+        raise UserError(f"the weights of {name} do not fit its config ({first_line(error)}): copy it again") from error
+    missing = {key for key in info["missing_keys"] if not key.endswith(kind.optional)}
+    for problem, keys in (("lacks", missing), ("has, besides what its format has,", info["unexpected_keys"])):
+        if keys:
+            first, *others = sorted(kind.theirs(key) for key in keys)
+            raise UserError(
+                f"{name} {problem} '{first}' and {len(others)} other tensors: is it whole, and in the format "
+                f"'{kind.name}'?"
+            )
+    with torch.no_grad():
+        for key in info["missing_keys"]:  # biases that this model does not have
+            model.get_parameter(key).zero_()
+    return model.eval()
+
+
+def foreign_state(model: DepthMixin, kind: WrittenFormat) -> dict[str, Tensor]:
+    """The model's tensors under their names, on the CPU.
+
+    Those of the reads are in the weights' dtype where that loses nothing, else in fp32; a gate's or bias that ours does
+    not have is zero.
+    """
+    table: Any = model.get_input_embeddings().weight
+    residual, state = model.residual.state_dict(), {}
+    for row in kind.rows(model.residual):
+        tensor = residual[row.ours][row.index].reshape(row.shape) if row.ours in residual else torch.zeros(row.shape)
+        narrow = tensor.to(table.dtype)
+        state[row.theirs] = narrow if torch.equal(narrow.to(tensor.dtype), tensor) else tensor
+    for ours, tensor in model.state_dict().items():
+        tied = ours == "lm_head.weight" and model.config.tie_word_embeddings
+        if not tied and ".residual." not in ours:
+            state[kind.theirs(ours)] = tensor
+    return {name: tensor.detach().cpu().clone() for name, tensor in state.items()}
+
+
+def _read(files: Sequence[Path]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as stored:
+            tensors.update({name: stored.get_tensor(name) for name in stored.keys()})  # noqa: SIM118
+    return tensors
+
+
+def _unwrapped(tensors: dict[str, Tensor], source: str) -> dict[str, Tensor]:
+    """Without what stands in front of every name."""
+    for wrapper in _WRAPPERS:
+        wrapped = [name for name in tensors if name.startswith(wrapper)]
+        if wrapped and len(wrapped) < len(tensors):
+            other = next(name for name in tensors if not name.startswith(wrapper))
+            raise UserError(f"{source} has '{wrapped[0]}' and '{other}': only a decoder of text is loaded")
+        if wrapped:
+            tensors = {name.removeprefix(wrapper): tensor for name, tensor in tensors.items()}
+    return tensors
+
+
+def _gathered(tensors: dict[str, Tensor], kind: Format, residual: Residual, source: str) -> dict[str, Tensor]:
+    """The residual's tensors, by their names in it; what they are made of is taken out of `tensors`."""
+    rows = kind.rows(residual)
+    missing = [row.theirs for row in rows if row.theirs not in tensors]
+    others = [name for name in tensors if _READ.search(name) and name not in {row.theirs for row in rows}]
+    if missing and others:
+        raise UserError(
+            f"{source} has depth reads named '{others[0]}' where '{kind.name}' names '{missing[0]}': its config and "
+            "its weights are in two formats"
+        )
+    if missing:
+        raise UserError(f"{source} lacks '{missing[0]}' and {len(missing) - 1} other tensors of depth reads")
+    if others:
+        raise UserError(
+            f"{source} has '{others[0]}' and {len(others) - 1} other tensors of depth reads for which its config "
+            f"('{kind.name}') has no place"
+        )
+    wide = torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors.values()) else torch.float32
+    gathered = {name: torch.empty(tensor.shape, dtype=wide) for name, tensor in residual.state_dict().items()}
+    for row in rows:
+        tensor, place = tensors.pop(row.theirs), gathered[row.ours][row.index]
+        if tensor.numel() != place.numel() or tensor.squeeze().shape != place.squeeze().shape:
+            raise UserError(
+                f"'{row.theirs}' of {source} has shape {tuple(tensor.shape)}: expected {row.shape}, as its config says"
+            )
+        place.copy_(tensor.reshape(place.shape))
+    return gathered
+
+
+def _renamed(tensors: dict[str, Tensor], kind: Format, config: Any, source: str) -> dict[str, Tensor]:
+    """All other tensors under our names."""
+    state = {}
+    for name, tensor in tensors.items():
+        if name.endswith(kind.ignored):
+            continue
+        new = kind.ours(name)
+        if new in state:
+            raise UserError(f"{source} has '{new}' under two names: its weights are in two formats")
+        state[new] = tensor.t().contiguous() if new.endswith(kind.transposed) else tensor
+    if config.tie_word_embeddings and "lm_head.weight" in state:
+        head = state.pop("lm_head.weight")
+        if not torch.equal(state.setdefault(kind.table, head), head):
+            raise UserError(f"{source} ties its head to its embedding, and holds two that differ")
+    return state

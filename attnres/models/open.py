@@ -1,0 +1,401 @@
+"""Opens a model, wherever it is: `open_checkpoint` says what lies there, `Checkpoint.load` gives the model.
+
+A name is one of
+
+    RUN                a run folder: its finished model
+    RUN/checkpoint     a checkpoint of a run: the model as it was then, with the finished run's tokenizer
+    FOLDER             config.json, safetensors and, mostly, a tokenizer
+    OWNER/NAME         a model on the hub, which is fetched
+
+and what lies there is a plain Hugging Face model, one of attnres, or another project's checkpoint with depth reads.
+Looking reads no weight and runs no code. Weights are safetensors; code that comes with a model runs only where it is
+trusted.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
+
+from attnres.data.tokenizer import TOKENIZER_FILES, holds_tokenizer
+from attnres.errors import UserError, first_line, unknown
+from attnres.files import read_json
+from attnres.hub import fetch, is_hub_name
+from attnres.models.classes import register_stored
+from attnres.models.foreign import formats_of
+from attnres.models.foreign.weights import assemble, foreign_config
+from attnres.progress import quiet_transformers
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+DEFAULT_CONTEXT = 2048
+"""Tokens, where neither config nor tokenizer says how long a text may be; lm-eval assumes the same."""
+
+_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_BESIDE = (*TOKENIZER_FILES, "chat_template*", "generation_config.json", "LICENSE*")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model that was looked at and not loaded.
+
+    Attributes:
+        name: what the user called it.
+        folder: where config.json and the weights lie.
+        fields: config.json.
+        run: the run folder that the model is of, or None.
+        tokenizer_folder: where its tokenizer lies, or None.
+        trusted: whether code that comes with it may run.
+    """
+
+    name: str
+    folder: Path
+    fields: dict[str, Any]
+    run: Path | None
+    tokenizer_folder: Path | None
+    trusted: bool
+
+    @property
+    def kind(self) -> Literal["plain", "attnres", "foreign"]:
+        """Whose model it is: plain Transformers', of attnres, or another project's with depth reads."""
+        if str(self.fields.get("model_type")).startswith("attnres_"):
+            return "attnres"
+        return "foreign" if formats_of(self.fields) else "plain"
+
+    @property
+    def code(self) -> dict[str, str]:
+        """Classes that are code in the folder, such as "AutoConfig" -> "module.Class"; none where Transformers' do."""
+        if self.kind == "attnres":
+            return (self.fields.get("residual_family") or {}).get("remote") or {}
+        return (self.fields.get("auto_map") or {}) if self.fields.get("model_type") not in CONFIG_MAPPING else {}
+
+    @property
+    def residual(self) -> str | None:
+        """The name of its residual; None for a plain model."""
+        return getattr(self.config, "residual", None)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of its residual that are not the defaults."""
+        settings = getattr(self.config, "residual_settings", None) or {}
+        return {name: value for name, value in settings.items() if value is not None}
+
+    # ------------------------------------------------------------------ config and tokenizer
+
+    @cached_property
+    def config(self) -> Any:
+        """The Transformers config; of another project's checkpoint, that of the model that it makes here.
+
+        Raises:
+            UserError: code that is not trusted, an unknown type, or fields that make no config.
+        """
+        if self.code and not self.trusted:
+            raise UserError(
+                f"{self.name} brings its own code ({', '.join(sorted(self.code.values()))}), which is not run unasked: "
+                "read it, then pass trust_remote_code (--trust-remote-code)"
+            )
+        kind = self.fields.get("model_type")
+        if self.kind == "foreign":
+            return foreign_config(self.name, self.fields)
+        if self.kind == "attnres":
+            register_stored(self.fields, self.folder, trust_remote_code=self.trusted)
+        elif kind not in CONFIG_MAPPING and not self.code:
+            raise UserError(
+                f"{self.name} is of type '{kind}', which this version of Transformers does not know: upgrade it"
+            )
+        try:
+            return AutoConfig.from_pretrained(self.folder, trust_remote_code=bool(self.code))
+        except UserError:
+            raise
+        except Exception as error:  # strict configs and code raise many kinds
+            raise UserError(f"config.json of {self.name} makes no config ({first_line(error)})") from error
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer.
+
+        Raises:
+            UserError: there is none, it is damaged, or it is another model's.
+        """
+        if self.tokenizer_folder is None:
+            raise UserError(
+                f"{self.folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json of the model there"
+            )
+        config = self.config
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(
+                self.tokenizer_folder, config=config, trust_remote_code=self.trusted
+            )
+        except Exception as error:  # the tokenizers library raises plain Exceptions, code any
+            raise UserError(
+                f"the tokenizer in {self.tokenizer_folder} cannot be opened ({first_line(error)})"
+            ) from error
+        self.check_ids(tokenizer.vocab_size - 1)
+        return tokenizer
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Rows of the token embedding, where the config says."""
+        return getattr(_text_config(self.config), "vocab_size", None)
+
+    @property
+    def context(self) -> int:
+        """The longest sequence, in tokens."""
+        return context_of(self.config, self.tokenizer if self.tokenizer_folder is not None else None)
+
+    def check_ids(self, largest: int) -> None:
+        """Refuse token ids past the end of the embedding with a UserError: the tokenizer belongs to another model."""
+        if self.vocab_size is not None and largest >= self.vocab_size:
+            raise UserError(
+                f"the tokenizer of {self.name} gives id {largest} and the model's embedding has {self.vocab_size} "
+                "rows: they belong to different models, or the embedding was not resized"
+            )
+
+    # ------------------------------------------------------------------ files
+
+    @cached_property
+    def weight_files(self) -> list[Path]:
+        """The safetensors that the index names, or the single one.
+
+        Raises:
+            UserError: there are none, or one that the index names is missing.
+        """
+        files = [self.folder / name for name in _weight_names(self.folder)]
+        missing = [file.name for file in files if not file.is_file()]
+        if not missing:
+            return files
+        if (self.folder / INDEX).is_file():
+            raise UserError(
+                f"{self.name} lacks {missing[0]}, {len(missing)} of the {len(files)} files that {INDEX} names: fetch "
+                "or copy it again"
+            )
+        pickled = sorted(file.name for pattern in _PICKLED for file in self.folder.glob(pattern))
+        if pickled:
+            raise UserError(
+                f"{self.name} has its weights in {pickled[0]}, a pickle, which can run code and is not opened: save it "
+                "as safetensors first"
+            )
+        raise UserError(f"{self.name} has a config.json and holds no weights: expected {SINGLE} or {INDEX}")
+
+    @property
+    def parameter_count(self) -> int:
+        """How many numbers the files of weights hold."""
+        return sum(size for _, _, size, _ in self._tensors())
+
+    def weight_bytes(self, itemsize: int | None = None) -> int:
+        """Bytes of the weights, as they are stored or with `itemsize` bytes each."""
+        return sum(size * (itemsize or _BYTES.get(dtype, 8)) for _, _, size, dtype in self._tensors())
+
+    def _tensors(self) -> Iterator[tuple[Path, str, int, str]]:
+        """File, name, number of elements and dtype of each tensor. Raises UserError for a file that is cut short."""
+        for path in self.weight_files:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118
+                        part = file.get_slice(name)
+                        yield path, name, math.prod(part.get_shape()), part.get_dtype()
+            except (SafetensorError, OSError) as error:
+                raise UserError(
+                    f"{path.name} of {self.name} is damaged or cut short ({error}): fetch or copy it again"
+                ) from error
+
+    def check_weights(self) -> None:
+        """Refuse with a UserError files that are cut short, and weights in fewer than 16 bits."""
+        for _, name, _, dtype in self._tensors():
+            # Integers and booleans may be buffers (masks, ids); as weights they are quantised, as the config says.
+            if dtype.startswith("F") and dtype not in _BYTES:
+                raise UserError(
+                    f"'{name}' of {self.name} has dtype {dtype}: expected {', '.join(_BYTES)}; save a dequantised copy "
+                    "first"
+                )
+
+    def check_added_tokens(self) -> None:
+        """Refuse with a UserError a tokenizer.json that is damaged or has ids, added ones too, past the embedding's."""
+        path = self.folder / "tokenizer.json"
+        if not path.is_file():
+            return
+        try:
+            ids = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
+        except Exception as error:  # the library raises plain Exceptions
+            raise UserError(
+                f"tokenizer.json of {self.name} cannot be read ({first_line(error)}): fetch or copy it again"
+            ) from error
+        self.check_ids(max(ids, default=0))
+
+    def files_beside(self) -> dict[str, Path]:
+        """Files that go along when the model is written elsewhere, by name; Python files where they are trusted."""
+        patterns = (*_BESIDE, "*.py") if self.trusted and self.code else _BESIDE
+        folders = dict.fromkeys((self.folder, self.tokenizer_folder or self.folder))
+        files = (file for folder in folders for pattern in patterns for file in sorted(folder.glob(pattern)))
+        return {file.name: file for file in files if file.is_file()}
+
+    # ------------------------------------------------------------------ the model
+
+    def load(
+        self, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu", **options: Any
+    ) -> PreTrainedModel:
+        """The model, in evaluation mode.
+
+        Args:
+            dtype: of the weights: auto (as stored), a name in `DTYPES` or torch's; a residual's own are always fp32.
+            options: for `from_pretrained`.
+
+        Raises:
+            UserError: weights that are damaged, missing or not of this config; code that is not trusted.
+        """
+        model, _ = self.load_all(dtype, **options)
+        return model if "device_map" in options else model.to(device)
+
+    def load_all(self, dtype: str | torch.dtype = "auto", **options: Any) -> tuple[PreTrainedModel, list[str]]:
+        """The model as from `load`, on the CPU, and the names of stored tensors that its class has no use for."""
+        if isinstance(dtype, str) and dtype != "auto":
+            if dtype not in DTYPES:
+                raise unknown("dtype", dtype, ["auto", *DTYPES])
+            dtype = DTYPES[dtype]
+        config = self.config
+        with quiet_transformers():
+            if self.kind == "foreign":
+                self.check_weights()
+                return assemble(self.name, self.fields, config, self.weight_files, dtype), []
+            try:
+                loaded: Any = AutoModelForCausalLM.from_pretrained(
+                    self.folder,
+                    config=config,
+                    dtype=dtype,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    trust_remote_code=bool(self.code),
+                    **options,
+                )
+            except UserError:
+                raise
+            except Exception as error:  # Transformers, safetensors and code raise many kinds
+                raise UserError(
+                    f"{self.name} cannot be loaded ({first_line(error)}): is it a causal language model, and whole?"
+                ) from error
+        model, info = loaded
+        if info["missing_keys"]:  # Transformers would draw them at random and go on
+            first, *others = sorted(info["missing_keys"])
+            raise UserError(f"{self.name} lacks '{first}' and {len(others)} other tensors: fetch or copy it again")
+        return model.eval(), sorted(info["unexpected_keys"])
+
+
+def open_checkpoint(name: str | Path, *, trust_remote_code: bool = False) -> Checkpoint:
+    """Find a model by its name (see above); no weight is read and no code is run.
+
+    Args:
+        trust_remote_code: code that comes with the model may run when it is loaded.
+
+    Raises:
+        UserError: nothing there, an unfinished run, no config.json of a model, or no weights in safetensors.
+    """
+    path = Path(name).expanduser()
+    run = tokenizer_folder = None
+    if not path.exists() and is_hub_name(str(name)):
+        folder = _fetched(str(name), code=trust_remote_code)
+    else:
+        folder, run, tokenizer_folder = _place(str(name), path)
+    fields = read_json(folder / "config.json")
+    if not isinstance(fields, dict) or not (fields.get("model_type") or fields.get("auto_map") or formats_of(fields)):
+        raise UserError(f"config.json of {name} is not that of a model: it names no model_type")
+    if tokenizer_folder is None and holds_tokenizer(folder):
+        tokenizer_folder = folder
+    checkpoint = Checkpoint(str(name), folder, fields, run, tokenizer_folder, trust_remote_code)
+    _ = checkpoint.weight_files
+    return checkpoint
+
+
+def load(
+    name: str | Path,
+    *,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> PreTrainedModel:
+    """A model with a residual, in evaluation mode.
+
+    >>> model = load("runs/demo/block-seed0")               # doctest: +SKIP
+    >>> model = load("wdlctc/open-attnres-block")           # doctest: +SKIP
+
+    Args:
+        name: a run folder, a checkpoint of a run, a model folder or a name on the hub, of attnres or of another
+            project's depth reads.
+        dtype, device, options: as for `Checkpoint.load`.
+        trust_remote_code: run code that comes with the model (one that was converted from such).
+
+    Raises:
+        UserError: no such model, a plain one, damaged or missing weights, or code that is not trusted.
+    """
+    checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
+    if checkpoint.kind == "plain":
+        raise UserError(
+            f"{name} holds a plain '{checkpoint.fields.get('model_type')}' model: expected one with a residual; "
+            "attnres.convert gives it depth reads"
+        )
+    return checkpoint.load(dtype, device, **options)
+
+
+def context_of(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> int:
+    """The longest sequence in tokens, as lm-eval finds it (0.4.13, `resolve_max_length`)."""
+    for name in ("n_positions", "max_position_embeddings", "n_ctx"):
+        value = getattr(_text_config(config), name, None)
+        if value is not None:
+            return int(value)
+    longest = getattr(tokenizer, "model_max_length", VERY_LARGE_INTEGER)  # by which Transformers means "unknown"
+    return int(longest) if longest != VERY_LARGE_INTEGER else DEFAULT_CONTEXT
+
+
+def _text_config(config: Any) -> Any:
+    return getattr(config, "text_config", None) or config
+
+
+def _place(name: str, path: Path) -> tuple[Path, Path | None, Path | None]:
+    """Folder of the model, run, and folder of the tokenizer where that is another one."""
+    if not path.exists():
+        raise UserError(f"model '{name}' does not exist: expected a run folder, a model folder or a name on the hub")
+    inner = path / "model"
+    if (inner / "config.json").is_file() and (path / "state.json").is_file():
+        if (path / "adapter.safetensors").is_file():
+            raise UserError(f"{name} has LoRA's tensors beside its model, which become one when the run is finished")
+        finished = path.parent / "model"
+        return inner, path.parent, finished if (finished / "config.json").is_file() else None
+    if (inner / "config.json").is_file():
+        return inner, path, None
+    if (path / "checkpoint").is_dir():
+        raise UserError(
+            f"the run in {name} is not finished and has no model yet: continue it with --resume, or give "
+            f"{path / 'checkpoint'}"
+        )
+    if not (path / "config.json").is_file():
+        raise UserError(f"{name} holds no model: expected a run folder, or a folder with config.json and safetensors")
+    is_of_run = path.name == "model" and (path.parent / "metrics.jsonl").is_file()
+    return path, path.parent if is_of_run else None, None
+
+
+def _fetched(name: str, *, code: bool) -> Path:
+    """The folder of a model of the hub: first what says which files are the weights, then those."""
+    folder = fetch(name, [*_BESIDE, "config.json", INDEX, *(["*.py"] if code else [])])
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{name} on the hub holds no model: it has no config.json")
+    return fetch(name, _weight_names(folder))
+
+
+def _weight_names(folder: Path) -> list[str]:
+    if not (folder / INDEX).is_file():
+        return [SINGLE]
+    index = read_json(folder / INDEX)
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not names:
+        raise UserError(f"{INDEX} in {folder} names no files: fetch or copy it again")
+    return sorted(set(names.values()))
