@@ -18,12 +18,13 @@ from attnres.figures.plot import (
     depth_axis,
     depth_line,
     head,
+    label,
     legend,
     log_if_wide,
     panels,
-    short,
     thin_ticks,
 )
+from attnres.residuals import Source
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
@@ -177,11 +178,11 @@ def source_norms(comparison: Comparison) -> Plot:
     figure, axes = canvas(width, 2.3 * lines, lines, columns, sharey=True)
     for ax in list(axes.flat)[len(shown) :]:
         ax.remove()
-    for ax, (one, look, names, rms) in zip(axes.flat, shown):
-        places = np.arange(len(names))
-        ax.plot(places, rms, "o-", color=look["color"], linewidth=0.7, markersize=3 if len(names) < 60 else 1.6)
+    for ax, (one, look, sources, rms) in zip(axes.flat, shown):
+        places = np.arange(len(sources))
+        ax.plot(places, rms, "o-", color=look["color"], linewidth=0.7, markersize=3 if len(sources) < 60 else 1.6)
         log_if_wide(ax, np.concatenate([values for *_, values in shown]))
-        thin_ticks(ax.xaxis, places.tolist(), [short(name) for name in names], (width - 1) / columns)
+        thin_ticks(ax.xaxis, places.tolist(), [label(source) for source in sources], (width - 1) / columns)
         for tick in ax.get_xticklabels():
             tick.set(rotation=90, ha="center")
         ax.grid(visible=False, axis="x")
@@ -195,12 +196,9 @@ def source_norms(comparison: Comparison) -> Plot:
     return Plot(*comparison.named("source-norms", "magnitudes of sources"), caption, figure)
 
 
-def last_sources(seen: "Inspection") -> tuple[list[str], list[float]] | None:
-    """Names and RMS of the sources of the last read with a softmax and more than one source."""
-    if seen.routing is None:
-        return None
-    for read in range(len(seen.routing["reads"]) - 1, -1, -1):
-        names = seen.routing["sources"][read]
-        if read < len(seen.source_rms) and len(seen.source_rms[read]) == len(names) > 1:
-            return names, seen.source_rms[read]
+def last_sources(inspection: "Inspection") -> tuple[Sequence[Source], list[float]] | None:
+    """Return the sources, with their RMS, of the last read of several whose magnitudes were measured."""
+    for read, rms in reversed(list(zip(inspection.layout, inspection.source_rms))):
+        if len(rms) == len(read.sources) > 1:
+            return read.sources, rms
     return None

@@ -1,5 +1,6 @@
 """The learned side: which reads ask alike, what sources look alike, and what gates hold reads back."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,9 +22,9 @@ from attnres.figures.plot import (
     depth_axis,
     depth_line,
     head,
-    outputs,
-    short,
+    label,
 )
+from attnres.residuals import Read, outputs
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
@@ -37,14 +38,14 @@ def queries(inspection: "Inspection") -> Plot:
     pca = inspection.query_pca
     side = 2.75
     figure, axes = canvas(PAGE if pca else COLUMN, side + 0.35, 1, 2 if pca else 1)
-    ax, names = axes[0, 0], [short(read) for read in inspection.reads]
+    ax, names = axes[0, 0], [label(read) for read in inspection.layout]
     mesh = cells(ax, cosine, norm=SIGNED, colourmap=SIGNED_MAP)
     named(ax, names, names, np.arange(len(cosine), dtype=float), side - 0.6, side - 0.4)
     ax.set_aspect("equal")
     head(ax, "cosine of queries")
     scale(figure, mesh, ax, "", fraction=0.045)
     if pca:
-        _scatter(figure, axes[0, 1], pca, inspection.reads)
+        _scatter(figure, axes[0, 1], pca, inspection.layout)
     caption = "Cosine of each two reads' pseudo-query times key gain, w g. Hatched: no query, or one of zero length."
     if pca:
         caption += (
@@ -53,7 +54,7 @@ def queries(inspection: "Inspection") -> Plot:
     return Plot("queries", f"{inspection.model['name']}: which reads ask alike", caption, figure)
 
 
-def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: list[str]) -> None:
+def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: Sequence[Read]) -> None:
     points = np.array(pca["points"], dtype=float)
     there = np.isfinite(points[:, 0])
     depth = np.arange(len(points))
@@ -62,7 +63,7 @@ def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: list[str]) -> Non
     ax.plot(*points[there].T, color=style.GRID, linewidth=0.7, zorder=1)
     keys = []
     for kind, mark in marks.items():
-        mine = there & np.array([read.split()[0] == kind for read in reads])
+        mine = there & np.array([read.kind == kind for read in reads])
         if not mine.any():
             continue
         name = {"attention": "attention", "mlp": "MLP", "output": "output"}[kind]
@@ -82,7 +83,7 @@ def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: list[str]) -> Non
     first, last = np.flatnonzero(there)[[0, -1]]
     for i in (first, last):
         ax.annotate(
-            short(reads[i]), points[i], xytext=(4, 4), textcoords="offset points", fontsize=SMALL, color=style.INK
+            label(reads[i]), points[i], xytext=(4, 4), textcoords="offset points", fontsize=SMALL, color=style.INK
         )
     ax.axhline(0, color=style.GRID, linewidth=0.8, zorder=0)
     ax.axvline(0, color=style.GRID, linewidth=0.8, zorder=0)
@@ -105,8 +106,7 @@ def keys(inspection: "Inspection") -> Plot:
         raise NotShown("the output's read is no softmax over more than one source")
     assert inspection.routing is not None
     cosine = np.array(inspection.key_cosine, dtype=float)
-    rows = [row for row in inspection.routing["sources"] if len(row) == len(cosine)]
-    names = [short(name) for name in (rows[-1] if rows else map(str, range(len(cosine))))]
+    names = [label(source) for source in inspection.layout[-1].sources]
     side = COLUMN - 0.9
     figure, axes = canvas(COLUMN, side + 0.4)
     mesh = cells(axes[0, 0], cosine, norm=SIGNED, colourmap=SIGNED_MAP)
@@ -143,7 +143,7 @@ def gates(inspection: "Inspection") -> Plot:
         if name == "mix":
             columns = ["emb", *columns[:-1]]
         elif name in _TABLES:
-            rows = [short(row) for row in outputs(len(table))[1:]]
+            rows = [label(row) for row in outputs(len(table) + 1)[1:]]
         named(ax, columns, rows, np.arange(len(table), dtype=float), side - 0.5, side)
         head(ax, title)
     if tables:

@@ -11,7 +11,8 @@ from matplotlib.patches import FancyArrowPatch
 from attnres.figures import style
 from attnres.figures.cells import cell_numbers, cells, named, scale
 from attnres.figures.comparison import Comparison
-from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, outputs, short
+from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label
+from attnres.residuals import Read, outputs
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
@@ -39,10 +40,11 @@ def mixing(comparison: Comparison) -> Plot:
     for ax in list(axes.flat)[len(tables) :]:
         ax.remove()
     for i, (name, values) in enumerate(tables):
-        ax, reads = axes.flat[i], [*outputs(len(values) - 1)[1:], "output"]
+        ax, written = axes.flat[i], outputs(len(values))
+        reads = [*written[1:], Read("output", None, ())]
         mesh = cells(ax, values)
-        across = [short(part) for part in outputs(len(values) - 1)]
-        named(ax, across, [short(part) for part in reads], np.arange(len(values), dtype=float), side, side)
+        across = [label(part) for part in written]
+        named(ax, across, [label(part) for part in reads], np.arange(len(values), dtype=float), side, side)
         ax.set_aspect("equal")
         if len(tables) > 1:
             head(ax, name, inches=side + 0.1)

@@ -9,13 +9,11 @@ from matplotlib.colors import Normalize
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from attnres.figures.cells import cell_numbers, cells, named, scale
-from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, plain, short
+from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label, plain
 from attnres.inspect.routing import Routing
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import ByLabel, Inspection
-
-_SEALED = ("block", "state")
 
 
 def shares(inspection: "Inspection") -> Routing:
@@ -25,13 +23,9 @@ def shares(inspection: "Inspection") -> Routing:
     """
     if inspection.routing is None:
         raise NotShown(f"{inspection.model['residual']} weighs nothing")
-    found = inspection.routing
-    kept = [r for r, row in enumerate(found["weights"]) if row]
-    return Routing(
-        [found["reads"][r] for r in kept],
-        [found["sources"][r] for r in kept],
-        [share(found["weights"][r]).tolist() for r in kept],
-    )
+    weights = inspection.routing["weights"]
+    kept = [r for r, row in enumerate(weights) if row]
+    return Routing([inspection.layout[r] for r in kept], [share(weights[r]).tolist() for r in kept])
 
 
 def share(row: Sequence[float]) -> np.ndarray:
@@ -54,11 +48,11 @@ def boundaries(routing: Routing, most: int = 7) -> list[int]:
 
     Where no source is a block or a state, as in Full, every read is a boundary. More than `most` are thinned evenly.
     """
-    sealed = [sum(name.split()[0] in _SEALED for name in row) for row in routing.sources]
-    last = len(routing.reads) - 1
+    sealed = [routing.composites(row) for row in range(len(routing.layout))]
+    last = len(routing.layout) - 1
     rows = [r for r in range(1, last) if sealed[r] > sealed[r - 1]]
     if not any(sealed):
-        rows = [r for r in range(last) if len(routing.sources[r]) > 1]
+        rows = [r for r in range(last) if len(routing.layout[r].sources) > 1]
     rows.append(last)
     if len(rows) > most:
         rows = [rows[i] for i in np.unique(np.linspace(0, len(rows) - 1, most).round().astype(int))]
@@ -67,14 +61,14 @@ def boundaries(routing: Routing, most: int = 7) -> list[int]:
 
 def which_reads(routing: Routing) -> str:
     """How a caption names the reads that `boundaries` chooses."""
-    sealed = any(name.split()[0] in _SEALED for row in routing.sources for name in row)
+    sealed = any(map(routing.composites, range(len(routing.layout))))
     return f"in {'the reads with which blocks begin' if sealed else 'some of the reads, evenly chosen'} and in the last"
 
 
 def last_mix(routing: Routing) -> int:
     """Row of the last read with more than one source: the output's in most layouts. Raises `NotShown`."""
-    for row in range(len(routing.reads) - 1, -1, -1):
-        if len(routing.sources[row]) > 1:
+    for row in range(len(routing.layout) - 1, -1, -1):
+        if len(routing.layout[row].sources) > 1:
             return row
     raise NotShown("every read has one source")
 
@@ -84,36 +78,35 @@ def patterns(inspection: "Inspection", width: float = PAGE) -> Plot:
     in a column's width. Raises NotShown."""
     routing = shares(inspection)
     columns = routing.columns()
-    kinds: dict[str, list[str]] = {}
-    for read in routing.reads:
-        kinds.setdefault(read.split()[0], []).append(read)
+    kinds: dict[str, list[int]] = {}
+    for row, read in enumerate(routing.layout):
+        kinds.setdefault(read.kind, []).append(row)
     output = kinds.pop("output", [])
     tables = list(kinds.items()) or [("output", [])]
     tables[-1] = (tables[-1][0], tables[-1][1] + output)
-    most = max(len(reads) for _, reads in tables)
+    most = max(len(rows) for _, rows in tables)
     row_inches = min(0.24, max(0.035, 4.2 / most))
     across = len(tables) if width > COLUMN else 1
     down = len(tables) // across
     figure, axes = canvas(width, down * (row_inches * (most + 0.5) + 0.95), down, across)
     panel = (width - 0.75) / across - 0.6
-    for ax, (kind, reads) in zip(axes.flat, tables, strict=True):
-        values = routing.matrix(reads, columns)
+    for ax, (kind, rows) in zip(axes.flat, tables, strict=True):
+        values, reads = routing.matrix(rows, columns), [routing.layout[row] for row in rows]
         tops = np.arange(len(reads), dtype=float)
-        if len(reads) > 1 and reads[-1] == "output":
+        if len(reads) > 1 and reads[-1].kind == "output":
             tops[-1] += 0.5
         mesh = cells(ax, values, tops=tops)
         if panel / len(columns) > 0.17 and row_inches > 0.12:
             cell_numbers(ax, mesh, values, tops, size=SMALL - 0.5)
-        rows = ["output" if read == "output" else f"layer {read.split()[-1]}" for read in reads]
-        named(ax, [short(name) for name in columns], rows, tops, panel, row_inches * len(reads))
+        names = ["output" if read.number is None else f"layer {read.number}" for read in reads]
+        named(ax, [label(source) for source in columns], names, tops, panel, row_inches * len(reads))
         titles = {"attention": "before attention", "mlp": "before the MLP", "output": "at the output"}
         head(ax, titles.get(kind, f"before {kind}"))
     scale(figure, mesh, list(axes.flat), "share of the read", aspect=22 * down)
     caption = f"{what_shares_are(inspection)} of each source (columns) in each read (rows)"
     caption += f" over {inspection.data['tokens']:,} tokens." if "tokens" in inspection.data else "."
     caption += " Hatched: no source of that read."
-    if "partial" in columns:
-        caption += " Partial: the sum so far of the block in progress."
+    caption += "".join(f" {label(source).capitalize()}: {source.meaning}." for source in columns if source.open)
     return Plot("patterns", f"{inspection.model['name']}: where reads come from", caption, figure)
 
 
@@ -126,12 +119,11 @@ def differ(inspection: "Inspection") -> bool:
 def at_boundaries(inspection: "Inspection") -> Plot:
     """One table: the reads with which blocks begin, and the output's."""
     routing = shares(inspection)
-    if not any(name.split()[0] in _SEALED for row in routing.sources for name in row):
+    if not any(map(routing.composites, range(len(routing.layout)))):
         raise NotShown("no blocks, so no block boundaries")
-    reads = [routing.reads[row] for row in boundaries(routing, most=24)]
-    sources = [routing.sources[routing.reads.index(read)] for read in reads]
-    columns = [name for name in routing.columns() if any(name in row for row in sources)]
-    values = routing.matrix(reads, columns)
+    rows = boundaries(routing, most=24)
+    reads, columns = [routing.layout[row] for row in rows], routing.columns(rows)
+    values = routing.matrix(rows, columns)
     width = COLUMN if len(columns) <= 10 else PAGE
     height = min(0.24, 4.2 / len(reads)) * len(reads)
     figure, axes = canvas(width, height + 0.85)
@@ -139,7 +131,7 @@ def at_boundaries(inspection: "Inspection") -> Plot:
     mesh = cells(ax, values)
     if (width - 1.2) / len(columns) > 0.22:
         cell_numbers(ax, mesh, values, tops, size=SMALL - 0.5)
-    named(ax, [short(name) for name in columns], [short(read) for read in reads], tops, width - 1.2, height)
+    named(ax, [label(source) for source in columns], [label(read) for read in reads], tops, width - 1.2, height)
     scale(figure, mesh, ax, "share of the read", fraction=0.05)
     caption = f"{what_shares_are(inspection)} of each source in the reads with which blocks begin, and at the output."
     return Plot("boundaries", f"{inspection.model['name']}: reads at block boundaries", caption, figure)
@@ -154,16 +146,14 @@ def by_label(inspection: "Inspection", part: "ByLabel | None", name: str, what: 
     assert inspection.routing is not None
     _refuse_constant(part)
     source = "embedding"
-    rows = [row for row in boundaries(routing, most=6) if len(routing.sources[row]) > 1]
-    rows = [row for row in rows if source in routing.sources[row]]
+    rows = [row for row in boundaries(routing, most=6) if routing.weighs(row, source)]
     if not rows:
         raise NotShown("no read weighs the embedding beside another source")
     names = part["names"]
     height = 0.15 * len(names) + 0.75
     figure, axes = canvas(PAGE, height, 1, len(rows), sharey=True)
     for ax, row in zip(axes[0], rows, strict=True):
-        read = inspection.routing["reads"].index(routing.reads[row])
-        column = inspection.routing["sources"][read].index(source)
+        read, column = inspection.layout.index(routing.layout[row]), routing.place(row, source)
         values, errors = [], []
         for weights, error in zip(part["weights"], part.get("error") or [None] * len(names), strict=True):
             size = sum(abs(value or 0.0) for value in weights[read]) or 1.0
@@ -174,11 +164,11 @@ def by_label(inspection: "Inspection", part: "ByLabel | None", name: str, what: 
         mean = float(np.average(values, weights=part["tokens"]))
         ax.axvline(mean, color="#4a5260", linewidth=0.9)
         ax.errorbar(values, places, xerr=errors, fmt="o", color="#0072b2", markersize=3, linewidth=1.2)
-        head(ax, short(routing.reads[row]))
+        head(ax, label(routing.layout[row]))
         ax.set_xlim(0, 1.12 * max([mean, *np.add(values, np.nan_to_num(errors)).tolist()]) or 1)
         ax.xaxis.set_major_locator(MaxNLocator(nbins=3 if len(rows) < 4 else 2, steps=[1, 2, 5, 10]))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}".replace("0.", ".", 1)))
-        ax.set_yticks(places, [plain(label) for label in names], fontsize=SMALL)
+        ax.set_yticks(places, [plain(name) for name in names], fontsize=SMALL)
         ax.set_ylim(len(names) - 0.5, -0.5)
         ax.tick_params(axis="y", length=0)
     figure.supxlabel("weight of the embedding", fontsize=SMALL + 0.5)
@@ -217,20 +207,20 @@ def label_sources(inspection: "Inspection") -> Plot:
     assert inspection.routing is not None
     _refuse_constant(part)
     row = last_mix(routing)
-    read = inspection.routing["reads"].index(routing.reads[row])
+    read = inspection.layout.index(routing.layout[row])
     all_tokens = np.array(routing.weights[row])
     values = np.stack([share([value or 0.0 for value in weights[read]]) for weights in part["weights"]]) - all_tokens
-    columns, names = routing.sources[row], part["names"]
+    columns, names = routing.layout[row].sources, part["names"]
     largest = max(0.01, float(np.abs(values).max()))
     height = 0.17 * len(names)
     figure, axes = canvas(COLUMN if len(columns) <= 10 else PAGE, height + 0.95)
     width = figure.get_figwidth() - 1.9
     ax, tops = axes[0, 0], np.arange(len(names), dtype=float)
     mesh = cells(ax, values, norm=Normalize(-largest, largest), colourmap="RdBu_r")
-    named(ax, [short(column) for column in columns], names, tops, width, height)
+    named(ax, [label(source) for source in columns], names, tops, width, height)
     scale(figure, mesh, ax, "less or more than all tokens", fraction=0.05)
     caption = (
-        f"{what_shares_are(inspection)} of each source at the read '{routing.reads[row]}' by kind of token, less that "
-        "of all tokens."
+        f"{what_shares_are(inspection)} of each source at the read '{routing.layout[row].name}' by kind of token, less "
+        "that of all tokens."
     )
     return Plot("kinds-sources", f"{inspection.model['name']}: sources by kind of token", caption, figure)

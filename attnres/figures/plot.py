@@ -12,13 +12,14 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 from attnres.figures import style
+from attnres.residuals import Read, Source
 from attnres.text import short as short_number
 
 COLUMN, PAGE = 3.3, 6.9
 """Inches: a column and the full width of a two-column paper. Text in figures of this width is 5.5 to 8 points."""
 SMALL = 7.0
 """Points: tick labels and legends of a figure in a paper."""
-_SHORT = {"embedding": "emb", "attention": "attn", "output": "out"}
+_LABELS = {"embedding": "emb", "attention": "attn", "output": "out"}
 
 
 @dataclass(frozen=True)
@@ -80,15 +81,10 @@ def plain(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def short(name: str) -> str:
-    """A source's or read's name in a few letters: emb, attn 3, mlp 3, block 2, out."""
-    kind, _, number = name.partition(" ")
-    return f"{_SHORT.get(kind, kind)} {number}".strip()
-
-
-def outputs(num_sublayers: int) -> list[str]:
-    """Names of the L+1 outputs: embedding, attention 0, mlp 0, ..."""
-    return ["embedding"] + [f"{'mlp' if i % 2 else 'attention'} {i // 2}" for i in range(num_sublayers)]
+def label(part: Read | Source) -> str:
+    """A source's or read's name on an axis: emb, attn 3, mlp 3, block 2, out."""
+    kind = _LABELS.get(part.kind, part.kind)
+    return plain(kind if part.number is None else f"{kind} {part.number}")
 
 
 def thin_ticks(axis: Axis, places: Sequence[float], names: Sequence[str], inches: float, size: float = SMALL) -> None:

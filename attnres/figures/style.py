@@ -14,22 +14,15 @@ from matplotlib.figure import Figure
 
 from attnres.errors import unknown
 from attnres.files import write_bytes
+from attnres.residuals import RESIDUALS, traits_of
 
 FORMATS = ("pdf", "png", "svg")
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5f6b7a", "#e2e6eb", "#fdfdfc"
 
-# Okabe & Ito's palette (2008), the residual that all are held against in the text's own colour.
-COLOURS = {
-    "standard": "#4a5260",
-    "rescaled": "#cc79a7",
-    "block": "#0072b2",
-    "full": "#d55e00",
-    "denseformer": "#009e73",
-    "hyper_connections": "#56b4e9",
-    "deepnorm": "#e69f00",
-}
+# Okabe & Ito's palette (2008), the residual that all are held against in the text's own colour (`Traits.colour`).
+COLOURS = {name: cls.traits.colour for name, cls in RESIDUALS.items() if cls.traits.colour is not None}
 OTHERS = ("#8c6bb1", "#7f7f00", "#5b8c5a", "#b07d62")
-_SHARED = {"cumulative": 0, "boundary": 2, "boundary_normed": 3}
+"""Shared by the residuals without a colour of their own, which each have a dash as well."""
 
 DASHES = ("-", (0, (5, 1.6)), (0, (1.4, 1.4)), (0, (5, 1.4, 1.4, 1.4)), (0, (8, 2, 2, 2, 2, 2)))
 
@@ -89,8 +82,7 @@ def style() -> Generator[None]:
 
 def colour_of(residual: str) -> str:
     """The colour of a residual, always the same one."""
-    place = _SHARED.get(residual, zlib.crc32(residual.encode()))
-    return COLOURS.get(residual) or OTHERS[place % len(OTHERS)]
+    return traits_of(residual).colour or OTHERS[zlib.crc32(residual.encode()) % len(OTHERS)]
 
 
 def looks(residuals: Mapping[str, str]) -> dict[str, dict[str, Any]]:
@@ -101,7 +93,7 @@ def looks(residuals: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     result: dict[str, dict[str, Any]] = {}
     seen: Counter[str] = Counter()
     for label, name in residuals.items():
-        group = name if name in COLOURS else ""
+        group = name if traits_of(name).colour else ""
         dash = seen[group] + (not group)
         result[label] = {"color": colour_of(name), "linestyle": DASHES[dash % len(DASHES)]}
         seen[group] += 1

@@ -14,7 +14,8 @@ from matplotlib.patches import Rectangle
 
 from attnres.figures import style
 from attnres.figures.patterns import boundaries, last_mix, share, shares, which_reads
-from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, number, plain, short
+from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label, number, plain
+from attnres.residuals import Read, Source
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
@@ -33,18 +34,20 @@ def stacked(inspection: "Inspection", read: str | None = None) -> Plot:
     Raises:
         NotShown: there is no example, or the read has one source.
     """
-    tokens, weights, names, which = _example(inspection, read)
-    groups = _grouped(names)
-    parts = np.stack([weights[:, [names.index(name) for name in members]].sum(1) for _, members in groups])
+    tokens, weights, shown_read = _example(inspection, read)
+    groups = _grouped(shown_read.sources)
+    parts = np.stack([weights[:, members].sum(1) for members in groups])
+    firsts, lasts = ([shown_read.sources[members[i]] for members in groups] for i in (0, -1))
+    titles = [label(a) if a == b else f"{label(a)} – {label(b)}" for a, b in zip(firsts, lasts)]
     count = min(len(tokens), BARS * ROWS)
     rows = -(-count // BARS)
     figure, axes = canvas(PAGE, 1.4 * rows + 0.45, rows, 1)
-    colours = _colours([label for label, _ in groups])
+    colours = _colours(firsts)
     for row, ax in enumerate(axes[:, 0]):
         span = slice(row * BARS, min((row + 1) * BARS, count))
         places, floor = np.arange(span.stop - span.start), np.zeros(span.stop - span.start)
-        for (label, _), part, colour in zip(groups, parts, colours, strict=True):
-            ax.bar(places, part[span], 0.92, floor, color=colour, label=label, linewidth=0)
+        for title, part, colour in zip(titles, parts, colours, strict=True):
+            ax.bar(places, part[span], 0.92, floor, color=colour, label=title, linewidth=0)
             floor = floor + part[span]
         ax.set_xlim(-0.6, max(BARS, 1) - 0.4 if rows > 1 else len(places) - 0.4)
         ax.set_ylim(0, 1)
@@ -57,7 +60,8 @@ def stacked(inspection: "Inspection", read: str | None = None) -> Plot:
     columns = max(1, min(len(labels), int(PAGE * 72 / ((max(map(len, labels)) * 0.6 + 3.6) * SMALL))))
     figure.legend(handles, labels, loc="outside upper left", ncols=columns, fontsize=SMALL, handlelength=1)
     cut = f" Shown: the first {count} tokens." if count < len(tokens) else ""
-    caption = f"Sources of the read '{which}' at each token of the example; \N{OPEN BOX}: space, ↵: line break.{cut}"
+    caption = f"Sources of the read '{shown_read.name}' at each token of the example"
+    caption += f"; \N{OPEN BOX}: space, ↵: line break.{cut}"
     return Plot("tokens", f"{inspection.model['name']}: where each token reads from", caption, figure)
 
 
@@ -73,9 +77,7 @@ def token_map(inspection: "Inspection", source: str = "embedding") -> Plot:
     if example is None:
         raise NotShown("the inspection has no example text")
     assert inspection.routing is not None
-    rows = [
-        row for row in boundaries(routing, most=6) if source in routing.sources[row] and len(routing.sources[row]) > 1
-    ]
+    rows = [row for row in boundaries(routing, most=6) if routing.weighs(row, source)]
     if not rows:
         raise NotShown(f"no read weighs {source} beside another source")
     columns = 1 if len(rows) == 1 else 2
@@ -83,9 +85,8 @@ def token_map(inspection: "Inspection", source: str = "embedding") -> Plot:
     fragments, lines, letters, shown = _layout(example["tokens"], min(44, LINES // height))
     panels = {}
     for row in rows:
-        read = inspection.routing["reads"].index(routing.reads[row])
-        column = inspection.routing["sources"][read].index(source)
-        panels[routing.reads[row]] = np.array([share(token)[column] for token in example["weights"][read]])
+        read, column = inspection.layout.index(routing.layout[row]), routing.place(row, source)
+        panels[routing.layout[row]] = np.array([share(token)[column] for token in example["weights"][read]])
     _refuse_constant(np.stack(list(panels.values()), axis=1))
     letter = min(4.2, 72 * (3.05 if columns == 2 else 2.75) / letters)  # points
     page = 72 * (9 / height - 0.3) / 1.28 / lines
@@ -117,7 +118,7 @@ def token_map(inspection: "Inspection", source: str = "embedding") -> Plot:
         ax.grid(visible=False)
         for spine in ax.spines.values():
             spine.set_visible(False)
-        head(ax, f"{short(read)}: mean {number(float(weights.mean()))}, largest {number(top)}", pad=3)
+        head(ax, f"{label(read)}: mean {number(float(weights.mean()))}, largest {number(top)}", pad=3)
     colours = matplotlib.cm.ScalarMappable(Normalize(0, 1), MAP)
     bar = figure.colorbar(colours, ax=axes[0].tolist() if height > 1 else list(axes.flat), fraction=0.02, pad=0.01)
     bar.set_ticks([0, 1], labels=["0", "largest"])
@@ -136,22 +137,22 @@ def token_map(inspection: "Inspection", source: str = "embedding") -> Plot:
 # ------------------------------------------------------------------ tokens as text
 
 
-def _example(inspection: "Inspection", read: str | None) -> tuple[list[str], np.ndarray, list[str], str]:
-    """Tokens, (tokens, sources) shares, the sources' names, and the read's (by default the last with several)."""
+def _example(inspection: "Inspection", name: str | None) -> tuple[list[str], np.ndarray, Read]:
+    """Tokens, (tokens, sources) shares, and the read (by default the last with several sources)."""
     if inspection.example is None:
         raise NotShown("the inspection has no example text")
     routing = shares(inspection)
-    read = read or routing.reads[last_mix(routing)]
-    if read not in routing.reads:
-        raise NotShown(f"there is no read '{read}' that weighs its sources")
-    assert inspection.routing is not None
-    index = inspection.routing["reads"].index(read)
-    names = inspection.routing["sources"][index]
-    if len(names) < 2:
-        raise NotShown(f"the read '{read}' has one source")
+    read = next((read for read in routing.layout if read.name == name), None)
+    if name is None:
+        read = routing.layout[last_mix(routing)]
+    if read is None:
+        raise NotShown(f"there is no read '{name}' that weighs its sources")
+    index = inspection.layout.index(read)
+    if len(read.sources) < 2:
+        raise NotShown(f"the read '{read.name}' has one source")
     weights = np.stack([share(token) for token in inspection.example["weights"][index]])
     _refuse_constant(weights)
-    return inspection.example["tokens"], weights, names, read
+    return inspection.example["tokens"], weights, read
 
 
 def _refuse_constant(weights: np.ndarray) -> None:
@@ -210,23 +211,21 @@ def _label(token: str) -> str:
 # ------------------------------------------------------------------ sources as a few colours
 
 
-def _grouped(names: Sequence[str]) -> list[tuple[str, list[str]]]:
-    """Sources in groups of neighbours, at most nine and those that stand for themselves: (label, members)."""
-    inner = [name for name in names if name.split()[0] not in ("embedding", "partial", "stream", "null")]
-    alone = [name for name in names if name not in inner]
-    pieces = [list(part) for part in np.array_split(inner, min(len(inner), 9))] if inner else []
-    groups = [(_span([str(name) for name in part]), [str(name) for name in part]) for part in pieces]
-    first = [(name, [name]) for name in alone if name == "embedding"]
-    return first + groups + [(name, [name]) for name in alone if name != "embedding"]
+def _grouped(sources: Sequence[Source]) -> list[list[int]]:
+    """Places of sources in groups of neighbours, at most nine, and those that stand for themselves: the embedding
+    first, what is open last."""
+    first = [[i] for i, source in enumerate(sources) if source.kind == "embedding"]
+    last = [[i] for i, source in enumerate(sources) if source.open]
+    inner = [i for i in range(len(sources)) if [i] not in first + last]
+    parts = np.array_split(inner, min(len(inner), 9)) if inner else []
+    return [*first, *(part.tolist() for part in parts), *last]
 
 
-def _span(members: list[str]) -> str:
-    return short(members[0]) if len(members) == 1 else f"{short(members[0])} – {short(members[-1])}"
-
-
-def _colours(labels: Sequence[str]) -> list[Any]:
-    """The embedding orange, unfinished work grey, the rest from dark to light by depth."""
-    fixed = {"embedding": "#d55e00", "partial": "#9aa3ad", "stream": "#9aa3ad", "null": "#d9dde2"}
-    inner = [label for label in labels if label not in fixed]
+def _colours(groups: Sequence[Source]) -> list[Any]:
+    """The embedding orange, what is open grey, the rest from dark to light by depth; one source of each group."""
+    fixed = {"embedding": "#d55e00", "null": "#d9dde2"}
+    inner = [source for source in groups if source.kind != "embedding" and not source.open]
     scale = matplotlib.colormaps["viridis"](np.linspace(0.05, 0.95, max(1, len(inner))))
-    return [fixed[label] if label in fixed else tuple(scale[inner.index(label)]) for label in labels]
+    return [
+        tuple(scale[inner.index(source)]) if source in inner else fixed.get(source.kind, "#9aa3ad") for source in groups
+    ]

@@ -1,5 +1,6 @@
 """One held-out text in the page, each token on the colour of how much it reads of the embedding."""
 
+from collections.abc import Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -7,6 +8,7 @@ import numpy as np
 
 from attnres.figures.patterns import boundaries, share, shares
 from attnres.figures.plot import NotShown, number
+from attnres.residuals import Source
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
@@ -26,29 +28,28 @@ def example(inspection: "Inspection", source: str = "embedding") -> str:
         routing = shares(inspection)
     except NotShown:
         return ""
-    found, names = inspection.example, inspection.routing
-    if found is None or names is None:
+    words = inspection.example
+    if words is None:
         return ""
-    rows = [row for row in boundaries(routing, most=READS + 1) if source in routing.sources[row]]
+    rows = [row for row in boundaries(routing, most=READS + 1) if routing.weighs(row, source)]
     blocks = []
-    for row in [row for row in rows if len(routing.sources[row]) > 1][-READS:]:
-        read = names["reads"].index(routing.reads[row])
-        weights = np.stack([share(token) for token in found["weights"][read]])
-        column = names["sources"][read].index(source)
+    for row in rows[-READS:]:
+        read, column = routing.layout[row], routing.place(row, source)
+        weights = np.stack([share(token) for token in words["weights"][inspection.layout.index(read)]])
         if len(weights) > 1 and np.ptp(weights, axis=0).max() < 1e-6:
             continue
         top = float(weights[:, column].max()) or 1.0
         tokens = [
-            _token(text, kind, token, names["sources"][read], float(token[column]) / top)
-            for text, kind, token in zip(found["tokens"], found["kinds"], weights, strict=True)
+            _token(text, kind, token, read.sources, float(token[column]) / top)
+            for text, kind, token in zip(words["tokens"], words["kinds"], weights, strict=True)
         ]
         mean = float(weights[:, column].mean())
-        lead = f"{routing.reads[row]}: mean {number(mean)}, largest {number(top)}"
+        lead = f"{read.name}: mean {number(mean)}, largest {number(top)}"
         blocks.append(f'<div><h3>{escape(lead)}</h3><pre class="tokens">{"".join(tokens)}</pre></div>')
     return f'<div class="figures texts">{"".join(blocks)}</div>' if blocks else ""
 
 
-def _token(text: str, kind: str, weights: np.ndarray, sources: list[str], part: float) -> str:
+def _token(text: str, kind: str, weights: np.ndarray, sources: Sequence[Source], part: float) -> str:
     most = np.argsort(-weights)[:NAMED]
-    title = f"{kind}: " + ", ".join(f"{sources[i]} {number(float(weights[i]))}" for i in most)
+    title = f"{kind}: " + ", ".join(f"{sources[i].name} {number(float(weights[i]))}" for i in most)
     return f'<span style="--w:{DEEPEST * part:.0f}%" title="{escape(title, quote=True)}">{escape(text)}</span>'

@@ -101,8 +101,8 @@ def _same_conditions(study: Study) -> str:
         return ""
     if not equal_conditions(study):
         return "The runs were not trained under equal conditions: what differs is listed at the end of the page."
-    scaled = any(run.residual == "deepnorm" for run in study.runs)
-    weights = "the same initial shared weights" + (" (deepnorm's branches scaled down)" if scaled else "")
+    scaled = [run.residual for run in study.runs if run.traits.scales_branches]
+    weights = "the same initial shared weights" + (f" ({scaled[0]}'s branches scaled down)" if scaled else "")
     return f"Every variant: {weights}, the same batches in the same order."
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from attnres.errors import UserError
 from attnres.files import read_json
 from attnres.inspect.inspection import Inspection
+from attnres.residuals import Traits, traits_of
 from attnres.training import metrics
 
 RUN_NAME = re.compile(r"(?P<label>.+)-seed(?P<seed>\d+)")
@@ -48,6 +49,11 @@ class Run:
     @property
     def residual(self) -> str:
         return str(self.config.get("model", {}).get("residual", self.label))
+
+    @property
+    def traits(self) -> Traits:
+        """What its mechanism is."""
+        return traits_of(self.residual, (self.summary or {}).get("traits"))
 
     @property
     def lr(self) -> float | None:
@@ -166,7 +172,8 @@ def _load_folder(folder: Path) -> Study:
     found = list(dict.fromkeys(run.label for run in runs))
     planned = [label for label in plan.get("labels", []) if label in found]
     # Without a plan: standard first, its control next, the rest by name.
-    rest = sorted((label for label in found if label not in planned), key=_label_order)
+    first = {run.label: run for run in reversed(runs)}
+    rest = sorted((label for label in found if label not in planned), key=lambda label: _label_order(first[label]))
     here = {(run.label, run.seed) for run in runs}
     return Study(
         title=folder.resolve().name,
@@ -183,8 +190,10 @@ def _load_folder(folder: Path) -> Study:
     )
 
 
-def _label_order(label: str) -> tuple[int, str]:
-    return (0 if label.startswith("standard") else 1 if label.startswith("rescaled") else 2, label)
+def _label_order(run: Run) -> tuple[int, str]:
+    """The baseline first, then controls, then the others by label."""
+    rank = 0 if run.residual == "standard" else 1 if run.traits.is_control else 2
+    return rank, run.label
 
 
 def _baseline(runs: list[Run], labels: list[str], planned: str | None) -> str | None:

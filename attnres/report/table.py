@@ -19,7 +19,7 @@ from attnres.report.stats import (
     strongest_baseline,
     why_unpaired,
 )
-from attnres.residuals import Traits, traits_of
+from attnres.residuals import Traits
 from attnres.text import UNKNOWN, listed, memory, number, with_error
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Row:
     @property
     def traits(self) -> Traits:
         """What its mechanism is."""
-        return traits_of(self.residual, (self.runs[0].summary or {}).get("traits"))
+        return self.runs[0].traits
 
     @property
     def finished(self) -> int:

@@ -19,7 +19,15 @@ class DeepNorm(Residual):
     """
 
     name = "deepnorm"
-    traits = Traits(False, sums_to_one=False, has_query=False, starts_standard=False, linear=False, colour="#e69f00")
+    traits = Traits(
+        False,
+        sums_to_one=False,
+        has_query=False,
+        starts_standard=False,
+        linear=False,
+        scales_branches=True,
+        colour="#e69f00",
+    )
 
     def branch_scale(self) -> float:
         return (4 * self.num_sublayers) ** -0.25

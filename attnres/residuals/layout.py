@@ -152,6 +152,7 @@ class Traits(NamedTuple):
         starts_standard: with its start values a pre-norm network computes what it computes with the plain running sum
             (up to the eps of its norms).
         linear: a read is a sum of outputs with one number each, so that a mixing matrix exists.
+        scales_branches: it starts a layer's branches smaller than the plain running sum does.
         is_control: it learns nothing that the method is about, and is there to be beaten.
         colour: of its curves, "#rrggbb"; None takes the next free one.
     """
@@ -161,6 +162,7 @@ class Traits(NamedTuple):
     has_query: bool
     starts_standard: bool
     linear: bool = True
+    scales_branches: bool = False
     is_control: bool = False
     colour: str | None = None
 
