@@ -53,7 +53,7 @@ def test_a_cell_stands_in_the_column_of_its_source(residual):
     seen = inspection(residual, layers=3)
     with style.style():
         figure = patterns(seen).figure
-    columns = shares(seen).columns()
+    columns = [source.name for source in shares(seen).columns()]
     assert columns[0] == "embedding"
     assert ("partial" in columns) == (residual == "block")
     assert "partial" not in columns[:-1]
@@ -106,7 +106,7 @@ def test_the_last_name_is_always_shown():
 
 def test_boundaries_are_the_reads_with_which_blocks_begin():
     block = shares(inspection("block", 6))
-    assert [block.reads[row] for row in boundaries(block)] == ["mlp 1", "attention 3", "mlp 4", "output"]
+    assert [block.layout[row].name for row in boundaries(block)] == ["mlp 1", "attention 3", "mlp 4", "output"]
     with style.style():
         figure = at_boundaries(inspection("block", 6)).figure
     assert [tick.get_text() for tick in figure.axes[0].get_yticklabels()] == ["mlp 1", "attn 3", "mlp 4", "out"]
