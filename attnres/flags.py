@@ -5,8 +5,8 @@ import dataclasses
 import difflib
 import io
 import json
+import re
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -22,12 +22,21 @@ Hidden = tyro.conf.Suppress
 """A field that is no flag of this command."""
 
 
-def _size_from(words: list[str]) -> str | dict[str, Setting]:
+class YamlLoader(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number, as in YAML 1.2 and JSON; PyYAML's own takes it for text."""
+
+
+YamlLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
+)
+
+
+def _size_from(words: list[str]) -> str | dict[str, Any]:
     """A name, or a mapping as YAML."""
     if not words[0].startswith("{"):
         return words[0]
     try:
-        return yaml.safe_load(words[0])
+        return yaml.load(words[0], YamlLoader)
     except yaml.YAMLError:
         raise ValueError(f"'{words[0]}' is no mapping such as {{family: qwen3, hidden_size: 64}}") from None
 
@@ -42,7 +51,7 @@ def _settings_from(words: list[str]) -> dict[str, Setting]:
 
 # Both hold a mapping, which tyro would otherwise turn into a flag for each key.
 Size = Annotated[
-    str | dict[str, Setting] | None,
+    str | dict[str, Any] | None,
     PrimitiveConstructorSpec(
         nargs=1,
         metavar="NAME",
@@ -65,9 +74,8 @@ Settings = Annotated[
 
 def parse(command: str, kind: type[T], arguments: list[str], default: T | None = None) -> T:
     """Flags as a `kind`; raises UserError where tyro would print a box and leave."""
-    # `--optim.lr` is the same as `--lr`: messages and files name fields with their group.
-    groups = ("model", "data", "optim", "finetune")
-    arguments = [_without_group(argument, groups) for argument in arguments]
+    flags = _flags(kind)
+    arguments = [_short(argument, flags) for argument in arguments]
     options: dict[str, Any] = {} if default is None else {"default": default}
     said = io.StringIO()
     try:
@@ -86,7 +94,7 @@ def parse(command: str, kind: type[T], arguments: list[str], default: T | None =
         raise
     if rest:
         if rest[0].startswith("-"):
-            raise _unknown_option(rest[0].split("=")[0], command, _flags(kind))
+            raise _unknown_option(rest[0].split("=")[0], command, flags)
         raise UserError(f"unexpected argument '{rest[0]}': options start with --, see attnres {command} --help")
     return chosen
 
@@ -97,37 +105,32 @@ def fields_of(config: Any, only: Any = None, **changes: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names} | changes
 
 
-def _unknown_option(given: str, command: str, valid: list[str]) -> UserError:
-    near = difflib.get_close_matches(given.replace("_", "-"), valid, n=1, cutoff=0.5)
-    if command == "compare" and given.replace("_", "-") in ("--residual", "--block-size", "--num-blocks", "--settings"):
+def _unknown_option(given: str, command: str, flags: dict[str, str]) -> UserError:
+    short = "--" + given.replace("_", "-").lstrip("-").rpartition(".")[2]
+    near = difflib.get_close_matches(short, flags.values(), n=1, cutoff=0.5)
+    if command == "compare" and short in ("--residual", "--block-size", "--num-blocks", "--settings"):
         near = ["--variants"]  # e.g. block:num_blocks=6
     hint = f"did you mean '{near[0]}'? " if near else ""
     return UserError(f"unknown option '{given}': {hint}attnres {command} --help lists the options")
 
 
-def _without_group(argument: str, groups: Sequence[str]) -> str:
-    for group in groups:
-        if argument.startswith(f"--{group}."):
-            return "--" + argument.removeprefix(f"--{group}.")
-    return argument
+def _short(argument: str, flags: dict[str, str]) -> str:
+    """`--lr` for `--optim.lr`, as which messages and files name it."""
+    name, equals, value = argument.partition("=")
+    return flags.get(name.replace("_", "-"), name) + equals + value
 
 
-def _flags(kind: Any) -> list[str]:
-    """Every flag of a dataclass and of those nested in it."""
-    names = []
+def _flags(kind: Any, group: str = "") -> dict[str, str]:
+    """The flags of a dataclass and of those nested in it: `--optim.lr` -> `--lr`."""
+    flags = {}
     for item in dataclasses.fields(kind):
-        annotation = item.type
-        if tyro.conf.Positional in getattr(annotation, "__metadata__", ()) or _is_hidden(annotation):
-            continue
-        if dataclasses.is_dataclass(annotation):
-            names += _flags(annotation)
-        else:
-            names.append("--" + item.name.replace("_", "-"))
-    return names
-
-
-def _is_hidden(annotation: Any) -> bool:
-    return any(marker in Hidden[int].__metadata__ for marker in getattr(annotation, "__metadata__", ()))
+        markers = getattr(item.type, "__metadata__", ())
+        if dataclasses.is_dataclass(item.type):
+            flags |= _flags(item.type, f"{item.name}.")
+        elif Hidden not in markers and tyro.conf.Positional not in markers:
+            name = item.name.replace("_", "-")
+            flags[f"--{group}{name}"] = f"--{name}"
+    return flags
 
 
 def _sentence(box: str) -> str:
@@ -172,7 +175,7 @@ def _read_file(path: Path) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"cannot read the configuration file {path}: {reason}") from None
     try:
-        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, YamlLoader)
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise UserError(f"the configuration file {path} is not valid {path.suffix[1:].upper()}: {error}") from None
     if values is not None and not isinstance(values, dict):

@@ -49,6 +49,8 @@ def compared(monkeypatch):
         (["trian"], "unknown command 'trian': did you mean 'train'?"),
         (["--steps", "3", "train"], "the command comes first, found '--steps'"),
         (["train", "--setps", "3"], "unknown option '--setps': did you mean '--steps'?"),
+        (["train", "--setps=3"], "unknown option '--setps': did you mean '--steps'?"),
+        (["train", "--data.lr", "0.5"], "unknown option '--data.lr': did you mean '--lr'?"),
         (["train", "--steps"], "Missing value for argument '--steps'"),
         (["train", "--steps", "many"], "Error parsing --steps"),
         (["train", "--optimizer", "adam"], "invalid choice 'adam' for argument '--optimizer'"),

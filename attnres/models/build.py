@@ -1,5 +1,6 @@
 """Builds a model with freshly drawn weights from a named size and a residual."""
 
+import copy
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -40,7 +41,7 @@ def build(
         if size not in SIZES:
             raise unknown("model size", size, SIZES)
         size = SIZES[size]
-    fields = dict(size)
+    fields = copy.deepcopy(dict(size))  # Transformers fills in nested ones where they lie
     key = fields.pop("family", None)
     if key not in FAMILIES:
         raise unknown("model family", str(key), FAMILIES)

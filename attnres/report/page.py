@@ -17,10 +17,11 @@ from attnres.report import theme
 from attnres.report.example import example
 from attnres.report.runs import Run, Study
 from attnres.report.sections import Section, sections
-from attnres.report.stats import equal_conditions, leaves
+from attnres.report.stats import equal_conditions
 from attnres.report.table import SHOWN, Row, Table, build_table, to_csv
 from attnres.report.variants import comparison_of
 from attnres.report.verdict import verdict
+from attnres.training.config import leaves
 
 ZOOM = 1.36
 """Of figures, which are drawn for the columns of a paper, in this page."""

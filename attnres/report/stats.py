@@ -5,14 +5,13 @@ Only runs under equal conditions are paired: nothing but the residual and the le
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from attnres.report.runs import Run, Study
 from attnres.stats import standard_error, t_975
+from attnres.training.config import leaves
 
 SEEDS_FOR_SEED_ERROR = 3
 
@@ -52,15 +51,6 @@ class Paired:
     def decided(self) -> bool:
         """Whether the 95 % interval excludes no difference (NaN, from a single window, excludes nothing)."""
         return abs(self.mean) > self.margin
-
-
-def leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The fields of nested values under their dotted names."""
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def unequal(a: Run, b: Run) -> list[str]:

@@ -1,8 +1,10 @@
 """What is compared: a residual with its settings, possibly trained in a way of its own, as one short text."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,8 +125,7 @@ def setting_value(text: str) -> int | float | bool | str:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
+        with suppress(ValueError):
+            if math.isfinite(value := kind(text)):
+                return value
     return text

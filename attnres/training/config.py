@@ -7,7 +7,8 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -15,12 +16,6 @@ from typing import Any, Literal
 from attnres.errors import UserError, unknown
 
 Setting = int | float | bool | str
-
-OPTIMIZERS = ("adamw", "muon")
-SCHEDULES = ("cosine", "wsd")
-DTYPES = ("auto", "fp32", "bf16")
-TRACKERS = ("none", "trackio", "wandb", "tensorboard")
-TRAINED = ("all", "residual", "lora")
 
 FREE = ("out", "name", "resume", "track", "save_every", "device")
 """Fields that may change between a run and its resumption; only `device` changes numbers, by their rounding."""
@@ -30,7 +25,7 @@ FREE = ("out", "name", "resume", "track", "save_every", "device")
 class ModelConfig:
     """Which model is trained."""
 
-    size: str | dict[str, Setting] | None = None
+    size: str | dict[str, Any] | None = None
     """Named size (nano, 100m, 0.6b, gpt2-124m); in a file also a mapping {family: qwen3, hidden_size: 64, ...}; none is
     nano, or with finetune.init_from the size of that model."""
     residual: str = "block"
@@ -111,7 +106,7 @@ class FinetuneConfig:
     model.residual; or a model or run folder of attnres. Takes the place of size, and brings its tokenizer."""
     inexact: bool = False
     """Start even where the residual changes the logits of the model it starts from (other layouts, biases, gates)."""
-    train_only: str = "all"
+    train_only: Literal["all", "residual", "lora"] = "all"
     """all parameters; residual: its own, the rest frozen; lora: those and low-rank changes of the layers' matrices."""
     lora_rank: int = 8
     """Rank of those changes."""
@@ -184,7 +179,7 @@ def settings_of(model: ModelConfig) -> dict[str, Setting]:
     return settings
 
 
-def size_of(model: ModelConfig) -> str | dict[str, Setting]:
+def size_of(model: ModelConfig) -> str | dict[str, Any]:
     """The size of a new model."""
     return "nano" if model.size is None else model.size
 
@@ -221,6 +216,28 @@ def resolve(config: TrainConfig) -> TrainConfig:
 
 # ------------------------------------------------------------------ checking
 
+BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (
+        "it must be a number above 0",
+        lambda value: 0 < value < math.inf,
+        "steps batch_size accumulation val_every log_every save_every data.seq_len data.val_windows data.limit "
+        "optim.lr optim.muon_lr optim.residual_lr finetune.lora_rank finetune.lora_alpha finetune.distill_temperature",
+    ),
+    (
+        "it must be 0 or more",
+        lambda value: 0 <= value < math.inf,
+        "depth_every seed optim.weight_decay optim.residual_decay optim.clip",
+    ),
+    (
+        "it is a fraction, from 0 to 1",
+        lambda value: 0 <= value <= 1,
+        "optim.min_lr_ratio optim.warmup optim.decay optim.residual_hold optim.residual_warmup finetune.distill_weight",
+    ),
+    ("decay rates lie from 0 to below 1", lambda value: 0 <= value < 1, "optim.betas optim.momentum"),
+    ("it is the fraction of documents held out, between 0 and 1", lambda value: 0 < value < 1, "data.held_out"),
+)
+"""What numbers may be, and the fields that it holds for where they are given."""
+
 
 def check(config: TrainConfig, world_size: int = 1) -> None:
     """Refuse what cannot run, before anything is written: raises UserError, returns nothing.
@@ -230,61 +247,27 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
     from attnres.models.sizes import SIZES
     from attnres.residuals import check_settings
 
-    types_fit(config)
+    from_dict(dataclasses.asdict(config))  # which refuses values of a wrong type
     if isinstance(config.model.size, str) and config.model.size not in SIZES:
         raise unknown("size", config.model.size, SIZES)
     check_settings(config.model.residual_file or config.model.residual, settings_of(config.model))
-    optim, data, finetune = config.optim, config.data, config.finetune
-    for kind, given, valid in (
-        ("optimizer", optim.optimizer, OPTIMIZERS),
-        ("schedule", optim.schedule, SCHEDULES),
-        ("dtype", config.dtype, DTYPES),
-        ("tracker", config.track, TRACKERS),
-        ("device", config.device.split(":")[0], ("auto", "cpu", "cuda")),
-        ("choice of train_only", finetune.train_only, TRAINED),
-    ):
-        if given not in valid:
-            raise unknown(kind, given, valid)
-
-    whole = ("steps", "batch_size", "accumulation", "val_every", "log_every", "save_every")
-    positive: dict[str, float] = {name: getattr(config, name) for name in whole}
-    positive |= {"data.seq_len": data.seq_len, "data.val_windows": data.val_windows}
-    positive |= {"optim.lr": optim.lr, "optim.muon_lr": optim.muon_lr}
-    if optim.residual_lr is not None:
-        positive["optim.residual_lr"] = optim.residual_lr
-    positive |= {f"finetune.{n}": getattr(finetune, n) for n in ("lora_rank", "lora_alpha", "distill_temperature")}
-    if data.limit is not None:
-        positive["data.limit"] = data.limit
-    for name, value in positive.items():
-        if not (value > 0 and math.isfinite(value)):
-            raise UserError(f"{name} is {value}: it must be a number above 0")
-    not_negative: dict[str, float] = {"depth_every": config.depth_every, "seed": config.seed}
-    not_negative |= {f"optim.{name}": getattr(optim, name) for name in ("weight_decay", "residual_decay", "clip")}
-    for name, value in not_negative.items():
-        if not (value >= 0 and math.isfinite(value)):
-            raise UserError(f"{name} is {value}: it must be 0 or more")
+    optim, finetune = config.optim, config.finetune
+    if config.device.split(":")[0] not in ("auto", "cpu", "cuda"):
+        raise unknown("device", config.device, ("auto", "cpu", "cuda"))
+    values = dict(leaves(to_dict(config)))
+    for what, fits, names in BOUNDS:
+        for name in names.split():
+            value = values[name]
+            if value is not None and not all(map(fits, value if isinstance(value, list) else [value])):
+                raise UserError(f"{name} is {value}: {what}")
     if config.seed > 2**32 - world_size:  # NumPy's limit; each process adds its rank
         raise UserError(f"seed is {config.seed}: it must be at most {2**32 - world_size}")
-    fractions = {
-        f"optim.{name}": getattr(optim, name)
-        for name in ("min_lr_ratio", "warmup", "decay", "residual_hold", "residual_warmup")
-    }
-    fractions["finetune.distill_weight"] = finetune.distill_weight
-    for name, value in fractions.items():
-        if not 0 <= value <= 1:
-            raise UserError(f"{name} is {value}: it is a fraction, from 0 to 1")
-    decay_rates = {"optim.betas": optim.betas, "optim.momentum": (optim.momentum,)}
-    for name, rates in decay_rates.items():
-        if not all(0 <= rate < 1 for rate in rates):
-            raise UserError(f"{name} is {rates}: decay rates lie from 0 to below 1")
     for name in ("train_only", "distill_weight", "inexact"):
         if finetune.init_from is None and getattr(finetune, name) not in ("all", 0, False):
             raise UserError(
                 f"finetune.{name} is {getattr(finetune, name)} and the model is new: give init_from, the pretrained "
                 "model it is about"
             )
-    if not 0 < data.held_out < 1:
-        raise UserError(f"data.held_out is {data.held_out}: it is the fraction of documents held out, between 0 and 1")
     if optim.schedule == "wsd" and optim.warmup + optim.decay > 1:
         raise UserError(
             f"optim.warmup {optim.warmup} and optim.decay {optim.decay} together exceed the run: "
@@ -299,17 +282,6 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
             f"batch_size {config.batch_size} does not divide into accumulation {config.accumulation}{processes}: "
             f"use a multiple of {shares}, e.g. {near}"
         )
-
-
-def types_fit(config: Any, prefix: str = "") -> None:
-    """Refuse a field whose value is not of its type, naming the field in dotted form."""
-    hints = typing.get_type_hints(type(config))
-    for item in dataclasses.fields(config):
-        value = getattr(config, item.name)
-        if dataclasses.is_dataclass(hints[item.name]):
-            types_fit(value, f"{prefix}{item.name}.")
-        else:
-            _convert(f"{prefix}{item.name}", value, hints[item.name])
 
 
 # ------------------------------------------------------------------ plain dicts and files
@@ -332,18 +304,19 @@ def from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> Tra
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Dotted names of the fields in which two `to_dict` forms differ and which change what is computed."""
-    known = dict(_leaves(to_dict(TrainConfig())))  # what an earlier version did not have, it did as by default
-    left, right = {**known, **dict(_leaves(ours))}, {**known, **dict(_leaves(theirs))}
+    known = dict(leaves(to_dict(TrainConfig())))  # what an earlier version did not have, it did as by default
+    left, right = {**known, **dict(leaves(ours))}, {**known, **dict(leaves(theirs))}
     names = [name for name in dict.fromkeys([*left, *right]) if name not in FREE]
     if left.get("finetune.init_from") and right.get("finetune.init_from"):  # an earlier version wrote a size then too
         names = [name for name in names if name.split(".")[:2] != ["model", "size"]]
     return [name for name in names if left.get(name) != right.get(name)]
 
 
-def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The fields of nested values under their dotted names."""
     for name, value in values.items():
         if isinstance(value, dict):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 
@@ -364,44 +337,32 @@ def _overlay(config: Any, values: Mapping[str, Any], prefix: str) -> Any:
 
 
 def _convert(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`, converted as files need it (1 -> 1.0, "1e-3" -> 0.001, list -> tuple)."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    """`value` as the type `hint`, converted as files need it: whole numbers to floats, lists to tuples."""
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        for option in args:
-            try:
+        for option in sorted(options, key=lambda option: option is not type(value)):
+            with suppress(UserError):
                 return _convert(name, value, option)
-            except UserError:
-                continue
-    elif origin is Literal or hint is str:
-        if isinstance(value, str):  # which names are valid is `check`'s business
-            return value
-    elif hint is type(None):
-        if value is None:
-            return None
-    elif origin is tuple:
-        if isinstance(value, list | tuple) and len(value) == len(args):
-            return tuple(_convert(name, part, option) for part, option in zip(value, args))
-    elif origin is dict:
-        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-            return {key: _convert(f"{name}.{key}", part, args[1]) for key, part in value.items()}
-    elif hint is bool:
-        if isinstance(value, bool):
-            return value
-    elif hint is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    elif hint is float and not isinstance(value, bool):
-        try:
-            return float(value)
-        except (TypeError, ValueError):
-            pass
+    elif origin is Literal and isinstance(value, str):
+        if value not in options:
+            raise unknown(name.rpartition(".")[2], value, options)
+        return value
+    elif origin is tuple and isinstance(value, list | tuple) and len(value) == len(options):
+        return tuple(_convert(name, part, option) for part, option in zip(value, options))
+    elif origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _convert(f"{name}.{key}", part, options[1]) for key, part in value.items()}
+    elif type(value) is hint or (hint is Any and isinstance(value, bool | int | float | str | list | dict | None)):
+        return value
+    elif hint is float and type(value) is int:
+        return float(value)
     raise UserError(f"{name} is {value!r}: expected {_describe(hint)}")
 
 
 def _describe(hint: Any) -> str:
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " or ".join(_describe(option) for option in typing.get_args(hint))
-    if typing.get_origin(hint) is Literal:
-        return "one of " + ", ".join(typing.get_args(hint))
+    origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_describe(option) for option in options)
+    if origin is Literal:
+        return f"one of {', '.join(options)}"
     plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing"}
-    return plain.get(hint) or {dict: "keys and values", tuple: "a list of two numbers"}[typing.get_origin(hint)]
+    return {**plain, Any: "a plain value", dict: "keys and values", tuple: "a list of two numbers"}[origin or hint]

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tyro
 
+from attnres.commands.train import Train
 from attnres.errors import UserError
-from attnres.flags import config_file
+from attnres.flags import config_file, parse
 from attnres.training import TrainConfig, from_dict, to_dict
 from attnres.training.config import check, differences, resolve, settings_of
 
@@ -61,6 +61,24 @@ def test_values_that_say_nothing_sensible_are_refused(tmp_path: Path, text: str,
         from_dict(config_file(["--config", str(tmp_path / "a.yaml")])[0])
 
 
+def test_text_in_a_file_stays_text_and_numbers_stay_what_they_are(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text("model: {settings: {a: 'nan', b: '7', c: 7, d: 1e-3, e: true, f: 0.5}}\n")
+    settings = from_dict(config_file(["--config", str(tmp_path / "a.yaml")])[0]).model.settings
+    assert settings == {"a": "nan", "b": "7", "c": 7, "d": 0.001, "e": True, "f": 0.5}
+    assert [type(value) for value in settings.values()] == [str, str, int, float, bool, float]
+
+
+def test_a_size_has_the_nested_fields_of_a_hugging_face_config(tmp_path: Path) -> None:
+    text = "model:\n  size: {family: qwen3, rope_parameters: {rope_theta: 1e6}, layer_types: [full_attention]}\n"
+    (tmp_path / "a.yaml").write_text(text, encoding="utf-8")
+    config = from_dict(config_file(["--config", str(tmp_path / "a.yaml")])[0])
+    size = {"family": "qwen3", "rope_parameters": {"rope_theta": 1e6}, "layer_types": ["full_attention"]}
+    assert config.model.size == size and from_dict(to_dict(config)) == config
+    with pytest.raises(UserError, match=r"model\.size is .*: expected text or keys and values or nothing"):
+        (tmp_path / "a.yaml").write_text("model: {size: {day: 2024-01-01}}", encoding="utf-8")
+        from_dict(config_file(["--config", str(tmp_path / "a.yaml")])[0])
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -80,7 +98,7 @@ def test_values_that_say_nothing_sensible_are_refused(tmp_path: Path, text: str,
         ({"optim": {"optimizer": "moun"}}, "unknown optimizer 'moun': did you mean 'muon'"),
         ({"dtype": "fp16"}, "unknown dtype 'fp16'"),
         ({"device": "gpu"}, "unknown device 'gpu'"),
-        ({"track": "wanbd"}, "unknown tracker 'wanbd': did you mean 'wandb'"),
+        ({"track": "wanbd"}, "unknown track 'wanbd': did you mean 'wandb'"),
         ({"model": {"size": "nanoo"}}, "unknown size 'nanoo': did you mean 'nano'"),
         ({"model": {"residual": "blokc"}}, "unknown residual 'blokc': did you mean 'block'"),
         ({"model": {"residual": "full", "num_blocks": 2}}, "unknown setting of residual 'full' 'num_blocks': .*Valid"),
@@ -122,7 +140,7 @@ def test_plain_flags_become_settings() -> None:
 
 
 def test_flags_of_the_command_line() -> None:
-    config = tyro.cli(TrainConfig, args=["--model.size", "100m", "--optim.lr", "1e-4", "--resume", "--seed", "3"])
+    config = parse("train", Train, ["--model.size", "100m", "--optim.lr=1e-4", "--resume", "--seed", "3"])
     assert (config.model.size, config.optim.lr, config.resume, config.seed) == ("100m", 1e-4, True, 3)
 
 

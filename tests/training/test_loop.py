@@ -1,5 +1,6 @@
 """A run writes what it promises, continues bit for bit, and stops cleanly for every reason there is to stop."""
 
+import dataclasses
 import json
 import math
 import os
@@ -20,8 +21,9 @@ from safetensors.torch import load_file
 from attnres.data import Batches, open_tokens
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked
+from attnres.flags import config_file
 from attnres.models import build, load
-from attnres.training import TrainConfig, loop, to_dict, train, validate
+from attnres.training import TrainConfig, from_dict, loop, to_dict, train, validate
 from attnres.training.metrics import read
 from attnres.training.parallel import Processes
 
@@ -401,6 +403,18 @@ def test_cuda_where_there_is_none_is_refused(configure: Configure, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UserError, match="use --device cpu"):
         train(configure(device="cuda"), progress=False)
+
+
+def test_a_file_gives_the_nested_fields_of_a_model(configure: Configure, tmp_path: Path) -> None:
+    nested = "rope_parameters: {rope_type: default, rope_theta: 5e4}, layer_types: [sliding_attention, full_attention]"
+    size = ", ".join(f"{name}: {json.dumps(value)}" for name, value in configure().model.size.items())
+    (tmp_path / "a.yaml").write_text(f"model: {{size: {{{size}, {nested}, use_sliding_window: true}}}}\n")
+    config = from_dict(config_file(["--config", str(tmp_path / "a.yaml")])[0], configure())
+    train(config, progress=False)
+    model = load(tmp_path / "run" / "model")
+    assert model.config.layer_types == ["sliding_attention", "full_attention"]
+    assert model.config.rope_parameters["rope_theta"] == 5e4
+    assert train(dataclasses.replace(config, resume=True), progress=False)["step"] == 8  # the size is what it was
 
 
 def test_plain_lines_where_there_is_no_terminal(configure: Configure, capsys: pytest.CaptureFixture[str]) -> None:
