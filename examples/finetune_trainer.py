@@ -40,7 +40,13 @@ def main(
         groups.append({"params": [parameters[name] for name in names], "lr": rate, "weight_decay": decay})
 
     settings = TrainingArguments(
-        str(out), max_steps=steps, per_device_train_batch_size=batch, logging_steps=10, save_strategy="no", report_to=[]
+        str(out),
+        max_steps=steps,
+        per_device_train_batch_size=batch,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        logging_steps=10,
+        save_strategy="no",
+        report_to=[],
     )
     trainer = Trainer(network, settings, train_dataset=windows, optimizers=(torch.optim.AdamW(groups), None))
     trainer.train()

@@ -5,7 +5,6 @@ import random
 import re
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 from types import ModuleType
 
@@ -54,9 +53,7 @@ def test_finetune_trainer(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
     text = " ".join(random.Random(0).choices(WORDS[:4], k=2000))
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     paths = {"model": str(model), "text": tmp_path / "text.txt", "out": tmp_path / "out"}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Trainer's own
-        trainer = example("finetune_trainer").main(**paths, steps=20, length=16, blocks=2, lr=1e-2, query_lr=1e-2)
+    trainer = example("finetune_trainer").main(**paths, steps=20, length=16, blocks=2, lr=1e-2, query_lr=1e-2)
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert losses[-1] < losses[0]
     by_rate = {group["weight_decay"]: group for group in trainer.optimizer.param_groups}
@@ -89,6 +86,6 @@ def test_plain_pytorch_needs_no_transformers() -> None:
     subprocess.run([sys.executable, "-c", code, str(EXAMPLES / "plain_pytorch.py")], check=True)
 
 
-@pytest.mark.parametrize(("name", "lines"), [("finetune_trainer", 60), ("look_inside", 60), ("plain_pytorch", 160)])
+@pytest.mark.parametrize(("name", "lines"), [("finetune_trainer", 65), ("look_inside", 60), ("plain_pytorch", 160)])
 def test_examples_are_short(name: str, lines: int) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < lines

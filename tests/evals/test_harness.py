@@ -1,7 +1,6 @@
 """Our scores are lm-eval's: the same local task, item by item."""
 
 import copy
-import importlib.util
 import sys
 
 import numpy as np
@@ -13,10 +12,6 @@ from attnres.evals.config import EvalConfig
 from attnres.evals.run import evaluate
 from attnres.evals.scoring import encode_pairs
 from attnres.models import open_checkpoint
-
-needs_lm_eval = pytest.mark.skipif(
-    importlib.util.find_spec("lm_eval") is None, reason="lm_eval is not installed: pip install 'attnres[eval]'"
-)
 
 CHOICES = """\
 task: our_{name}
@@ -68,8 +63,6 @@ PAIRS = [
 """Contexts and continuations: ordinary, empty, and with the token of the beginning written out."""
 
 
-@needs_lm_eval
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("around", ["$A", "<|endoftext|> $A", "<|endoftext|> $A <|endoftext|>"])
 @pytest.mark.parametrize("bos", ["<|endoftext|>", None])
 def test_contexts_and_special_tokens_are_lm_evals(folders, monkeypatch, around, bos):
@@ -91,9 +84,7 @@ def test_contexts_and_special_tokens_are_lm_evals(folders, monkeypatch, around, 
     assert theirs.max_length == checkpoint.context
 
 
-@needs_lm_eval
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("model", ["block", "plain"])
 def test_every_item_agrees_with_lm_eval(folders, data, yaml, model):
     from lm_eval import simple_evaluate
@@ -128,9 +119,7 @@ def test_every_item_agrees_with_lm_eval(folders, data, yaml, model):
     assert compared == 9 * 4 + 9 * 4 + 9 * 2 + 11
 
 
-@needs_lm_eval
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
 def test_tasks_of_lm_eval_stand_beside_ours_and_are_paired(folders, data, yaml):
     models = (str(folders["block"]), str(folders["full"]))
     config = EvalConfig(
@@ -144,8 +133,6 @@ def test_tasks_of_lm_eval_stand_beside_ours_and_are_paired(folders, data, yaml):
         assert theirs[key]["differences"] == ours[key]["differences"]
 
 
-@needs_lm_eval
-@pytest.mark.filterwarnings("ignore")
 def test_an_unknown_task_of_lm_eval_is_named(folders, yaml):
     config = EvalConfig((str(folders["block"]),), ("lm-eval:our_arc_esy",), lm_eval_tasks=str(yaml))
     with pytest.raises(UserError, match="unknown lm-eval task 'our_arc_esy': did you mean 'our_arc_easy'"):

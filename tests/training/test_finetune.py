@@ -187,7 +187,6 @@ def test_only_the_residual_is_trained(tune: Configure, plain: Path, tmp_path: Pa
 
 
 def test_low_rank_changes_are_merged_at_the_end(tune: Configure, plain: Path, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     summary = train(tune(finetune={"train_only": "lora", "lora_rank": 2}), progress=False)
     run = tmp_path / "run"
     before = LlamaForCausalLM.from_pretrained(plain, dtype=torch.float32).state_dict()
@@ -210,7 +209,6 @@ def test_low_rank_changes_are_merged_at_the_end(tune: Configure, plain: Path, tm
 
 @pytest.mark.parametrize("size", ["nano", {"family": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}], ids=str)
 def test_merging_changes_no_logit_and_leaves_no_trace(size: Any) -> None:
-    pytest.importorskip("peft")
     model = build(size, "full", vocab_size=16, max_positions=8).eval()
     names, tokens = [name for name, _ in model.named_parameters()], torch.arange(8)[None]
     before = model(input_ids=tokens).logits
@@ -288,8 +286,6 @@ def test_the_teacher_must_be_what_it_was(tune: Configure, plain: Path, tmp_path:
 def test_an_interrupted_run_goes_on_bit_for_bit(
     tune: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finetune: dict[str, Any]
 ) -> None:
-    if finetune.get("train_only") == "lora":
-        pytest.importorskip("peft")
     train(tune(out="whole", finetune=finetune), progress=False)
     measure = loop.Run.measure
 
@@ -327,7 +323,6 @@ def test_a_run_that_stopped_before_its_first_checkpoint_measures_step_0_once(tun
 
 
 def test_a_damaged_adapter_is_named(tune: Configure, tmp_path: Path) -> None:
-    pytest.importorskip("peft")
     config = tune(finetune={"train_only": "lora"})
     train(config, progress=False)
     (tmp_path / "run" / "summary.json").unlink()
