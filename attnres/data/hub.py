@@ -3,9 +3,12 @@
 import importlib
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
+from attnres.cache import cache_dir
 from attnres.data.readers import wrong_column
 from attnres.errors import UserError, first_line
+from attnres.files import write_text
 
 # short name -> repository and configuration
 HUB = {
@@ -37,7 +40,21 @@ def resolve(spec: str) -> tuple[str, str | None, str]:
     return repository, config or _CONFIGURATION.get(repository), split or "train"
 
 
-def read_hub(spec: str, column: str) -> Iterator[str]:
+def revision_of(repository: str) -> str | None:
+    """The commit that a data set is at on the hub; without a connection the one that the hub told last, or None."""
+    from huggingface_hub import dataset_info
+
+    note = cache_dir() / "hub" / f"{repository.replace('/', '--')}.txt"
+    try:
+        sha = dataset_info(repository, timeout=10).sha
+    except Exception:  # whatever it is, reading the data set says it
+        return note.read_text(encoding="utf-8") if note.is_file() else None
+    with suppress(UserError):
+        write_text(note, sha or "")
+    return sha
+
+
+def read_hub(spec: str, column: str, revision: str | None = None) -> Iterator[str]:
     """The rows of a hub data set in its own order; WikiText's rows are lines, and are joined to articles.
 
     Raises:
@@ -52,9 +69,9 @@ def read_hub(spec: str, column: str) -> Iterator[str]:
         ) from error
     repository, config, split = resolve(spec)
     try:
-        rows = datasets.load_dataset(repository, config, split=split, streaming=True)
+        rows = datasets.load_dataset(repository, config, split=split, streaming=True, revision=revision)
         texts = _column(spec, rows, column)
-        yield from articles(texts) if "wikitext" in repository.lower() else texts
+        yield from articles(texts) if repository == HUB["wikitext"][0] else texts
     except UserError:
         raise
     except Exception as error:  # the library, its readers and its connections raise many kinds

@@ -41,9 +41,7 @@ def read_documents(path: Path, column: str, *, alone: bool) -> Iterator[str]:
             documents = pieces(path)
         else:
             documents = _text(path)
-        for text in documents:
-            if text and not text.isspace():
-                yield text
+        yield from documents
     except UnicodeDecodeError as error:
         raise UserError(
             f"{path} is not UTF-8 text ({error.reason}): convert it first, for example with iconv -t UTF-8"

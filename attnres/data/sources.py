@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from attnres.data.hub import read_hub, resolve
+from attnres.data.hub import read_hub, resolve, revision_of
 from attnres.data.readers import SUFFIXES, read_documents, text_bytes
 from attnres.errors import UserError
 
@@ -53,16 +53,16 @@ def open_source(spec: str, *, column: str = "text", limit: int | None = None) ->
     if limit is not None and limit < 1:
         raise UserError(f"limit is {limit} characters, expected at least 1 (or none)")
     if spec.startswith("hub:"):
-        source = Source(spec, json.dumps(resolve(spec)), None, lambda: read_hub(spec, column))
+        repository, *_ = where = resolve(spec)
+        revision = revision_of(repository)
+        source = Source(spec, json.dumps([*where, revision]), None, lambda: read_hub(spec, column, revision))
     elif spec == "stdlib":
         source = _files("stdlib", stdlib_files(), column, sys.version)
     else:
         source = _local(spec, column)
-    if limit is None:
-        return Source(source.name, source.fingerprint, source.size, lambda: map(_clean, source.read()))
-    size = limit if source.size is None else min(source.size, limit)
-    read = source.read
-    return replace(source, size=size, read=lambda: _limited(map(_clean, read()), limit), spool=spec.startswith("hub:"))
+    size = min((size for size in (source.size, limit) if size is not None), default=None)
+    spool = spec.startswith("hub:") and limit is not None
+    return replace(source, size=size, read=lambda: _documents(source.read(), limit), spool=spool)
 
 
 @contextmanager
@@ -145,9 +145,13 @@ def _clean(text: str) -> str:
     return text
 
 
-def _limited(documents: Iterator[str], limit: int) -> Iterator[str]:
-    for text in documents:
-        yield text[:limit]
-        limit -= len(text)
-        if limit <= 0:
+def _documents(texts: Iterator[str], limit: int | None) -> Iterator[str]:
+    """The texts that are not blank, `limit` characters of them at most."""
+    for text in map(_clean, texts):
+        if limit is not None:
+            text = text[:limit]
+            limit -= len(text)
+        if text and not text.isspace():
+            yield text
+        if limit == 0:
             return

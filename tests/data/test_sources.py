@@ -108,24 +108,43 @@ def test_progress_size_is_about_the_text(corpus: Path, tmp_path: Path):
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> list[tuple]:
-    """A library `datasets` that records what is opened and streams three rows."""
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple]:
+    """A library `datasets` that records what is opened and streams two documents."""
     opened: list[tuple] = []
 
-    def load_dataset(name: str, config: str | None = None, *, split: str, streaming: bool):
-        opened.append((name, config, split, streaming))
+    def load_dataset(name: str, config: str | None = None, *, split: str, streaming: bool, revision: str | None):
+        opened.append((name, config, split, revision))
         if name == "absent":
             raise FileNotFoundError("Dataset 'absent' doesn't exist on the Hub")
-        return iter([{"text": "one", "id": 1}, {"text": None, "id": 2}, {"text": "two", "id": 3}])
+        rows = [{"text": "one", "id": 1}, {"text": None, "id": 2}, {"text": " \n", "id": 2}, {"text": "two", "id": 3}]
+        return iter(rows)
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setattr("huggingface_hub.dataset_info", lambda name, timeout: SimpleNamespace(sha=f"commit of {name}"))
+    monkeypatch.setenv("ATTNRES_CACHE", str(tmp_path / "cache"))
     return opened
 
 
 def test_hub_source_streams_the_named_configuration_and_split(hub: list[tuple]):
     assert read("hub:HuggingFaceFW/fineweb-edu:sample-10BT:train") == ["one", "two"]
     assert read("hub:fineweb-edu") == read("hub:HuggingFaceFW/fineweb-edu") == ["one", "two"]
-    assert hub == [("HuggingFaceFW/fineweb-edu", "sample-10BT", "train", True)] * 3
+    name = "HuggingFaceFW/fineweb-edu"
+    assert hub == [(name, "sample-10BT", "train", f"commit of {name}")] * 3
+
+
+def test_a_hub_data_set_that_changed_is_another_source(hub: list[tuple], monkeypatch: pytest.MonkeyPatch):
+    before = open_source("hub:x/y").fingerprint
+    monkeypatch.setattr("huggingface_hub.dataset_info", lambda *args, **options: 1 / 0)  # no connection
+    assert open_source("hub:x/y").fingerprint == before  # what was prepared is still taken
+    monkeypatch.setattr("huggingface_hub.dataset_info", lambda *args, **options: SimpleNamespace(sha="other"))
+    assert open_source("hub:x/y").fingerprint != before
+
+
+def test_a_source_of_blank_documents_holds_no_text(hub: list[tuple], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    blank = SimpleNamespace(load_dataset=lambda *args, **options: iter([{"text": ""}, {"text": " \n"}]))
+    monkeypatch.setitem(sys.modules, "datasets", blank)
+    with pytest.raises(UserError, match="hub:x/y' holds no text: every document in it is empty"):
+        prepare("hub:x/y", "bpe:257", out=tmp_path / "out", progress=False)
 
 
 def test_part_of_a_hub_source_is_streamed_once(hub: list[tuple], tmp_path: Path):
@@ -147,6 +166,13 @@ def test_hub_errors_are_sentences(hub: list[tuple], monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(UserError, match=r"pip install 'attnres\[data\]'"):
         read("hub:fineweb-edu")
+
+
+def test_only_wikitext_itself_is_joined(hub: list[tuple], monkeypatch: pytest.MonkeyPatch):
+    rows = SimpleNamespace(load_dataset=lambda *args, **options: iter([{"text": " = A = \n"}, {"text": " b \n"}]))
+    monkeypatch.setitem(sys.modules, "datasets", rows)
+    assert read("hub:wikitext") == read("hub:Salesforce/wikitext:wikitext-2-raw-v1") == [" = A = \n b \n"]
+    assert read("hub:me/my-wikitext-notes") == [" = A = \n", " b \n"]
 
 
 def test_wikitext_lines_are_joined_to_articles():
