@@ -33,7 +33,12 @@ HOMES = {
 }
 """The public names, and the module that each is imported from."""
 
-if TYPE_CHECKING:  # the same for type checkers and editors; a test holds the two equal
+if TYPE_CHECKING:  # the same for type checkers and editors, and the subpackages; a test holds the two equal
+    from attnres import app as app
+    from attnres import data as data
+    from attnres import evals as evals
+    from attnres import figures as figures
+    from attnres import report as report
     from attnres.errors import Interrupted, UserError
     from attnres.evals.generate import generate
     from attnres.inspect import intervene, record

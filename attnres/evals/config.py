@@ -5,11 +5,10 @@ from typing import Annotated, Literal
 
 import tyro
 
+from attnres.evals.tasks import TASKS
+
 Dtype = Literal["auto", "fp32", "bf16"]
 """Of the weights; auto keeps what they are stored in."""
-
-TASK_NAMES = ("wikitext2", "lambada", "hellaswag", "arc_easy", "arc_challenge", "piqa", "winogrande", "boolq")
-"""The tasks that are built in, described in `attnres.evals.tasks`."""
 
 
 @dataclass
@@ -18,7 +17,7 @@ class EvalConfig:
 
     models: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="MODEL ...")]
     """Run folders, model folders or hub names."""
-    tasks: tuple[str, ...] = TASK_NAMES
+    tasks: tuple[str, ...] = tuple(TASKS)
     """Names, files (.jsonl, .txt), or lm-eval:NAME for a task of lm-eval (needs the extra `eval`)."""
     data: str | None = None
     """Folder with the tasks' files, e.g. hellaswag_val.jsonl; none fetches them from the hub (extra `data`)."""

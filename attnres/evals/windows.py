@@ -35,11 +35,3 @@ def windows(ids: Sequence[int], width: int, stride: int, bos: Sequence[int] = ()
         if end == len(ids):
             break
     return requests
-
-
-def wikitext(lines: Sequence[str]) -> str:
-    """WikiText's lines as its hub version has them, blank ones empty and others with their end, joined by blank lines.
-
-    WikiText-2's test split is 287,644 tokens of GPT-2 then, the number that its perplexities are known by.
-    """
-    return "\n\n".join(f"{line}\n" if line.strip() else "" for line in lines)

@@ -11,13 +11,14 @@ from rich.console import Console
 
 from attnres import UserError
 from attnres.evals import run
-from attnres.evals.config import TASK_NAMES, EvalConfig
+from attnres.evals.config import EvalConfig
 from attnres.evals.run import evaluate
 from attnres.evals.table import show
+from attnres.evals.tasks import TASKS
 from attnres.models import open_checkpoint
 
 
-def go(models, data, tasks=TASK_NAMES, **options):
+def go(models, data, tasks=tuple(TASKS), **options):
     models = tuple(str(model) for model in models)
     return evaluate(EvalConfig(models, tasks, data=str(data), device="cpu", **options), progress=False)
 
@@ -156,7 +157,7 @@ def test_files_are_written_whole(both, tmp_path):
     assert record["environment"]["torch"] == torch.__version__
     rows = [json.loads(line) for line in items.read_text().splitlines()]
     assert items.name == "results.items.jsonl"
-    assert {row["task"] for row in rows} == set(TASK_NAMES)
+    assert {row["task"] for row in rows} == set(TASKS)
     assert sum(row["task"] == "piqa" for row in rows) == 18
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["results.items.jsonl", "results.json"]
 

@@ -8,7 +8,8 @@ import torch
 
 from attnres.evals import windows as module
 from attnres.evals.scoring import score
-from attnres.evals.windows import wikitext, windows
+from attnres.evals.tasks import wikitext
+from attnres.evals.windows import windows
 from attnres.models import open_checkpoint
 
 
