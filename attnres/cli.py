@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": "where every read of a model comes from, and what it does without",
     "figures": "the figures of models and runs, for a paper",
     "app": "look into one or two models in the browser",
+    "check": "whether a residual mechanism does what the interface asks",
     "env": "versions, devices, and which backend a read takes",
 }
 """Each is carried out by `run` of the module of this name in `attnres.commands`."""
@@ -50,6 +51,7 @@ examples:
   attnres figures runs/demo figures/
   attnres inspect runs/mine --text "Once upon a time" --knock-out embedding@output --attribute
   attnres app runs/demo/block-seed0 runs/demo/full-seed0 --open
+  attnres check my_residual.py:Mine
 """
 
 

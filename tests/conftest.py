@@ -5,12 +5,23 @@ import pytest
 import torch
 
 from attnres.ops import cpu
+from attnres.residuals import registry
 
 if not torch.cuda.is_available():  # Triton's kernels run in its interpreter; to be said before anything imports triton
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 hypothesis.settings.register_profile("repeatable", derandomize=True)  # a run of the tests is that of the commit
 hypothesis.settings.load_profile("repeatable")
+
+
+@pytest.fixture
+def registered():
+    """What a test registers is forgotten after it: the names of mechanisms that were registered in it so far."""
+    names, files = dict(registry._MECHANISMS), dict(registry._FILES)
+    yield lambda: sorted(set(registry._MECHANISMS) - set(names))
+    for kept, now in ((names, registry._MECHANISMS), (files, registry._FILES)):
+        now.clear()
+        now.update(kept)
 
 
 @pytest.fixture(params=["eager", "cpu"])

@@ -108,8 +108,9 @@ class _StartValues(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, Residual):
-            module.init_parameters()
+        residual = getattr(self, self.base_model_prefix, self)._modules.get("residual")
+        if residual is not None and module in residual.modules():  # which spares what was loaded
+            cast(Residual, residual).init_parameters()
         else:
             super()._init_weights(module)
 

@@ -309,7 +309,7 @@ def merge(
     if not opens:
         assert read is not None
         return Merged(x, (), read.output.detach(), torch.ones_like(read.top), x.new_empty(x.shape[0], 0))
-    return Merged(x, tuple(handed_on), x.detach().flatten(0, -2) if norm is None else h, sealed, weights)
+    return Merged(x, tuple(handed_on), _flat([x.detach()])[0] if norm is None else h, sealed, weights)
 
 
 def apply_norm(h: Tensor, norm: Norm) -> Tensor:

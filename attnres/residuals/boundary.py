@@ -76,7 +76,7 @@ class Boundary(Residual):
             return self.normed(state.stream, index, norm, values=[state.stream]), state
         stream, weights, values = self.mix(state.ends, len(state.ends) - 2)
         if self.watched:
-            stream = watched(self, stream, index, weights.flatten(1).T, values)
+            stream = watched(self, stream, index, weights.reshape(len(weights), -1).T, values)
         return apply_norm(stream, norm) if isinstance(norm, Norm) else norm(stream), Boundaries(stream, state.ends)
 
     def _inside(self, index: int) -> bool:

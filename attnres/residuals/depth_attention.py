@@ -84,8 +84,9 @@ class DepthAttention(Residual):
         self.gain = nn.Parameter(torch.empty(reads, width))
         self.gates = Gates(reads, width, **gates)
         # A biased softmax is not uniform at the start; a vector gate gives each channel a number of its own.
+        standard = self.traits.starts_standard and not self.gates.recency_bias
         self.traits = self.traits._replace(
-            starts_standard=self.traits.starts_standard and self.gates.bias is None,
+            starts_standard=standard or self.gates.alpha is not None,  # alpha starts at the plain stream
             linear=self.gates.gate_weight is None,
         )
         self.init_parameters()
@@ -133,12 +134,17 @@ class DepthAttention(Residual):
             return DepthState(sealed, opens)
         queries = self.query[first:stop] * self.gain[first:stop]
         sealed, outputs, top, total, logits = read_sealed(sealed, queries, eps=self.key_norm_eps)
-        if self.carries and index == self.group_start(index):
-            opens = sealed[-1:]
+        if index == self.group_start(index):
+            opens = self._reopened(sealed)
         return DepthState(sealed, opens, outputs=outputs, top=top, total=total, logits=(logits,))
 
     def _begin_group(self, sealed: tuple[Tensor, ...], index: int) -> DepthState:
-        return self._begin(sealed, sealed[-1:] if self.carries else (), index)
+        return self._begin(sealed, self._reopened(sealed), index)
+
+    def _reopened(self, sealed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the open sources that a group begins with. What was sealed goes on as a view: the compiler takes no
+        tensor twice."""
+        return (sealed[-1].view_as(sealed[-1]),) if self.carries else ()
 
     def start(self, embedding: Tensor) -> DepthState:
         return self._begin_group((embedding,), 0)

@@ -120,7 +120,7 @@ class Gates(nn.Module):
                 logits.append(torch.zeros_like(logits[0]))
             weights = torch.stack(logits, -1).softmax(-1)
             if edit is not None:
-                weights = edit(weights.flatten(0, -2)).view_as(weights)
+                weights = edit(weights.reshape(-1, weights.shape[-1])).view_as(weights)
             h = values[0] * (weights[..., 0:1] * scale)
             for i in range(1, len(values)):
                 h = torch.addcmul(h, values[i], weights[..., i : i + 1] * scale)
@@ -128,7 +128,7 @@ class Gates(nn.Module):
             if share is not None:
                 plain = _sum(values) if stream is None else stream.to(dtype)
                 h = torch.lerp(plain, h, share)
-        return h.to(first.dtype), weights.detach().flatten(0, -2)
+        return h.to(first.dtype), weights.detach().reshape(-1, weights.shape[-1])
 
     def held_back(self, read: Tensor, stream: Tensor, index: int) -> Tensor | None:
         """(1 - s) stream + s read for rows of coefficients; None where s is a vector."""

@@ -97,7 +97,7 @@ class HyperConnections(Residual):
         mixed = alpha.transpose(-1, -2) @ self._made_of[index].to(alpha)
         newest = beta.to(alpha).unsqueeze(-1).expand(*mixed.shape[:-2], self.num_streams, 1)
         self._made_of[index + 1] = torch.cat([mixed[..., 1:, :], newest], -1)
-        return mixed[..., 0, :].flatten(0, -2)
+        return mixed[..., 0, :].reshape(-1, index + 1)
 
     def write(self, state: Streams, index: int, output: Tensor) -> Streams:
         (beta,) = state.beta  # a write follows its read
@@ -115,5 +115,7 @@ class HyperConnections(Residual):
         return state.streams.sum(-2)
 
     def finish(self, state: Streams, norm: NormLike) -> Tensor:
-        weights = self._made_of[self.num_sublayers].sum(-2).flatten(0, -2) if self.watched else None
+        weights = (
+            self._made_of[self.num_sublayers].sum(-2).reshape(-1, self.num_sublayers + 1) if self.watched else None
+        )
         return self.normed(state.streams.sum(-2), self.num_sublayers, norm, weights)

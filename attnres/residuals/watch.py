@@ -60,9 +60,12 @@ def watched(
         weights: (tokens, sources); None are those that the residual implies, or one for a single source.
         values: the sources; none are the embedding and the outputs so far.
     """
-    row = h.new_ones(1) if len(residual.sources(index)) == 1 else residual.implied(index)
-    if weights is None and row is not None:
-        weights = row.to(h).expand(h[..., 0].numel(), -1)
+    if weights is None:
+        row = residual.implied(index)
+        if row is None and len(residual.sources(index)) == 1:
+            row = h.new_ones(1)
+        if row is not None:
+            weights = row.to(h).expand(h[..., 0].numel(), -1)
     if residual.editor is not None:
         if weights is None:
             raise UserError(f"residual '{residual.name}' mixes its sources by no weights: there is nothing to edit")

@@ -1,0 +1,212 @@
+"""Conformance of a mechanism: `attnres.residuals.check`, and what needs a model of Transformers around it."""
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.utils import logging
+
+from attnres.errors import UserError
+from attnres.forward import evaluating, next_token_losses
+from attnres.models.build import build
+from attnres.models.classes import DepthMixin
+from attnres.models.open import SINGLE, load
+from attnres.progress import quiet_transformers
+from attnres.residuals import Residual, make_residual
+from attnres.residuals.check import CHECKS, Outcome, outcomes
+from attnres.residuals.check.subject import Subject, close, expect, stir
+
+_WIDTH, _VOCABULARY, _LENGTH = 32, 50, 16
+_SIZE = {
+    "family": "qwen3",
+    "hidden_size": _WIDTH,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "intermediate_size": 48,
+}
+_LAYERS = (3, 2, 4, 1, 5, 6, 8, 12, 16)
+"""Of the models, in order of preference; the first that the settings allow is taken."""
+_FP32 = 1e-4
+"""What two ways to one result in fp32 may differ by, as a part of its scale."""
+
+
+def check(name: str, **settings: Any) -> list[Outcome]:
+    """Check a mechanism with these settings: in networks of plain torch, and in a small model.
+
+    >>> failures = [outcome for outcome in check("rescaled") if not outcome.passed]     # doctest: +SKIP
+
+    Args:
+        name: of a mechanism, or FILE.py:CLASS.
+
+    Raises:
+        UserError: an unknown name or setting, or settings that fit no depth.
+    """
+    return list(checks(name, settings))
+
+
+def checks(name: str, settings: dict[str, Any]) -> Iterator[Outcome]:
+    """Carry out the checks of `check` one by one."""
+    subject = Subject.of(name, settings)
+    yield from outcomes(CHECKS, subject)
+    with quiet_transformers():
+        yield from outcomes(MODEL_CHECKS, subject)
+
+
+def _model(subject: Subject, *, stirred: bool = True) -> DepthMixin:
+    """Return a small fp32 model in evaluation mode, its residual's parameters away from their start values."""
+    name, settings, refusal = subject.mechanism.name, subject.settings, ""
+    for layers in _LAYERS:
+        try:
+            make_residual(name, 2 * layers, _WIDTH, **settings)
+        except UserError as error:
+            refusal = str(error)
+            continue
+        size = {**_SIZE, "num_hidden_layers": layers}
+        model = build(size, name, vocab_size=_VOCABULARY, max_positions=_LENGTH, settings=settings).eval()
+        if stirred:
+            stir(model.residual)
+        return model
+    raise UserError(f"it fits no model of {min(_LAYERS)} to {max(_LAYERS)} layers: {refusal}")
+
+
+def _tokens() -> Tensor:
+    return torch.randint(_VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def _logits(model: Any) -> Tensor:
+    return model(input_ids=_tokens(), use_cache=False).logits
+
+
+def built(subject: Subject) -> str:
+    """A model has the weights that it has with the standard residual, and the mechanism's start values, in fp32."""
+    model = _model(subject, stirred=False)
+    size = {**_SIZE, "num_hidden_layers": model.config.num_hidden_layers}
+    plain = build(size, "standard", vocab_size=_VOCABULARY, max_positions=_LENGTH)
+    scaled = model.residual.branch_scale() != 1.0
+    for name, weight in plain.state_dict().items():
+        expect(scaled or torch.equal(model.state_dict()[name], weight), f"{name} is drawn differently")
+    for name, parameter in _fresh(subject, model).named_parameters():
+        inside = model.residual.get_parameter(name)
+        expect(inside.dtype is torch.float32, f"{name} is {inside.dtype} in a model, not fp32")
+        expect(torch.equal(inside, parameter), f"{name} does not have its start values in a model")
+    expect(bool(_logits(model).isfinite().all()), "the logits are not finite")
+    return f"{model.config.num_hidden_layers} layers of {_SIZE['family']}"
+
+
+def _fresh(subject: Subject, model: DepthMixin) -> Residual:
+    """Return a residual such as the model's, with its start values."""
+    return make_residual(subject.mechanism.name, model.residual.num_sublayers, _WIDTH, **subject.settings)
+
+
+def training(subject: Subject) -> str:
+    """A training step in bf16 autocast has finite gradients, with activation checkpointing the same ones."""
+    model = _model(subject).train()
+
+    def gradients() -> tuple[float, list[Tensor]]:
+        model.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = next_token_losses(model, _tokens()).mean()
+        loss.backward()
+        return loss.item(), [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+    loss, grads = gradients()
+    for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
+        expect(bool(grad.isfinite().all()), f"the gradient of {name} is not finite")
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+    largest = max(
+        close(again, grad, _FP32, f"activation checkpointing changes the gradient of {name}")
+        for (name, _), grad, again in zip(model.named_parameters(), grads, gradients()[1], strict=True)
+    )
+    with torch.no_grad():
+        exact = next_token_losses(model.double(), _tokens()).mean().item()
+    expect(abs(loss - exact) < 0.1 * exact, f"the loss is {loss:.3f} in bf16 autocast and {exact:.3f} in fp64")
+    return f"checkpointing {largest:.1e}, loss {loss:.3f} in bf16 autocast, {exact:.3f} in fp64"
+
+
+@torch.no_grad()
+def decoding(subject: Subject) -> str:
+    """Decoding token by token from a cache gives the logits of a whole pass."""
+    model, ids = _model(subject), _tokens()
+    expected = _logits(model)
+    output = model(input_ids=ids[:, :4], use_cache=True)
+    parts = [output.logits]
+    for position in range(4, ids.shape[1]):
+        output = model(
+            input_ids=ids[:, position : position + 1], past_key_values=output.past_key_values, use_cache=True
+        )
+        parts.append(output.logits)
+    return f"{close(torch.cat(parts, 1), expected, _FP32, 'cached decoding changes the logits'):.1e}"
+
+
+def saving(subject: Subject) -> str:
+    """A saved model computes the same when it is loaded; what a file lacks of the residual gets its start values."""
+    model = _model(subject)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        model.save_pretrained(folder)
+        again: Any = load(folder)
+        for name, tensor in model.residual.state_dict().items():
+            expect(torch.equal(again.residual.state_dict()[name], tensor), f"{name} is another after saving")
+        expect(torch.equal(_logits(again), _logits(model)), "a saved model computes other logits when it is loaded")
+        half: Any = load(folder, dtype=torch.bfloat16)
+        for name, parameter in half.residual.named_parameters():
+            expect(parameter.dtype is torch.float32, f"{name} is {parameter.dtype} in a model loaded in bf16, not fp32")
+        names = [name for name, _ in model.residual.named_parameters()]
+        weights = load_file(folder / SINGLE)
+        for lacking in (names, names[-1:]):
+            _check_lacking(model, folder, weights, lacking, subject)
+    return f"{len(names)} tensors of the residual in the file"
+
+
+def _check_lacking(
+    model: DepthMixin, folder: Path, weights: dict[str, Tensor], lacking: list[str], subject: Subject
+) -> None:
+    """Load from a file without some of the residual's parameters: those start anew, the others are the file's."""
+    gone = {f"residual.{name}" for name in lacking}
+    kept = {key: tensor for key, tensor in weights.items() if key not in gone}
+    save_file(kept, folder / SINGLE, metadata={"format": "pt"})
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # it would tell which weights are new
+    try:
+        again = type(model).from_pretrained(folder).residual
+    finally:
+        logging.set_verbosity(level)
+    fresh = _fresh(subject, model)
+    for name, parameter in again.named_parameters():
+        if name in lacking:
+            start = torch.equal(parameter, fresh.get_parameter(name))
+            expect(start, f"{name} does not start where it should in a model whose file lacks it")
+        else:
+            saved = torch.equal(parameter, model.residual.get_parameter(name))
+            expect(saved, f"{name} is another where a file lacks {', '.join(lacking)}")
+
+
+def copying(subject: Subject) -> str:
+    """A deep copy of a model computes the same, with parameters of its own."""
+    model = _model(subject)
+    with evaluating(model):
+        twin = copy.deepcopy(model)
+        expected = _logits(model)
+        expect(torch.equal(_logits(twin), expected), "a copy computes other logits")
+        with torch.no_grad():
+            for parameter in twin.residual.parameters():
+                parameter.zero_()
+        expect(torch.equal(_logits(model), expected), "a copy shares parameters with the model that it is of")
+    return "parameters of its own"
+
+
+MODEL_CHECKS: dict[str, Callable[[Subject], str]] = {
+    "model": built,
+    "training": training,
+    "decoding": decoding,
+    "saving": saving,
+    "copying": copying,
+}

@@ -1,0 +1,222 @@
+"""Checks of what a forward and a backward pass do: shapes, dtypes, gradients, and what happens to states."""
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
+
+from attnres.errors import first_line
+from attnres.residuals.base import Residual, State
+from attnres.residuals.check.subject import (
+    WIDTH,
+    Failed,
+    Network,
+    Subject,
+    agree,
+    close,
+    distance,
+    expect,
+    tokens,
+)
+
+_ROUNDING = 1e-9
+"""What two ways to one result in fp64 may differ by, as a part of its scale."""
+_STEP = 1e-6
+"""Of the finite differences."""
+
+
+def shapes(subject: Subject) -> str:
+    """Batches of any rank go through, no token sees another, and a norm is a norm as a value or as a function."""
+    largest = 0.0
+    for residual, network in subject.networks():
+        batch = tokens(2, 2, 3)
+        whole = network.run(residual, batch)
+        for rank in range(4):
+            part = batch[(0,) * (3 - rank)]
+            states: list[State] = []
+            result = network.run(residual, part, lambda index, state: states.append(state) or state)  # noqa: B023
+            at = f"tokens of shape {tuple(part.shape[:-1])} through {network.depth} sublayers give"
+            largest = max(largest, close(result, whole[(0,) * (3 - rank)], _ROUNDING, f"{at} another result"))
+            for state in states:
+                shown = residual("hidden_state", state)
+                expect(shown.shape == part.shape, f"{at} a hidden_state {tuple(shown.shape)}")
+        fused = Network(network.depth, fused=True).run(residual, batch)
+        largest = max(largest, close(fused, whole, _ROUNDING, "norms as values change the result"))
+    return f"(d,) to (A, B, T, d), {', '.join(map(str, subject.depths))} sublayers, {largest:.1e}"
+
+
+def dtypes(subject: Subject) -> str:
+    """The dtype of the embedding is that of every read and of the output, whatever the parameters', which are fp32."""
+    far: dict[torch.dtype, float] = {}
+    for depth in subject.depths:
+        residual = subject.residual(depth, dtype=torch.float32)
+        exact = Network(depth, fused=True).run(residual, tokens(2, 3))
+        for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-4), (torch.bfloat16, 0.3)):
+            for fused in (True, False):
+                network, embedding = Network(depth, dtype, fused=fused), tokens(2, 3, dtype=dtype)
+                result = network.run(residual, embedding)
+                name = str(dtype).removeprefix("torch.")
+                expect(result.dtype is dtype, f"a {name} embedding gives a {result.dtype} output")
+                x, state = residual("read", residual("start", embedding), 0, network.norm(0))
+                expect(x.dtype is dtype, f"a {name} embedding gives a {x.dtype} read")
+                shown = residual("hidden_state", residual("write", state, 0, embedding))
+                expect(shown.dtype is dtype, f"a {name} embedding gives a {shown.dtype} hidden_state")
+                far[dtype] = max(far.get(dtype, 0.0), close(result, exact, bound, f"{name} differs from fp64"))
+    return ", ".join(f"{str(dtype).removeprefix('torch.')} {value:.1e}" for dtype, value in far.items())
+
+
+def gradients(subject: Subject) -> str:
+    """Gradients of the embedding and of every parameter are those of finite differences in fp64, and not all zero."""
+    largest = 0.0
+    for residual, network in subject.networks():
+        embedding = tokens(2)
+        upstream = tokens(2, seed=3)
+
+        def value() -> float:
+            return (network.run(residual, embedding) * upstream).sum().item()  # noqa: B023
+
+        names = ["the embedding", *(name for name, p in residual.named_parameters() if p.requires_grad)]
+        leaves = [embedding, *(p.data for p in residual.parameters() if p.requires_grad)]
+        _, grads = network.gradients(residual, embedding)
+        scale = max(1.0, *(grad.abs().max().item() for grad in grads if grad.numel()))
+        for place, (name, leaf, grad) in enumerate(zip(names, leaves, grads, strict=True)):
+            if network.depth == subject.depth:
+                expect(bool(grad.any()), f"{name} has no gradient: nothing depends on it")
+            draw = torch.Generator().manual_seed(place)
+            for _ in range(3):
+                direction = torch.randn(leaf.shape, generator=draw, dtype=torch.float64)
+                start, values = leaf.clone(), []
+                for sign in (1.0, -1.0):
+                    with torch.no_grad():
+                        leaf.copy_(start + sign * _STEP * direction)
+                        values.append(value())
+                        leaf.copy_(start)
+                slope = (values[0] - values[1]) / (2 * _STEP)
+                far = abs(slope - (grad * direction).sum().item()) / scale
+                largest = max(largest, far)
+                expect(far <= 1e-6, f"the gradient of {name} is not that of finite differences: {far:.1e}")
+    return f"finite differences {largest:.1e}"
+
+
+def states(subject: Subject) -> str:
+    """A state is a tree of tensors that nothing changes in place, and all that a pass remembers: others may run in its
+    middle."""
+    for residual, network in subject.networks():
+        other = tokens(2, 3, seed=5)
+        for grad in (False, True):
+            with torch.set_grad_enabled(grad):
+                expected = network.run(residual, tokens(2, 3))
+                _unchanged(residual, network, tokens(2, 3))
+                disturbed = network.run(residual, tokens(2, 3), _disturbed(residual, network, other))
+            close(disturbed, expected, _ROUNDING, "another pass in the middle of one changes it")
+    return "no tensor changed in place, passes do not touch one another"
+
+
+def _disturbed(residual: Residual, network: Network, embedding: Tensor) -> Any:
+    """Return what lets another pass run before each sublayer of one."""
+
+    def run(index: int, state: State) -> State:
+        network.run(residual, embedding)
+        return state
+
+    return run
+
+
+def _unchanged(residual: Residual, network: Network, embedding: Tensor) -> None:
+    """Go through a network; raise `Failed` where a verb changes the tensors that it was given."""
+
+    def keep(verb: str, *values: Any) -> Any:
+        leaves = _pytree.tree_leaves(values)
+        strange = [type(leaf).__name__ for leaf in leaves if not isinstance(leaf, Tensor)]
+        expect(not strange, f"the state before {verb} holds a {''.join(strange[:1])}: expected tensors in tuples")
+        return verb, [(leaf, leaf._version, leaf.detach().clone()) for leaf in leaves]
+
+    def compare(before: Any) -> None:
+        verb, kept = before
+        for leaf, version, copy in kept:
+            changed = leaf._version != version or not torch.equal(leaf, copy)
+            expect(not changed, f"{verb} changes a tensor in place that it was given")
+
+    before = keep("start", embedding)
+    state = residual("start", embedding)
+    compare(before)
+    for index in range(network.depth):
+        before = keep("read", state)
+        x, state = residual("read", state, index, network.norm(index))
+        compare(before)
+        output = network.sublayer(index, x)
+        before = keep("write", state, output)
+        state = residual("write", state, index, output)
+        compare(before)
+    before = keep("finish", state)
+    residual("finish", state, network.norm(network.depth))
+    compare(before)
+
+
+def cuts(subject: Subject) -> str:
+    """Cut before any sublayer, taken apart by `pack` as `slots` says and put together by `unpack`, a pass goes on with
+    the same result and gradients."""
+    largest, most = 0.0, 0
+    for residual, network in subject.networks():
+        embedding = tokens(2, 3)
+        expected = network.gradients(residual, embedding)
+        held: dict[str, Tensor] = {}
+        for cut in range(network.depth + 1):
+
+            def change(index: int, state: State) -> State:
+                nonlocal most
+                if index != cut:  # noqa: B023
+                    return state
+                packed, slots = residual.pack(state, index), residual.slots(index)  # noqa: B023
+                most = max(most, len(packed))
+                at = f"before sublayer {index} of {network.depth}"  # noqa: B023
+                shapes = [tuple(tensor.shape) for tensor in packed]
+                described = [(2, 3, *slot.axes, WIDTH) for slot in slots]
+                expect(shapes == described, f"{at} pack gives {shapes}, slots say {described}")
+                expect(len({slot.name for slot in slots}) == len(slots), f"{at} two slots have one name")
+                for slot, tensor in zip(slots, packed):
+                    same = not slot.kept or distance(tensor, held.setdefault(slot.name, tensor)) < _ROUNDING  # noqa: B023
+                    expect(same, f"slot '{slot.name}' is said to be kept and is another tensor {at}")
+                return residual.unpack(packed, index)  # noqa: B023
+
+            again = network.gradients(residual, embedding, change=change)
+            largest = max(largest, agree(again, expected, _ROUNDING, f"a cut before sublayer {cut}"))
+            with torch.no_grad():
+                result = network.run(residual, embedding, change)
+            close(result, expected[0], _ROUNDING, f"a cut before sublayer {cut} without gradients changes the result")
+    return f"at most {most} tensors cross, {largest:.1e}"
+
+
+def checkpointing(subject: Subject) -> str:
+    """Non-reentrant activation checkpointing of every sublayer gives the same gradients."""
+    largest = 0.0
+    for residual, network in subject.networks():
+        expected = network.gradients(residual, tokens(2, 3))
+        again = network.gradients(residual, tokens(2, 3), around=_checkpointed)
+        largest = max(largest, agree(again, expected, _ROUNDING, "activation checkpointing"))
+    return f"{largest:.1e}"
+
+
+def _checkpointed(step: Any, *arguments: Any) -> Any:
+    return checkpoint(step, *arguments, use_reentrant=False)
+
+
+def compiled(subject: Subject) -> str:
+    """torch.compile(fullgraph=True) takes a whole network, forward and backward, and changes no result."""
+    depth = next((depth for depth in subject.depths if depth > 2), subject.depth)
+    residual, network = subject.residual(depth), Network(depth, fused=True)
+    expected = network.gradients(residual, tokens(2, 3))
+    network.run = torch.compile(network.run, fullgraph=True, backend="aot_eager")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler's own
+            result = network.gradients(residual, tokens(2, 3))
+    except TorchDynamoException as error:
+        raise Failed(f"the compiler breaks the graph: {first_line(error)}") from error
+    finally:
+        torch._dynamo.reset()
+    return f"one graph, {agree(result, expected, _ROUNDING, 'torch.compile'):.1e}"

@@ -1,0 +1,308 @@
+"""Checks of what reads mix: the layout, traits and mixing rows that a mechanism describes, against its forward pass."""
+
+import json
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from attnres.residuals.base import Residual, State
+from attnres.residuals.check.subject import Network, Subject, close, distance, expect, tokens
+from attnres.residuals.layout import Read, Source, outputs
+from attnres.residuals.registry import make_residual
+
+_CLOSE = 1e-6
+"""What counts as the same in fp64 here: implied weights are fp32, and norms have an eps."""
+_TINY = 1e-12
+"""An eps of norms so small that a sum and a mean of the same outputs give one result in fp64."""
+
+
+class Recording:
+    """An observer that keeps what a pass showed.
+
+    Attributes:
+        reads: number of a read -> (h, weights, values). outputs: the embedding and what sublayers wrote, (..., d).
+    """
+
+    def __init__(self) -> None:
+        self.reads: dict[int, tuple[Tensor, Tensor | None, Sequence[Tensor]]] = {}
+        self.outputs: list[Tensor] = []
+
+    def on_start(self, embedding: Tensor) -> None:
+        self.outputs = [embedding]
+
+    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
+        expect(index not in self.reads, f"read {index} is shown twice")
+        self.reads[index] = h, weights, values
+
+    def on_write(self, index: int, output: Tensor) -> None:
+        self.outputs.append(output)
+
+
+class Fixed:
+    """An editor that gives reads weights of its own, the same whatever they mix.
+
+    Args:
+        identity: leave the weights as they are.
+    """
+
+    def __init__(self, *, identity: bool = False) -> None:
+        self.outputs: Sequence[Tensor] = ()
+        self.identity = identity
+
+    def on_start(self, embedding: Tensor) -> None:
+        self.outputs = (embedding,)
+
+    def on_write(self, index: int, output: Tensor) -> None:
+        self.outputs = (*self.outputs, output)
+
+    def edit(self, index: int, weights: Tensor) -> Tensor:
+        if self.identity:
+            return weights.clone()
+        draw = torch.Generator().manual_seed(index)
+        return torch.rand(weights.shape, generator=draw, dtype=torch.float64).to(weights)
+
+
+def recorded(residual: Residual, network: Network, embedding: Tensor) -> Recording:
+    """Return what a pass shows an observer; every read is to be shown, in order."""
+    recording = Recording()
+    residual.observer = recording
+    try:
+        network.run(residual, embedding)
+    finally:
+        residual.observer = None
+    expect(list(recording.reads) == list(range(network.depth + 1)), f"an observer sees reads {list(recording.reads)}")
+    return recording
+
+
+def layout(subject: Subject) -> str:
+    """It has a row for each read, whose sources have names of their own and are sums of outputs that were there."""
+    most = 0
+    for residual, network in subject.networks():
+        rows = residual.layout()
+        expect(len(rows) == network.depth + 1, f"{len(rows)} rows for {network.depth} sublayers: expected one more")
+        again = tuple(Read.from_json(json.loads(json.dumps(read.to_json()))) for read in rows)
+        expect(again == rows == subject.residual(network.depth, stirred=False).layout(), "it is not the same each time")
+        for index, read in enumerate(rows):
+            at = f"read '{read.name}' of {network.depth} sublayers"
+            names = [source.name for source in read.sources]
+            expect(len(set(names)) == len(names), f"{at} has two sources of one name")
+            opens = [source.open for source in read.sources]
+            expect(opens == sorted(opens), f"{at} has a finished source after an open one")
+            for source in read.sources:
+                word = re.fullmatch("[a-z][a-z0-9_]{0,31}", source.kind)
+                expect(word is not None, f"source kind '{source.kind}' is no word of small letters")
+                span = source.span or range(0)
+                late = span.step != 1 or span.start < 0 or span.stop > index + 1
+                expect(not late, f"{at} has source '{source.name}' over {span}, and only {index + 1} outputs are there")
+                later = source.after is not None and not 0 <= source.after < index
+                expect(not later, f"{at} has source '{source.name}' after read {source.after}")
+            most = max(most, len(names))
+    return f"{subject.depth + 1} reads of up to {most} sources" if most else "reads are no weighted sums"
+
+
+def sources(subject: Subject) -> str:
+    """What reads show to observers is what the layout says: the values, and h made of them by the mixing rows."""
+    largest = 0.0
+    for residual, network in subject.networks():
+        rows: list[Tensor] = []
+        recording = recorded(residual, network, tokens(2, 3))
+        for index, read in enumerate(residual.layout()):
+            if not read.sources:
+                continue
+            h, weights, values = recording.reads[index]
+            at = f"read '{read.name}' of {network.depth} sublayers"
+            expect(
+                weights is not None, f"{at} has sources and shows no weights: give `implied`, or weights to `normed`"
+            )
+            assert weights is not None
+            shape = (6, len(read.sources))
+            expect(tuple(weights.shape) == shape, f"{at} shows weights {tuple(weights.shape)}, its layout says {shape}")
+            one_by_one = tuple(source.span for source in read.sources) == tuple(
+                source.span for source in outputs(index + 1)
+            )
+            expect(bool(values) or one_by_one, f"{at} shows no values, and mixes other things than the outputs so far")
+            values = values or recording.outputs[: index + 1]
+            expect(len(values) == shape[1], f"{at} shows {len(values)} values, its layout has {shape[1]} sources")
+            if not residual.traits.linear:
+                continue
+            for source, value in zip(read.sources, values):
+                described = _described(source, recording, index)
+                what = f"source '{source.name}' of {at} is not what the layout describes"
+                largest = max(largest, close(value, described, _CLOSE, what))
+            row = residual.mixing_row(index, weights, rows)
+            expect(row is not None, f"traits say linear, and {at} has no mixing row")
+            assert row is not None
+            expect(row.shape[-1] == network.depth + 1, f"the mixing row of {at} has {row.shape[-1]} columns")
+            rows.append(row.expand(6, -1))
+            mixed = torch.einsum("ti,itd->td", row.expand(6, -1), _flat(recording.outputs, network.depth + 1))
+            what = f"{at} is not what its mixing row makes of the outputs"
+            largest = max(largest, close(h.flatten(0, -2), mixed, _CLOSE, what))
+    return f"rebuilt from the outputs, {largest:.1e}" if residual.layout()[0].sources else "reads have no sources"
+
+
+def _described(source: Source, recording: Recording, index: int) -> Tensor:
+    total = torch.zeros_like(recording.outputs[0])
+    for column in source.span or ():
+        total = total + recording.outputs[column]
+    return total if source.after is None else total + recording.reads[source.after][0]
+
+
+def _flat(values: Sequence[Tensor], count: int) -> Tensor:
+    """Return (count, tokens, d): the values, and zeros for those that were not written yet."""
+    flat = [value.flatten(0, -2) for value in values]
+    return torch.stack([*flat, *[torch.zeros_like(flat[0])] * (count - len(flat))])
+
+
+def weights(subject: Subject) -> str:
+    """Rows of weights sum to one and differ by token exactly where the traits say so; those implied are those used."""
+    sums, spread = 0.0, 0.0
+    for residual, network in subject.networks():
+        traits = residual.traits
+        recording = recorded(residual, network, tokens(2, 3))
+        for index, read in enumerate(residual.layout()):
+            shown = recording.reads[index][1]
+            if not read.sources or shown is None:
+                expect(not traits.sums_to_one, f"traits say sums_to_one, and read '{read.name}' has no weights")
+                continue
+            sums = max(sums, (shown.sum(-1) - 1.0).abs().max().item())
+            spread = max(spread, (shown - shown[:1]).abs().max().item())
+            implied = residual.implied(index)
+            at = f"of read '{read.name}' of {network.depth} sublayers"
+            if implied is not None:
+                expect(not traits.by_token, f"implied gives weights {at}, and traits say by_token")
+                close(shown, implied.to(shown).expand_as(shown), _CLOSE, f"the weights {at} are not those implied")
+    said = (traits.sums_to_one, traits.by_token)
+    measured = sums < _CLOSE and any(read.sources for read in residual.layout()), spread > _CLOSE
+    for name, claim, real in zip(("sums_to_one", "by_token"), said, measured):
+        expect(claim == real, f"traits say {name}={claim}: rows differ from one by {sums:.1e}, tokens by {spread:.1e}")
+    one = "sum to one" if said[0] else "need not sum to one"
+    return f"{one}, {'differ from token to token' if said[1] else 'the same for every token'}"
+
+
+def mixing(subject: Subject) -> str:
+    """With weights that an editor holds fixed, the derivative of h_l by output i is row l's entry i of the mixing
+    matrix; traits say linear exactly where there is one."""
+    largest = 0.0
+    for residual, network in subject.networks():
+        traits, rows = residual.traits, list[Tensor]()
+        leaves = [tokens(4, seed=10 + i).requires_grad_() for i in range(network.depth + 1)]
+        layout = residual.layout()
+        if not all(read.sources for read in layout):
+            expect(not traits.linear, "traits say linear, and some reads have no sources")
+            continue
+        pinned = Network(network.depth, outputs=leaves[1:])
+        residual.editor, recording = Fixed(), Recording()
+        residual.observer = recording
+        try:
+            pinned.run(residual, leaves[0])
+        finally:
+            residual.editor = residual.observer = None
+        for index, read in enumerate(layout):
+            h, weights, _ = recording.reads[index]
+            assert weights is not None
+            asked = Fixed().edit(index, weights)
+            close(weights, asked, _CLOSE, f"read '{read.name}' does not use an editor's weights")
+            row = residual.mixing_row(index, asked, rows)
+            expect(
+                (row is not None) == traits.linear, f"traits say linear={traits.linear}: mixing_row gives {row!r:.20}"
+            )
+            if row is None:
+                continue
+            rows.append(row.expand(4, -1))
+            upstream = tokens(4, seed=30)
+            grads = torch.autograd.grad(
+                h, leaves, upstream, retain_graph=True, allow_unused=True, materialize_grads=True
+            )
+            for column, grad in enumerate(grads):
+                what = (
+                    f"dh/dv of read '{read.name}' by output {column} of {network.depth} is not its mixing row's entry"
+                )
+                largest = max(largest, close(grad, rows[-1][:, column : column + 1] * upstream, _CLOSE, what))
+    return f"{largest:.1e}" if residual.traits.linear else "no matrix: traits say not linear"
+
+
+def queries(subject: Subject) -> str:
+    """Where traits say has_query, reads have a direction and a sharpness that no logit passes; else none."""
+    residual, depth = subject.residual(), subject.depth
+    asked = [index for index in range(depth + 1) if residual.direction(index) is not None]
+    if not residual.traits.has_query:
+        expect(not asked, f"traits say no query, and read {asked[:1]} has a direction")
+        return "none"
+    expect(bool(asked), "traits say has_query, and no read has a direction")
+    for index in range(depth + 1):
+        expect(
+            (residual.sharpness(index) is not None) == (index in asked),
+            f"read {index} has a direction or a sharpness, expected both or neither",
+        )
+    closest = 0.0
+    for index in asked:
+        direction, sharpness = residual.direction(index), residual.sharpness(index)
+        assert direction is not None and sharpness is not None
+        expect(direction.shape == (residual.width,), f"the direction of read {index} is {tuple(direction.shape)}")
+        # Sources along the query and against it, for two tokens the other way round: what else a logit has cancels.
+        signs = [torch.tensor([[sign], [-sign]], dtype=torch.float64) for sign in _alternating(depth + 1)]
+        written = [sign * direction.double() for sign in signs]
+        pinned = Network(depth, outputs=written[1:])
+        weights = recorded(residual, pinned, written[0]).reads[index][1]
+        assert weights is not None
+        logits = weights.clamp_min(1e-300).log()
+        gaps = (logits.unsqueeze(-1) - logits.unsqueeze(-2)).diff(dim=0).abs()
+        if residual.traits.sums_to_one and gaps.numel():
+            share = gaps.max().item() / (4 * sharpness)
+            expect(share <= 1 + 1e-6, f"a logit of read {index} is {share:.2f} times its sharpness")
+            closest = max(closest, share)
+    return f"{len(asked)} reads, the largest logit {closest:.2f} of its bound"
+
+
+def _alternating(count: int) -> list[float]:
+    return [1.0 if place % 2 == 0 else -1.0 for place in range(count)]
+
+
+def start(subject: Subject) -> str:
+    """With its start values a pre-norm network computes what the standard residual computes, exactly where the traits
+    say starts_standard."""
+    claim, far = None, 0.0
+    for depth in subject.depths:
+        residual, network = subject.residual(depth, stirred=False), Network(depth, eps=_TINY)
+        claim = residual.traits.starts_standard
+        plain = make_residual("standard", depth, residual.width)
+        expected = network.run(plain, tokens(2, 3))
+        result = network.run(residual, tokens(2, 3))
+        far = max(far, distance(result, expected))
+    if claim:
+        expect(far <= _CLOSE, f"traits say starts_standard, and it differs from the standard residual by {far:.1e}")
+        return f"the standard residual's result, {far:.1e}"
+    expect(far > _CLOSE, "traits say it does not start as the standard residual, and it does")
+    return f"not the standard residual's result, {far:.1e}"
+
+
+def watching(subject: Subject) -> str:
+    """An observer changes neither a number nor a state's tree; an editor that edits nothing changes no number."""
+    for residual, network in subject.networks():
+        for shape in ((), (3,), (2, 3)):
+            embedding = tokens(*shape)
+            trees: list[list] = [[], []]
+
+            def keep(index: int, state: State) -> State:
+                leaves, form = _pytree.tree_flatten(state)
+                trees[residual.watched].append((str(form), [leaf.shape for leaf in leaves]))  # noqa: B023
+                return state
+
+            expected = network.run(residual, embedding, keep)
+            residual.observer = Recording()
+            try:
+                result = network.run(residual, embedding, keep)
+            finally:
+                residual.observer = None
+            expect(torch.equal(result, expected), f"an observer changes the result by {distance(result, expected):.1e}")
+            expect(trees[0] == trees[1], "an observer changes the state's tree")
+            if all(read.sources for read in residual.layout()):
+                residual.editor = Fixed(identity=True)
+                try:
+                    close(network.run(residual, embedding), expected, _CLOSE, "an editor that edits nothing counts")
+                finally:
+                    residual.editor = None
+    return "observers change nothing"

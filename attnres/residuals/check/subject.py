@@ -1,0 +1,207 @@
+"""What is checked: a mechanism with its settings, and a small network of it whose sublayers are fixed."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnres.errors import UserError, first_line
+from attnres.ops import Norm
+from attnres.residuals.base import Residual, State
+from attnres.residuals.registry import make_residual, residual_class
+
+WIDTH = 16
+DEPTHS = (1, 2, 5, 8)
+"""Sublayers of the networks that are checked, where the settings allow them."""
+MAX_DEPTH = 32
+"""Where the settings allow none of `DEPTHS`, others up to this are looked for."""
+EPS = 0.1
+"""Of the norms: so large that the scale of a read counts."""
+
+
+class Failed(Exception):
+    """A check's finding, in a few words."""
+
+
+def expect(condition: bool, finding: str) -> None:
+    """Raise `Failed` with the finding unless the condition holds."""
+    if not condition:
+        raise Failed(finding)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of two tensors as a part of the largest entry of `b`, if that passes one; infinite
+    for other shapes and where either is not finite."""
+    if a.shape != b.shape:
+        return float("inf")
+    if not a.numel():
+        return 0.0
+    a, b = a.detach().double(), b.detach().double()
+    largest = ((a - b).abs().max() / b.abs().max().clamp_min(1.0)).item()
+    return largest if largest == largest else float("inf")
+
+
+def close(a: Tensor, b: Tensor, bound: float, what: str) -> float:
+    """Return the distance of two tensors; raise `Failed` beyond the bound."""
+    far = distance(a, b)
+    expect(
+        far <= bound,
+        f"{what}: " + (f"{tuple(a.shape)} is not {tuple(b.shape)}" if a.shape != b.shape else f"{far:.1e}"),
+    )
+    return far
+
+
+class Subject(NamedTuple):
+    """A mechanism with its settings.
+
+    Attributes:
+        mechanism: its class. settings: of its constructor.
+        depths: numbers of sublayers that it is checked with, in order.
+    """
+
+    mechanism: type[Residual]
+    settings: dict[str, Any]
+    depths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, name: str, settings: dict[str, Any]) -> "Subject":
+        """Find the mechanism, and the depths that it can have with these settings.
+
+        Raises:
+            UserError: an unknown name or setting; settings that fit no depth up to `MAX_DEPTH`.
+        """
+        mechanism, refusal = residual_class(name), ""
+
+        def fits(depth: int) -> bool:
+            nonlocal refusal
+            try:
+                make_residual(mechanism.name, depth, WIDTH, **settings)
+            except UserError as error:
+                refusal = str(error)
+                return False
+            except Exception:  # which the check of settings reports
+                return True
+            return True
+
+        depths = tuple(filter(fits, DEPTHS)) or tuple(filter(fits, range(1, MAX_DEPTH + 1)))[:3]
+        if not depths:
+            raise UserError(f"residual '{name}' fits no network of 1 to {MAX_DEPTH} sublayers: {refusal}")
+        return cls(mechanism, settings, depths)
+
+    @property
+    def depth(self) -> int:
+        """The largest of its depths, for what is checked at one."""
+        return self.depths[-1]
+
+    def residual(
+        self, depth: int | None = None, *, stirred: bool = True, dtype: torch.dtype = torch.float64
+    ) -> Residual:
+        """Return a residual of `depth` sublayers, with parameters of `dtype` that are away from their start values."""
+        residual = make_residual(self.mechanism.name, self.depth if depth is None else depth, WIDTH, **self.settings)
+        residual = residual.to(dtype)
+        if stirred:
+            stir(residual)
+        return residual
+
+    def networks(self) -> Iterator[tuple[Residual, "Network"]]:
+        """Return a residual and a network of each depth, in fp64."""
+        for depth in self.depths:
+            yield self.residual(depth), Network(depth)
+
+
+@torch.no_grad()
+def stir(residual: Residual) -> None:
+    """Move every parameter by numbers up to 0.4 that depend on its place alone."""
+    draw = torch.Generator().manual_seed(1)
+    for parameter in residual.parameters():
+        noise = 0.8 * torch.rand(parameter.shape, generator=draw, dtype=torch.float64) - 0.4
+        parameter.add_(noise.to(parameter.dtype))
+
+
+def tokens(*shape: int, seed: int = 2, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return random vectors (*shape, d) of length near sqrt(d)."""
+    return torch.randn(*shape, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+Change = Callable[[int, State], State]
+"""Called with the state before each sublayer and before the output's read; what it returns is gone on with."""
+
+
+class Network:
+    """L pre-norm sublayers f_l(x) = tanh(W_l x); their matrices and their norms' gains are drawn once and stay fixed.
+
+    Args:
+        eps: of the norms.
+        fused: hand norms over as values (`Norm`), as models do, instead of functions.
+        outputs: L tensors (..., d) that sublayers write whatever they read.
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        dtype: torch.dtype = torch.float64,
+        *,
+        eps: float = EPS,
+        fused: bool = False,
+        outputs: Sequence[Tensor] | None = None,
+    ) -> None:
+        draw = torch.Generator().manual_seed(0)
+        self.depth, self.eps, self.fused, self.outputs = depth, eps, fused, outputs
+        self.matrices = torch.randn(depth, WIDTH, WIDTH, generator=draw, dtype=torch.float64).to(dtype) / 2
+        self.gains = (torch.rand(depth + 1, WIDTH, generator=draw, dtype=torch.float64) + 0.5).to(dtype)
+
+    def norm(self, index: int) -> Any:
+        """Return the norm of a read, as a value or as a function."""
+        gain = self.gains[index]
+        if self.fused:
+            return Norm(gain, eps=self.eps)
+        return lambda h: gain * h * (h.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+
+    def sublayer(self, index: int, x: Tensor) -> Tensor:
+        """Return what sublayer `index` writes."""
+        return torch.tanh(x @ self.matrices[index]) if self.outputs is None else self.outputs[index]
+
+    def step(self, residual: Residual, index: int, state: State) -> State:
+        """Return the state after sublayer `index`."""
+        x, state = residual("read", state, index, self.norm(index))
+        output = self.sublayer(index, x)
+        for watcher in (residual.observer, residual.editor):
+            if watcher is not None:
+                watcher.on_write(index, output)
+        return residual("write", state, index, output)
+
+    def run(
+        self, residual: Residual, embedding: Tensor, change: Change | None = None, around: Callable | None = None
+    ) -> Tensor:
+        """Return the head's input (..., d) for an embedding. `around` carries out a step that it is given, with its
+        arguments: activation checkpointing does that."""
+        for watcher in (residual.observer, residual.editor):
+            if watcher is not None:
+                watcher.on_start(embedding)
+        state = residual("start", embedding)
+        for index in range(self.depth):
+            state = state if change is None else change(index, state)
+            state = self.step(residual, index, state) if around is None else around(self.step, residual, index, state)
+        state = state if change is None else change(self.depth, state)
+        return residual("finish", state, self.norm(self.depth))
+
+    def gradients(self, residual: Residual, embedding: Tensor, **how: Any) -> tuple[Tensor, list[Tensor]]:
+        """Return the head's input, and the gradients of a fixed function of it for the embedding and each parameter."""
+        embedding = embedding.detach().requires_grad_()
+        leaves = [embedding, *(p for p in residual.parameters() if p.requires_grad)]
+        result = self.run(residual, embedding, **how)
+        upstream = tokens(*result.shape[:-1], seed=3).to(result.dtype)
+        grads = torch.autograd.grad((result * upstream).sum(), leaves, allow_unused=True, materialize_grads=True)
+        return result.detach(), list(grads)
+
+
+def agree(one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]], bound: float, what: str) -> float:
+    """Return the largest distance of two results with their gradients; raise `Failed` beyond the bound."""
+    far = close(one[0], other[0], bound, f"{what} changes the result")
+    return max(far, *(close(a, b, bound, f"{what} changes a gradient") for a, b in zip(one[1], other[1], strict=True)))
+
+
+def summary(error: Exception) -> str:
+    """Return an exception as a finding."""
+    return str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {first_line(error)}"

@@ -1,0 +1,112 @@
+"""Every mechanism there is passes the conformance suite, and what only a model shows is caught."""
+
+import pytest
+import torch
+from torch import nn
+
+from attnres.models.check import MODEL_CHECKS, check
+from attnres.residuals import RESIDUALS, register
+from attnres.residuals.check import CHECKS, outcomes
+from attnres.residuals.check.subject import Subject
+from attnres.residuals.standard import Standard
+
+SETTINGS = [
+    ("block", {"block_size": 3, "gate": "scalar", "null_source": True, "read_scale": "sum"}),
+    ("block", {"num_blocks": 2, "gate": "vector", "recency_bias": 1.0}),
+    ("full", {"group": 3, "read_scale": "sum", "read_temperature": 0.5}),
+    ("cumulative", {"block_size": 2, "alpha": "learnable", "recency_bias": 3.0, "recency_bias_frozen": True}),
+    ("boundary", {"block_size": 2}),
+    ("boundary_normed", {"block_size": 2}),
+    ("hyper_connections", {"num_streams": 3, "dynamic": False}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in sorted(RESIDUALS)), *SETTINGS])
+def test_every_mechanism_passes(name, settings):
+    results = check(name, **settings)
+    assert [outcome.name for outcome in results] == [*CHECKS, *MODEL_CHECKS]
+    assert not [outcome for outcome in results if not outcome.passed]
+
+
+class Scaled(Standard):
+    """h_l = a_l sum_{i<l} v_i."""
+
+    def __init__(self, num_sublayers, width):
+        super().__init__(num_sublayers, width)
+        self.scale = nn.Parameter(torch.empty(num_sublayers + 1))
+        self.init_parameters()
+
+    def init_parameters(self):
+        nn.init.ones_(self.scale)
+
+    def normed(self, h, index, norm, weights=None, values=()):
+        return super().normed(h * self.scale[index].to(h.dtype), index, norm, weights, values)
+
+    def implied(self, index):
+        return self.scale[index].detach().expand(index + 1)
+
+
+@pytest.fixture
+def failures(registered):
+    def run(mechanism):
+        """Register a class as "broken"; name -> detail of every check of a model that it fails."""
+        mechanism.name = "broken"
+        register(mechanism)
+        return {o.name: o.detail for o in outcomes(MODEL_CHECKS, Subject.of("broken", {})) if not o.passed}
+
+    return run
+
+
+def test_the_mechanism_that_the_next_ones_break_is_sound(failures):
+    assert not failures(type("Same", (Scaled,), {}))
+
+
+def test_start_values_that_overwrite_what_was_loaded(failures):
+    class Broken(Scaled):
+        def __init__(self, num_sublayers, width):
+            self.shift = None
+            super().__init__(num_sublayers, width)
+            self.shift = nn.Parameter(torch.zeros(width))
+
+        def init_parameters(self):
+            self.scale.data = torch.ones_like(self.scale)  # past torch.nn.init, which spares what was loaded
+            if self.shift is not None:
+                nn.init.zeros_(self.shift)
+
+    assert failures(Broken)["saving"] == "scale is another where a file lacks shift"
+
+
+def test_a_tensor_that_no_file_holds(failures):
+    class Broken(Scaled):
+        def __init__(self, num_sublayers, width):
+            super().__init__(num_sublayers, width)
+            self.register_buffer("noise", torch.rand(num_sublayers + 1), persistent=False)
+
+        def normed(self, h, index, norm, weights=None, values=()):
+            return super().normed(h + h.mean(-1, keepdim=True) * self.noise[index], index, norm, weights, values)
+
+    assert "loaded" in failures(Broken)["saving"]
+
+
+def test_reads_that_look_at_later_tokens(failures):
+    class Broken(Scaled):
+        def write(self, state, index, output):
+            return state + output - output.mean(-2, keepdim=True)
+
+    assert "cached decoding changes the logits" in failures(Broken)["decoding"]
+
+
+def test_a_copy_that_shares_parameters(failures):
+    class Broken(Scaled):
+        def __deepcopy__(self, memo):
+            return self
+
+    assert "shares parameters" in failures(Broken)["copying"]
+
+
+def test_gradients_that_are_not_numbers_in_bf16(failures):
+    class Broken(Scaled):
+        def write(self, state, index, output):
+            return state + torch.where(output > 1e6, (output - 1e6).sqrt(), output)
+
+    assert "is not finite" in failures(Broken)["training"]
