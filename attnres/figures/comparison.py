@@ -11,6 +11,7 @@ import numpy as np
 from attnres.figures import style
 from attnres.figures.plot import plain
 from attnres.inspect.inspection import mean_inspection
+from attnres.residuals import Traits
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
@@ -54,6 +55,7 @@ class Variant:
 
     label: str
     residual: str
+    traits: Traits
     seeds: Sequence[int] = (0,)
     inspections: Mapping[int, "Inspection"] = field(default_factory=dict)
     dynamics: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -102,6 +104,7 @@ class Comparison:
                 Variant(
                     str(one.model["name"]),
                     one.model["residual"],
+                    one.traits,
                     inspections={0: one},
                     dynamics={0: one.dynamics} if one.dynamics else {},
                 )
@@ -119,7 +122,7 @@ class Comparison:
 
     def looks(self) -> list[dict[str, Any]]:
         """Line keywords of each variant: the colour of its residual, its label."""
-        looks = style.looks({one.label: one.residual for one in self.variants})
+        looks = style.looks({one.label: (one.residual, one.traits) for one in self.variants})
         return [{**looks[one.label], "label": plain(one.label)} for one in self.variants]
 
     def named(self, name: str, title: str) -> tuple[str, str]:

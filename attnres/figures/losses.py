@@ -1,9 +1,8 @@
 """Losses of the runs of a comparison: over training, beside the baseline's, at the end, and by learning rate."""
 
+import dataclasses
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -75,14 +74,15 @@ def difference(comparison: Comparison) -> Plot:
 
 def final_difference(comparison: Comparison) -> Plot:
     """Draw each finished variant's difference to the baseline at the end. Raises NotShown."""
+    colours = {one.label: look["color"] for one, look in zip(comparison.variants, comparison.looks(), strict=True)}
     shown = [one for one in comparison.variants if one.differences and one.complete]
     if not shown:
         raise NotShown("no finished run that can be compared with the baseline's")
     figure, axes = canvas(COLUMN, 0.75 + 0.33 * len(shown))
     ax = axes[0, 0]
-    ax.axvline(0, color=style.COLOURS["standard"], linewidth=0.9)
+    ax.axvline(0, color=colours.get(comparison.baseline or "", style.MUTED), linewidth=0.9)
     for y, one in enumerate(reversed(shown)):
-        last, colour = one.differences[-1], style.colour_of(one.residual)
+        last, colour = one.differences[-1], colours[one.label]
         if not math.isnan(last.margin):
             ends = [last.mean - last.margin, last.mean + last.margin]
             ax.plot(ends, [y, y], color=colour, linewidth=1.8, solid_capstyle="butt")
@@ -108,20 +108,17 @@ def final_difference(comparison: Comparison) -> Plot:
 def learning_rates(comparison: Comparison) -> Plot:
     """Draw the final held-out loss against the learning rate, a line for each group. Raises NotShown."""
     shown = [one for one in comparison.variants if one.rate and one.finals]
-    groups = list(dict.fromkeys((one.group, one.residual) for one in shown))
+    groups = list({one.group: one for one in reversed(shown)}.values())[::-1]
     if len(groups) == len(shown):
         raise NotShown("no variant was trained at several learning rates")
     figure, (ax,) = panels(1, 2.15)
-    dashes: Counter[str] = Counter()
-    for group, residual in groups:
-        points = sorted((one.rate or 0.0, one.finals) for one in shown if one.group == group)
-        colour, dash = style.colour_of(residual), style.DASHES[dashes[residual] % len(style.DASHES)]
-        dashes[residual] += 1
+    lines = dataclasses.replace(comparison, variants=[dataclasses.replace(one, label=one.group) for one in groups])
+    for look in lines.looks():
+        points = sorted((one.rate or 0.0, one.finals) for one in shown if plain(one.group) == look["label"])
         means = [float(np.mean(finals)) for _, finals in points]
-        look: dict[str, Any] = {"linestyle": dash, "color": colour, "label": plain(group)}
-        ax.plot([rate for rate, _ in points], means, "o", markersize=3.5, linewidth=1.2, **look)
+        ax.plot([rate for rate, _ in points], means, marker="o", markersize=3.5, linewidth=1.2, **look)
         for rate, finals in points:
-            ax.plot([rate] * len(finals), finals, "_", color=colour, markersize=6)
+            ax.plot([rate] * len(finals), finals, "_", color=look["color"], markersize=6)
     rates = sorted({one.rate for one in shown if one.rate})
     ax.set_xscale("log")
     ax.set_xticks(rates, [f"{rate:g}" for rate in rates])

@@ -1,7 +1,7 @@
-"""One look for every figure: Okabe-Ito colours fixed to residuals, on a light ground, readable at a column's width."""
+"""One look for every figure: the residuals' own colours, on a light ground, readable at a column's width."""
 
 import io
-import zlib
+import re
 from collections import Counter
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
@@ -14,15 +14,13 @@ from matplotlib.figure import Figure
 
 from attnres.errors import unknown
 from attnres.files import write_bytes
-from attnres.residuals import RESIDUALS, traits_of
+from attnres.residuals import Traits
 
 FORMATS = ("pdf", "png", "svg")
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5f6b7a", "#e2e6eb", "#fdfdfc"
 
-# Okabe & Ito's palette (2008), the residual that all are held against in the text's own colour (`Traits.colour`).
-COLOURS = {name: cls.traits.colour for name, cls in RESIDUALS.items() if cls.traits.colour is not None}
 OTHERS = ("#8c6bb1", "#7f7f00", "#5b8c5a", "#b07d62")
-"""Shared by the residuals without a colour of their own, which each have a dash as well."""
+"""For residuals without a colour of their own (`Traits.colour`, of Okabe & Ito's palette of 2008)."""
 
 DASHES = ("-", (0, (5, 1.6)), (0, (1.4, 1.4)), (0, (5, 1.4, 1.4, 1.4)), (0, (8, 2, 2, 2, 2, 2)))
 
@@ -80,23 +78,21 @@ def style() -> Generator[None]:
         yield
 
 
-def colour_of(residual: str) -> str:
-    """The colour of a residual, always the same one."""
-    return traits_of(residual).colour or OTHERS[zlib.crc32(residual.encode()) % len(OTHERS)]
-
-
-def looks(residuals: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Line keywords for each label, given its residual: a colour for each residual, a dash for each further label.
+def looks(residuals: Mapping[str, tuple[str, Traits]]) -> dict[str, dict[str, Any]]:
+    """Line keywords for each label, given its residual's name and traits: the mechanism's colour, or the next free one;
+    a dash for each further label.
 
     Residuals without a colour of their own share a few, which not every eye tells from the others: each has a dash.
     """
     result: dict[str, dict[str, Any]] = {}
+    free: dict[str, str] = {}
     seen: Counter[str] = Counter()
-    for label, name in residuals.items():
-        group = name if traits_of(name).colour else ""
-        dash = seen[group] + (not group)
-        result[label] = {"color": colour_of(name), "linestyle": DASHES[dash % len(DASHES)]}
-        seen[group] += 1
+    for label, (name, traits) in residuals.items():
+        own = traits.colour if re.fullmatch("#[0-9a-f]{6}", str(traits.colour)) else None  # a file may say anything
+        dash = seen[own or ""] + (own is None)
+        colour = own or free.setdefault(name, OTHERS[len(free) % len(OTHERS)])
+        result[label] = {"color": colour, "linestyle": DASHES[dash % len(DASHES)]}
+        seen[own or ""] += 1
     return result
 
 

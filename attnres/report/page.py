@@ -50,7 +50,7 @@ def page(study: Study, table: Table, comparison: Comparison, drawn: Sequence[Sec
     headline, _, more = verdict(study, table).partition(". ")
     template = Template((files("attnres.report") / "page.html").read_text(encoding="utf-8"))
     parts = [
-        _section("Comparison", _table(study, table)),
+        _section("Comparison", _table(table, comparison)),
         *(_section(part.title, _part(part), part.lead or _same_conditions(study)) for part in drawn),
         _examples(comparison),
         _section("Configuration and environment", _configuration(study)),
@@ -145,10 +145,10 @@ def _figures(plots: Sequence[Plot]) -> str:
 # ------------------------------------------------------------------ tables
 
 
-def _table(study: Study, table: Table) -> str:
-    looks = style.looks({label: study.residual(label) for label in study.labels})
+def _table(table: Table, comparison: Comparison) -> str:
+    colours = {one.label: look["color"] for one, look in zip(comparison.variants, comparison.looks(), strict=True)}
     head = "".join(f'<th scope="col">{escape(column.title)}</th>' for column in SHOWN)
-    body = "".join(f"<tr>{_row(table, row, looks[row.label]['color'])}</tr>\n" for row in table.rows)
+    body = "".join(f"<tr>{_row(table, row, colours[row.label])}</tr>\n" for row in table.rows)
     notes = "".join(f"<li>{_prose(note)}</li>" for note in table.notes)
     return (
         f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>\n'

@@ -9,6 +9,7 @@ raises `UserError`.
 """
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -52,8 +53,10 @@ class Run:
 
     @property
     def traits(self) -> Traits:
-        """What its mechanism is."""
-        return traits_of(self.residual, (self.summary or {}).get("traits"))
+        """What its mechanism is, as the run says where it has finished."""
+        with suppress(TypeError):  # not what a run writes
+            return traits_of(self.residual, (self.summary or {}).get("traits"))
+        return traits_of(self.residual)
 
     @property
     def lr(self) -> float | None:

@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
-from attnres.figures.style import COLOURS, GRID, INK, MUTED, OTHERS, PAPER, style
+from attnres.figures.style import GRID, INK, MUTED, PAPER, style
 
 # The same on a dark page: where a colour is too dark for it, a lighter one of the same hue.
 DARK = {
@@ -29,9 +29,8 @@ DARK = {
     "#5b8c5a": "#8abb89",
     "#b07d62": "#d0a38c",
 }
-NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"}
-NAMES |= {colour: f"c-{colour[1:]}" for colour in (*COLOURS.values(), *OTHERS)}
-"""The page's names for colours."""
+NAMES = {colour: f"c-{colour[1:]}" for colour in DARK} | {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"}
+"""The page's names for these colours; the others are the same on both."""
 
 
 def variable(colour: str) -> str:
@@ -41,7 +40,7 @@ def variable(colour: str) -> str:
 
 def variables(dark: bool) -> str:
     """Declarations of all variables, for one of the two themes."""
-    return "".join(f"--{name}:{DARK.get(colour, colour) if dark else colour};" for colour, name in NAMES.items())
+    return "".join(f"--{name}:{DARK[colour] if dark else colour};" for colour, name in NAMES.items())
 
 
 def to_svg(figure: Figure, name: str, alt: str, zoom: float) -> str:

@@ -27,7 +27,8 @@ def _variant(study: Study, label: str, baseline: str | None) -> Variant:
     pairs = paired_curve(study, label, baseline) if baseline and label != baseline else []
     return Variant(
         label,
-        study.residual(label),
+        runs[0].residual,
+        runs[0].traits,
         seeds=[run.seed for run in counted],
         inspections={run.seed: run.inspection for run in counted if run.inspection is not None},
         dynamics={seed: one for seed, one in recorded.items() if one is not None},

@@ -25,13 +25,17 @@ from attnres.figures.mixing import layer_shares, mixing
 from attnres.figures.patterns import at_boundaries, boundaries, by_kind, label_sources, patterns, shares
 from attnres.figures.plot import thin_ticks
 from attnres.figures.tokens import _layout, drawable, stacked, token_map
-from attnres.residuals import RESIDUALS
+from attnres.residuals import RESIDUALS, traits_of
 
 ALONE = [
     *("patterns", "boundaries", "layers", "kinds", "kinds-sources", "prompts", "queries", "keys", "gates"),
     *("tokens", "token-map"),
 ]
 BESIDE = ["mixing", "depth", "magnitudes", "source-norms"]
+
+
+def variant(label, residual, *more, **fields):
+    return Variant(label, residual, traits_of(residual), *more, **fields)
 
 
 def models(*inspections):
@@ -217,8 +221,8 @@ def test_several_models_are_set_side_by_side():
 def test_dynamics_hold_what_the_runs_recorded():
     rows = {"steps": [10, 20], "output_rms": [[1.0, 2.0], [3.0, 4.0]], "grad_rms": [[0.1, 0.2], [0.3, 0.4]]}
     runs = [
-        Variant("standard", "standard", held_out={0: [(10, 3.0), (20, 2.5)]}, dynamics={0: rows}),
-        Variant("full", "full", held_out={0: [(10, 2.9), (20, 2.4)]}),
+        variant("standard", "standard", held_out={0: [(10, 3.0), (20, 2.5)]}, dynamics={0: rows}),
+        variant("full", "full", held_out={0: [(10, 2.9), (20, 2.4)]}),
     ]
     drawn = draw_comparison(Comparison(runs))
     assert [plot.name for plot in drawn.plots] == ["held-out-loss", "dynamics", "dynamics-steps"]
@@ -227,13 +231,13 @@ def test_dynamics_hold_what_the_runs_recorded():
     assert lines == {"standard": [3.0, 2.5], "full": [2.9, 2.4]}
     assert output.get_lines()[0].get_ydata().tolist() == [3.0, 4.0]
     assert gradient.get_lines()[0].get_ydata().tolist() == [0.3, 0.4]
-    assert draw_comparison(Comparison([Variant("full", "full")])).plots == []
+    assert draw_comparison(Comparison([variant("full", "full")])).plots == []
 
 
 def test_several_seeds_are_a_line_at_their_mean_in_a_band_from_least_to_most():
     seeds = {seed: inspection("full", 2, sharpness=[0.0, seed, 2.0 * seed, 1.0, 1.0]) for seed in (1, 3)}
     with style.style():
-        ax = by_depth(Comparison([Variant("full", "full", (1, 3), seeds)]), ("sharpness",), "x", "y").figure.axes[0]
+        ax = by_depth(Comparison([variant("full", "full", (1, 3), seeds)]), ("sharpness",), "x", "y").figure.axes[0]
     assert ax.get_lines()[0].get_ydata().tolist() == [0.0, 2.0, 4.0, 1.0, 1.0]
     band = ax.collections[0].get_paths()[0].vertices
     assert [band[band[:, 0] == 2][:, 1].min(), band[band[:, 0] == 2][:, 1].max()] == [2.0, 6.0]
@@ -242,7 +246,7 @@ def test_several_seeds_are_a_line_at_their_mean_in_a_band_from_least_to_most():
 def test_a_quantity_that_is_not_listed_is_drawn_under_its_own_name():
     rows = {"steps": [10, 20], "output_rms": [[1.0, 2.0], [3.0, 4.0]], "twist": [[0.1, 0.2], [0.3, 0.4]]}
     with style.style():
-        axes = over_steps(Comparison([Variant("mine", "mine", dynamics={0: rows})])).figure.axes
+        axes = over_steps(Comparison([variant("mine", "mine", dynamics={0: rows})])).figure.axes
         (gate,) = gates(inspection("full", 4, gates={"twist": [0.5] * 9})).figure.axes
         table = gates(inspection("full", 4, gates={"coef": [[1.0, 2.0]] * 3, "twist": [0.5] * 9}))
     assert [ax.get_ylabel() for ax in axes] == ["sublayer", "read", "RMS of outputs", "twist"]
@@ -267,7 +271,7 @@ def test_a_row_of_dynamics_is_labelled_where_its_first_panel_is():
     rows = {"steps": [10, 20], "output_rms": [[1.0, 2.0], [3.0, 4.0]]}
     gated = rows | {"gate": [[0.1, 0.2, 0.3], [0.4, 0.5, 0.6]]}
     with style.style():
-        runs = [Variant("standard", "standard", dynamics={0: rows}), Variant("x" * 90, "full", dynamics={0: gated})]
+        runs = [variant("standard", "standard", dynamics={0: rows}), variant("x" * 90, "full", dynamics={0: gated})]
         axes = over_steps(Comparison(runs)).figure.axes
     (first, second), (absent, gate) = axes[:2], axes[2:4]
     assert [ax.get_ylabel() for ax in (first, second, absent, gate)] == ["sublayer", "", "", "read"]
@@ -292,10 +296,13 @@ def test_long_names_leave_room_for_the_plots():
 
 def test_lines_of_every_two_residuals_differ():
     names = list(RESIDUALS)
-    looks = style.looks(dict(zip(names, names, strict=True))).values()
+    looks = style.looks({name: (name, traits_of(name)) for name in names}).values()
     assert len({(look["color"], str(look["linestyle"])) for look in looks}) == len(names)
-    again = style.looks({"a": "full", "b": "full"})
+    again = style.looks({label: ("full", traits_of("full")) for label in "ab"})
     assert again["a"]["linestyle"] != again["b"]["linestyle"]
+    mine = traits_of("full")._replace(colour="#123456"), traits_of("full")._replace(colour="red;}")
+    colours = [look["color"] for look in style.looks(dict(zip("ab", (("mine", traits) for traits in mine)))).values()]
+    assert colours == ["#123456", style.OTHERS[0]]
 
 
 def test_points_far_from_zero_are_not_cut():

@@ -15,6 +15,7 @@ from attnres.report import load_study, theme
 from attnres.report.page import write_report
 from attnres.report.sections import sections
 from attnres.report.variants import comparison_of
+from attnres.residuals import traits_of
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 
@@ -158,7 +159,7 @@ def test_a_sweep_shows_loss_by_rate(tmp_path):
 def test_colours_follow_the_theme(tmp_path):
     text = page_of(write_study(tmp_path, ("standard", "block"), layers=2))
     body = text[text.index("<body>") :]
-    for colour in (style.COLOURS["block"], style.INK):
+    for colour in (traits_of("block").colour, style.INK):
         assert colour not in body and theme.variable(colour) in body
     assert all(f"{theme.variable(colour)[4:-1]}:{dark};" in text for colour, dark in theme.DARK.items())
     assert "prefers-color-scheme: dark" in text
@@ -205,7 +206,7 @@ def test_curves_hold_the_measured_values(tmp_path):
         run = study.of(label)[0]
         assert line.get_ydata() == pytest.approx([record["loss"] for record in run.val])
         assert line.get_xdata() == pytest.approx([record["step"] * 2048 for record in run.val])
-        assert line.get_color() == style.COLOURS[run.residual]
+        assert line.get_color() == run.traits.colour
     difference = lines_of(plots["difference"])["block"].get_ydata()
     assert difference[-1] == pytest.approx(
         study.of("block")[0].val[-1]["loss"] - study.of("standard")[0].val[-1]["loss"]
