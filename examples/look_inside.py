@@ -7,12 +7,11 @@ python examples/look_inside.py              opens the Block model; or: python ex
 import sys
 
 import torch
-from transformers import AutoTokenizer
 
 import attnres
 from attnres.inspect import KnockOut, attribute, effect
 from attnres.inspect.measures import depth_distance, effective_number
-from attnres.models import load
+from attnres.models import open_checkpoint
 
 TEXT = """def area(shape):
     if shape.kind == "circle":
@@ -21,8 +20,9 @@ TEXT = """def area(shape):
 """
 
 
-def main(model: str = "runs/demo/block-seed0/model", text: str = TEXT) -> None:
-    tokenizer, net = AutoTokenizer.from_pretrained(model), load(model)
+def main(model: str = "runs/demo/block-seed0", text: str = TEXT) -> None:
+    checkpoint = open_checkpoint(model)
+    tokenizer, net = checkpoint.tokenizer, checkpoint.load()
     ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
     pieces = [tokenizer.decode([token]) for token in ids[0].tolist()]
 

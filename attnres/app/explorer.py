@@ -123,7 +123,7 @@ class Opened:
         self.tokenizer: Any = checkpoint.tokenizer
         self.residual: Residual = find_residual(self.model)
         self.context = min(checkpoint.context, MAX_TOKENS)
-        self.name, self.step = _name(checkpoint.folder), _step(checkpoint.folder)
+        self.name, self.step = checkpoint.title(), _step(checkpoint.folder)
         self.check = checkpoint.check_ids
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         # An observer sits on the model: one pass at a time.
@@ -281,7 +281,7 @@ def open_models(names: Sequence[str | Path]) -> list[Opened]:
         models.append(Opened(name, models[0] if models else None))
     if len({model.label for model in models}) < len(models):
         for model in models:
-            model.name = _name(model.checkpoint.folder, parts=2)
+            model.name = model.checkpoint.title(parts=2)
     return models
 
 
@@ -309,13 +309,13 @@ def find_demo(folder: Path) -> list[Path]:
     Raises:
         UserError: there is none.
     """
-    found = [run for label in ("block", "full") for run in sorted(folder.glob(f"{label}-seed*"))[:1]]
-    found = [run for run in found if (run / "model" / "config.json").is_file()]
-    if not found:
+    runs = [run for label in ("block", "full") for run in sorted(folder.glob(f"{label}-seed*"))[:1]]
+    finished = [run for run in runs if (run / "summary.json").is_file()]
+    if not finished:
         raise UserError(
             f"no model was given, and the demo has left none in {folder}: run `make demo`, or give attnres app MODEL"
         )
-    return found
+    return finished
 
 
 def _open(name: str | Path, lender: Checkpoint | None) -> Checkpoint:
@@ -334,12 +334,6 @@ def _open(name: str | Path, lender: Checkpoint | None) -> Checkpoint:
             f"{lender.vocab_size:,}: name a model with the same tokenizer before it"
         )
     return replace(checkpoint, tokenizer_folder=lender.tokenizer_folder)
-
-
-def _name(folder: Path, parts: int = 1) -> str:
-    """The run's name, with the part of it that this is; else the last `parts` parts of the folder's path."""
-    path = [part for part in folder.absolute().parts if part != "model"]
-    return "/".join(path[-parts - (path[-1] == "checkpoint") :])
 
 
 def _step(folder: Path) -> int | None:

@@ -9,9 +9,10 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from attnres.errors import UserError, first_line
+from attnres.files import read_json
 from attnres.hub import fetch, is_hub_name
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
@@ -22,12 +23,8 @@ TOKENIZER_FILES = (*VOCABULARIES, "merges.txt", "tokenizer*", "vocab*", "special
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 8_000_000  # of training text, trained in seconds
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
-# Qwen2's split: as GPT-2's, but each digit alone and line ends with what they follow; on text in NFC
-_QWEN2_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_SPLITS = {"140f02bb05c0d82c": None, "0d35466a430dfef1": _QWEN2_SPLIT}
-"""How GPT-2 and Qwen2 split text, by a hash of their tokens in order: vocab.json and merges.txt do not say."""
+_PAIRS = {"140f02bb05c0d82c": "gpt2", "0d35466a430dfef1": "qwen2"}
+"""Whose vocab.json it is, by a hash of its tokens in order: with merges.txt it does not say how text is split."""
 
 
 def holds_tokenizer(folder: Path) -> bool:
@@ -79,7 +76,9 @@ def train_tokenizer(vocab_size: int, documents: Iterable[str]) -> tuple[Tokenize
 
     The vocabulary is smaller than asked where the text does not hold as many pairs that occur twice.
     """
-    tokenizer = _byte_level(models.BPE())
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         min_frequency=2,
@@ -141,22 +140,6 @@ def _sample(documents: Iterable[str]) -> Iterator[str]:
         left -= len(text)
 
 
-def _byte_level(model: models.Model, split: str | None = None) -> Tokenizer:
-    tokenizer = Tokenizer(model)
-    if split is None:
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    else:
-        tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(split), "isolated"),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
-        )
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
-
-
 def _from_folder(folder: Path) -> tuple[Tokenizer, str | None]:
     end = None
     config = folder / "tokenizer_config.json"
@@ -168,26 +151,34 @@ def _from_folder(folder: Path) -> tuple[Tokenizer, str | None]:
         end = end.get("content") if isinstance(end, dict) else end
     if (folder / "tokenizer.json").is_file():
         return _from_json(folder / "tokenizer.json"), end
-    described, pair = config.is_file() or (folder / "config.json").is_file(), ("vocab.json", "merges.txt")
-    if not holds_tokenizer(folder) or not (described or all((folder / name).is_file() for name in pair)):
+    described = config.is_file() or (folder / "config.json").is_file()
+    pair = (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file()
+    if not holds_tokenizer(folder) or not (described or pair):
         raise UserError(f"folder {folder} holds no tokenizer: expected tokenizer.json, or vocab.json and merges.txt")
-    if described:
-        return _through_transformers(folder)
-    vocab, merges = (folder / name for name in pair)
+    kind = None if described else _kind_of_pair(folder)
+    from transformers import AutoTokenizer
+
     try:
-        model = models.BPE.from_file(str(vocab), str(merges))
-        ids = json.loads(vocab.read_bytes())
-        key = hashlib.sha256(json.dumps(sorted(ids.items(), key=lambda pair: pair[1])).encode()).hexdigest()[:16]
-    except Exception as error:
-        raise UserError(
-            f"vocab.json and merges.txt in {folder} do not make a tokenizer: {first_line(error)}"
-        ) from error
-    if key not in _SPLITS:
+        loaded = AutoTokenizer.from_pretrained(folder, tokenizer_type=kind)
+    except Exception as error:  # Transformers and the libraries below raise many kinds
+        raise UserError(f"the tokenizer in {folder} cannot be opened ({first_line(error)}): copy it again") from error
+    backend = getattr(loaded, "backend_tokenizer", None)
+    if not isinstance(backend, Tokenizer):
+        raise UserError(f"the tokenizer in {folder} has no fast version (tokenizer.json): choose one that has")
+    return backend, getattr(loaded, "eos_token", None)
+
+
+def _kind_of_pair(folder: Path) -> str:
+    """Whose vocab.json and merges.txt lie in a folder without a config. Raises UserError."""
+    vocabulary = read_json(folder / "vocab.json")
+    ids = sorted(vocabulary.items(), key=lambda pair: pair[1]) if isinstance(vocabulary, dict) else []
+    key = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+    if key not in _PAIRS:
         raise UserError(
             f"vocab.json and merges.txt in {folder} do not say how text is split, and are neither GPT-2's nor Qwen2's: "
             "copy the model's tokenizer.json there, or its tokenizer_config.json"
         )
-    return _byte_level(model, _SPLITS[key]), None
+    return _PAIRS[key]
 
 
 def _from_json(path: Path) -> Tokenizer:
@@ -195,16 +186,3 @@ def _from_json(path: Path) -> Tokenizer:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises Exception itself
         raise UserError(f"{path} is not a tokenizer: {error}") from error
-
-
-def _through_transformers(folder: Path) -> tuple[Tokenizer, str | None]:
-    from transformers import AutoTokenizer
-
-    try:
-        loaded = AutoTokenizer.from_pretrained(folder)
-    except Exception as error:  # Transformers and the libraries below raise many kinds
-        raise UserError(f"the tokenizer in {folder} cannot be opened ({first_line(error)}): copy it again") from error
-    backend = getattr(loaded, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        raise UserError(f"the tokenizer in {folder} has no fast version (tokenizer.json): choose one that has")
-    return backend, getattr(loaded, "eos_token", None)

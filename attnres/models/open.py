@@ -12,10 +12,10 @@ Looking reads no weight and runs no code. Weights are safetensors; code that com
 trusted.
 """
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,6 +79,13 @@ class Checkpoint:
             return (self.fields.get("residual_family") or {}).get("remote") or {}
         return (self.fields.get("auto_map") or {}) if self.fields.get("model_type") not in CONFIG_MAPPING else {}
 
+    def title(self, parts: int = 1) -> str:
+        """A hub name as it is; else the last `parts` parts of the path of the run or folder, and which checkpoint."""
+        if not Path(self.name).expanduser().exists():
+            return self.name
+        path = [part for part in self.folder.absolute().parts if part != "model"]
+        return "/".join(path[-parts - (path[-1] == "checkpoint") :])
+
     @property
     def residual(self) -> str | None:
         """The name of its residual; None for a plain model."""
@@ -92,7 +99,7 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ config and tokenizer
 
-    @cached_property
+    @functools.cached_property
     def config(self) -> Any:
         """The Transformers config; of another project's checkpoint, that of the model that it makes here.
 
@@ -120,7 +127,7 @@ class Checkpoint:
         except Exception as error:  # strict configs and code raise many kinds
             raise UserError(f"config.json of {self.name} makes no config ({first_line(error)})") from error
 
-    @cached_property
+    @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer.
 
@@ -163,7 +170,7 @@ class Checkpoint:
 
     # ------------------------------------------------------------------ files
 
-    @cached_property
+    @functools.cached_property
     def weight_files(self) -> list[Path]:
         """The safetensors that the index names, or the single one.
 
@@ -383,8 +390,9 @@ def _place(name: str, path: Path) -> tuple[Path, Path | None, Path | None]:
     return path, path.parent if is_of_run else None, None
 
 
+@functools.cache
 def _fetched(name: str, *, code: bool) -> Path:
-    """The folder of a model of the hub: first what says which files are the weights, then those."""
+    """The folder of a model of the hub, which is asked once: first for what says which files are the weights."""
     folder = fetch(name, [*_BESIDE, "config.json", INDEX, *(["*.py"] if code else [])])
     if not (folder / "config.json").is_file():
         raise UserError(f"{name} on the hub holds no model: it has no config.json")

@@ -85,7 +85,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
         kind=config.kind,
         limit=config.limit,
         example=first,
-        name=_short(config.model),
+        name=checkpoint.title(),
         source=text.name,
         progress=config.progress,
         **options,
@@ -219,15 +219,6 @@ def _encoded(checkpoint: Checkpoint, text: _Text, limit: int) -> Iterator[Any]:
         limit -= len(encoded.ids)
         if limit <= 0:
             return
-
-
-def _short(model: str) -> str:
-    """A run's or model's name without the folders that hold it; a hub name as it is."""
-    path = Path(model).expanduser()
-    if not path.is_dir():
-        return model
-    name = path.resolve().name
-    return path.resolve().parent.name if name == "model" else name
 
 
 def _context(config: InspectConfig, checkpoint: Checkpoint) -> int:

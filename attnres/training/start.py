@@ -16,7 +16,6 @@ or, if its residual is `standard`, gets the wanted one. What was done is written
 
 import copy
 import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,7 +39,7 @@ _CHECKED = set[Path]()
 
 
 def find_start(init_from: str) -> "Checkpoint":
-    """Look at the model that a run starts from. No weight is read; the hub is asked once in a process.
+    """Look at the model that a run starts from. No weight is read.
 
     Raises:
         UserError: nothing there, an unfinished run, or a model that cannot be used.
@@ -48,7 +47,7 @@ def find_start(init_from: str) -> "Checkpoint":
     from attnres.models import open_checkpoint
     from attnres.models.convert import check_source
 
-    start = open_checkpoint(init_from) if Path(init_from).expanduser().exists() else _fetched(init_from)
+    start = open_checkpoint(init_from)
     if start.code:
         raise UserError(
             f"{init_from} brings its own code, which training does not run: start from a model that needs none"
@@ -57,13 +56,6 @@ def find_start(init_from: str) -> "Checkpoint":
         check_source(start)
         _CHECKED.add(start.folder)
     return start
-
-
-@functools.cache
-def _fetched(name: str) -> "Checkpoint":
-    from attnres.models import open_checkpoint
-
-    return open_checkpoint(name)
 
 
 def _continued(start: "Checkpoint") -> bool:

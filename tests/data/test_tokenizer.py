@@ -103,7 +103,10 @@ def test_folder_that_holds_no_tokenizer_is_refused(tmp_path: Path, name: str, co
 def test_damaged_pair_is_refused(tmp_path: Path):
     (tmp_path / "vocab.json").write_text("{")
     (tmp_path / "merges.txt").write_text("")
-    with pytest.raises(UserError, match="do not make a tokenizer"):
+    with pytest.raises(UserError, match=r"vocab.json is not valid JSON"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    with pytest.raises(UserError, match=r"the tokenizer in .* cannot be opened"):
         load_tokenizer(tmp_path)
 
 

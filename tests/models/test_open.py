@@ -15,6 +15,12 @@ from attnres.models import load, open, open_checkpoint
 IDS = torch.arange(20)[None]
 
 
+@pytest.fixture(autouse=True)
+def nothing_fetched():
+    """The hub is asked once in a process."""
+    open._fetched.cache_clear()
+
+
 def as_run(folder, model, *, finished=True):
     """A run folder of `attnres train` around a saved model; its tokenizer comes at the end."""
     shutil.copytree(model, folder / "checkpoint" / "model", ignore=shutil.ignore_patterns("tokenizer*"))
@@ -39,6 +45,9 @@ def test_a_run_folder_a_model_folder_and_a_plain_one(folders, tmp_path):
         assert not model.training
         torch.testing.assert_close(model(input_ids=IDS).logits, first, atol=1e-5, rtol=0)
     assert type(model).__name__ == "Qwen3ForCausalLM"
+    titles = [checkpoint.title() for checkpoint in checkpoints]
+    assert titles == ["run", "run/checkpoint", "run", "standard", "plain"]
+    assert checkpoints[1].title(parts=2) == f"{tmp_path.name}/run/checkpoint"
     assert [(checkpoint.residual, checkpoint.settings) for checkpoint in checkpoints[3:]] == [
         ("standard", {}),
         (None, {}),
@@ -110,7 +119,8 @@ def test_of_the_hub_only_what_is_needed_is_fetched(folders, tmp_path, monkeypatc
         return tmp_path
 
     monkeypatch.setattr(open, "fetch", fetch)
-    assert open_checkpoint("some/model").folder == tmp_path
+    fetched = open_checkpoint("some/model")
+    assert (fetched.folder, fetched.title()) == (tmp_path, "some/model")
     first, second = asked
     assert second == sorted(file.name for file in tmp_path.glob("*.safetensors")) and len(second) > 1
     assert not any(pattern.endswith(("py", "bin", "safetensors")) for pattern in first)
