@@ -11,7 +11,6 @@ from matplotlib.ticker import MaxNLocator
 from attnres.figures import style
 from attnres.figures.cells import SIGNED, SIGNED_MAP, cells, named, scale
 from attnres.figures.comparison import Comparison
-from attnres.figures.depth import quantity
 from attnres.figures.plot import (
     COLUMN,
     PAGE,
@@ -117,56 +116,56 @@ def keys(inspection: "Inspection") -> Plot:
     return Plot("keys", f"{inspection.model['name']}: which sources look alike", caption, figure)
 
 
-def gates(inspection: "Inspection") -> Plot:
+def learned(inspection: "Inspection") -> Plot:
     """Draw what is learned besides queries: a line for what is one number a read, a table for what is a row.
 
     Raises:
         NotShown: there is nothing.
     """
-    found = {name: values for name, values in (inspection.gates or {}).items() if values}
-    if not found:
+    tables = [(table, _array(table["values"])) for table in (inspection.learned or {}).values()]
+    tables = sorted((part for part in tables if part[1].size), key=lambda part: part[1].ndim)
+    if not tables:
         raise NotShown("no gates or biases")
-    lines = {name: values for name, values in found.items() if not isinstance(values[0], list)}
-    tables = {name: _table(values) for name, values in found.items() if name not in lines}
-    side = 2.6 if tables else 1.9
-    figure, axes = canvas(COLUMN if len(found) == 1 else PAGE, side + 0.5 * bool(tables), 1, len(found))
+    flat = [part for part in tables if part[1].ndim == 1]
+    height = 1.9 if len(flat) == len(tables) else 3.1
+    width = COLUMN if len(tables) == 1 else PAGE
+    figure, axes = canvas(width, height, 1, len(tables))
     look = Comparison.of_models([inspection]).looks()[0]
-    for ax, (name, values) in zip(axes[0], lines.items()):
+    for ax, (table, values) in zip(axes[0], flat):
         depth_line(ax, values, **look)
-        ax.set_ylabel(quantity(name).axis)
+        ax.set_ylabel(table["title"])
         depth_axis(ax, len(values), reads=len(values) == len(inspection.reads))
-    largest = max([1e-6, *(float(np.nanmax(np.abs(table))) for table in tables.values())])
-    for ax, (name, table) in zip(axes[0, len(lines) :], tables.items()):
-        mesh = cells(ax, table, norm=Normalize(-largest, largest), colourmap=SIGNED_MAP)
-        title, across, down = _TABLES.get(name, (name, "{}", "{}"))
-        columns, rows = ([name.format(i) for i in range(count)] for name, count in zip((across, down), table.T.shape))
-        if name == "mix":
-            columns = ["emb", *columns[:-1]]
-        elif name in _TABLES:
-            rows = [label(row) for row in outputs(len(table) + 1)[1:]]
-        named(ax, columns, rows, np.arange(len(table), dtype=float), side - 0.5, side)
-        head(ax, title)
-    if tables:
-        scale(figure, mesh, list(axes[0, len(lines) :]), "coefficient")
-    caption = (
-        "Learned scalars of each read. Filled points: attention, hollow: MLP, diamond: the output." if lines else ""
-    )
-    caption += " " * bool(lines and tables) + "Learned coefficients, without what depends on the input." * bool(tables)
-    what = "gates" if lines else "learned mixing"
-    return Plot("gates", f"{inspection.model['name']}: {what}", caption, figure)
+    largest = max([1e-6, *(float(np.nanmax(np.abs(values))) for _, values in tables[len(flat) :])])
+    side = width / len(tables) - 1.1
+    for ax, (table, values) in zip(axes[0, len(flat) :], tables[len(flat) :]):
+        mesh = cells(ax, values, norm=Normalize(-largest, largest), colourmap=SIGNED_MAP)
+        down, across = (_counted(inspection, table["axes"], axis, values.shape[axis]) for axis in (0, 1))
+        named(ax, across, down, np.arange(len(values), dtype=float), side, height - 0.7)
+        head(ax, table["title"], inches=side + 0.4)
+    if len(tables) > len(flat):
+        scale(figure, mesh, list(axes[0, len(flat) :]), "coefficient")
+    marks = " Filled points: attention, hollow: MLP, diamond: the output." if flat else ""
+    return Plot("learned", f"{inspection.model['name']}: learned besides queries", f"Learned tables.{marks}", figure)
 
 
-_TABLES = {
-    "mix": ("coefficients", "layer {}", "layer {}"),
-    "read": ("reads of each stream", "stream {}", ""),
-    "write": ("writes to each stream", "stream {}", ""),
-}
-"""Title of a learned table, and the names of its columns and rows."""
-
-
-def _table(rows: list[list[float]]) -> np.ndarray:
-    """Rows of different lengths as one table, NaN where a row has ended."""
-    out = np.full((len(rows), max(len(row) for row in rows)), np.nan)
-    for i, row in enumerate(rows):
+def _array(values: Sequence[Any]) -> np.ndarray:
+    """One or two axes of numbers, NaN where a row has ended; empty for more axes."""
+    if not any(isinstance(row, list) for row in values):
+        return np.array(values, dtype=float)
+    out = np.full((len(values), max(len(row) for row in values)), np.nan)
+    for i, row in enumerate(values):
+        if any(isinstance(value, list) for value in row):
+            return np.empty(0)
         out[i, : len(row)] = row
     return out
+
+
+def _counted(inspection: "Inspection", axes: Sequence[str], axis: int, count: int) -> list[str]:
+    """Names along an axis of a learned table."""
+    kind = axes[axis] if axis < len(axes) else ""
+    if kind in ("read", "sublayer") and count <= len(inspection.layout):
+        return [label(read) for read in inspection.layout[:count]]
+    if kind == "source":  # outputs, or whole layers' after the embedding
+        names = [f"layer {i}" for i in range(count - 1)] if axes[0] == "layer" else map(label, outputs(count)[1:])
+        return ["emb", *names]
+    return [f"{kind} {i}".strip() for i in range(count)]

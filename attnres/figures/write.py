@@ -11,7 +11,7 @@ from attnres.figures import style
 from attnres.figures.comparison import Comparison
 from attnres.figures.depth import CHOICE, MAGNITUDES, QUANTITIES, by_depth, source_norms
 from attnres.figures.dynamics import dynamics, over_steps
-from attnres.figures.geometry import gates, keys, queries
+from attnres.figures.geometry import keys, learned, queries
 from attnres.figures.losses import difference, final_difference, held_out_loss, learning_rates, train_loss
 from attnres.figures.mixing import layers, mixing
 from attnres.figures.patterns import at_boundaries, by_kind, by_prompt, label_sources, patterns
@@ -80,7 +80,7 @@ FIGURES = (
     Figure("prompts", by_prompt),
     Figure("queries", queries, section="Which reads ask alike"),
     Figure("keys", keys),
-    Figure("gates", gates, section="What is learned besides queries"),
+    Figure("learned", learned, section="What is learned besides queries"),
     Figure("tokens", stacked),
     Figure("token-map", token_map),
 )

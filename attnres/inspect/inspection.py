@@ -54,6 +54,14 @@ class Example(TypedDict):
     weights: list[list[list[float]]]
 
 
+class Table(TypedDict):
+    """What a mechanism has learned: nested values with what each of their axes counts, and what a value is."""
+
+    values: list[float | list[float | list[float]]]
+    axes: list[str]
+    title: str
+
+
 @dataclass
 class Inspection:
     """One model, seen on some text: as it is in memory, so it is in a file.
@@ -70,7 +78,7 @@ class Inspection:
             residual without a softmax has the weights that it implies.
         entropy: `nats` (L+1) mean over tokens, `effective` exp of it, `most` how many sources there are.
         mixing: (L+1, L+1), see `measures`. distance, persistence: (L+1) of it.
-        sharpness, query_cosine, query_pca, gates: see `geometry`.
+        sharpness, query_cosine, query_pca: see `geometry`. learned: what `Residual.learned` says, by name.
         output_rms: (L). input_rms: (L+1).
         source_rms, source_cosine: rows parallel to `routing["sources"]`; key_cosine (n, n) of the output's sources.
         kinds: `names`, `tokens`, `documents`; `weights` and `error`, by kind, read and source: standard errors over
@@ -93,7 +101,7 @@ class Inspection:
     sharpness: list[float | None] | None = None
     query_cosine: list[list[float | None]] | None = None
     query_pca: dict[str, list[Any]] | None = None
-    gates: dict[str, list[Any]] | None = None
+    learned: dict[str, Table] | None = None
     output_rms: list[float] = field(default_factory=list)
     input_rms: list[float] = field(default_factory=list)
     source_rms: list[list[float]] = field(default_factory=list)
@@ -135,6 +143,13 @@ class Inspection:
         values = read_json(path)
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise UserError(f"{path} is no inspection of format {FORMAT}: expected a file that attnres inspect wrote")
+        if isinstance(earlier := values.get("gates"), dict):  # the tables alone, rows of a length of their own
+            axes = {"mix": ["layer", "source"], "read": ["sublayer", "stream"], "write": ["sublayer", "stream"]}
+            tables = {
+                name: {"values": table, "axes": axes.get(name, ["read"]), "title": name}
+                for name, table in earlier.items()
+            }
+            values.setdefault("learned", tables)
         return cls._checked(values, path)
 
     @classmethod

@@ -125,7 +125,10 @@ def from_survey(
         sharpness=geometry.sharpness(residual),
         query_cosine=geometry.query_cosine(residual),
         query_pca=geometry.query_pca(residual),
-        gates=geometry.learned_mixing(residual),
+        learned={
+            name: {"values": table.values.tolist(), "axes": list(table.axes), "title": table.title}
+            for name, table in residual.learned().items()
+        },
         output_rms=trace.output_rms,
         input_rms=trace.input_rms,
         source_rms=trace.source_rms,

@@ -123,10 +123,10 @@ def _notes(inspection: Inspection) -> list[str]:
             f"largest source of the output: {names[place]}, rms {short(rms[place])}, "
             f"{short(float(spikes[0]), 1)} times the median of its sources"
         )
-    if inspection.gates:
-        for name, values in inspection.gates.items():
-            if isinstance(values[0], float):
-                lines.append(f"{name}: {short(min(values))} to {short(max(values))} over the reads")
+    for table in (inspection.learned or {}).values():
+        if table["axes"] == ["read"]:
+            values = np.array(table["values"], dtype=float)
+            lines.append(f"{table['title']}: {short(values.min())} to {short(values.max())} over the reads")
     return lines
 
 

@@ -75,7 +75,7 @@ def inspection(residual: str = "block", layers: int = 4, **changes: Any) -> Insp
         }
         if softmax
         else None,
-        "gates": None,
+        "learned": None,
         "output_rms": (0.1 + random.random(count)).tolist(),
         "input_rms": (0.1 + random.random(count + 1)).tolist(),
         "source_rms": [(0.1 + 9 * random.random(len(row))).tolist() if softmax else [] for row in sources],

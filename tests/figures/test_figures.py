@@ -20,7 +20,7 @@ from attnres.figures import (
 )
 from attnres.figures.depth import CHOICE, by_depth
 from attnres.figures.dynamics import over_steps
-from attnres.figures.geometry import gates
+from attnres.figures.geometry import learned
 from attnres.figures.mixing import layer_shares, mixing
 from attnres.figures.patterns import at_boundaries, boundaries, by_kind, label_sources, patterns, shares
 from attnres.figures.plot import thin_ticks
@@ -28,7 +28,7 @@ from attnres.figures.tokens import _layout, drawable, stacked, token_map
 from attnres.residuals import RESIDUALS, traits_of
 
 ALONE = [
-    *("patterns", "boundaries", "layers", "kinds", "kinds-sources", "prompts", "queries", "keys", "gates"),
+    *("patterns", "boundaries", "layers", "kinds", "kinds-sources", "prompts", "queries", "keys", "learned"),
     *("tokens", "token-map"),
 ]
 BESIDE = ["mixing", "depth", "magnitudes", "source-norms"]
@@ -76,11 +76,11 @@ def test_every_depth_is_drawn(residual, layers):
     seen = inspection(residual, layers, **({"example": None} if layers == 54 else {}))
     alone, beside = draw_model(seen), draw_comparison(models(seen))
     left_out = dict(alone.left_out)
-    assert left_out["gates"] == "no gates or biases"
+    assert left_out["learned"] == "no gates or biases"
     assert {plot.name for plot in alone.plots} | set(left_out) == set(ALONE)
     assert {plot.name for plot in beside.plots} | {name for name, _ in beside.left_out} == set(BESIDE)
     if layers == 2 and residual == "block":
-        assert set(left_out) == {"gates"} and not beside.left_out
+        assert set(left_out) == {"learned"} and not beside.left_out
     if residual == "standard":
         assert left_out["queries"] and dict(beside.left_out)["source-norms"]
         assert left_out.get("tokens", "no example") in (
@@ -168,18 +168,25 @@ def test_long_lines_and_letters_without_a_glyph_are_drawn():
     assert _layout(["a\n"] * 100)[3] < 100
 
 
-@pytest.mark.parametrize(
-    "found",
-    [
-        {"recency_bias": [3.0] * 9, "alpha": [0.5] * 9},
-        {"mix": [[1.0] * (i + 2) for i in range(4)]},
-        {"read": [[1.0, 0.0]] * 8, "write": [[1.0, 1.0]] * 8},
-    ],
-)
-def test_what_is_learned_besides_queries_is_drawn(found):
-    with style.style():
-        plot = gates(inspection("full", 4, gates=found))
-    assert plot.name == "gates"
+def test_what_is_learned_besides_queries_is_drawn_by_what_its_axes_count():
+    def panels(**tables):
+        named = {name: dict(zip(("values", "axes", "title"), table)) for name, table in tables.items()}
+        with style.style():
+            return learned(inspection("full", 4, learned=named)).figure.axes
+
+    def ticks(ax):
+        return [[tick.get_text() for tick in axis.get_ticklabels()] for axis in (ax.xaxis, ax.yaxis)]
+
+    line, cells, *_ = panels(
+        mine=([[1.0, 2.0]] * 3, ["thing", "stream"], "what is mine"), gate=([0.5] * 9, ["read"], "share of the read")
+    )
+    assert (line.get_ylabel(), line.get_lines()[0].get_ydata().tolist()) == ("share of the read", [0.5] * 9)
+    assert cells.get_title(loc="left") == "what is mine" and drawn_cells(cells) == [{0: 1.0, 1: 2.0}] * 3
+    assert ticks(cells) == [["stream 0", "stream 1"], ["thing 0", "thing 1", "thing 2"]]
+    mix = panels(mix=([[1.0] * 2 + [None] * 3, [1.0] * 3 + [None] * 2], ["layer", "source"], "coefficient"))[0]
+    assert drawn_cells(mix) == [{0: 1.0, 1: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0}]
+    assert ticks(mix)[0] == ["emb", "layer 0", "layer 1", "layer 2", "layer 3"]
+    assert ticks(panels(read=([[1.0, 0.0]] * 8, ["sublayer", "stream"], "reads"))[0])[1][:2] == ["attn 0", "mlp 0"]
 
 
 def test_files_are_whole_and_the_same_each_time(tmp_path):
@@ -247,13 +254,7 @@ def test_a_quantity_that_is_not_listed_is_drawn_under_its_own_name():
     rows = {"steps": [10, 20], "output_rms": [[1.0, 2.0], [3.0, 4.0]], "twist": [[0.1, 0.2], [0.3, 0.4]]}
     with style.style():
         axes = over_steps(Comparison([variant("mine", "mine", dynamics={0: rows})])).figure.axes
-        (gate,) = gates(inspection("full", 4, gates={"twist": [0.5] * 9})).figure.axes
-        table = gates(inspection("full", 4, gates={"coef": [[1.0, 2.0]] * 3, "twist": [0.5] * 9}))
     assert [ax.get_ylabel() for ax in axes] == ["sublayer", "read", "RMS of outputs", "twist"]
-    assert gate.get_ylabel() == "twist"
-    line, cells = table.figure.axes[:2]
-    assert (line.get_ylabel(), cells.get_title(loc="left")) == ("twist", "coef")
-    assert drawn_cells(cells) == [{0: 1.0, 1: 2.0}] * 3
 
 
 def test_a_residual_that_weighs_nothing_says_so():

@@ -52,7 +52,9 @@ def invented(residual: str, seed: int, layers: int = 3) -> Inspection:
         sharpness=[None, *rng.uniform(1, 3, count - 1).tolist()] if weighs else None,
         query_cosine=np.eye(count).tolist() if weighs else None,
         query_pca=None,
-        gates={"recency_bias": [0.1] * count} if residual == "block" else None,
+        learned={"recency_bias": {"values": [0.1] * count, "axes": ["read"], "title": "bias"}}
+        if residual == "block"
+        else None,
         output_rms=[0.1 + seed] * (count - 1),
         input_rms=[0.1] * count,
         source_rms=[[0.5 + i for i in range(len(row))] if weighs else [] for row in sources],
@@ -122,7 +124,7 @@ def test_every_figure_inside_has_a_file_of_its_own(inspected: Path, monkeypatch:
     names = [plot.name for section in drawn(inspected) for plot in section.every]
     assert len(names) == len(set(names))
     expected = {"mixing", "effective", "source-norms"}
-    assert {f"compare-{name}" for name in expected} | {"kinds-block", "queries-full", "gates-block"} <= set(names)
+    assert {f"compare-{name}" for name in expected} | {"kinds-block", "queries-full", "learned-block"} <= set(names)
     monkeypatch.setattr(style, "save", lambda figure, path: None)  # drawing them all takes long
     monkeypatch.setattr(theme, "to_svg", lambda *_: "")
     written = {path.name for path in write_report(load_study(inspected), inspected, images="svg")}
@@ -188,10 +190,12 @@ def test_an_inspection_of_another_version_is_read_for_what_it_has(inspected: Pat
     values = json.loads(path.read_text())
     for name in ("entropy", "persistence", "output_rms", "input_rms", "source_rms", "key_cosine", "example", "losses"):
         del values[name]
-    path.write_text(json.dumps(values | {"later": [1, 2]}))
+    del values["learned"]
+    path.write_text(json.dumps(values | {"later": [1, 2], "gates": {"mix": [[1.0, 2.0], [3.0]]}}))
     seen = Inspection.load(path)
+    assert seen.learned == {"mix": {"values": [[1.0, 2.0], [3.0]], "axes": ["layer", "source"], "title": "mix"}}
     assert seen.persistence is None and seen.output_rms == [] and seen.mixing is not None
-    assert {plot.name for plot in draw_model(seen).plots} >= {"patterns", "kinds"}
+    assert {plot.name for plot in draw_model(seen).plots} >= {"patterns", "kinds", "learned"}
     drawn(inspected)
 
 
