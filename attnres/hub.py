@@ -1,8 +1,10 @@
-"""Names on the Hugging Face hub, and the files of a model fetched from there."""
+"""Names on the Hugging Face hub, the files of a model and the rows of a data set from there."""
 
+import importlib
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from attnres.errors import UserError, first_line
 
@@ -32,4 +34,29 @@ def fetch(name: str, patterns: Iterable[str]) -> Path:
         raise UserError(
             f"'{name}' is no folder here and cannot be fetched from the hub ({first_line(error)}): check the path, the "
             "name and the connection"
+        ) from error
+
+
+def dataset_rows(
+    what: str, repository: str, config: str | None, split: str, *, otherwise: str = "", **options: Any
+) -> Iterator[dict[str, Any]]:
+    """The rows of a data set, by the library `datasets`.
+
+    Args:
+        what: is read there, for messages; `otherwise` says what else the user can do.
+        options: of `datasets.load_dataset`.
+
+    Raises:
+        UserError: `datasets` is not installed, or the data set cannot be read.
+    """
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise UserError(f"{what} needs the library datasets: pip install 'attnres[data]'{otherwise}") from error
+    try:
+        yield from datasets.load_dataset(repository, config, split=split, **options)
+    except Exception as error:  # the library, its readers and its connections raise many kinds
+        raise UserError(
+            f"{what} cannot be read from {repository} on the hub ({first_line(error)}): check the name, the "
+            f"configuration, the split and the connection{otherwise}"
         ) from error

@@ -19,7 +19,6 @@ from naive import register_naive
 from torch import Tensor
 from transformers import StaticCache
 
-from attnres.files import write_json
 from attnres.models import build
 from attnres.training.device import tune
 
@@ -160,16 +159,13 @@ def main() -> None:
     result = harness.head("decode", device, options.dtype, options.seed) | {"shape": shape, "graphs": options.graphs}
     how: dict[str, Any] = {"graphs": options.graphs, "seconds": options.seconds, "seed": options.seed}
     result |= run(device, DTYPES[options.dtype], **shape, **how)
-    write_json(options.out, result)
     panels = {f"decode, batch {batch}": rows for batch, rows in result["decode"].items()}
     panels |= {f"prefill, {tokens} tokens": rows for tokens, rows in result["prefill"].items()}
     ratios = {
         panel: {name: row["ratio"] for name, row in rows.items() if "ratio" in row} for panel, rows in panels.items()
     }
-    plot = options.out.with_suffix(".svg")
     title = f"Generation, {shape['size']}, {result['environment']['device']}"
-    harness.bar_chart(plot, ratios, "time, as a ratio to standard", title)
-    print(f"wrote {options.out} and {plot}")
+    harness.finish(options.out, result, ratios, "time, as a ratio to standard", title)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from harness import DTYPES
 
 from attnres import UserError, convert
 from attnres.evals.speed import decode_rate
-from attnres.files import write_json
 from attnres.models import FAMILIES, SIZES
 from attnres.models.open import open_checkpoint
 from attnres.timing import Spread, in_turn, spread
@@ -114,12 +113,9 @@ def main() -> None:
             result["models"][name] = run(name, device, DTYPES[options.dtype], **how)
         except UserError as error:
             parser.error(str(error))
-    write_json(options.out, result)
     panels = {name: {k: row["ratio"] for k, row in found["rows"].items()} for name, found in result["models"].items()}
-    plot = options.out.with_suffix(".svg")
     title = f"Text generation, {result['environment']['device']}"
-    harness.bar_chart(plot, panels, "tokens/s, as a ratio to the base model's", title)
-    print(f"wrote {options.out} and {plot}")
+    harness.finish(options.out, result, panels, "tokens/s, as a ratio to the base model's", title)
 
 
 if __name__ == "__main__":

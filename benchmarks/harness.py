@@ -20,6 +20,7 @@ from rich.console import Console
 from torch import Tensor
 
 from attnres.figures.style import MUTED, save, style
+from attnres.files import write_json
 from attnres.progress import Bar, Bars
 from attnres.timing import in_turn, spread
 from attnres.training.device import keep_freed_memory
@@ -265,6 +266,16 @@ def table(rows: Sequence[Sequence[str]]) -> str:
         cells = [cell.ljust(width) if to_left else cell.rjust(width) for cell, width, to_left in zip(row, widths, left)]
         lines.append("  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def finish(
+    path: Path, result: dict[str, Any], groups: Mapping[str, Mapping[str, float]], unit: str, title: str
+) -> None:
+    """Write the result and its bar chart beside it."""
+    write_json(path, result)
+    plot = path.with_suffix(".svg")
+    bar_chart(plot, groups, unit, title)
+    print(f"wrote {path} and {plot}")
 
 
 def colour(label: str) -> str:

@@ -28,7 +28,6 @@ from naive import EPS, naive_read
 from peers import able
 from torch import Tensor
 
-from attnres.files import write_json
 from attnres.ops import Norm, depth_read, eager, explain, merge, read_sealed
 from attnres.ops.dispatch import backend_for
 
@@ -321,11 +320,8 @@ def main() -> None:
         seed=options.seed,
         compiled=compiled,
     )
-    write_json(options.out, result)
     title = f"Depth reads on {result['environment']['device']}, {options.dtype}"
-    plot = options.out.with_suffix(".svg")
-    harness.bar_chart(plot, shares(result), "% of a copy's bandwidth (longer is better)", title)
-    print(f"wrote {options.out} and {plot}")
+    harness.finish(options.out, result, shares(result), "% of a copy's bandwidth (longer is better)", title)
 
 
 if __name__ == "__main__":

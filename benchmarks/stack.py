@@ -23,7 +23,6 @@ from naive import EPS, register_naive
 from peers import PEERS, Peer
 from torch import Tensor, nn
 
-from attnres.files import write_json
 from attnres.ops import Norm
 from attnres.residuals import Residual, make_residual
 
@@ -252,15 +251,12 @@ def main() -> None:
     dtype = DTYPES[options.dtype]
     how: dict[str, Any] = {"seconds": options.seconds, "seed": options.seed, "compiled": compiled}
     result |= run(device, dtype, **shape, **how)
-    write_json(options.out, result)
     panels = {
         f"{kind} sublayers": {name: row["median_s"] * 1e3 for name, row in rows.items() if "median_s" in row}
         for kind, rows in result["kinds"].items()
     }
     title = "{sublayers} sublayers, S={block_size}, {tokens:,} tokens, d={width}".format(**shape)
-    plot = options.out.with_suffix(".svg")
-    harness.bar_chart(plot, panels, "ms, forward + backward", f"{title}, {result['environment']['device']}")
-    print(f"wrote {options.out} and {plot}")
+    harness.finish(options.out, result, panels, "ms, forward + backward", f"{title}, {result['environment']['device']}")
 
 
 if __name__ == "__main__":

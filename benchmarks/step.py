@@ -25,7 +25,6 @@ import torch
 from naive import register_naive
 from peers import PEERS
 
-from attnres.files import write_json
 from attnres.models import build
 from attnres.models.sizes import SIZES as NAMED
 from attnres.ops import cpu
@@ -285,16 +284,13 @@ def main() -> None:
             print(show(part[dtype], kept), flush=True)
     result |= parts["nano-bench"] if list(parts) == ["nano-bench"] else {"sizes": parts}
     out = Path(options.out) if options.out else out_path(options)
-    write_json(out, result)
-    plot = out.with_suffix(".svg")
     ratios = {
         f"{name}, {dtype}": {label: row["ratio"] for label, row in part[dtype]["variants"].items()}
         for name, part in parts.items()
         for dtype in dtypes
     }
     title = f"Training step, {'compiled, ' if options.compile else ''}{result['environment']['device']}"
-    harness.bar_chart(plot, ratios, "time, as a ratio to standard", title)
-    print(f"wrote {out} and {plot}")
+    harness.finish(out, result, ratios, "time, as a ratio to standard", title)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
 """Data sets of the Hugging Face hub, streamed: nothing but what is read is downloaded."""
 
-import importlib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from attnres.cache import cache_dir
 from attnres.data.readers import wrong_column
-from attnres.errors import UserError, first_line
+from attnres.errors import UserError
 from attnres.files import write_text
+from attnres.hub import dataset_rows
 
 # short name -> repository and configuration
 HUB = {
@@ -58,27 +58,13 @@ def read_hub(spec: str, column: str, revision: str | None = None) -> Iterator[st
     """The rows of a hub data set in its own order; WikiText's rows are lines, and are joined to articles.
 
     Raises:
-        UserError: `datasets` is not installed, the data set or its configuration cannot be opened, or it
-            has no such column.
+        UserError: see `dataset_rows`; or there is no such column.
     """
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise UserError(
-            f"source '{spec}' needs the library datasets: install it with pip install 'attnres[data]'"
-        ) from error
     repository, config, split = resolve(spec)
-    try:
-        rows = datasets.load_dataset(repository, config, split=split, streaming=True, revision=revision)
-        texts = _column(spec, rows, column)
-        yield from articles(texts) if repository == HUB["wikitext"][0] else texts
-    except UserError:
-        raise
-    except Exception as error:  # the library, its readers and its connections raise many kinds
-        raise UserError(
-            f"source '{spec}' cannot be read from the hub: {first_line(error)}; check the name, the configuration, "
-            "the split and the connection"
-        ) from error
+    what = f"source '{spec}'"
+    rows = dataset_rows(what, repository, config, split, streaming=True, revision=revision)
+    texts = _column(what, rows, column)
+    return articles(texts) if repository == HUB["wikitext"][0] else texts
 
 
 def articles(lines: Iterable[str]) -> Iterator[str]:
@@ -92,10 +78,10 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
     yield "".join(article)
 
 
-def _column(spec: str, rows: Iterable[dict[str, object]], column: str) -> Iterator[str]:
+def _column(what: str, rows: Iterable[dict[str, object]], column: str) -> Iterator[str]:
     for row in rows:
         text = row.get(column)
         if column not in row or not isinstance(text, str | None):
-            raise wrong_column(f"source '{spec}'", column, [k for k, v in row.items() if isinstance(v, str)])
+            raise wrong_column(what, column, [k for k, v in row.items() if isinstance(v, str)])
         if text is not None:
             yield text

@@ -11,7 +11,6 @@ or it is plain text (.txt, .raw), whose perplexity is taken. Rows of the hub are
 from a file and from the hub differ where their texts do: some copies of BoolQ lack the passages' titles.
 """
 
-import importlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from attnres.errors import UserError, first_line, unknown
+from attnres.errors import UserError, unknown
+from attnres.hub import dataset_rows
 
 LM_EVAL = "lm-eval:"
 """Begins the name of a task that lm-eval runs."""
@@ -65,11 +65,11 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class Known:
-    """A task by name: what its file is called, where the hub has it, and how its rows read."""
+    """A task by name: where the hub has it, how its rows read, and what its file is called (else NAME*.jsonl)."""
 
     title: str
-    files: str
     hub: tuple[str, str | None, str]
+    files: str = ""
     row: Callable[[Row], Row] = dict
     query: Callable[[str], str] = str
     norm: bool = True
@@ -126,41 +126,34 @@ TASKS: dict[str, Known] = {
     "wikitext2": Known(
         title="WikiText-2", files="wikitext2*", hub=("Salesforce/wikitext", "wikitext-2-raw-v1", "test")
     ),
-    "lambada": Known(
-        title="LAMBADA", files="lambada*.jsonl", hub=("EleutherAI/lambada_openai", "default", "test"), row=_lambada
-    ),
+    "lambada": Known(title="LAMBADA", hub=("EleutherAI/lambada_openai", "default", "test"), row=_lambada),
     "hellaswag": Known(
         title="HellaSwag",
-        files="hellaswag*.jsonl",
         hub=("Rowan/hellaswag", None, "validation"),
         row=_hellaswag,
         per_token=True,
     ),
     "arc_easy": Known(
         title="ARC easy",
-        files="arc_easy*.jsonl",
         hub=("allenai/ai2_arc", "ARC-Easy", "test"),
         row=_arc,
         query=_answer,
     ),
     "arc_challenge": Known(
         title="ARC challenge",
-        files="arc_challenge*.jsonl",
         hub=("allenai/ai2_arc", "ARC-Challenge", "test"),
         row=_arc,
         query=_answer,
     ),
-    "piqa": Known(title="PIQA", files="piqa*.jsonl", hub=("baber/piqa", None, "validation"), row=_piqa, query=_answer),
+    "piqa": Known(title="PIQA", hub=("baber/piqa", None, "validation"), row=_piqa, query=_answer),
     "winogrande": Known(
         title="WinoGrande",
-        files="winogrande*.jsonl",
         hub=("allenai/winogrande", "winogrande_xl", "validation"),
         row=_winogrande,
         norm=False,
     ),
     "boolq": Known(
         title="BoolQ",
-        files="boolq*.jsonl",
         hub=("aps/super_glue", "boolq", "validation"),
         row=_boolq,
         query=lambda query: _answer(query.removeprefix("Passage: ")),
@@ -180,7 +173,7 @@ def read_task(name: str, data: str | Path | None = None, limit: int | None = Non
     """
     if name in TASKS:
         known = TASKS[name]
-        path = None if data is None else _file_in(Path(data).expanduser(), known.files, name)
+        path = None if data is None else _file_in(Path(data).expanduser(), known.files or f"{name}*.jsonl", name)
         if known.hub[0] == "Salesforce/wikitext":
             lines = [row["text"].rstrip("\n") for row in _hub_rows(name, known)] if path is None else None
             text = wikitext(lines if lines is not None else _text_of(path).splitlines())
@@ -289,18 +282,4 @@ def _hub_items(name: str, known: Known) -> Iterator[Item]:
 
 
 def _hub_rows(name: str, known: Known) -> Iterator[Row]:
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError as error:
-        raise UserError(
-            f"task {name} comes from the hub and needs the library datasets: pip install 'attnres[data]', or give its "
-            "file's folder with --data"
-        ) from error
-    repository, config, split = known.hub
-    try:
-        yield from datasets.load_dataset(repository, config, split=split)
-    except Exception as error:  # the library, its readers and its connections raise many kinds
-        raise UserError(
-            f"task {name} cannot be read from {repository} on the hub ({first_line(error)}): check the connection, or "
-            "give a folder with its file (--data)"
-        ) from error
+    return dataset_rows(f"task {name}", *known.hub, otherwise=", or give the folder of its file with --data")

@@ -157,7 +157,7 @@ def test_part_of_a_hub_source_is_streamed_once(hub: list[tuple], tmp_path: Path)
 
 
 def test_hub_errors_are_sentences(hub: list[tuple], monkeypatch: pytest.MonkeyPatch):
-    with pytest.raises(UserError, match=r"hub:absent.*cannot be read from the hub.*doesn't exist"):
+    with pytest.raises(UserError, match=r"hub:absent' cannot be read from absent on the hub .*doesn't exist"):
         read("hub:absent")
     with pytest.raises(UserError, match=r"no text column 'body': the ones with text are text"):
         read("hub:x/y", column="body")
