@@ -99,6 +99,17 @@ def or_none(value: float) -> float | None:
     return None if math.isnan(value) else value
 
 
+def plain(value: Any, digits: int = 6) -> Any:
+    """Numbers that JSON has, in lists and dicts: NaN and infinity become None, others are rounded to so many digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: plain(part, digits) for key, part in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return plain(value.tolist(), digits)
+    return [plain(part, digits) for part in value] if isinstance(value, list | tuple) else value
+
+
 def t_975(degrees: int) -> float:
     """Half-width, in standard errors, of a two-sided 95 % interval with that many degrees of freedom."""
     if degrees < 1:

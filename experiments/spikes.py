@@ -42,7 +42,7 @@ from attnres.inspect.kinds import INSIDE, KINDS, guess_language, kinds_of
 from attnres.inspect.record import record
 from attnres.models.open import open_checkpoint
 from attnres.report.runs import Run, load_study
-from attnres.stats import standard_error
+from attnres.stats import plain, standard_error
 from attnres.training.config import DataConfig
 from attnres.training.data import prepare_from
 
@@ -369,17 +369,10 @@ def figures(values: np.ndarray) -> dict[str, Any]:
     means = _over(values, 1)
     within = np.sqrt((standard_error(values, 1) ** 2).mean(0))
     between = standard_error(means, 0)
-    return {"mean": _plain(means.mean(0)), "se_documents": _plain(within), "se_seeds": _plain(between)}
+    return {"mean": plain(means.mean(0)), "se_documents": plain(within), "se_seeds": plain(between)}
 
 
 def _over(values: np.ndarray, axis: int) -> np.ndarray:
     """The mean over an axis of what is no NaN; NaN where nothing is."""
     n = (~np.isnan(values)).sum(axis)
     return np.where(n > 0, np.nansum(values, axis) / np.maximum(n, 1), np.nan)
-
-
-def _plain(values: np.ndarray) -> Any:
-    """Lists of numbers, None for NaN, six digits."""
-    if values.ndim:
-        return [_plain(value) for value in values]
-    return None if np.isnan(values) else float(f"{float(values):.6g}")

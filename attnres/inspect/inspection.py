@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 from attnres.errors import UserError
 from attnres.files import read_json, write_text
 from attnres.residuals import Read, Traits, layout_of, traits_of
+from attnres.stats import plain
 
 FORMAT = 1
 """Raised when what a field means changes; a field more or less is no change: what is missing has its default."""
@@ -115,7 +115,7 @@ class Inspection:
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
-            setattr(self, item.name, _plain(getattr(self, item.name)))
+            setattr(self, item.name, plain(getattr(self, item.name), DIGITS))
 
     @property
     def layout(self) -> tuple[Read, ...]:
@@ -248,14 +248,3 @@ def _mean(values: Sequence[Any]) -> Any:
     if all(isinstance(value, int | float) for value in values):
         return float(np.mean(values))
     return first
-
-
-def _plain(value: Any) -> Any:
-    """Numbers that JSON has: NaN and infinity become None, others are rounded to `DIGITS` digits."""
-    if isinstance(value, float):
-        return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _plain(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
-    return value

@@ -23,6 +23,7 @@ from attnres.inspect.pieces import pieces
 from attnres.inspect.record import find_residual, record
 from attnres.inspect.survey import Encoded, Survey, encode, front, survey
 from attnres.progress import counting
+from attnres.stats import or_none
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -92,7 +93,7 @@ def from_survey(
     """An inspection, without prompts and example, of what a survey saw; `kinds` are the names of its labels."""
     residual, trace = find_residual(model), seen.trace
     mixing = trace.mixing
-    nats = [None if math.isnan(value) else value for value in trace.entropy]
+    nats = [or_none(value) for value in trace.entropy]
     config = model.config
     return Inspection(
         model={

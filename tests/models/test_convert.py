@@ -6,7 +6,6 @@ import shutil
 
 import pytest
 import torch
-import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
@@ -30,14 +29,6 @@ NARROW = {
     "max_position_embeddings": 64,
 }
 IDS = torch.randint(0, VOCAB, (2, 11), generator=torch.Generator().manual_seed(3))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quiet():
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(level)
 
 
 def llama(**fields):

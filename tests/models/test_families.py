@@ -86,15 +86,6 @@ IDS = torch.randint(0, VOCAB, (2, 11), generator=torch.Generator().manual_seed(3
 families = pytest.mark.parametrize("family", sorted(FAMILIES))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def quiet():
-    """No hints about rotary factors of such small models, nor about kernels that are not installed."""
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(level)
-
-
 def random_model(name, **fields):
     cls = getattr(transformers, name)
     torch.manual_seed(0)

@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-import transformers
 from foreign_formats import (
     FLA,
     IDS,
@@ -28,15 +27,6 @@ from attnres import UserError
 from attnres.inspect import record
 from attnres.models import build, export_model, load
 from attnres.models.foreign import WRITTEN
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quiet():
-    level = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(level)
-
 
 CASES = {f"open-attnres-{k}": ("open-attnres", open_attnres, v, open_attnres_logits) for k, v in OPEN.items()}
 CASES |= {f"fla-{k}": ("fla", fla, v, fla_logits) for k, v in FLA.items()}

@@ -5,29 +5,19 @@ import json
 
 import pytest
 import torch
+from tiny import NARROW
 
 from attnres.errors import UserError
 from attnres.files import locked
 from attnres.report import load_study
 from attnres.studies.compare import CompareConfig, compare, make_plan
 from attnres.studies.speed import step_times
-from attnres.training.config import DataConfig, ModelConfig, OptimConfig, Setting, TrainConfig, to_dict
-
-SIZE: dict[str, Setting] = {
-    "family": "qwen3",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 32,
-    "tie_word_embeddings": True,
-}
+from attnres.training.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, to_dict
 
 
 def config_in(folder, **changes):
     base = TrainConfig(
-        model=ModelConfig(size=SIZE),
+        model=ModelConfig(size=NARROW),
         data=DataConfig(source=str(folder / "text"), tokenizer="bpe:300", seq_len=16, held_out=0.2, val_windows=8),
         optim=OptimConfig(lr=0.01),
         steps=4,
@@ -229,7 +219,7 @@ def test_steps_are_timed_in_turn():
     rounds = []
     result = step_times(
         {"a": ("standard", {}), "b": ("block", {"num_blocks": 2}), "c": ("full", {})},
-        size=SIZE,
+        size=NARROW,
         vocab_size=64,
         seq_len=8,
         batch_size=2,
@@ -246,5 +236,7 @@ def test_steps_are_timed_in_turn():
 
 
 def test_the_time_cap_leaves_the_least_number_of_rounds():
-    result = step_times({"a": ("standard", {})}, size=SIZE, vocab_size=64, seq_len=8, batch_size=2, seconds=0, least=2)
+    result = step_times(
+        {"a": ("standard", {})}, size=NARROW, vocab_size=64, seq_len=8, batch_size=2, seconds=0, least=2
+    )
     assert result["rounds"] == 2

@@ -6,20 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny import NARROW
 
 from attnres.data import prepare
 from attnres.training import TrainConfig, from_dict
-
-SIZE = {
-    "family": "qwen3",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 32,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +30,7 @@ def configure(corpus: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
     def make(out: str = "run", **values: Any) -> TrainConfig:
         base = from_dict(
             {
-                "model": {"size": SIZE, "residual": "block", "num_blocks": 2},
+                "model": {"size": NARROW, "residual": "block", "num_blocks": 2},
                 "data": {"source": str(corpus), "seq_len": 16, "val_windows": 6},
                 "optim": {"lr": 0.01},
                 "out": str(tmp_path / out),

@@ -11,11 +11,13 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from tiny import narrow_llama
+from transformers import LlamaForCausalLM
 
 from attnres import cli
 from attnres.data import prepare
 from attnres.errors import UserError
+from attnres.flags import config_file
 from attnres.models import build, convert, load
 from attnres.report.stats import equal_conditions
 from attnres.studies.compare import CompareConfig, compare, make_plan
@@ -35,19 +37,7 @@ ONE = Processes(0, 1, torch.device("cpu"))
 def plain(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small Llama in bf16, as one finds them, with the tokenizer of the corpus."""
     folder = tmp_path_factory.mktemp("plain")
-    config = LlamaConfig(
-        vocab_size=json.loads((corpus / "header.json").read_text())["vocab_size"],
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=32,
-        initializer_range=0.2,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    narrow_llama(json.loads((corpus / "header.json").read_text())["vocab_size"], 1).bfloat16().save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(corpus / name, folder / name)
     (folder / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
@@ -394,7 +384,7 @@ def test_mistakes_in_a_comparison_show_first(tune: Configure) -> None:
 
 @pytest.mark.parametrize("path", sorted(Path(__file__).parents[2].glob("recipes/*.yaml")), ids=lambda p: p.stem)
 def test_recipes_can_be_read(path: Path) -> None:
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values, _ = config_file(["--config", str(path)])
     if "variants" in values:
         parse_variants(values.pop("variants"))
     for name in ("seeds", "jobs", "timing_s", "lrs"):
@@ -442,8 +432,9 @@ def test_settings_that_contradict_the_model(
     refused(capsys, "both size 100m and init_from", tune(model={"size": "100m"}), tmp_path)
     refused(capsys, "both size nano and init_from", tune(), tmp_path, "--size", "nano")
     refused(capsys, 'both size {"family": "qwen3"', tune(), tmp_path, "--size", "{family: qwen3, hidden_size: 16}")
-    refused(capsys, "Valid: all, lora, residual", tune(finetune={"train_only": "lorra"}), tmp_path)
-    refused(capsys, "did you mean 'lora'", tune(finetune={"train_only": "lorra"}), tmp_path)
+    config = tune()
+    config.finetune.train_only = "lorra"
+    refused(capsys, "unknown train_only 'lorra': did you mean 'lora'? Valid: all, lora, residual", config, tmp_path)
     refused(capsys, "must be a number above 0", tune(finetune={"lora_rank": 0}), tmp_path)
     refused(capsys, "it is a fraction", tune(finetune={"distill_weight": 1.5}), tmp_path)
     refused(capsys, "made for at most 32 tokens: give --seq-len 32", tune(data={"seq_len": 40}), tmp_path)

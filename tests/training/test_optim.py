@@ -5,21 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import NARROW
 
 from attnres.models import build
 from attnres.training.config import OptimConfig
 from attnres.training.optim import build_optimizers, kinds, load_state_tensors, set_learning_rate, state_tensors
 
-SIZE = {
-    "family": "qwen3",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 32,
-    "tie_word_embeddings": True,
-}
 GPT2 = {"family": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
 
 
@@ -27,7 +18,9 @@ def model_of(size: dict[str, Any], residual: str = "full") -> Any:
     return build(size=size, residual=residual, vocab_size=50, max_positions=16)
 
 
-@pytest.mark.parametrize("size", [SIZE, GPT2, {**SIZE, "tie_word_embeddings": False}], ids=["qwen3", "gpt2", "untied"])
+@pytest.mark.parametrize(
+    "size", [NARROW, GPT2, {**NARROW, "tie_word_embeddings": False}], ids=["qwen3", "gpt2", "untied"]
+)
 @pytest.mark.parametrize("residual", ["standard", "full", "hyper_connections", "denseformer"])
 def test_every_parameter_has_one_kind(size: dict[str, Any], residual: str) -> None:
     model = model_of(size, residual)
@@ -42,7 +35,7 @@ def test_every_parameter_has_one_kind(size: dict[str, Any], residual: str) -> No
 
 
 def test_queries_and_gains_are_neither_decayed_nor_orthogonalised() -> None:
-    model = model_of(SIZE)
+    model = model_of(NARROW)
     adamw, muon = build_optimizers(model, OptimConfig(optimizer="muon", weight_decay=0.3))
     assert isinstance(adamw, torch.optim.AdamW) and isinstance(muon, torch.optim.Muon)
     by_kind = {group["kind"]: group for group in adamw.param_groups}
@@ -54,14 +47,14 @@ def test_queries_and_gains_are_neither_decayed_nor_orthogonalised() -> None:
 
 
 def test_adamw_decays_matrices_only() -> None:
-    (adamw,) = build_optimizers(model_of({**SIZE, "tie_word_embeddings": False}), OptimConfig(weight_decay=0.3))
+    (adamw,) = build_optimizers(model_of({**NARROW, "tie_word_embeddings": False}), OptimConfig(weight_decay=0.3))
     decays = {group["kind"]: group["weight_decay"] for group in adamw.param_groups}
     assert decays == {"residual": 0.0, "vector": 0.0, "embedding": 0.0, "head": 0.3, "matrix": 0.3}
     assert adamw.defaults["fused"]
 
 
 def test_each_optimizer_is_scaled_from_its_own_peak() -> None:
-    optimizers = build_optimizers(model_of(SIZE), OptimConfig(optimizer="muon", lr=0.1, muon_lr=0.4))
+    optimizers = build_optimizers(model_of(NARROW), OptimConfig(optimizer="muon", lr=0.1, muon_lr=0.4))
     set_learning_rate(optimizers, 0.5)
     assert [{group["lr"] for group in optimizer.param_groups} for optimizer in optimizers] == [{0.05}, {0.2}]
 
@@ -76,7 +69,7 @@ def step(model: Any, optimizers: list[torch.optim.Optimizer]) -> None:
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_state_goes_through_flat_tensors_bit_for_bit(name: str) -> None:
     config = OptimConfig(optimizer=name)  # ty: ignore[invalid-argument-type]
-    model, copy = model_of(SIZE), model_of(SIZE)
+    model, copy = model_of(NARROW), model_of(NARROW)
     optimizers, others = build_optimizers(model, config), build_optimizers(copy, config)
     step(model, optimizers)
     copy.load_state_dict(model.state_dict())
@@ -89,7 +82,7 @@ def test_state_goes_through_flat_tensors_bit_for_bit(name: str) -> None:
 
 
 def test_state_of_other_parameters_is_refused() -> None:
-    model = model_of(SIZE)
+    model = model_of(NARROW)
     optimizers = build_optimizers(model, OptimConfig())
     step(model, optimizers)
     state = state_tensors(optimizers)
@@ -102,7 +95,7 @@ def test_state_of_other_parameters_is_refused() -> None:
 
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_queries_are_held_warmed_up_and_decayed_on_request(decay):
-    model = model_of(SIZE, "block")
+    model = model_of(NARROW, "block")
     with torch.no_grad():
         model.residual.query.fill_(1.0)
     (adamw,) = build_optimizers(model, OptimConfig(lr=0.5, residual_decay=decay))
