@@ -1,11 +1,14 @@
 """The headline, in words, made from the numbers alone. It claims nothing that lies inside an error bar."""
 
 import math
+from collections.abc import Iterable, Sequence
 
 from attnres.report.runs import Study
 from attnres.report.stats import Paired, kind, kind_name, paired, sweeps_lr, why_unpaired
 from attnres.report.table import Row, Table
 from attnres.text import digits_for, listed, number, with_error
+
+Pairs = list[tuple[str, Paired]]
 
 
 def verdict(study: Study, table: Table) -> str:
@@ -27,7 +30,7 @@ def verdict(study: Study, table: Table) -> str:
     unpaired = [row for row in done if row.paired is None and row.label != base]
     if sweeps_lr(study):
         equal_rates = _at_equal_rates(study, done, base)
-        done = _best_of_each(study, done)
+        done = _best_of_each(done)
     else:
         equal_rates = []
     compared = [row for row in done if row.paired is not None]
@@ -38,10 +41,8 @@ def verdict(study: Study, table: Table) -> str:
     reasons: dict[str, list[str]] = {}
     for row in unpaired:
         reasons.setdefault(why_unpaired(study, row.label, base), []).append(row.label)
-    sentences += [
-        f"{listed(labels)} {_verb(labels, 'stands', 'stand')} beside {base} without a verdict: {reason}."
-        for reason, labels in reasons.items()
-    ]
+    for reason, labels in reasons.items():
+        sentences.append(f"{listed(labels)} stand{'s' * _one(labels)} beside {base} without a verdict: {reason}.")
     sentences += equal_rates
     sentences += _against_control(study, tested, controls)
     sentences += _among_best(study, compared)
@@ -53,24 +54,27 @@ def verdict(study: Study, table: Table) -> str:
     return " ".join(sentences)
 
 
+def _apart(pairs: Iterable[tuple[str, Paired | None]]) -> tuple[Pairs, Pairs, Pairs]:
+    """Labels whose difference is decided for the better and for the worse, and those that cannot be told; by size."""
+    known = sorted(((label, pair) for label, pair in pairs if pair is not None), key=lambda item: item[1].mean)
+    decided = [(label, pair) for label, pair in known if pair.decided]
+    tied = [(label, pair) for label, pair in known if not pair.decided]
+    return [item for item in decided if item[1].mean < 0], [item for item in decided if item[1].mean > 0], tied
+
+
 def _against_baseline(rows: list[Row], base: str) -> str:
     """`full beats standard by 0.116 ± 0.004 nats per token, block by ...; rescaled is within its error ...`"""
-    known = [(row.label, row.paired) for row in rows if row.paired is not None]
-    known.sort(key=lambda item: item[1].mean)
-    better = [(label, pair) for label, pair in known if pair.decided and pair.mean < 0]
-    worse = [(label, pair) for label, pair in known if pair.decided and pair.mean > 0]
-    tied = [(label, pair) for label, pair in known if not pair.decided]
+    better, worse, tied = _apart((row.label, row.paired) for row in rows)
     clauses = []
     for verb, group in (("beats", better), ("is worse than", worse)):
-        if group:
-            (first, pair), *rest = group
-            parts = [f"{first} {verb} {base} by {_size(pair)} nats per token"]
-            parts += [f"{label} by {_size(pair)}" for label, pair in rest]
-            clauses.append(", ".join(parts))
+        for label, pair in group[:1]:
+            parts = [f"{label} {verb} {base} by {_size(pair)} nats per token"]
+            clauses.append(", ".join(parts + [f"{label} by {_size(pair)}" for label, pair in group[1:]]))
     if tied:
         names = [f"{label} ({_interval(pair)})" for label, pair in tied]
-        its = "is within its error" if len(tied) == 1 else "are within their errors"
-        clauses.append(f"{listed(names)} {its} of {base}")
+        clauses.append(
+            f"{listed(names)} {'is within its error' if _one(names) else 'are within their errors'} of {base}"
+        )
     return "; ".join(clauses) + "."
 
 
@@ -87,71 +91,57 @@ def _against_control(study: Study, tested: list[Row], controls: list[Row]) -> li
     if not controls or not tested:
         return []
     control = min(controls, key=lambda row: row.loss).label
-    pairs = [(row.label, paired(study, row.label, control)) for row in tested]
-    won = [(label, pair) for label, pair in pairs if pair and pair.decided and pair.mean < 0]
-    lost = [(label, pair) for label, pair in pairs if pair and pair.decided and pair.mean > 0]
-    rest = [label for label, pair in pairs if pair and not pair.decided]
+    won, lost, rest = _apart((row.label, paired(study, row.label, control)) for row in tested)
     sentences = []
     if won:
-        sizes = listed([f"{_size(pair)} for {label}" for label, pair in sorted(won, key=lambda item: item[1].mean)])
+        sizes = listed([f"{_size(pair)} for {label}" for label, pair in won])
         sentences.append(f"Over {control}, the control, the gain is {sizes}.")
     if lost:
-        sizes = listed([f"{label} by {_size(pair)}" for label, pair in sorted(lost, key=lambda item: item[1].mean)])
+        sizes = listed([f"{label} by {_size(pair)}" for label, pair in lost])
         sentences.append(f"Worse than {control}, the control: {sizes}.")
     if rest:
-        sentences.append(
-            f"Over {control}, the control, {listed(rest)} {_verb(rest, 'gains', 'gain')} nothing beyond the error."
-        )
+        names = [label for label, _ in rest]
+        gain = f"{listed(names)} gain{'s' * _one(names)} nothing beyond the error"
+        sentences.append(f"Over {control}, the control, {gain}.")
     return sentences
 
 
 def _among_best(study: Study, rows: list[Row]) -> list[str]:
     """Whether the two best can be told apart."""
-    ranked = sorted((row for row in rows if row.paired and row.paired.decided and row.paired.mean < 0), key=_loss)
-    if len(ranked) < 2:
-        return []
-    first, second = ranked[0].label, ranked[1].label
-    pair = paired(study, first, second)
+    better = {label for label, _ in _apart((row.label, row.paired) for row in rows)[0]}
+    ranked = [row.label for row in sorted(rows, key=lambda row: row.loss) if row.label in better]
+    pair = paired(study, ranked[0], ranked[1]) if len(ranked) > 1 else None
     if pair is None:
         return []
-    if pair.decided:
-        ahead, behind = (first, second) if pair.mean < 0 else (second, first)
-        return [f"{ahead} is ahead of {behind} by {_size(pair)}."]
-    return [f"{first} and {second} are within their error of one another ({_interval(pair)})."]
+    if not pair.decided:
+        return [f"{ranked[0]} and {ranked[1]} are within their error of one another ({_interval(pair)})."]
+    ahead, behind = ranked[:2] if pair.mean < 0 else ranked[1::-1]
+    return [f"{ahead} is ahead of {behind} by {_size(pair)}."]
 
 
-def _best_of_each(study: Study, rows: list[Row]) -> list[Row]:
+def _best_of_each(rows: list[Row]) -> list[Row]:
     """Of each variant the row with the lowest loss: in a sweep of learning rates each is judged at its best rate."""
-    best: dict[tuple[str, str], Row] = {}
-    for row in rows:
-        which = kind(study.of(row.label)[0])
-        if which not in best or row.loss < best[which].loss:
-            best[which] = row
-    return [row for row in rows if any(row is chosen for chosen in best.values())]
+    best = {kind(row.runs[0]): row for row in sorted(rows, key=lambda row: -row.loss)}
+    return [row for row in rows if row is best[kind(row.runs[0])]]
 
 
 def _at_equal_rates(study: Study, rows: list[Row], base: str) -> list[str]:
     """For each other variant: at how many of the learning rates it shares with the baseline it wins."""
-    first = {row.label: study.of(row.label)[0] for row in rows}
+    first = {row.label: row.runs[0] for row in rows}
     sentences = []
     for which in dict.fromkeys(kind(run) for run in first.values() if kind(run) != kind(first[base])):
         labels = [label for label in first if kind(first[label]) == which]
         pairs = [
-            paired(study, label, other)
+            (label, paired(study, label, other))
             for label in labels
             for other in first
             if kind(first[other]) == kind(first[base]) and first[label].lr == first[other].lr
         ]
-        pairs = [pair for pair in pairs if pair is not None]
-        won = [pair for pair in pairs if pair.decided and pair.mean < 0]
-        if pairs:
+        won, lost, tied = _apart(pairs)
+        if count := len(won + lost + tied):
             names = kind_name(study, labels[0]), kind_name(study, base)
-            sentences.append(f"At equal learning rates {names[0]} beats {names[1]} at {len(won)} of {len(pairs)}.")
+            sentences.append(f"At equal learning rates {names[0]} beats {names[1]} at {len(won)} of {count}.")
     return sentences
-
-
-def _loss(row: Row) -> float:
-    return row.loss
 
 
 def _size(pair: Paired) -> str:
@@ -164,5 +154,5 @@ def _interval(pair: Paired) -> str:
     return f"{mean}; 95 %: {low} to {high}" if pair.margin >= 0 else f"{mean}, its error unknown"
 
 
-def _verb(names: list[str], one: str, many: str) -> str:
-    return one if len(names) == 1 else many
+def _one(names: Sequence[str]) -> bool:
+    return len(names) == 1
