@@ -183,12 +183,12 @@ def test_compare_takes_lists_and_a_file(capsys, tmp_path, compared):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("variants: block\n", "expected a list of str"),
-        ("seeds: [a]\n", "expected a list of int"),
-        ("lrs: [fast]\n", "expected a list of float"),
+        ("variants: block\n", "variants is 'block': expected a list"),
+        ("seeds: [a]\n", "seeds is 'a': expected a whole number"),
+        ("lrs: [fast]\n", "lrs is 'fast': expected a number"),
         ("jobs: two\n", "expected a whole number"),
-        ("jobs: 2.5\n", "jobs is 2.5 in the configuration file: expected a whole number"),
-        ("timing_s: yes\n", "timing_s is True in the configuration file: expected a number"),
+        ("jobs: 2.5\n", "jobs is 2.5: expected a whole number"),
+        ("timing_s: yes\n", "timing_s is True: expected a number"),
         ("seed: 3\n", "give seeds, a list"),
         ("model: {residual: full}\n", "model.residual in a comparison belongs to a variant"),
     ],

@@ -16,6 +16,7 @@ from attnres.app.guard import Guard
 from attnres.app.page import Page, Shown
 from attnres.app.state import HEAVIEST, MAX_CHARACTERS, View
 from attnres.errors import UserError
+from attnres.text import listed
 
 QUEUE = 32
 """Events that wait; more are turned away."""
@@ -181,7 +182,7 @@ def serve(page: Page, *, host: str = "127.0.0.1", port: int = 7860, browser: boo
         )
     except OSError as error:
         raise UserError(f"cannot serve on {host}:{port}: {error}; choose another --port") from error
-    names = " and ".join(model.label for model in page.models)
+    names = listed([model.label for model in page.models])
     shown = f"[{host}]" if ":" in host else host
     print(f"{names}: open http://{shown}:{port} in a browser; Ctrl-C stops", flush=True)
     try:

@@ -1,12 +1,11 @@
 """`attnres compare`: train variants side by side."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from attnres.commands.train import plain_config
 from attnres.errors import UserError
 from attnres.flags import Hidden, Settings, Size, config_file, fields_of, parse
-from attnres.training.config import ModelConfig, OptimConfig, TrainConfig, from_dict
+from attnres.training.config import ModelConfig, OptimConfig, TrainConfig, from_dict, overlay
 
 
 @dataclass
@@ -70,7 +69,9 @@ def run(arguments: list[str]) -> None:
     demo = TrainConfig(**fields_of(Compare(), only=TrainConfig, model=ModelConfig(residual="standard")))
     base = from_dict(values, demo)
     _refuse_variant(base, demo)
-    defaults = fields_of(base, model=SharedModel(**fields_of(base.model))) | _checked(of_comparison)
+    defaults = fields_of(base, model=SharedModel(**fields_of(base.model))) | fields_of(
+        overlay(Comparison(), of_comparison)
+    )
     options = parse("compare", Compare, arguments, Compare(**defaults))
 
     from attnres.studies.compare import CompareConfig, compare
@@ -86,29 +87,6 @@ def run(arguments: list[str]) -> None:
             timing_s=options.timing_s,
         )
     )
-
-
-def _checked(values: dict[str, Any]) -> dict[str, Any]:
-    """Values of `Comparison` from a file, as the types of their flags, or UserError."""
-    kinds: dict[str, type] = {"variants": str, "seeds": int, "lrs": float}
-    for name, kind in kinds.items():
-        if name not in values:
-            continue
-        value = values[name]
-        try:
-            if not isinstance(value, list) or (kind is not float and any(type(part) is not kind for part in value)):
-                raise TypeError
-            values[name] = tuple(kind(part) for part in value)
-        except (TypeError, ValueError):
-            raise UserError(
-                f"{name} is {value!r} in the configuration file: expected a list of {kind.__name__}"
-            ) from None
-    jobs, seconds = values.get("jobs"), values.get("timing_s", 0)
-    if jobs is not None and type(jobs) is not int:
-        raise UserError(f"jobs is {jobs!r} in the configuration file: expected a whole number")
-    if type(seconds) not in (int, float):
-        raise UserError(f"timing_s is {seconds!r} in the configuration file: expected a number")
-    return values
 
 
 def _refuse_variant(base: TrainConfig, demo: TrainConfig) -> None:

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from attnres.errors import UserError, unknown
 from attnres.hub import dataset_rows
+from attnres.text import listed
 
 LM_EVAL = "lm-eval:"
 """Begins the name of a task that lm-eval runs."""
@@ -213,7 +214,7 @@ def _file_in(folder: Path, pattern: str, name: str) -> Path:
         )
     found = sorted(folder.glob(pattern))
     if len(found) != 1:
-        what = f"has {' and '.join(file.name for file in found)}" if found else f"has no {pattern}"
+        what = f"has {listed([file.name for file in found])}" if found else f"has no {pattern}"
         raise UserError(f"{folder} {what}: expected one file for the task {name}")
     return found[0]
 

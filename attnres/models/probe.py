@@ -17,6 +17,7 @@ from attnres.errors import UserError
 from attnres.forward import evaluating
 from attnres.models.families import Family
 from attnres.models.stream import is_addition
+from attnres.text import listed
 
 _PATTERN = ["read", "write", "read", "write"]
 _OUTSIDE = -1
@@ -200,6 +201,6 @@ def _reads(events: list[tuple[str, int, str]], count: int) -> tuple[str, str]:
             raise _NoFitError(f"has layers that {', '.join(kinds)}: {', '.join(_PATTERN)} is needed")
         found.add(tuple(place for kind, at, place in events if at == index and kind == "read"))
     if len(found) != 1:
-        names = " and ".join(sorted("/".join(places) for places in found))
+        names = listed(sorted("/".join(places) for places in found))
         raise _NoFitError(f"has layers of several kinds, which read at {names}")
     return found.pop()  # ty: ignore[invalid-explicit-return]

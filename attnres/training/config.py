@@ -299,7 +299,7 @@ def from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> Tra
 
     An unknown key is refused with the nearest valid one; a value of a wrong type with what was expected.
     """
-    return _overlay(base or TrainConfig(), values, "")
+    return overlay(base or TrainConfig(), values)
 
 
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
@@ -321,7 +321,8 @@ def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{name}", value
 
 
-def _overlay(config: Any, values: Mapping[str, Any], prefix: str) -> Any:
+def overlay(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
+    """A dataclass with nested `values` laid over it, see `from_dict`; `prefix` is where they stand."""
     hints = typing.get_type_hints(type(config))
     changes: dict[str, Any] = {}
     for name, value in values.items():
@@ -330,7 +331,7 @@ def _overlay(config: Any, values: Mapping[str, Any], prefix: str) -> Any:
         if dataclasses.is_dataclass(hints[name]):
             if not isinstance(value, Mapping):
                 raise UserError(f"{prefix}{name} is {value!r}: expected keys and values under it")
-            changes[name] = _overlay(getattr(config, name), value, f"{prefix}{name}.")
+            changes[name] = overlay(getattr(config, name), value, f"{prefix}{name}.")
         else:
             changes[name] = _convert(f"{prefix}{name}", value, hints[name])
     return dataclasses.replace(config, **changes)
@@ -347,8 +348,8 @@ def _convert(name: str, value: Any, hint: Any) -> Any:
         if value not in options:
             raise unknown(name.rpartition(".")[2], value, options)
         return value
-    elif origin is tuple and isinstance(value, list | tuple) and len(value) == len(options):
-        return tuple(_convert(name, part, option) for part, option in zip(value, options))
+    elif origin is tuple and isinstance(value, list | tuple) and (options[1] is ... or len(value) == len(options)):
+        return tuple(_convert(name, part, options[0]) for part in value)
     elif origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
         return {key: _convert(f"{name}.{key}", part, options[1]) for key, part in value.items()}
     elif type(value) is hint or (hint is Any and isinstance(value, bool | int | float | str | list | dict | None)):
@@ -364,5 +365,7 @@ def _describe(hint: Any) -> str:
         return " or ".join(_describe(option) for option in options)
     if origin is Literal:
         return f"one of {', '.join(options)}"
+    if origin is tuple:
+        return "a list" if options[1] is ... else f"a list of {len(options)} numbers"
     plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing"}
-    return {**plain, Any: "a plain value", dict: "keys and values", tuple: "a list of two numbers"}[origin or hint]
+    return {**plain, Any: "a plain value", dict: "keys and values"}[origin or hint]

@@ -52,7 +52,7 @@ def test_files_overlay_what_is_there(tmp_path: Path, name: str, text: str) -> No
         ("steps: true", "steps is True: expected a whole number"),
         ("compile: 1", "expected true or false"),
         ("optim: {lr: fast}", "optim.lr is 'fast': expected a number"),
-        ("optim: {betas: [0.9]}", "expected a list of two numbers"),
+        ("optim: {betas: [0.9]}", "expected a list of 2 numbers"),
     ],
 )
 def test_values_that_say_nothing_sensible_are_refused(tmp_path: Path, text: str, message: str) -> None:
