@@ -12,6 +12,7 @@ from attnres.errors import UserError, first_line, unknown
 from attnres.models.classes import CLASSES, DepthMixin
 from attnres.models.families import FAMILIES
 from attnres.models.sizes import SIZES
+from attnres.residuals import residual_class
 
 
 def build(
@@ -48,6 +49,7 @@ def build(
     if key not in CLASSES:
         raise UserError(f"{FAMILIES[key].causal_lm} is not in the installed Transformers: upgrade it")
     config_class, model_class = CLASSES[key]
+    residual = residual_class(residual).name
     # No special tokens: Transformers' defaults for a family are ids of its own tokenizer.
     fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **fields}
     fields |= {"vocab_size": vocab_size, FAMILIES[key].positions: max_positions}

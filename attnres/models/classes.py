@@ -27,12 +27,12 @@ from attnres.errors import UserError
 from attnres.models.families import FAMILIES, Family
 from attnres.models.stream import Stream, make_reading, make_taking
 from attnres.residuals import RESIDUALS, Observer, Residual, make_residual, residual_class, settings_of, source_file
-from attnres.residuals.registry import PLUGINS
+from attnres.residuals.registry import PLUGINS, is_known
 
 
 class ResidualConfigMixin:
-    """Config fields `residual` (a mechanism's name, or FILE.py:CLASS), `residual_settings` (its settings), and, for a
-    mechanism of a user's own file, `residual_file`."""
+    """Config fields `residual` (a mechanism's name), `residual_settings` (its settings), and, for a mechanism of a
+    user's own file, `residual_file`, which is there to be told: a config runs no file."""
 
     residual: str
     residual_settings: dict[str, Any] | None
@@ -44,8 +44,6 @@ class ResidualConfigMixin:
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # ty: ignore[missing-attribute]
         self._refuse_stray_settings(kwargs)
-        if ".py:" in self.residual:
-            self.residual = residual_class(self.residual).name
         self.residual_file = source_file(self.residual) or self.residual_file
         with torch.device("meta"):
             self.make_residual()
@@ -53,16 +51,22 @@ class ResidualConfigMixin:
     def _refuse_stray_settings(self, kwargs: Mapping[str, Any]) -> None:
         """A residual's setting among the fields of the config would be kept there and change nothing."""
         fields = {name for cls in type(self).__mro__ for name in vars(cls).get("__annotations__", {})}
-        settings = {key for name in RESIDUALS for key in settings_of(name)} - fields
+        settings = {key for name in list(RESIDUALS) for key in settings_of(name)} - fields
         stray = sorted(settings & {*kwargs, *vars(self)})
         if stray:
             raise UserError(f"config field '{stray[0]}' is a setting of a residual: put it into residual_settings")
 
     def make_residual(self) -> Residual:
-        if self.residual_file and self.residual not in RESIDUALS:
+        if ".py:" in self.residual:
             raise UserError(
-                f"residual '{self.residual}' is of a file of its own, {self.residual_file}: register it first, by "
-                f"attnres.residuals.residual_class('FILE.py:CLASS') or the environment variable {PLUGINS}=FILE.py:CLASS"
+                f"residual is '{self.residual}' in a config, which runs no file: register the class first "
+                "(attnres.register) and give its name"
+            )
+        if self.residual_file and not is_known(self.residual):
+            raise UserError(
+                f"residual '{self.residual}' is of a user's own file, {self.residual_file}, which is not run unasked: "
+                f"set the environment variable {PLUGINS}={self.residual_file}, call attnres.register with its class, "
+                "or read it and pass trust_remote_code (--trust-remote-code)"
             )
         layers = self.num_hidden_layers * len(self.sublayers)
         residual = make_residual(self.residual, layers, self.hidden_size, **(self.residual_settings or {}))
@@ -346,11 +350,15 @@ for _key, _family in FAMILIES.items():
 
 
 def register_stored(config: Mapping[str, Any], folder: Path, *, trust_remote_code: bool = False) -> None:
-    """Make the classes of a converted model whose family was probed, from what its config.json says of it.
+    """Make what a stored model needs beyond this package, from what its config.json says: the classes of a family that
+    was probed, and the mechanism of a user's own file, where code is trusted.
 
     Raises:
         UserError: the config does not say, names classes that are not there, or needs code that was not trusted.
     """
+    file = config.get("residual_file")
+    if file and trust_remote_code and not is_known(str(config.get("residual"))):
+        residual_class(str(file))
     key = str(config.get("model_type", "")).removeprefix("attnres_")
     stored = config.get("residual_family")
     if key in CLASSES or not isinstance(stored, Mapping):

@@ -52,6 +52,38 @@ RESIDUALS: Mapping[str, type[Residual]] = MappingProxyType(_MECHANISMS)
 def register(mechanism: type[Residual]) -> type[Residual]:
     """Make a mechanism known by its `name` to every command and function; usable as a decorator.
 
+    >>> import torch
+    >>> @register
+    ... class Anchored(Residual):
+    ...     '''h_l = sum_{i<l} v_i + v_0: the running sum, and the embedding once more.'''
+    ...
+    ...     name = "anchored"
+    ...     traits = Traits(by_token=False, sums_to_one=False, has_query=False, starts_standard=False)
+    ...
+    ...     def start(self, embedding):
+    ...         return embedding, embedding
+    ...
+    ...     def read(self, state, index, norm):
+    ...         return self.normed(state[0] + state[1], index, norm), state
+    ...
+    ...     def write(self, state, index, output):
+    ...         return state[0] + output, state[1]
+    ...
+    ...     def finish(self, state, norm):
+    ...         return self.read(state, self.num_sublayers, norm)[0]
+    ...
+    ...     def hidden_state(self, state):
+    ...         return state[0]
+    ...
+    ...     def implied(self, index):
+    ...         return torch.tensor([2.0] + [1.0] * index)
+    >>> read = make_residual("anchored", num_sublayers=4, width=8).layout()[2]
+    >>> read.name, [source.name for source in read.sources]
+    ('attention 1', ['embedding', 'attention 0', 'mlp 0'])
+
+    `attnres check` says whether it does what the interface asks. A class in a file of its own need not be registered:
+    commands take FILE.py:CLASS, and the environment variable ATTNRES_RESIDUALS names such files.
+
     Registering another class under a name replaces one that was registered before, and is refused for a name that the
     package ships with.
 
@@ -83,11 +115,21 @@ def residual_class(name: str) -> type[Residual]:
     """
     if ".py:" in name:
         return _from_file(name)
-    for entry in filter(None, os.environ.get(PLUGINS, "").split(";")):
-        _from_file(entry)
-    if name not in _MECHANISMS:
+    if not is_known(name):
         raise unknown("residual", name, _MECHANISMS)
     return _MECHANISMS[name]
+
+
+def is_known(name: str) -> bool:
+    """Whether a mechanism has this name: one that ships with attnres, was registered, or is in a file that the
+    environment variable ATTNRES_RESIDUALS names.
+
+    Raises:
+        UserError: such a file is not there, fails, or lacks the class.
+    """
+    for entry in filter(None, os.environ.get(PLUGINS, "").split(";")):
+        _from_file(entry)
+    return name in _MECHANISMS
 
 
 def source_file(name: str) -> str | None:
@@ -101,7 +143,7 @@ def traits_of(name: str, stored: Mapping[str, Any] | None = None) -> Traits:
     says, else a guess that leaves nothing out."""
     if stored is not None:
         return Traits(**{field: stored[field] for field in Traits._fields if field in stored})
-    return _MECHANISMS[name].traits if name in _MECHANISMS else Traits(True, False, False, False)
+    return _MECHANISMS[name].traits if is_known(name) else Traits(True, False, False, False)
 
 
 def _from_file(entry: str) -> type[Residual]:
