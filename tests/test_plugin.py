@@ -211,8 +211,8 @@ def test_a_run_that_is_cut_short_goes_on_bit_for_bit(place, runs, name, monkeypa
     assert not (out / "summary.json").exists()
     cli.main([*command, "--resume"])
     assert losses(out) == losses(runs[name])
-    whole, again = (load(run / "model").state_dict() for run in (runs[name], out))
-    assert all(torch.equal(whole[key], again[key]) for key in whole)
+    whole, resumed = (load(run / "model").state_dict() for run in (runs[name], out))
+    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
     start = build(SIZE, name, vocab_size=280).residual.state_dict()
     assert all(not torch.equal(whole[f"model.residual.{key}"], value) for key, value in start.items())
 

@@ -122,8 +122,8 @@ def training(subject: Subject) -> str:
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable({"use_reentrant": False})
     largest = max(
-        close(again, grad, _FP32, f"activation checkpointing changes the gradient of {name}")
-        for (name, _), grad, again in zip(model.named_parameters(), grads, gradients()[1], strict=True)
+        close(remade, grad, f"activation checkpointing changes the gradient of {name}", _FP32)
+        for (name, _), grad, remade in zip(model.named_parameters(), grads, gradients()[1], strict=True)
     )
     with torch.no_grad():
         exact = next_token_losses(model.double(), _tokens()).mean().item()
@@ -143,7 +143,7 @@ def decoding(subject: Subject) -> str:
             input_ids=ids[:, position : position + 1], past_key_values=output.past_key_values, use_cache=True
         )
         parts.append(output.logits)
-    return f"{close(torch.cat(parts, 1), expected, _FP32, 'cached decoding changes the logits'):.1e}"
+    return f"{close(torch.cat(parts, 1), expected, 'cached decoding changes the logits', _FP32):.1e}"
 
 
 def saving(subject: Subject) -> str:
@@ -152,10 +152,10 @@ def saving(subject: Subject) -> str:
     with TemporaryDirectory() as name:
         folder = Path(name)
         model.save_pretrained(folder)
-        again: Any = load(folder)
+        loaded: Any = load(folder)
         for name, tensor in model.residual.state_dict().items():
-            expect(torch.equal(again.residual.state_dict()[name], tensor), f"{name} is another after saving")
-        expect(torch.equal(_logits(again), _logits(model)), "a saved model computes other logits when it is loaded")
+            expect(torch.equal(loaded.residual.state_dict()[name], tensor), f"{name} is another after saving")
+        expect(torch.equal(_logits(loaded), _logits(model)), "a saved model computes other logits when it is loaded")
         half: Any = load(folder, dtype=torch.bfloat16)
         for name, parameter in half.residual.named_parameters():
             expect(parameter.dtype is torch.float32, f"{name} is {parameter.dtype} in a model loaded in bf16, not fp32")
@@ -176,11 +176,11 @@ def _check_lacking(
     level = logging.get_verbosity()
     logging.set_verbosity_error()  # it would tell which weights are new
     try:
-        again = type(model).from_pretrained(folder).residual
+        residual = type(model).from_pretrained(folder).residual
     finally:
         logging.set_verbosity(level)
     fresh = _fresh(subject, model)
-    for name, parameter in again.named_parameters():
+    for name, parameter in residual.named_parameters():
         if name in lacking:
             start = torch.equal(parameter, fresh.get_parameter(name))
             expect(start, f"{name} does not start where it should in a model whose file lacks it")

@@ -37,8 +37,8 @@ def run(tmp_path, registered, capsys):
             cli.main(["check", *(argument.format(file=file) for argument in arguments)])
         except SystemExit as left:
             code = left.code
-        said = capsys.readouterr()
-        return code, said.out.splitlines(), said.err
+        printed = capsys.readouterr()
+        return code, printed.out.splitlines(), printed.err
 
     return run
 
@@ -68,5 +68,5 @@ def test_what_fails_is_said_and_is_the_status(run):
     ],
 )
 def test_a_mistake_is_one_sentence(run, arguments, message):
-    code, lines, said = run(*arguments)
-    assert code == 2 and not lines and message in said
+    code, lines, error = run(*arguments)
+    assert code == 2 and not lines and message in error

@@ -203,7 +203,7 @@ def test_a_state_that_is_changed_in_place():
         def write(self, state, index, output):
             return state.add_(output)
 
-    assert failures(Broken)["states"] == "write changes a tensor in place that it was given"
+    assert failures(Broken)["states"] == "write changes a tensor in place that is not its own"
 
 
 def test_a_state_beside_the_state():
@@ -291,7 +291,7 @@ def test_a_slot_that_is_not_kept():
         def slots(self, index):
             return (Slot("stream", True),)
 
-    assert "slot 'stream' is said to be kept" in failures(Broken)["cuts"]
+    assert "kept slot 'stream' is another tensor" in failures(Broken)["cuts"]
 
 
 def test_memory_that_does_not_survive_a_layer_that_runs_again():
@@ -381,8 +381,7 @@ def test_a_read_that_shows_nothing():
         def implied(self, index):
             return None
 
-    found = failures(Unseen)
-    assert found["sources"].startswith("an observer sees reads [0") and "watching" not in found
+    assert failures(Unseen)["sources"].startswith("an observer sees reads [0")
     assert "has sources and shows no weights" in failures(Silent)["sources"]
 
 
@@ -393,8 +392,7 @@ def test_a_scale_that_mixing_rows_leave_out():
         def mixing_row(self, index, weights, rows):
             return Residual.mixing_row(self, index, weights, rows)
 
-    found = failures(Broken, read_scale="sum")
-    assert {"sources", "mixing"} <= set(found) and not failures(Broken)
+    assert {"sources", "mixing"} <= set(failures(Broken, read_scale="sum")) and not failures(Broken)
 
 
 def test_an_editor_that_is_not_asked():

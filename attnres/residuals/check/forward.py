@@ -13,18 +13,18 @@ from attnres.errors import first_line
 from attnres.residuals.base import Residual, State
 from attnres.residuals.check.subject import (
     WIDTH,
+    Change,
     Failed,
     Network,
     Subject,
     agree,
     close,
-    distance,
+    collecting,
     expect,
     tokens,
 )
 
-_ROUNDING = 1e-9
-"""What two ways to one result in fp64 may differ by, as a part of its scale."""
+_WHOLE = (torch.float32, torch.float64)
 _STEP = 1e-6
 """Of the finite differences."""
 
@@ -38,14 +38,14 @@ def shapes(subject: Subject) -> str:
         for rank in range(4):
             part = batch[(0,) * (3 - rank)]
             states: list[State] = []
-            result = network.run(residual, part, lambda index, state: states.append(state) or state)  # noqa: B023
+            result = network.run(residual, part, collecting(states))
             at = f"tokens of shape {tuple(part.shape[:-1])} through {network.depth} sublayers give"
-            largest = max(largest, close(result, whole[(0,) * (3 - rank)], _ROUNDING, f"{at} another result"))
+            largest = max(largest, close(result, whole[(0,) * (3 - rank)], f"{at} another result"))
             for state in states:
                 shown = residual("hidden_state", state)
                 expect(shown.shape == part.shape, f"{at} a hidden_state {tuple(shown.shape)}")
         fused = Network(network.depth, fused=True).run(residual, batch)
-        largest = max(largest, close(fused, whole, _ROUNDING, "norms as values change the result"))
+        largest = max(largest, close(fused, whole, "norms as values change the result"))
     return f"(d,) to (A, B, T, d), {', '.join(map(str, subject.depths))} sublayers, {largest:.1e}"
 
 
@@ -65,7 +65,9 @@ def dtypes(subject: Subject) -> str:
                 expect(x.dtype is dtype, f"a {name} embedding gives a {x.dtype} read")
                 shown = residual("hidden_state", residual("write", state, 0, embedding))
                 expect(shown.dtype is dtype, f"a {name} embedding gives a {shown.dtype} hidden_state")
-                far[dtype] = max(far.get(dtype, 0.0), close(result, exact, bound, f"{name} differs from fp64"))
+                far[dtype] = max(far.get(dtype, 0.0), close(result, exact, f"{name} differs from fp64", bound))
+        grads = (Network(depth, dtype, fused=True).gradients(residual, tokens(2, 3, dtype=dtype)) for dtype in _WHOLE)
+        far[torch.float32] = max(far[torch.float32], agree(*grads, "fp32", 1e-3))
     return ", ".join(f"{str(dtype).removeprefix('torch.')} {value:.1e}" for dtype, value in far.items())
 
 
@@ -75,10 +77,6 @@ def gradients(subject: Subject) -> str:
     for residual, network in subject.networks():
         embedding = tokens(2)
         upstream = tokens(2, seed=3)
-
-        def value() -> float:
-            return (network.run(residual, embedding) * upstream).sum().item()  # noqa: B023
-
         names = ["the embedding", *(name for name, p in residual.named_parameters() if p.requires_grad)]
         leaves = [embedding, *(p.data for p in residual.parameters() if p.requires_grad)]
         _, grads = network.gradients(residual, embedding)
@@ -93,7 +91,7 @@ def gradients(subject: Subject) -> str:
                 for sign in (1.0, -1.0):
                     with torch.no_grad():
                         leaf.copy_(start + sign * _STEP * direction)
-                        values.append(value())
+                        values.append((network.run(residual, embedding) * upstream).sum().item())
                         leaf.copy_(start)
                 slope = (values[0] - values[1]) / (2 * _STEP)
                 far = abs(slope - (grad * direction).sum().item()) / scale
@@ -112,22 +110,22 @@ def states(subject: Subject) -> str:
                 expected = network.run(residual, tokens(2, 3))
                 _unchanged(residual, network, tokens(2, 3))
                 disturbed = network.run(residual, tokens(2, 3), _disturbed(residual, network, other))
-            close(disturbed, expected, _ROUNDING, "another pass in the middle of one changes it")
+            close(disturbed, expected, "another pass in the middle of one changes it")
     return "no tensor changed in place, passes do not touch one another"
 
 
-def _disturbed(residual: Residual, network: Network, embedding: Tensor) -> Any:
+def _disturbed(residual: Residual, network: Network, embedding: Tensor) -> Change:
     """Return what lets another pass run before each sublayer of one."""
 
-    def run(index: int, state: State) -> State:
+    def change(index: int, state: State) -> State:
         network.run(residual, embedding)
         return state
 
-    return run
+    return change
 
 
 def _unchanged(residual: Residual, network: Network, embedding: Tensor) -> None:
-    """Go through a network; raise `Failed` where a verb changes the tensors that it was given."""
+    """Go through a network; raise `Failed` where a verb changes the tensors that it takes."""
 
     def keep(verb: str, *values: Any) -> Any:
         leaves = _pytree.tree_leaves(values)
@@ -139,7 +137,7 @@ def _unchanged(residual: Residual, network: Network, embedding: Tensor) -> None:
         verb, kept = before
         for leaf, version, copy in kept:
             changed = leaf._version != version or not torch.equal(leaf, copy)
-            expect(not changed, f"{verb} changes a tensor in place that it was given")
+            expect(not changed, f"{verb} changes a tensor in place that is not its own")
 
     before = keep("start", embedding)
     state = residual("start", embedding)
@@ -164,31 +162,39 @@ def cuts(subject: Subject) -> str:
     for residual, network in subject.networks():
         embedding = tokens(2, 3)
         expected = network.gradients(residual, embedding)
-        held: dict[str, Tensor] = {}
-        for cut in range(network.depth + 1):
-
-            def change(index: int, state: State) -> State:
-                nonlocal most
-                if index != cut:  # noqa: B023
-                    return state
-                packed, slots = residual.pack(state, index), residual.slots(index)  # noqa: B023
-                most = max(most, len(packed))
-                at = f"before sublayer {index} of {network.depth}"  # noqa: B023
-                shapes = [tuple(tensor.shape) for tensor in packed]
-                described = [(2, 3, *slot.axes, WIDTH) for slot in slots]
-                expect(shapes == described, f"{at} pack gives {shapes}, slots say {described}")
-                expect(len({slot.name for slot in slots}) == len(slots), f"{at} two slots have one name")
-                for slot, tensor in zip(slots, packed):
-                    same = not slot.kept or distance(tensor, held.setdefault(slot.name, tensor)) < _ROUNDING  # noqa: B023
-                    expect(same, f"slot '{slot.name}' is said to be kept and is another tensor {at}")
-                return residual.unpack(packed, index)  # noqa: B023
-
-            again = network.gradients(residual, embedding, change=change)
-            largest = max(largest, agree(again, expected, _ROUNDING, f"a cut before sublayer {cut}"))
+        kept: dict[str, Tensor] = {}
+        for index in range(network.depth + 1):
+            change, at = _cut(residual, index, kept), f"a cut before sublayer {index} of {network.depth}"
+            largest = max(largest, agree(network.gradients(residual, embedding, change=change), expected, at))
             with torch.no_grad():
                 result = network.run(residual, embedding, change)
-            close(result, expected[0], _ROUNDING, f"a cut before sublayer {cut} without gradients changes the result")
+            close(result, expected[0], f"{at}, without gradients, changes the result")
+            most = max(most, len(residual.slots(index)))
     return f"at most {most} tensors cross, {largest:.1e}"
+
+
+def _cut(residual: Residual, cut: int, kept: dict[str, Tensor]) -> Change:
+    """Return what takes a state before sublayer `cut` apart and puts it together again, and compares it with its slots.
+
+    Args:
+        kept: the tensors of kept slots at earlier cuts, by name; this one's are added.
+    """
+
+    def change(index: int, state: State) -> State:
+        if index != cut:
+            return state
+        packed, slots = residual.pack(state, index), residual.slots(index)
+        at = f"before sublayer {index} of {residual.num_sublayers}"
+        shapes = [tuple(tensor.shape) for tensor in packed]
+        described = [(2, 3, *slot.axes, WIDTH) for slot in slots]
+        expect(shapes == described, f"{at} pack gives {shapes}, slots say {described}")
+        expect(len({slot.name for slot in slots}) == len(slots), f"{at} two slots have one name")
+        for slot, tensor in zip(slots, packed):
+            if slot.kept:
+                close(tensor, kept.setdefault(slot.name, tensor), f"kept slot '{slot.name}' is another tensor {at}")
+        return residual.unpack(packed, index)
+
+    return change
 
 
 def checkpointing(subject: Subject) -> str:
@@ -196,8 +202,8 @@ def checkpointing(subject: Subject) -> str:
     largest = 0.0
     for residual, network in subject.networks():
         expected = network.gradients(residual, tokens(2, 3))
-        again = network.gradients(residual, tokens(2, 3), around=_checkpointed)
-        largest = max(largest, agree(again, expected, _ROUNDING, "activation checkpointing"))
+        result = network.gradients(residual, tokens(2, 3), around=_checkpointed)
+        largest = max(largest, agree(result, expected, "activation checkpointing"))
     return f"{largest:.1e}"
 
 
@@ -219,4 +225,4 @@ def compiled(subject: Subject) -> str:
         raise Failed(f"the compiler breaks the graph: {first_line(error)}") from error
     finally:
         torch._dynamo.reset()
-    return f"one graph, {agree(result, expected, _ROUNDING, 'torch.compile'):.1e}"
+    return f"one graph, {agree(result, expected, 'torch.compile'):.1e}"

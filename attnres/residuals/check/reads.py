@@ -1,5 +1,6 @@
 """Checks of what reads mix: the layout, traits and mixing rows that a mechanism describes, against its forward pass."""
 
+import itertools
 import json
 import re
 from collections.abc import Sequence
@@ -9,7 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from attnres.residuals.base import Residual, State
-from attnres.residuals.check.subject import Network, Subject, close, distance, expect, tokens
+from attnres.residuals.check.subject import Network, Subject, close, collecting, distance, expect, tokens
 from attnres.residuals.layout import Read, Source, outputs
 from attnres.residuals.registry import make_residual
 
@@ -83,8 +84,10 @@ def layout(subject: Subject) -> str:
     for residual, network in subject.networks():
         rows = residual.layout()
         expect(len(rows) == network.depth + 1, f"{len(rows)} rows for {network.depth} sublayers: expected one more")
-        again = tuple(Read.from_json(json.loads(json.dumps(read.to_json()))) for read in rows)
-        expect(again == rows == subject.residual(network.depth, stirred=False).layout(), "it is not the same each time")
+        stored = tuple(Read.from_json(json.loads(json.dumps(read.to_json()))) for read in rows)
+        expect(
+            stored == rows == subject.residual(network.depth, stirred=False).layout(), "it is not the same each time"
+        )
         for index, read in enumerate(rows):
             at = f"read '{read.name}' of {network.depth} sublayers"
             names = [source.name for source in read.sources]
@@ -131,7 +134,7 @@ def sources(subject: Subject) -> str:
             for source, value in zip(read.sources, values):
                 described = _described(source, recording, index)
                 what = f"source '{source.name}' of {at} is not what the layout describes"
-                largest = max(largest, close(value, described, _CLOSE, what))
+                largest = max(largest, close(value, described, what, _CLOSE))
             row = residual.mixing_row(index, weights, rows)
             expect(row is not None, f"traits say linear, and {at} has no mixing row")
             assert row is not None
@@ -139,7 +142,7 @@ def sources(subject: Subject) -> str:
             rows.append(row.expand(6, -1))
             mixed = torch.einsum("ti,itd->td", row.expand(6, -1), _flat(recording.outputs, network.depth + 1))
             what = f"{at} is not what its mixing row makes of the outputs"
-            largest = max(largest, close(h.flatten(0, -2), mixed, _CLOSE, what))
+            largest = max(largest, close(h.flatten(0, -2), mixed, what, _CLOSE))
     return f"rebuilt from the outputs, {largest:.1e}" if residual.layout()[0].sources else "reads have no sources"
 
 
@@ -173,13 +176,13 @@ def weights(subject: Subject) -> str:
             at = f"of read '{read.name}' of {network.depth} sublayers"
             if implied is not None:
                 expect(not traits.by_token, f"implied gives weights {at}, and traits say by_token")
-                close(shown, implied.to(shown).expand_as(shown), _CLOSE, f"the weights {at} are not those implied")
-    said = (traits.sums_to_one, traits.by_token)
+                close(shown, implied.to(shown).expand_as(shown), f"the weights {at} are not those implied", _CLOSE)
+    claims = (traits.sums_to_one, traits.by_token)
     measured = sums < _CLOSE and any(read.sources for read in residual.layout()), spread > _CLOSE
-    for name, claim, real in zip(("sums_to_one", "by_token"), said, measured):
+    for name, claim, real in zip(("sums_to_one", "by_token"), claims, measured):
         expect(claim == real, f"traits say {name}={claim}: rows differ from one by {sums:.1e}, tokens by {spread:.1e}")
-    one = "sum to one" if said[0] else "need not sum to one"
-    return f"{one}, {'differ from token to token' if said[1] else 'the same for every token'}"
+    one = "sum to one" if claims[0] else "need not sum to one"
+    return f"{one}, {'differ from token to token' if claims[1] else 'the same for every token'}"
 
 
 def mixing(subject: Subject) -> str:
@@ -204,7 +207,7 @@ def mixing(subject: Subject) -> str:
             h, weights, _ = recording.reads[index]
             assert weights is not None
             asked = Fixed().edit(index, weights)
-            close(weights, asked, _CLOSE, f"read '{read.name}' does not use an editor's weights")
+            close(weights, asked, f"read '{read.name}' does not use an editor's weights", _CLOSE)
             row = residual.mixing_row(index, asked, rows)
             expect(
                 (row is not None) == traits.linear, f"traits say linear={traits.linear}: mixing_row gives {row!r:.20}"
@@ -220,7 +223,7 @@ def mixing(subject: Subject) -> str:
                 what = (
                     f"dh/dv of read '{read.name}' by output {column} of {network.depth} is not its mixing row's entry"
                 )
-                largest = max(largest, close(grad, rows[-1][:, column : column + 1] * upstream, _CLOSE, what))
+                largest = max(largest, close(grad, rows[-1][:, column : column + 1] * upstream, what, _CLOSE))
     return f"{largest:.1e}" if residual.traits.linear else "no matrix: traits say not linear"
 
 
@@ -282,27 +285,28 @@ def start(subject: Subject) -> str:
 def watching(subject: Subject) -> str:
     """An observer changes neither a number nor a state's tree; an editor that edits nothing changes no number."""
     for residual, network in subject.networks():
-        for shape in ((), (3,), (2, 3)):
-            embedding = tokens(*shape)
-            trees: list[list] = [[], []]
-
-            def keep(index: int, state: State) -> State:
-                leaves, form = _pytree.tree_flatten(state)
-                trees[residual.watched].append((str(form), [leaf.shape for leaf in leaves]))  # noqa: B023
-                return state
-
-            expected = network.run(residual, embedding, keep)
-            residual.observer = Recording()
-            try:
-                result = network.run(residual, embedding, keep)
-            finally:
-                residual.observer = None
-            expect(torch.equal(result, expected), f"an observer changes the result by {distance(result, expected):.1e}")
-            expect(trees[0] == trees[1], "an observer changes the state's tree")
-            if all(read.sources for read in residual.layout()):
-                residual.editor = Fixed(identity=True)
+        for shape, grad in itertools.product(((), (3,), (2, 3)), (True, False)):
+            embedding, states, watched = tokens(*shape), list[State](), list[State]()
+            with torch.set_grad_enabled(grad):
+                expected = network.run(residual, embedding, collecting(states))
+                residual.observer = Recording()
                 try:
-                    close(network.run(residual, embedding), expected, _CLOSE, "an editor that edits nothing counts")
+                    result = network.run(residual, embedding, collecting(watched))
                 finally:
-                    residual.editor = None
+                    residual.observer = None
+                far = distance(result, expected)
+                expect(torch.equal(result, expected), f"an observer changes the result by {far:.1e}")
+                expect(_trees(states) == _trees(watched), "an observer changes the state's tree")
+                if all(read.sources for read in residual.layout()):
+                    residual.editor = Fixed(identity=True)
+                    try:
+                        close(network.run(residual, embedding), expected, "an editor that edits nothing counts", _CLOSE)
+                    finally:
+                        residual.editor = None
     return "observers change nothing"
+
+
+def _trees(states: Sequence[State]) -> list[tuple[_pytree.TreeSpec, list[torch.Size]]]:
+    """Return the form of each state, and the shapes of its tensors."""
+    flat = [_pytree.tree_flatten(state) for state in states]
+    return [(form, [leaf.shape for leaf in leaves]) for leaves, form in flat]

@@ -16,6 +16,8 @@ DEPTHS = (1, 2, 5, 8)
 """Sublayers of the networks that are checked, where the settings allow them."""
 MAX_DEPTH = 32
 """Where the settings allow none of `DEPTHS`, others up to this are looked for."""
+ROUNDING = 1e-9
+"""What two ways to one result in fp64 may differ by, as a part of its scale."""
 EPS = 0.1
 """Of the norms: so large that the scale of a read counts."""
 
@@ -42,8 +44,8 @@ def distance(a: Tensor, b: Tensor) -> float:
     return largest if largest == largest else float("inf")
 
 
-def close(a: Tensor, b: Tensor, bound: float, what: str) -> float:
-    """Return the distance of two tensors; raise `Failed` beyond the bound."""
+def close(a: Tensor, b: Tensor, what: str, bound: float = ROUNDING) -> float:
+    """Return the distance of two tensors; raise `Failed` with `what` beyond the bound."""
     far = distance(a, b)
     expect(
         far <= bound,
@@ -128,6 +130,16 @@ Change = Callable[[int, State], State]
 """Called with the state before each sublayer and before the output's read; what it returns is gone on with."""
 
 
+def collecting(states: list[State]) -> Change:
+    """Return what puts the state before each sublayer, and before the output's read, into `states`."""
+
+    def change(index: int, state: State) -> State:
+        states.append(state)
+        return state
+
+    return change
+
+
 class Network:
     """L pre-norm sublayers f_l(x) = tanh(W_l x); their matrices and their norms' gains are drawn once and stay fixed.
 
@@ -174,8 +186,8 @@ class Network:
     def run(
         self, residual: Residual, embedding: Tensor, change: Change | None = None, around: Callable | None = None
     ) -> Tensor:
-        """Return the head's input (..., d) for an embedding. `around` carries out a step that it is given, with its
-        arguments: activation checkpointing does that."""
+        """Return the head's input (..., d) for an embedding. `around` carries out a step with its arguments, as
+        activation checkpointing does."""
         for watcher in (residual.observer, residual.editor):
             if watcher is not None:
                 watcher.on_start(embedding)
@@ -196,10 +208,12 @@ class Network:
         return result.detach(), list(grads)
 
 
-def agree(one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]], bound: float, what: str) -> float:
+def agree(
+    one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]], what: str, bound: float = ROUNDING
+) -> float:
     """Return the largest distance of two results with their gradients; raise `Failed` beyond the bound."""
-    far = close(one[0], other[0], bound, f"{what} changes the result")
-    return max(far, *(close(a, b, bound, f"{what} changes a gradient") for a, b in zip(one[1], other[1], strict=True)))
+    far = close(one[0], other[0], f"{what} changes the result", bound)
+    return max(far, *(close(a, b, f"{what} changes a gradient", bound) for a, b in zip(one[1], other[1], strict=True)))
 
 
 def summary(error: Exception) -> str:
