@@ -69,9 +69,8 @@ def run(arguments: list[str]) -> None:
     demo = TrainConfig(**fields_of(Compare(), only=TrainConfig, model=ModelConfig(residual="standard")))
     base = from_dict(values, demo)
     _refuse_variant(base, demo)
-    defaults = fields_of(base, model=SharedModel(**fields_of(base.model))) | fields_of(
-        overlay(Comparison(), of_comparison)
-    )
+    comparison = fields_of(overlay(Comparison(), of_comparison))
+    defaults = fields_of(base, model=SharedModel(**fields_of(base.model)), **comparison)
     options = parse("compare", Compare, arguments, Compare(**defaults))
 
     from attnres.studies.compare import CompareConfig, compare
