@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from attnres.commands.train import plain_config
 from attnres.errors import UserError
 from attnres.flags import Hidden, Settings, Size, config_file, fields_of, parse
-from attnres.training.config import ModelConfig, OptimConfig, TrainConfig, from_dict, overlay
+from attnres.training.config import ModelConfig, OptimConfig, TrainConfig, from_dict
+from attnres.typed import overlay
 
 
 @dataclass

@@ -14,7 +14,7 @@ from rich.progress import DownloadColumn
 from tokenizers import Tokenizer
 
 from attnres.cache import cache_dir
-from attnres.data.shards import VERSION, SplitWriter, Tokens, open_tokens, read_header, write_header
+from attnres.data.shards import VERSION, SplitWriter, Tokens, open_tokens, read_header
 from attnres.data.sources import Source, open_source, spooled
 from attnres.data.tokenizer import (
     bpe_size,
@@ -25,7 +25,7 @@ from attnres.data.tokenizer import (
     vocabulary_size,
 )
 from attnres.errors import UserError
-from attnres.files import replaced_folder, writing
+from attnres.files import replaced_folder, write_json, writing
 from attnres.progress import Bars
 from attnres.text import memory
 
@@ -106,7 +106,8 @@ def prepare(
             loaded = load_with_end(tokenizer) if size is None else None
             with replaced_folder(target) as folder:
                 header = _build(folder, text, loaded, size or 0, held_out, progress)
-                write_header(folder, {"key": key, "settings": settings, "source": source, **header})
+                about = {"version": VERSION, "key": key, "settings": settings, "source": source}
+                write_json(folder / "header.json", about | header)
     return Prepared(target, read_header(target))
 
 

@@ -1,6 +1,6 @@
 """Token shards: flat little-endian files of ids, and a JSON header that says what must be in them.
 
-    FOLDER/header.json            what `write_header` was given; written last
+    FOLDER/header.json            what is in the others; written last
     FOLDER/train-00000.bin ...    ids, uint16 where the vocabulary allows it, otherwise uint32
     FOLDER/train-documents.bin    uint64 offset of each document's first token in its split
     FOLDER/val-*.bin              the held-out documents, the same way
@@ -10,7 +10,6 @@ Documents follow each other, each closed by the end-of-text id.
 """
 
 import json
-import os
 import zlib
 from pathlib import Path
 from typing import Any
@@ -50,9 +49,10 @@ class SplitWriter:
             self._write(part)
 
     def close(self) -> dict[str, Any]:
-        """Flushes to the disk and returns {files, tokens, documents, documents_file}."""
-        self._finish(self._bin)
-        self._finish(self._starts)
+        """Returns {files, tokens, documents, documents_file}."""
+        for file in (self._bin, self._starts):
+            if file is not None:
+                file.close()
         return {
             "files": self._files,
             "tokens": self.tokens,
@@ -80,18 +80,12 @@ class SplitWriter:
         self._room -= len(part)
 
     def _next_file(self) -> None:
-        self._finish(self._bin)
+        if self._bin is not None:
+            self._bin.close()
         name = f"{self._split}-{len(self._files):05d}.bin"
-        self._bin = open(self._folder / name, "wb")  # noqa: SIM115 (closed in `_finish`)
+        self._bin = open(self._folder / name, "wb")  # noqa: SIM115 (closed in `close`)
         self._files.append({"name": name, "tokens": 0, "crc32": 0, "max_id": 0})
         self._room = self._file_tokens
-
-    @staticmethod
-    def _finish(file: Any) -> None:
-        if file is not None and not file.closed:
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
 
 
 class Tokens:
@@ -190,14 +184,6 @@ def open_tokens(
         for file in part["files"]:
             _check_content(folder / file["name"], file, header)
     return Tokens(folder, split, header)
-
-
-def write_header(folder: Path, header: dict[str, Any]) -> None:
-    """Writes header.json through to the disk; the last file of a folder."""
-    with open(folder / "header.json", "w", encoding="utf-8") as file:
-        json.dump({"version": VERSION, **header}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def read_header(folder: Path) -> dict[str, Any]:

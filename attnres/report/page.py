@@ -21,7 +21,7 @@ from attnres.report.stats import equal_conditions
 from attnres.report.table import SHOWN, Row, Table, build_table, to_csv
 from attnres.report.variants import comparison_of
 from attnres.report.verdict import verdict
-from attnres.training.config import leaves
+from attnres.typed import leaves
 
 ZOOM = 1.36
 """Of figures, which are drawn for the columns of a paper, in this page."""

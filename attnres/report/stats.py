@@ -11,7 +11,7 @@ import numpy as np
 
 from attnres.report.runs import Run, Study
 from attnres.stats import standard_error, t_975
-from attnres.training.config import leaves
+from attnres.typed import leaves
 
 SEEDS_FOR_SEED_ERROR = 3
 

@@ -142,7 +142,7 @@ def test_full_disk_leaves_nothing_behind_and_earlier_data_intact(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if failing == "header":
-        monkeypatch.setattr(build, "write_header", full)
+        monkeypatch.setattr(build, "write_json", full)
     else:
         monkeypatch.setattr(SplitWriter, failing, full)
     with pytest.raises(UserError, match=r"cannot write .*new: No space left on device; .* make room"):
