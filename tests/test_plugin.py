@@ -21,6 +21,7 @@ from attnres.inspect.edits import Uniform
 from attnres.models import build, export_model, load
 from attnres.residuals import registry
 from attnres.residuals.registry import PLUGINS
+from attnres.training.config import from_dict, resolve
 
 MECHANISMS = '''
 """Two mechanisms of a user's own."""
@@ -329,8 +330,11 @@ def test_a_models_folder_runs_no_file_unasked(tmp_path, registered):
 
     refused("secret.py:Secret, which is not run unasked")
     refused("a config, which runs no file", residual=f"{file}:Secret")
-    refused("did you mean|unknown residual 'secret'", residual="secret", residual_file=None)
+    refused("unknown residual 'secret'", residual="secret", residual_file=None)
     refused("is not run unasked", residual_file=f"{file}:Secret")
+    with pytest.raises(UserError, match="is not run unasked"):  # the configuration of a run, read as a file
+        resolve(from_dict({"model": {"residual": "secret", "residual_file": f"{file}:Secret"}}))
+    assert not marker.exists()
     load(tmp_path / "model", trust_remote_code=True)
     assert marker.exists() and registered() == ["secret"]
 

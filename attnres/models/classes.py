@@ -27,7 +27,7 @@ from attnres.errors import UserError
 from attnres.models.families import FAMILIES, Family
 from attnres.models.stream import Stream, make_reading, make_taking
 from attnres.residuals import RESIDUALS, Observer, Residual, make_residual, residual_class, settings_of, source_file
-from attnres.residuals.registry import PLUGINS, is_known
+from attnres.residuals.registry import is_known
 
 
 class ResidualConfigMixin:
@@ -62,12 +62,7 @@ class ResidualConfigMixin:
                 f"residual is '{self.residual}' in a config, which runs no file: register the class first "
                 "(attnres.register) and give its name"
             )
-        if self.residual_file and not is_known(self.residual):
-            raise UserError(
-                f"residual '{self.residual}' is of a user's own file, {self.residual_file}, which is not run unasked: "
-                f"set the environment variable {PLUGINS}={self.residual_file}, call attnres.register with its class, "
-                "or read it and pass trust_remote_code (--trust-remote-code)"
-            )
+        residual_class(self.residual, self.residual_file)
         layers = self.num_hidden_layers * len(self.sublayers)
         residual = make_residual(self.residual, layers, self.hidden_size, **(self.residual_settings or {}))
         residual.sublayers = self.sublayers

@@ -100,24 +100,37 @@ def register(mechanism: type[Residual]) -> type[Residual]:
     for verb in ("start", "read", "write", "finish"):
         if getattr(mechanism, verb) is getattr(Residual, verb):
             raise UserError(f"class {label} does not define {verb}: a mechanism says start, read, write and finish")
-    known = _MECHANISMS.get(name)
-    if known is not None and known is not mechanism and known.__module__.startswith("attnres.residuals."):
+    if ships(name) and _MECHANISMS[name] is not mechanism:
         raise UserError(f"'{name}' is the name of a mechanism of attnres: give class {label} another one")
     _MECHANISMS[name] = mechanism
     return mechanism
 
 
-def residual_class(name: str) -> type[Residual]:
+def residual_class(name: str, file: str | None = None) -> type[Residual]:
     """Return the mechanism called `name`, or, of FILE.py:CLASS, the class in that file, registered by its own name.
+
+    Args:
+        file: where something stored says that the mechanism was read from. It is told where the name is unknown, and
+            never run.
 
     Raises:
         UserError: an unknown name, with the nearest valid one; a file that is not there, fails, or lacks the class.
     """
     if ".py:" in name:
         return _from_file(name)
-    if not is_known(name):
+    if is_known(name):
+        return _MECHANISMS[name]
+    if file is None:
         raise unknown("residual", name, _MECHANISMS)
-    return _MECHANISMS[name]
+    raise UserError(
+        f"residual '{name}' is of a user's own file, {file}, which is not run unasked: read it, then set the "
+        f"environment variable {PLUGINS}={file}, or pass trust_remote_code (--trust-remote-code) to load a model"
+    )
+
+
+def ships(name: str) -> bool:
+    """Whether a mechanism of this name comes with the package."""
+    return name in _MECHANISMS and _MECHANISMS[name].__module__.startswith("attnres.residuals.")
 
 
 def is_known(name: str) -> bool:
@@ -136,6 +149,12 @@ def source_file(name: str) -> str | None:
     """Return the FILE.py:CLASS that mechanism `name` was read from; None where it ships with attnres or was registered
     by hand."""
     return _FILES.get(name)
+
+
+def plugins() -> str:
+    """Return the value of the environment variable ATTNRES_RESIDUALS with which another process knows the mechanisms of
+    files that this one knows."""
+    return ";".join(_FILES.values())
 
 
 def traits_of(name: str, stored: Mapping[str, Any] | None = None) -> Traits:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import attnres
 from attnres.errors import Interrupted, UserError
+from attnres.residuals.registry import PLUGINS, plugins
 from attnres.training.interrupt import Signals, caught_signals
 
 ERROR_FILE = "ATTNRES_ERROR_FILE"
@@ -44,6 +45,7 @@ class Child:
         paths = [str(Path(attnres.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         environment["OMP_NUM_THREADS"] = str(threads)
+        environment[PLUGINS] = plugins()  # a configuration names a file and runs none
         self._error_file.unlink(missing_ok=True)
         self.log, self.began = log, time.monotonic()
         with contextlib.ExitStack() as stack:

@@ -20,6 +20,7 @@ from attnres.files import LOCK, locked, read_json, write_json
 from attnres.progress import STEPS, Bar, Bars
 from attnres.report.runs import Study
 from attnres.report.show import show
+from attnres.residuals.registry import ships
 from attnres.studies.children import Child, run_children
 from attnres.studies.speed import step_times
 from attnres.studies.variants import TRAINING, Variant, parse_variants
@@ -117,6 +118,12 @@ def make_plan(config: CompareConfig) -> Plan:
         raise UserError(f"jobs is {config.jobs}: expected 1 or more runs at a time")
     check(base)
     variants = {variant.label: variant for variant in parse_variants(config.variants, config.lrs)}
+    for variant in variants.values():
+        if variant.file is None and not ships(variant.residual):
+            raise UserError(
+                f"residual '{variant.residual}' was registered in this process, and each run of a comparison has a "
+                "process of its own: give it as FILE.py:CLASS"
+            )
     device = str(pick_device(base.device))
     dtype = ("bf16" if has_bf16(torch.device(device)) else "fp32") if base.dtype == "auto" else base.dtype
     runs = {}

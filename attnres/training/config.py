@@ -29,7 +29,7 @@ class ModelConfig:
     residual: str = "block"
     """How sublayers read earlier outputs: a mechanism's name, or FILE.py:CLASS for one of your own file."""
     residual_file: str | None = None
-    """FILE.py:CLASS that the mechanism is read from; filled in where `residual` says so."""
+    """FILE.py:CLASS that the mechanism was read from: a record, which runs nothing."""
     block_size: int | None = None
     """Sublayers (attention and MLP count apart) in a block of the block residual; give this or num_blocks."""
     num_blocks: int | None = None
@@ -195,7 +195,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     """
     from attnres.residuals import residual_class, source_file
 
-    mechanism = residual_class(config.model.residual_file or config.model.residual)
+    mechanism = residual_class(config.model.residual, config.model.residual_file)
     name = config.name or f"{mechanism.name}-seed{config.seed}"
     model = dataclasses.replace(
         config.model,
@@ -243,12 +243,13 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
     Whether the residual's settings are possible is checked when the model is built, which knows its depth.
     """
     from attnres.models.sizes import SIZES
-    from attnres.residuals import check_settings
+    from attnres.residuals import check_settings, residual_class
 
     from_dict(dataclasses.asdict(config))  # which refuses values of a wrong type
     if isinstance(config.model.size, str) and config.model.size not in SIZES:
         raise unknown("size", config.model.size, SIZES)
-    check_settings(config.model.residual_file or config.model.residual, settings_of(config.model))
+    mechanism = residual_class(config.model.residual, config.model.residual_file)
+    check_settings(mechanism.name, settings_of(config.model))
     optim, finetune = config.optim, config.finetune
     if config.device.split(":")[0] not in ("auto", "cpu", "cuda"):
         raise unknown("device", config.device, ("auto", "cpu", "cuda"))

@@ -10,6 +10,8 @@ from tiny import NARROW
 from attnres.errors import UserError
 from attnres.files import locked
 from attnres.report import load_study
+from attnres.residuals import register
+from attnres.residuals.standard import Standard
 from attnres.studies.compare import CompareConfig, compare, make_plan
 from attnres.studies.speed import step_times
 from attnres.training.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, to_dict
@@ -240,3 +242,9 @@ def test_the_time_cap_leaves_the_least_number_of_rounds():
         {"a": ("standard", {})}, size=NARROW, vocab_size=64, seq_len=8, batch_size=2, seconds=0, least=2
     )
     assert result["rounds"] == 2
+
+
+def test_a_mechanism_of_this_process_alone_is_refused(registered, tmp_path):
+    register(type("Mine", (Standard,), {"name": "mine"}))
+    with pytest.raises(UserError, match=r"give it as FILE\.py:CLASS"):
+        make_plan(CompareConfig(["standard", "mine"], out=str(tmp_path)))
