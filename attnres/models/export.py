@@ -16,6 +16,7 @@ from attnres.models.foreign import WRITTEN, formats_of
 from attnres.models.foreign.format import WrittenFormat
 from attnres.models.foreign.weights import foreign_state
 from attnres.models.open import INDEX, open_checkpoint
+from attnres.progress import quiet_transformers
 
 SHARD = "5GB"
 """Largest file of weights; they are written from where they lie, so its size costs no memory."""
@@ -67,7 +68,7 @@ def write_model(model: DepthMixin, out: str | Path, beside: Mapping[str, Path], 
     """
     if "generation_config.json" in beside:  # copied as it is; Transformers refuses to write some that it reads
         model.generation_config = GenerationConfig()
-    with replaced_folder(out) as folder:
+    with replaced_folder(out) as folder, quiet_transformers():
         model.save_pretrained(folder, max_shard_size=SHARD)
         _copy(beside, folder)
         if report is not None:
