@@ -6,8 +6,8 @@ from pathlib import Path
 
 def cache_dir() -> Path:
     """`$ATTNRES_CACHE`, or `attnres` under `$XDG_CACHE_HOME` or `~/.cache`. Not created here."""
-    chosen = os.environ.get("ATTNRES_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
+    override = os.environ.get("ATTNRES_CACHE")
+    if override:
+        return Path(override).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "attnres"

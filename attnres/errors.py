@@ -28,13 +28,13 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".: ")
 
 
-def unknown(kind: str, given: str, valid: Iterable[str]) -> UserError:
+def unknown(kind: str, name: str, valid: Iterable[str]) -> UserError:
     """An error for a name that does not exist, with the nearest one that does.
 
     >>> str(unknown("residual", "blokc", ["block", "full"]))
     "unknown residual 'blokc': did you mean 'block'? Valid: block, full"
     """
     names = sorted(valid)
-    near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    return UserError(f"unknown {kind} '{given}': {hint}Valid: {', '.join(names)}")
+    return UserError(f"unknown {kind} '{name}': {hint}Valid: {', '.join(names)}")

@@ -49,19 +49,19 @@ def writing(path: str | Path) -> Generator[None]:
 def write_bytes(path: str | Path, data: bytes) -> None:
     """Write `data` to `path`, whole or not at all; folders above it are made. Raises UserError."""
     path = Path(path)
-    beside = _beside(path)
+    temporary = _beside(path)
 
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
-            with beside.open("wb") as file:
+            with temporary.open("wb") as file:
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
-            beside.replace(path)
+            temporary.replace(path)
     finally:
-        if beside.exists():
-            beside.unlink()
+        if temporary.exists():
+            temporary.unlink()
 
 
 def write_text(path: str | Path, text: str) -> None:
@@ -93,24 +93,24 @@ def replaced_folder(path: str | Path) -> Generator[Path]:
     one is first renamed to `.NAME.old`: after a kill in between `recover_folder` brings it back.
     """
     path = Path(path)
-    beside, old = _beside(path), _old(path)
+    temporary, old = _beside(path), _old(path)
 
     try:
         with writing(path):
             recover_folder(path)
-            beside.mkdir(parents=True)
-            yield beside
-            _sync(beside)
+            temporary.mkdir(parents=True)
+            yield temporary
+            _sync(temporary)
             if path.exists():
                 path.rename(old)
             try:
-                beside.rename(path)
+                temporary.rename(path)
             except OSError:
                 recover_folder(path)
                 raise
         shutil.rmtree(old, ignore_errors=True)
     finally:
-        shutil.rmtree(beside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def recover_folder(path: str | Path) -> None:

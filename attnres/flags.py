@@ -77,10 +77,10 @@ def parse(command: str, kind: type[T], arguments: list[str], default: T | None =
     flags = _flags(kind)
     arguments = [_short(argument, flags) for argument in arguments]
     options: dict[str, Any] = {} if default is None else {"default": default}
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stderr(said):
-            chosen, rest = tyro.cli(
+        with contextlib.redirect_stderr(output):
+            values, rest = tyro.cli(
                 kind,
                 prog=f"attnres {command}",
                 args=arguments,
@@ -90,13 +90,13 @@ def parse(command: str, kind: type[T], arguments: list[str], default: T | None =
             )
     except SystemExit as left:
         if left.code:
-            raise UserError(f"{_sentence(said.getvalue())} (attnres {command} --help lists the options)") from None
+            raise UserError(f"{_sentence(output.getvalue())} (attnres {command} --help lists the options)") from None
         raise
     if rest:
         if rest[0].startswith("-"):
             raise _unknown_option(rest[0].split("=")[0], command, flags)
         raise UserError(f"unexpected argument '{rest[0]}': options start with --, see attnres {command} --help")
-    return chosen
+    return values
 
 
 def fields_of(config: Any, only: Any = None, **changes: Any) -> dict[str, Any]:
@@ -105,13 +105,13 @@ def fields_of(config: Any, only: Any = None, **changes: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names} | changes
 
 
-def _unknown_option(given: str, command: str, flags: dict[str, str]) -> UserError:
-    short = "--" + given.replace("_", "-").lstrip("-").rpartition(".")[2]
+def _unknown_option(option: str, command: str, flags: dict[str, str]) -> UserError:
+    short = "--" + option.replace("_", "-").lstrip("-").rpartition(".")[2]
     near = difflib.get_close_matches(short, flags.values(), n=1, cutoff=0.5)
     if command == "compare" and short in ("--residual", "--block-size", "--num-blocks", "--settings"):
         near = ["--variants"]  # e.g. block:num_blocks=6
     hint = f"did you mean '{near[0]}'? " if near else ""
-    return UserError(f"unknown option '{given}': {hint}attnres {command} --help lists the options")
+    return UserError(f"unknown option '{option}': {hint}attnres {command} --help lists the options")
 
 
 def _short(argument: str, flags: dict[str, str]) -> str:

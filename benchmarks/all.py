@@ -28,7 +28,7 @@ def jobs(device: str, quick: bool) -> dict[str, list[str]]:
     on = ["--device", device]
     few = ["--seconds", "0.5"] if quick else []
     step = ["step.py", *on, *(["--seconds", "2", "--batch", "2", "--length", "64"] if quick else ["--seconds", "60"])]
-    found = {
+    commands = {
         "peers": ["peers.py", *on],
         "kernels": ["kernels.py", *on, *few],
         "stack": ["stack.py", *on, *few],
@@ -37,9 +37,9 @@ def jobs(device: str, quick: bool) -> dict[str, list[str]]:
         "step": [*step, *(LARGE if device == "cuda" and not quick else [])],
     }
     if device == "cuda":
-        found["decode_graphs"] = ["decode.py", *on, *few, "--graphs"]
-        found["step_compiled"] = [*found["step"], "--compile"]
-    return found | {"traffic": ["traffic.py"]}
+        commands["decode_graphs"] = ["decode.py", *on, *few, "--graphs"]
+        commands["step_compiled"] = [*commands["step"], "--compile"]
+    return commands | {"traffic": ["traffic.py"]}
 
 
 def run_job(name: str, arguments: list[str], device: str, out: Path, timeout: float | None) -> dict[str, Any]:

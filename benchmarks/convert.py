@@ -47,7 +47,7 @@ def convert(source: Path, out: Path, residual: str) -> None:
     began = time.perf_counter()
     report = convert(source, residual, out=out)
     seconds = time.perf_counter() - began
-    found = {
+    measured = {
         "seconds": seconds,
         "peak_bytes": peak_memory(torch.device("cpu")),
         "max_difference": report.max_difference,
@@ -58,7 +58,7 @@ def convert(source: Path, out: Path, residual: str) -> None:
         "logit_scale": report.logit_scale,
         "parameters": report.parameters,
     }
-    print(json.dumps(found))
+    print(json.dumps(measured))
 
 
 def child(*words: str) -> str:
@@ -71,14 +71,14 @@ def measure(size: str, dtype: str, residual: str, scratch: Path) -> dict[str, An
     source, out = scratch / f"plain-{dtype}", scratch / f"converted-{dtype}"
     child("--make", str(source), "--size", size, "--dtypes", dtype)
     began = time.perf_counter()
-    found = json.loads(child("--convert", str(source), str(out), "--residual", residual))
-    found["process_seconds"] = time.perf_counter() - began
-    found["model_bytes"] = sum(file.stat().st_size for file in source.glob("*.safetensors"))
-    found["ratio"] = found["peak_bytes"] / found["model_bytes"]
-    found["within_limits"] = found["process_seconds"] < LIMIT_SECONDS and found["ratio"] < LIMIT_RATIO
+    measured = json.loads(child("--convert", str(source), str(out), "--residual", residual))
+    measured["process_seconds"] = time.perf_counter() - began
+    measured["model_bytes"] = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    measured["ratio"] = measured["peak_bytes"] / measured["model_bytes"]
+    measured["within_limits"] = measured["process_seconds"] < LIMIT_SECONDS and measured["ratio"] < LIMIT_RATIO
     shutil.rmtree(source)
     shutil.rmtree(out)
-    return found
+    return measured
 
 
 def main() -> None:
@@ -107,11 +107,11 @@ def main() -> None:
     }
     with tempfile.TemporaryDirectory(dir=options.scratch) as scratch:
         for dtype in options.dtypes:
-            found = result[dtype] = measure(options.size, dtype, options.residual, Path(scratch))
+            measured = result[dtype] = measure(options.size, dtype, options.residual, Path(scratch))
             print(
-                f"{dtype}: {found['process_seconds']:.0f} s ({found['seconds']:.0f} s without start), peak "
-                f"{found['peak_bytes'] / 1e9:.2f} GB, {found['ratio']:.2f} times the model's "
-                f"{found['model_bytes'] / 1e9:.2f} GB; logits {found['relative_difference']:.1e} of their scale"
+                f"{dtype}: {measured['process_seconds']:.0f} s ({measured['seconds']:.0f} s without start), peak "
+                f"{measured['peak_bytes'] / 1e9:.2f} GB, {measured['ratio']:.2f} times the model's "
+                f"{measured['model_bytes'] / 1e9:.2f} GB; logits {measured['relative_difference']:.1e} of their scale"
             )
     write_json(Path(options.out), result)
     print(f"wrote {options.out}")

@@ -154,8 +154,8 @@ def main() -> None:
     device = harness.settle(options, "decode")
     if options.graphs and device.type != "cuda":
         parser.error("--graphs needs a GPU: CUDA graphs do not exist on a CPU")
-    given = {name: getattr(options, name) for name in DEFAULTS["cpu"]}
-    shape: dict[str, Any] = DEFAULTS[device.type] | {name: value for name, value in given.items() if value is not None}
+    values = {name: getattr(options, name) for name in DEFAULTS["cpu"]}
+    shape: dict[str, Any] = DEFAULTS[device.type] | {name: value for name, value in values.items() if value is not None}
     result = harness.head("decode", device, options.dtype, options.seed) | {"shape": shape, "graphs": options.graphs}
     how: dict[str, Any] = {"graphs": options.graphs, "seconds": options.seconds, "seed": options.seed}
     result |= run(device, DTYPES[options.dtype], **shape, **how)

@@ -28,8 +28,8 @@ class Inputs:
 
     def leaves(self, dtype: torch.dtype | None = None) -> list[Tensor]:
         """query, gain and the sources as leaves that want gradients, in their own dtypes or in `dtype`."""
-        found = [self.query, self.gain, *self.sources]
-        return [tensor.detach().to(dtype or tensor.dtype, copy=True).requires_grad_() for tensor in found]
+        tensors = [self.query, self.gain, *self.sources]
+        return [tensor.detach().to(dtype or tensor.dtype, copy=True).requires_grad_() for tensor in tensors]
 
 
 def _results(leaves: list[Tensor], h: Tensor, grad: Tensor) -> dict[str, list[Tensor]]:
@@ -46,24 +46,24 @@ def errors(read: Callable[..., Tensor], inputs: Inputs, eps: float = 1e-6) -> di
     oracle = _results(exact, depth_read_reference(exact[2:], exact[0], exact[1], eps=eps)[0], inputs.grad)
     leaves = inputs.leaves()
     mine = _results(leaves, read(leaves[2:], leaves[0], leaves[1], eps), inputs.grad)
-    found = {}
+    largest = {}
     for part, tensors in oracle.items():
         difference = torch.stack([a.double() - b for a, b in zip(mine[part], tensors, strict=True)])
         scale = torch.stack(tensors).square().mean().sqrt().item()
-        found[part] = {
+        largest[part] = {
             "max": difference.abs().max().item(),
             "relative_rms": difference.square().mean().sqrt().item() / max(scale, 1e-300),
         }
-    return found
+    return largest
 
 
 def compare(read: Callable[..., Tensor], inputs: Inputs) -> dict[str, Any]:
     """How exact a read is: {"errors", "max_error" of h}, with a "reason" if it is wrong; that alone if it fails."""
-    found: dict[str, Any] = {}
-    reason = attempt(lambda: found.update(errors(read, inputs)))
+    rows: dict[str, Any] = {}
+    reason = attempt(lambda: rows.update(errors(read, inputs)))
     if reason is not None:
         return {"reason": reason}
-    worst = max(error["relative_rms"] for error in found.values())
+    worst = max(error["relative_rms"] for error in rows.values())
     wrong = not worst <= WRONG
     reason = {"reason": f"wrong: relative rms error {worst:.2g}"} if wrong else {}
-    return {"max_error": found["h"]["max"], "errors": found, **reason}
+    return {"max_error": rows["h"]["max"], "errors": rows, **reason}

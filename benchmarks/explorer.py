@@ -47,7 +47,7 @@ def measure(page: Page, rounds: int) -> dict[str, Any]:
     for i in range(rounds + 1):  # the first warms up
         words = source[2000 + 40 * i : 2000 + 40 * i + CHARACTERS]
         start = "".join(words.split())[:40]
-        found = {
+        medians = {
             "new text": seconds(
                 lambda words=words: page.fill("#text textarea", words),
                 lambda start=start: page.wait_for_function(SHOWS, arg=start),
@@ -61,7 +61,7 @@ def measure(page: Page, rounds: int) -> dict[str, Any]:
         tokens.append(page.locator("#pane-0 [data-token]").count())
         page.click("#reset")
         page.wait_for_function("!document.querySelector('.gone')")
-        for name, value in found.items() if i else ():
+        for name, value in medians.items() if i else ():
             times[name].append(value)
     figures = {name: {"median_s": statistics.median(row), "largest_s": max(row)} for name, row in times.items()}
     return {"tokens": sorted(tokens[1:]), "rounds": rounds, **figures}
@@ -89,17 +89,17 @@ def main() -> None:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.goto(f"http://127.0.0.1:{port}")
         page.wait_for_selector("#pane-0 [data-token]")
-        found = measure(page, options.rounds)
+        times = measure(page, options.rounds)
         browser.close()
         server.terminate()
     models = says.split(": open")[0]
     for name in ("new text", "token", "edge"):
-        print(f"{name}: {found[name]['median_s']:.2f} s, at most {found[name]['largest_s']:.2f} s")
+        print(f"{name}: {times[name]['median_s']:.2f} s, at most {times[name]['largest_s']:.2f} s")
     result = {
         "command": shlex.join(["python", "benchmarks/explorer.py", *sys.argv[1:]]),
         "environment": describe(torch.device("cpu"), "fp32"),
         "models": models,
-        **found,
+        **times,
     }
     write_json(Path(options.out), result)
     print(f"wrote {options.out}")

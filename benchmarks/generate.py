@@ -71,7 +71,7 @@ def run(
     bar = harness.progress(f"generate {name}", rounds)
     measures = {label: partial(decode_rate, model, ids, tokens) for label, model in models.items()}
     rates = in_turn(measures, rounds=rounds, warm_up=1, on_round=lambda done: bar.advance(1, f"round {done}"))
-    rows = {label: summary(found, rates["plain"]) for label, found in rates.items()}
+    rows = {label: summary(rate, rates["plain"]) for label, rate in rates.items()}
     parameters = sum(parameter.numel() for parameter in plain.parameters())
     say(f"{name}, {parameters:,} parameters, {tokens} tokens after {prompt}, {rounds} rounds\n{lines(rows)}\n")
     return {"parameters": parameters, "family": type(plain).__name__, "rows": rows}
@@ -113,7 +113,7 @@ def main() -> None:
             result["models"][name] = run(name, device, DTYPES[options.dtype], **how)
         except UserError as error:
             parser.error(str(error))
-    panels = {name: {k: row["ratio"] for k, row in found["rows"].items()} for name, found in result["models"].items()}
+    panels = {name: {k: row["ratio"] for k, row in model["rows"].items()} for name, model in result["models"].items()}
     title = f"Text generation, {result['environment']['device']}"
     harness.finish(options.out, result, panels, "tokens/s, as a ratio to the base model's", title)
 

@@ -96,8 +96,8 @@ def interleaved(
 def summary(times: Sequence[float], base: Sequence[float] | None = None) -> dict[str, Any]:
     """Median and quartiles in seconds; of the rounds' ratios to `base`, timed in turn with it."""
     median, quartiles, ratio, ratio_quartiles = spread(times, base)
-    found = {"median_s": median, "quartiles_s": quartiles, "rounds": len(times)}
-    return found if base is None else found | {"ratio": ratio, "ratio_quartiles": ratio_quartiles}
+    row = {"median_s": median, "quartiles_s": quartiles, "rounds": len(times)}
+    return row if base is None else row | {"ratio": ratio, "ratio_quartiles": ratio_quartiles}
 
 
 def attempt(call: Callable[[], Any]) -> str | None:

@@ -98,12 +98,12 @@ class Block:
 
     def merges_backward(self) -> tuple[list[Tensor], list[Tensor]]:
         """The S merges' backwards, last first: gradients of the phase-1 outputs and of their tops."""
-        carried, found = [self.carried[-1]], []
+        carried, results = [self.carried[-1]], []
         for (opens, query, kept), grad in zip(reversed(self.saved), reversed(self.grads), strict=True):
-            made = self.backend.merge_backward(grad, carried[: len(opens)], opens, query, self.norm, kept)
-            carried = made.opens
-            found.append((made.output, made.top))
-        return [output for output, _ in reversed(found)], [top for _, top in reversed(found)]
+            grads = self.backend.merge_backward(grad, carried[: len(opens)], opens, query, self.norm, kept)
+            carried = grads.opens
+            results.append((grads.output, grads.top))
+        return [output for output, _ in reversed(results)], [top for _, top in reversed(results)]
 
     def phase_1_backward(self) -> tuple[Tensor, list[Tensor]]:
         sealed = self.sealed
@@ -138,8 +138,8 @@ STAGES: dict[str, Callable[[Block], Any]] = {
 
 def time_stages(shape: Shape, device: torch.device, dtype: torch.dtype, how: dict[str, Any], seed: int) -> dict:
     """Each stage of a block on the backend that dispatch takes, and on plain torch."""
-    chosen = backend_for([torch.empty(1, shape.width, device=device, dtype=dtype)], torch.float32, dtype)
-    modules = {module.__name__.rsplit(".", 1)[-1]: module for module in (chosen, eager)}
+    backend = backend_for([torch.empty(1, shape.width, device=device, dtype=dtype)], torch.float32, dtype)
+    modules = {module.__name__.rsplit(".", 1)[-1]: module for module in (backend, eager)}
     blocks: dict[str, Block] = {}
     failed = {}
     for name, module in modules.items():
@@ -147,11 +147,11 @@ def time_stages(shape: Shape, device: torch.device, dtype: torch.dtype, how: dic
         if reason is not None:
             failed[f"ours ({name})"] = {"reason": reason}
     moved = stage_bytes(shape, dtype.itemsize)
-    found = {}
+    rows_of = {}
     for stage, call in STAGES.items():
         candidates = {f"ours ({name})": partial(call, block) for name, block in blocks.items()}
-        found[stage] = failed | harness.measure(candidates, device, nbytes=moved[stage], **how)
-    return found
+        rows_of[stage] = failed | harness.measure(candidates, device, nbytes=moved[stage], **how)
+    return rows_of
 
 
 def our_read(sources: list[Tensor], query: Tensor, gain: Tensor, eps: float) -> Tensor:
@@ -200,21 +200,21 @@ def time_block(shape: Shape, device: torch.device, dtype: torch.dtype, how: dict
     def both(call: Callable[..., Tensor]) -> None:
         torch.autograd.grad(call(sources, queries, gains, EPS), [queries, *sources], inputs.grad)
 
-    found = {}
+    measured = {}
     for stage, action in (("forward", forward), ("forward + backward", both)):
         rows = harness.measure({label: partial(action, call) for label, call in calls.items()}, device, **how)
-        found[stage] = with_peers(rows, peers)
-    return {"checked": peers, "stages": found}
+        measured[stage] = with_peers(rows, peers)
+    return {"checked": peers, "stages": measured}
 
 
 def with_peers(rows: dict[str, Any], checked: dict[str, Any]) -> dict[str, Any]:
     """The measured rows with the error of each read, and a row for each peer that was not measured."""
-    found = {}
+    measured = {}
     for label, row in rows.items():
         entry = checked.get(label, {})
-        found[label] = row | ({"max_error": entry["max_error"]} if "max_error" in entry else {})
+        measured[label] = row | ({"max_error": entry["max_error"]} if "max_error" in entry else {})
     left = {name: entry for name, entry in checked.items() if name not in rows}
-    return found | {name: {key: e[key] for key in ("reason", "max_error") if key in e} for name, e in left.items()}
+    return measured | {name: {key: e[key] for key in ("reason", "max_error") if key in e} for name, e in left.items()}
 
 
 def time_read(
@@ -230,7 +230,7 @@ def time_read(
     }
     if compiled:
         calls["naive, compiled"] = torch.compile(naive_read, dynamic=False)
-    own = dict(calls)
+    ours = dict(calls)
     calls |= {peer.name: peer.read for peer in ready}
     vector = shape.tokens * shape.width * dtype.itemsize
 
@@ -241,19 +241,21 @@ def time_read(
     def backward(h: Tensor) -> None:
         torch.autograd.grad(h, leaves, inputs.grad, retain_graph=True)
 
-    checked = {name: compare(call, Inputs(shape.sources, 64, shape.width, device, dtype)) for name, call in own.items()}
+    checked = {
+        name: compare(call, Inputs(shape.sources, 64, shape.width, device, dtype)) for name, call in ours.items()
+    }
     checked |= peers
     candidates = {label: partial(forward, call) for label, call in calls.items()}
     rows = harness.measure(candidates, device, nbytes=traffic.read(shape.sources) * vector, **how)
-    found = {"forward": with_peers(rows, checked)}
+    measured = {"forward": with_peers(rows, checked)}
     graphs: dict[str, Tensor] = {}
     for label, call in calls.items():  # a failure has its row already
         harness.attempt(lambda n=label, c=call: graphs.update({n: c(leaves[2:], leaves[0], leaves[1], EPS)}))
     moved = traffic.read_backward(shape.sources) * vector
     candidates = {label: partial(backward, h) for label, h in graphs.items()}
-    found["backward"] = with_peers(harness.measure(candidates, device, nbytes=moved, **how), checked)
+    measured["backward"] = with_peers(harness.measure(candidates, device, nbytes=moved, **how), checked)
     plan = str(explain(leaves[2:], training=True))
-    return {"plan": plan, "checked": checked, "stages": found}
+    return {"plan": plan, "checked": checked, "stages": measured}
 
 
 def run(
@@ -274,9 +276,9 @@ def run(
     bar = harness.progress("kernels", len(reads) + 2 * len(blocks))
     result: dict[str, Any] = {"copy_bytes_per_s": copy, "read": [], "block": [], "block of reads": []}
 
-    def keep(kind: str, shape: Shape, found: dict[str, Any]) -> None:
-        result[kind].append({"shape": asdict(shape), **found})
-        for stage, rows in found["stages"].items():
+    def keep(kind: str, shape: Shape, measured: dict[str, Any]) -> None:
+        result[kind].append({"shape": asdict(shape), **measured})
+        for stage, rows in measured["stages"].items():
             say(f"{kind}, {stage}: {shape}\n{harness.lines(rows)}\n")
         bar.advance(1, f"{kind} {shape}")
 

@@ -103,7 +103,7 @@ def peer_residual(peer: Peer) -> type[NaiveBlock]:
 
 def register_naive(peers: Sequence[Peer] = ()) -> list[str]:
     """Make `naive_block`, `naive_full` and the peers' blocks known by name in this process; the peers' names."""
-    made = [peer_residual(peer) for peer in peers]
-    for cls in (NaiveBlock, NaiveFull, *made):
+    peer_classes = [peer_residual(peer) for peer in peers]
+    for cls in (NaiveBlock, NaiveFull, *peer_classes):
         register(cls)
-    return [cls.name for cls in made]
+    return [cls.name for cls in peer_classes]

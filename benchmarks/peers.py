@@ -67,9 +67,9 @@ def load_fast_attnres() -> ModuleType:
 def installed(package: str) -> str | None:
     """The version of a package in the peers' folder, else in the environment."""
     wanted = package.lower().replace("_", "-")
-    for found in importlib.metadata.distributions(path=[str(folder())]):
-        if found.metadata["Name"].lower().replace("_", "-") == wanted:
-            return found.version
+    for distribution in importlib.metadata.distributions(path=[str(folder())]):
+        if distribution.metadata["Name"].lower().replace("_", "-") == wanted:
+            return distribution.version
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -335,11 +335,11 @@ def able(
 ) -> tuple[list[Peer], dict[str, Any]]:
     """The peers that read these shapes rightly, and what `compare` says of each."""
     inputs = Inputs(n, tokens, width, device, dtype)
-    found = {}
+    able_peers = {}
     for peer in PEERS:
         reason = peer.available(device, dtype, width)
-        found[peer.name] = {"reason": reason} if reason is not None else compare(peer.read, inputs)
-    return [peer for peer in PEERS if "reason" not in found[peer.name]], found
+        able_peers[peer.name] = {"reason": reason} if reason is not None else compare(peer.read, inputs)
+    return [peer for peer in PEERS if "reason" not in able_peers[peer.name]], able_peers
 
 
 def main() -> None:
@@ -352,9 +352,9 @@ def main() -> None:
     print(f"peers in {folder()}; for those that are missing:\n  {INSTALL}\n")
     rows = [["peer", "package", "dtype", "max error h", "query", "gain", "sources", ""]]
     for dtype in options.dtypes:
-        _, found = able(options.sources, 64, options.width, torch.device(options.device), DTYPES[dtype])
+        _, reasons = able(options.sources, 64, options.width, torch.device(options.device), DTYPES[dtype])
         for peer in PEERS:
-            entry = found[peer.name]
+            entry = reasons[peer.name]
             shown = [f"{error['max']:.1e}" for error in entry.get("errors", {}).values()] or ["-"] * 4
             package = f"{peer.package} {installed(peer.package) or ''}".strip()
             rows.append([peer.name, package, dtype, *shown, entry.get("reason", "")])

@@ -157,8 +157,10 @@ def assembled(ptx: str) -> tuple[int, int, int]:
         done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"ptxas failed:\n{done.stderr}")
-    found = [re.search(p, done.stderr) for p in (r"(\d+) registers", r"(\d+) bytes spill st", r"(\d+) bytes spill lo")]
-    registers, stores, loads = (0 if match is None else int(match[1]) for match in found)
+    matches = [
+        re.search(p, done.stderr) for p in (r"(\d+) registers", r"(\d+) bytes spill st", r"(\d+) bytes spill lo")
+    ]
+    registers, stores, loads = (0 if match is None else int(match[1]) for match in matches)
     return registers, stores, loads
 
 
@@ -386,8 +388,8 @@ def write(path: Path, rows: Sequence[Built]) -> None:
 
     release = subprocess.run([tool("ptxas"), "--version"], check=True, capture_output=True, text=True).stdout
     version = re.search(r"V([\d.]+)", release)
-    made = {"target": "sm_90a", "triton": triton.__version__, "ptxas": version[1] if version else release.strip()}
-    write_json(path, {**made, "kernels": [asdict(row) for row in rows]})
+    record = {"target": "sm_90a", "triton": triton.__version__, "ptxas": version[1] if version else release.strip()}
+    write_json(path, {**record, "kernels": [asdict(row) for row in rows]})
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -400,17 +402,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
         raise SystemExit("TRITON_INTERPRET is set: interpreted kernels cannot be compiled; unset it")
 
-    chosen = [
+    specimens_to_build = [
         specimen
         for specimen in specimens()
         if (args.only is None or specimen.name.startswith(tuple(args.only)))
         and (args.width is None or specimen.width in args.width)
     ]
-    if not chosen:
+    if not specimens_to_build:
         known = sorted({(s.name, s.width) for s in specimens()})
         raise SystemExit(f"no kernel fits; there are {', '.join(f'{name} ({width})' for name, width in known)}")
     with cache_of_its_own():
-        rows = [build(specimen, args.sass) for specimen in chosen]
+        rows = [build(specimen, args.sass) for specimen in specimens_to_build]
     show(rows)
     if args.json is not None:
         write(args.json, rows)

@@ -89,8 +89,8 @@ class PeerNetwork:
         return self.final(self.peer.network(*args))
 
     def parameters(self) -> list[Tensor]:
-        own = [*self.like.residual.parameters()]
-        return own + [parameter for layer in (*self.layers, self.final) for parameter in layer.parameters()]
+        parameters = [*self.like.residual.parameters()]
+        return parameters + [parameter for layer in (*self.layers, self.final) for parameter in layer.parameters()]
 
 
 def gradients(
@@ -105,10 +105,10 @@ def gradients(
 
 def relative_rms(mine: list[Tensor], exact: list[Tensor]) -> dict[str, float]:
     """Relative rms error of output and embedding gradient on the tokens that were computed exactly."""
-    found = {}
+    errors = {}
     for name, a, b in zip(("output", "gradient"), mine, exact, strict=True):
-        found[name] = ((a[: len(b)].double() - b).square().mean().sqrt() / b.square().mean().sqrt()).item()
-    return found
+        errors[name] = ((a[: len(b)].double() - b).square().mean().sqrt() / b.square().mean().sqrt()).item()
+    return errors
 
 
 COUNTS: dict[str, Callable[[traffic.Blocks], traffic.Range]] = {
@@ -245,8 +245,8 @@ def main() -> None:
     compiled = device.type == "cuda" if options.compile is None else options.compile
     if compiled:
         harness.compile_many()
-    given = {name: getattr(options, name) for name in DEFAULTS["cpu"]}
-    shape: dict[str, Any] = DEFAULTS[device.type] | {name: value for name, value in given.items() if value is not None}
+    values = {name: getattr(options, name) for name in DEFAULTS["cpu"]}
+    shape: dict[str, Any] = DEFAULTS[device.type] | {name: value for name, value in values.items() if value is not None}
     result: dict[str, Any] = harness.head("stack", device, options.dtype, options.seed) | {"shape": shape}
     dtype = DTYPES[options.dtype]
     how: dict[str, Any] = {"seconds": options.seconds, "seed": options.seed, "compiled": compiled}

@@ -90,12 +90,12 @@ ON_LARGE = ("standard", "block (8 blocks)", "full", "naive block (8 blocks)")
 
 def variants_of(name: str, dtype: str, device: torch.device) -> tuple[Variants, dict[str, str]]:
     """What is timed at this size: ours, naive ones and the peers that can; and why the other peers cannot."""
-    found = VARIANTS if name == "nano-bench" else {label: VARIANTS[label] for label in ON_LARGE}
+    variants = VARIANTS if name == "nano-bench" else {label: VARIANTS[label] for label in ON_LARGE}
     source = torch.bfloat16 if dtype == "bf16" else torch.float32
     reasons = {peer.name: peer.available(device, source, SIZES[name].width) for peer in PEERS}
     ready = [peer for peer in PEERS if reasons[peer.name] is None]
     peers = {label: (label, {"num_blocks": 8}) for label in register_naive(ready)}
-    return found | peers, {f"{label} block": reason for label, reason in reasons.items() if reason is not None}
+    return variants | peers, {f"{label} block": reason for label, reason in reasons.items() if reason is not None}
 
 
 def kept_for_backward(size: Size, variant: tuple[str, dict[str, Any]], device: torch.device) -> dict[str, float]:
@@ -104,21 +104,21 @@ def kept_for_backward(size: Size, variant: tuple[str, dict[str, Any]], device: t
     model = build(size.model, residual, vocab_size=size.vocabulary, max_positions=size.length, settings=settings)
     model = model.to(device)
     tune(model, device, size.length)
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    seen: dict[int, int] = {}
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages: dict[int, int] = {}
     alive = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
+        if storage.data_ptr() not in parameters:
             alive.append(tensor)
-            seen[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     ids = torch.randint(size.vocabulary, (size.batch, size.length), device=device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(input_ids=ids, use_cache=False)
-    total = sum(seen.values())
+    total = sum(storages.values())
     vectors = total / (4 * size.batch * size.length * size.width)
     return {"MB": total / 1e6, "vectors_per_sublayer": vectors / size.sublayers}
 
@@ -254,10 +254,10 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     dtypes = options.dtypes or (["bf16"] if device.type == "cuda" else ["fp32", "bf16"])
-    given = {name: getattr(options, name) for name in ("batch", "length") if getattr(options, name) is not None}
+    values = {name: getattr(options, name) for name in ("batch", "length") if getattr(options, name) is not None}
     if options.compile:
         harness.compile_many()
-    sizes = {name: Size(**(vars(SIZES[name]) | given)) for name in options.sizes}
+    sizes = {name: Size(**(vars(SIZES[name]) | values)) for name in options.sizes}
     if options.peak:
         name, size = next(iter(sizes.items()))
         print(Run(name, size, dtypes[0], device, options.compile).three_steps(options.peak))

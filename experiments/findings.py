@@ -43,10 +43,12 @@ def main() -> None:
     options = tyro.cli(Options, description=__doc__)
     all_found = []
     for study in options.studies:
-        found = findings(FindingsConfig([study], options.documents, options.windows, options.language, options.device))
-        save(found, options.out / Path(study).resolve().name)
-        print(table(found), flush=True)
-        all_found.append(found)
+        results = findings(
+            FindingsConfig([study], options.documents, options.windows, options.language, options.device)
+        )
+        save(results, options.out / Path(study).resolve().name)
+        print(table(results), flush=True)
+        all_found.append(results)
     drawn = Drawn()
     drawn.add("starts", lambda: starts(all_found))
     save_all(drawn.plots, options.out)

@@ -23,23 +23,23 @@ def starts(studies: Sequence[Mapping[str, Any]]) -> Plot:
     Args:
         studies: what `spikes.findings` returns, one for each text.
     """
-    columns = max((len(found["variants"]) for found in studies), default=0)
+    columns = max((len(study["variants"]) for study in studies), default=0)
     if not columns:
         raise NotShown("no variant weighs the embedding")
     figure, axes = canvas(PAGE, 1.9 * len(studies) + 0.4, len(studies), columns, sharey="row")
-    for found, row in zip(studies, axes, strict=True):
-        for ax in row[len(found["variants"]) :]:
+    for study, row in zip(studies, axes, strict=True):
+        for ax in row[len(study["variants"]) :]:
             ax.remove()
-        for ax, variant in zip(row, found["variants"], strict=False):
+        for ax, variant in zip(row, study["variants"], strict=False):
             _panel(ax, variant)
-            head(ax, f"{found['language']}: {variant['label']}")
-        row[0].set_ylabel(f"weight of the embedding,\n{found['start']} less others")
+            head(ax, f"{study['language']}: {variant['label']}")
+        row[0].set_ylabel(f"weight of the embedding,\n{study['start']} less others")
     legend(figure, axes[0, 0])
     caption = (
         "How much more weight the embedding has where a statement or a sentence begins; shaded: reads between blocks. "
         "Bars: standard errors over documents and over seeds, added in squares. "
     )
-    alike = {found["language"]: " and ".join(found["alike"]) for found in studies}
+    alike = {study["language"]: " and ".join(study["alike"]) for study in studies}
     caption += "Tokens alike: " + "; ".join(f"{language}: {names}" for language, names in alike.items()) + "."
     return Plot("starts", "the embedding where a statement or a sentence begins", caption, figure)
 

@@ -10,14 +10,14 @@ from typing import Any
 from attnres.files import write_json, write_text
 
 
-def save(found: dict[str, Any], folder: str | Path) -> list[Path]:
+def save(results: dict[str, Any], folder: str | Path) -> list[Path]:
     """Write FOLDER/findings.json, weights.csv (variant, read, kind), knock_outs.csv and findings.txt."""
     folder = Path(folder)
     paths = [folder / name for name in ("findings.json", "weights.csv", "knock_outs.csv", "findings.txt")]
-    write_json(paths[0], found)
-    write_text(paths[1], _csv(("variant", "read", "boundary", "kind"), _weight_rows(found)))
-    write_text(paths[2], _csv(("variant", "reads", "at", "after"), _change_rows(found)))
-    write_text(paths[3], table(found))
+    write_json(paths[0], results)
+    write_text(paths[1], _csv(("variant", "read", "boundary", "kind"), _weight_rows(results)))
+    write_text(paths[2], _csv(("variant", "reads", "at", "after"), _change_rows(results)))
+    write_text(paths[3], table(results))
     return paths
 
 
@@ -29,8 +29,8 @@ def _csv(names: Sequence[str], rows: Iterator[Sequence[Any]]) -> str:
     return text.getvalue()
 
 
-def _weight_rows(found: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    for variant in found["variants"]:
+def _weight_rows(results: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    for variant in results["variants"]:
         parts = {**variant["weights"], **{f"spike over {name}": part for name, part in variant["spikes"].items()}}
         for kind, part in parts.items():
             for i, read in enumerate(variant["reads"]):
@@ -39,22 +39,22 @@ def _weight_rows(found: dict[str, Any]) -> Iterator[Sequence[Any]]:
                     yield [variant["label"], read, int(i in variant["boundaries"]), kind, *values]
 
 
-def _change_rows(found: dict[str, Any]) -> Iterator[Sequence[Any]]:
-    for variant in found["variants"]:
+def _change_rows(results: dict[str, Any]) -> Iterator[Sequence[Any]]:
+    for variant in results["variants"]:
         for row in variant["knock_outs"]:
             for after, part in row.items():
                 if isinstance(part, dict):
                     yield [variant["label"], row["reads"], row["at"], after, *part.values()]
 
 
-def table(found: dict[str, Any]) -> str:
+def table(results: dict[str, Any]) -> str:
     """The findings in a few lines; `mean +- error over documents (over seeds)`."""
-    start = found["start"]
+    start = results["start"]
     lines = [
-        f"{found['language']}: {found['documents']} held-out documents, {found['tokens'][start]:,} of "
-        f"{sum(found['tokens'].values()):,} tokens are a {start}"
+        f"{results['language']}: {results['documents']} held-out documents, {results['tokens'][start]:,} of "
+        f"{sum(results['tokens'].values()):,} tokens are a {start}"
     ]
-    for variant in found["variants"]:
+    for variant in results["variants"]:
         lines += ["", f"{variant['label']}, {len(variant['seeds'])} seeds"]
         for name, part in variant["spikes"].items():
             more, less, reads = beyond(part)
@@ -70,8 +70,8 @@ def table(found: dict[str, Any]) -> str:
                 f"  embedding removed from {row['reads']} at {row['at']}: loss after a {start} {_say(row['starts'])}, "
                 f"after other tokens {_say(row['other tokens'])}, difference {_say(row['starts - other tokens'])}"
             )
-    if found["skipped"]:
-        lines += ["", f"no weights of the embedding: {', '.join(found['skipped'])}"]
+    if results["skipped"]:
+        lines += ["", f"no weights of the embedding: {', '.join(results['skipped'])}"]
     return "\n".join(lines) + "\n"
 
 

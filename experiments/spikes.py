@@ -104,11 +104,11 @@ def findings(config: FindingsConfig) -> dict[str, Any]:
     variants, skipped = [], []
     for label in study.labels:
         mine = [run for run in runs if run.label == label]
-        found = _variant(mine, documents, language, device) if mine else None
-        if found is None:
+        variant = _variant(mine, documents, language, device) if mine else None
+        if variant is None:
             skipped.append(label)
         else:
-            variants.append({"label": label, **found})
+            variants.append({"label": label, **variant})
     counts = np.sum([_counts(document, len(kinds)) for document in documents], axis=0)
     return {
         "format": 1,
@@ -128,20 +128,24 @@ def findings(config: FindingsConfig) -> dict[str, Any]:
 
 def read_documents(runs: Sequence[Run], config: FindingsConfig) -> tuple[str, list[Document]]:
     """Held-out documents of the runs' own data with the kinds of their tokens, found in each document as a whole."""
-    own = [{key: run.config["data"].get(key) for key in ("source", "tokenizer", "seq_len")} for run in runs]
+    settings = [{key: run.config["data"].get(key) for key in ("source", "tokenizer", "seq_len")} for run in runs]
     sums = [run.data.get("tokenizer_sha256") for run in runs]
-    if any(other != own[0] for other in own) or any(other != sums[0] for other in sums):
+    if any(other != settings[0] for other in settings) or any(other != sums[0] for other in sums):
         raise UserError("the runs were trained on different data: give one comparison at a time")
     prepared = prepare_from(DataConfig(**runs[0].config["data"]), progress=False)
     if sums[0] not in (None, prepared.header["tokenizer_sha256"]):
-        raise UserError(f"the text {own[0]['source']} or its tokenizer changed since these runs were trained on it")
+        raise UserError(
+            f"the text {settings[0]['source']} or its tokenizer changed since these runs were trained on it"
+        )
     texts = list(_texts(prepared, config.documents))
     if len(texts) < 4:
-        raise UserError(f"{len(texts)} held-out documents: expected 4 or more, hold out more of {own[0]['source']}")
+        raise UserError(
+            f"{len(texts)} held-out documents: expected 4 or more, hold out more of {settings[0]['source']}"
+        )
     language = config.language
     if language == "auto":
         language = guess_language("\n".join(text for text, _, _ in texts))
-    seq_len = int(own[0]["seq_len"])
+    seq_len = int(settings[0]["seq_len"])
     return language, [
         _windows(np.array(ids), kinds_of(text, offsets, language), seq_len, config.windows)
         for text, ids, offsets in texts
@@ -161,9 +165,9 @@ def _texts(prepared: Prepared, count: int) -> Iterator[tuple[str, list[int], lis
         start, end = spans[i * len(spans) // count]
         ids = tokens[start:end].tolist()
         text = tokenizer.decode(ids, skip_special_tokens=False)
-        again = tokenizer.encode(text, add_special_tokens=False)
-        if again.ids == ids:
-            yield text, ids, again.offsets
+        retokenised = tokenizer.encode(text, add_special_tokens=False)
+        if retokenised.ids == ids:
+            yield text, ids, retokenised.offsets
 
 
 def _windows(ids: np.ndarray, kinds: Sequence[int], length: int, count: int) -> Document:
@@ -171,10 +175,10 @@ def _windows(ids: np.ndarray, kinds: Sequence[int], length: int, count: int) -> 
     if not fit:
         return Document(torch.from_numpy(ids)[None], torch.tensor(kinds)[None])
     count = min(count, fit)
-    chosen = [slice(start, start + length) for start in (i * fit // count * length for i in range(count))]
+    slices = [slice(start, start + length) for start in (i * fit // count * length for i in range(count))]
     return Document(
-        torch.from_numpy(np.stack([ids[part] for part in chosen])),
-        torch.tensor([kinds[part] for part in chosen]),
+        torch.from_numpy(np.stack([ids[part] for part in slices])),
+        torch.tensor([kinds[part] for part in slices]),
     )
 
 
@@ -193,15 +197,15 @@ def _variant(
     alike = [kinds.index(name) for name in ALIKE[language]]
     others = list(range(1, len(kinds)))
     counts = np.stack([_counts(document, len(kinds)) for document in documents])
-    seen, same, reads, sources = [], [], [], []
+    means, same, reads, sources = [], [], [], []
     for run in runs:
         with _loaded(run, device) as model:
             weights, matched, reads, sources, weighs = embedding_weights(model, documents, len(kinds))
         if not weighs:
             return None
-        seen.append(weights)
+        means.append(weights)
         same.append(matched)
-    by_kind = np.stack(seen)  # (seeds, documents, reads, kinds)
+    by_kind = np.stack(means)  # (seeds, documents, reads, kinds)
     spikes = {
         name: by_kind[..., 0] - _mean_of(by_kind, counts, group)
         for name, group in (("other tokens", others), ("alike", alike))
@@ -257,15 +261,15 @@ def embedding_weights(
     device = next(model.parameters()).device
     rows, same, reads, sources, weighs = [], [], [], [], False
     for document in documents:
-        chosen = document.kinds >= 0
+        labelled = document.kinds >= 0
         pairs, which, counts = np.unique(
-            np.stack([document.kinds[chosen].numpy(), document.ids[chosen].numpy()]),
+            np.stack([document.kinds[labelled].numpy(), document.ids[labelled].numpy()]),
             axis=1,
             return_inverse=True,
             return_counts=True,
         )
         labels = torch.full_like(document.kinds, -1)
-        labels[chosen] = torch.from_numpy(which.reshape(-1))
+        labels[labelled] = torch.from_numpy(which.reshape(-1))
         with record(model, labels=len(counts)) as trace, torch.no_grad():
             trace.label(labels)
             model(input_ids=document.ids.to(device), use_cache=False)
@@ -354,8 +358,12 @@ def _knock_out_rows(changes: np.ndarray, at: str) -> list[dict[str, Any]]:
         rows.append({"reads": reads, "at": place, **{k: figures(v) for k, v in {**parts, **more}.items()}})
     # An edit of some tokens is felt by later ones too, so the two edits are compared each at its own tokens.
     for i, reads in enumerate(("all reads", at)):
-        own = changes[:, :, 3 * i + 1, 0], changes[:, :, 3 * i + 2, 1]
-        parts = {"starts": own[0], "other tokens": own[1], "starts - other tokens": own[0] - own[1]}
+        at_this_edge = changes[:, :, 3 * i + 1, 0], changes[:, :, 3 * i + 2, 1]
+        parts = {
+            "starts": at_this_edge[0],
+            "other tokens": at_this_edge[1],
+            "starts - other tokens": at_this_edge[0] - at_this_edge[1],
+        }
         rows.append({"reads": reads, "at": "the token itself", **{k: figures(v) for k, v in parts.items()}})
     return rows
 

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny import NARROW
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from attnres import UserError, cli
@@ -123,15 +124,7 @@ class Gated(Residual):
         return {"bias": Learned(bias.masked_fill(unused, torch.nan), ("read", "source"), "bias of a source")}
 '''
 
-SIZE = {
-    "family": "qwen3",
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "intermediate_size": 32,
-}
+SIZE = {name: value for name, value in NARROW.items() if name != "tie_word_embeddings"}
 TEXT = "stream read write source block depth query norm head layer"
 IDS = torch.arange(24).view(2, 12)
 NAMES = ["anchored", "gated"]

@@ -180,13 +180,13 @@ class Opened:
         before = reading.log_probs[token]
         after = effect.log_probs[token] if effect is not None else None
         count = min(count, len(before))
-        chosen = before.topk(count).indices.tolist()
+        likeliest = before.topk(count).indices.tolist()
         if after is not None:
-            chosen = chosen[: count // 2]
-            chosen += [i for i in after.topk(count).indices.tolist() if i not in chosen][: count - len(chosen)]
+            likeliest = likeliest[: count // 2]
+            likeliest += [i for i in after.topk(count).indices.tolist() if i not in likeliest][: count - len(likeliest)]
         return [
             Candidate(self.piece(i), float(before[i].exp()), float(after[i].exp()) if after is not None else None)
-            for i in chosen
+            for i in likeliest
         ]
 
     @cached_property
@@ -217,7 +217,7 @@ class Opened:
             return self._kept[key]
 
     def _bytes(self) -> int:
-        return sum(found.log_probs.nbytes for found in self._kept.values())
+        return sum(prediction.log_probs.nbytes for prediction in self._kept.values())
 
     def _read(self, text: str) -> Reading:
         ids = self._encode(text)
@@ -253,14 +253,14 @@ class Opened:
     def read_ids(self, ids: tuple[int, ...]) -> Reading:
         """Run the model on tokens; not kept."""
         with record(self.model, tokens=True) as trace:
-            found = predict(self.model, ids)
+            prediction = predict(self.model, ids)
         return Reading(
             ids,
             [self.piece(token) for token in ids],
             trace.layout,
             [weights[0].numpy() for weights in trace.token_weights],
-            found.log_probs,
-            found.losses.double().numpy(),
+            prediction.log_probs,
+            prediction.losses.double().numpy(),
             [],
         )
 
@@ -270,8 +270,8 @@ class Opened:
             for read in sorted({read for read, _ in edges})
         ]
         with intervene(self.model, *edits):
-            found = predict(self.model, self._encode(text))
-        return Effect(found.log_probs, found.losses.double().numpy())
+            prediction = predict(self.model, self._encode(text))
+        return Effect(prediction.log_probs, prediction.losses.double().numpy())
 
 
 def open_models(names: Sequence[str | Path]) -> list[Opened]:

@@ -45,8 +45,8 @@ class Page:
     @property
     def choices(self) -> list[tuple[str, str]]:
         """(words, value) of the models to choose from: each alone, or both."""
-        found = [(model.label, str(number)) for number, model in enumerate(self.models)]
-        return [*found, ("both", "0.1")] if len(self.models) == 2 else found
+        labels = [(model.label, str(number)) for number, model in enumerate(self.models)]
+        return [*labels, ("both", "0.1")] if len(self.models) == 2 else labels
 
     def begin(self, fields: dict[str, str]) -> tuple[View, str]:
         """The view that the page opens with, and what is wrong with its link."""
@@ -54,8 +54,8 @@ class Page:
         if not fields:
             return replace(start, read=self.models[0].most_varied(start.text)), ""
         try:
-            found = decode(fields, len(self.models))
-            return (found if found.text else replace(found, text=CODE)), ""
+            view = decode(fields, len(self.models))
+            return (view if view.text else replace(view, text=CODE)), ""
         except UserError as error:
             return start, str(error)
 
@@ -105,11 +105,11 @@ class Page:
 
     # ------------------------------------------------------------------ what a view shows
 
-    def show(self, view: View, said: str = "") -> Shown:
+    def show(self, view: View, message: str = "") -> Shown:
         """Everything the page shows; what is wrong with the text is said in its place."""
         known = frozenset(edge for edge in view.edges if edge.model < len(self.models) and self._has(edge))
         if known != view.edges:
-            said = said or "Some knocked-out edges of this link do not exist in these models: they were left out."
+            message = message or "Some knocked-out edges of this link do not exist in these models: they were left out."
         first = self.models[view.models[0]]
         read = view.read if view.read is not None and view.read < len(first.reads) - 1 else None
         view = replace(view, edges=known, read=read)
@@ -125,7 +125,7 @@ class Page:
         if len(set(panes)) < len(panes):  # one sentence for both
             panes = panes[:1]
         if len(view.models) == 2 and len({self.models[number].vocabulary for number in view.models}) == 2:
-            said = said or (
+            message = message or (
                 "These two models have different tokenizers: each shows its own tokens, and losses per token cannot be "
                 "compared."
             )
@@ -133,8 +133,8 @@ class Page:
         sources = [("heaviest source", HEAVIEST), *((name, name) for name in row), ("change in loss", LOSS)]
         query = encode(view)
         if not query and len(view.text) <= MAX_CHARACTERS:
-            said = said or "The text is too long for a link to this view: export it as JSON instead."
-        return Shown(view, panes, said, reads, sources, query)
+            message = message or "The text is too long for a link to this view: export it as JSON instead."
+        return Shown(view, panes, message, reads, sources, query)
 
     def pane(self, view: View, number: int) -> html.Pane:
         """One model's half. Raises UserError for a text that it cannot read."""

@@ -64,14 +64,14 @@ def build(page: Page) -> gr.Blocks:
                     )
                     read = gr.Dropdown([], label="Read", elem_id="read", min_width=140)
                     source = gr.Dropdown([], label="Colour tokens by", elem_id="source", min_width=140)
-        said = gr.HTML("", apply_default_css=False, elem_id="said", js_on_load=None)
-        options["show_progress_on"] = said
+        message = gr.HTML("", apply_default_css=False, elem_id="said", js_on_load=None)
+        options["show_progress_on"] = message
         with gr.Row(elem_id="panes"):
             panes = [
                 gr.HTML(wait, apply_default_css=False, js_on_load=ON_PANE, elem_id=f"pane-{i}", min_width=320)
                 for i, wait in enumerate([html.message("reading the text ...", "note"), ""])
             ]
-        outputs = [state, said, *panes, models, read, source, query]
+        outputs = [state, message, *panes, models, read, source, query]
 
         def shown(view: View, words: str = "") -> list[Any]:
             return _updates(page.show(view, words))
@@ -93,8 +93,8 @@ def build(page: Page) -> gr.Blocks:
             # An example or a link changed it: they have shown it already.
             return gr.skip() if words == view.text else changed(view, page.type, words)
 
-        def on_models(chosen: str, view: View) -> list[Any]:
-            return changed(view, page.choose, chosen)
+        def on_models(choice: str, view: View) -> list[Any]:
+            return changed(view, page.choose, choice)
 
         def on_colour(index: int | None, name: str | None, view: View) -> list[Any]:
             return changed(view, page.colour, None if index is None or index < 0 else index, name or HEAVIEST)
@@ -122,7 +122,7 @@ def build(page: Page) -> gr.Blocks:
             button.click(_example(name, page, shown), state, [*outputs, text], **options)
         query.change(None, query, js=SET_LINK)
         copy.click(None, js="() => attnresCopy()")
-        save.click(on_json, state, [payload, said], **options).then(None, payload, js=DOWNLOAD)
+        save.click(on_json, state, [payload, message], **options).then(None, payload, js=DOWNLOAD)
     return blocks
 
 

@@ -99,17 +99,17 @@ def _section(name: str, title: str, body: str, note: str = "", save: bool = Fals
 
 def _head(p: Pane) -> str:
     loss = p.reading.loss
-    said = ""
+    summary = ""
     if loss is not None:
-        said = f"loss {loss:.3f} nats per token"
+        summary = f"loss {loss:.3f} nats per token"
         if p.effect is not None:
             change = float(p.effect.losses.mean()) - loss
             edges = f"{len(p.edges)} edge{'s' if len(p.edges) > 1 else ''}"
-            said = f"loss {loss:.3f} → <b>{loss + change:.3f}</b> nats ({change:+.3f}) without {edges}"
+            summary = f"loss {loss:.3f} → <b>{loss + change:.3f}</b> nats ({change:+.3f}) without {edges}"
     notes = "".join(message(note, "note") for note in p.reading.notes)
     return (
         f'<header><h2>{escape(visible(p.title))}</h2><p class="details">{escape(visible(p.details))}</p>'
-        f'<p class="loss">{said}</p>{notes}</header>'
+        f'<p class="loss">{summary}</p>{notes}</header>'
     )
 
 
@@ -129,15 +129,15 @@ def _tokens(p: Pane, colours: dict[str, str]) -> str:
     parts = []
     for i, piece in enumerate(p.reading.pieces):
         order = np.argsort(-np.abs(weights[i]))[:NAMED]
-        said = ", ".join(f"{names[j]} {weights[i][j]:.2f}" for j in order)
-        tip = f"token {i} “{visible(piece)}” reads {said}"
+        heaviest = ", ".join(f"{names[j]} {weights[i][j]:.2f}" for j in order)
+        tip = f"token {i} “{visible(piece)}” reads {heaviest}"
         if i:
             tip += f"; loss {p.reading.losses[i - 1]:.2f}"
             if p.effect is not None:
                 tip += f" → {p.effect.losses[i - 1]:.2f}"
-        chosen = ' aria-pressed="true"' if i == p.token else ""
+        pressed = ' aria-pressed="true"' if i == p.token else ""
         parts.append(
-            f'<span class="token" role="button" tabindex="{0 if chosen else -1}" data-token="{i}"{chosen} '
+            f'<span class="token" role="button" tabindex="{0 if pressed else -1}" data-token="{i}"{pressed} '
             f'style="background:{fills[i]};color:{ink_on(fills[i])}" data-tip="{escape(tip)}">'
             f"{escape(_inline(piece))}</span>"
         )

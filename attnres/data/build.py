@@ -96,13 +96,13 @@ def prepare(
     known = {**settings, "version": VERSION, "text": text.fingerprint, "tokenizer_files": fingerprint(tokenizer)}
     key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     target = (cache_dir() / "data" / key[:16] if out is None else Path(out).expanduser()).absolute()
-    if (found := _existing(target, key)) is not None:
-        return found
+    if (existing := _existing(target, key)) is not None:
+        return existing
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(target.parent / f".{target.name}.lock"):
-            if (found := _existing(target, key)) is not None:  # made by another process in the meantime
-                return found
+            if (existing := _existing(target, key)) is not None:  # made by another process in the meantime
+                return existing
             loaded = load_with_end(tokenizer) if size is None else None
             with replaced_folder(target) as folder:
                 header = _build(folder, text, loaded, size or 0, held_out, progress)

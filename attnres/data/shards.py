@@ -161,9 +161,9 @@ def open_tokens(
     if split not in header["splits"]:
         raise UserError(f"{folder} has no split '{split}': it has {', '.join(header['splits'])}")
     made_by = header["tokenizer_sha256"]
-    own = folder / "tokenizer.json"
-    if not own.is_file() or file_sha256(own) != made_by:
-        raise UserError(f"{own} is not the tokenizer that made the tokens beside it: prepare the data again")
+    tokenizer_file = folder / "tokenizer.json"
+    if not tokenizer_file.is_file() or file_sha256(tokenizer_file) != made_by:
+        raise UserError(f"{tokenizer_file} is not the tokenizer that made the tokens beside it: prepare the data again")
     if tokenizer is not None:
         other = Path(tokenizer)
         other = other / "tokenizer.json" if other.is_dir() else other
@@ -233,8 +233,8 @@ def _plain_name(name: Any) -> bool:
 def _check_size(path: Path, expected: int) -> None:
     size = path.stat().st_size if path.is_file() else None
     if size != expected:
-        found = "is missing" if size is None else f"has {size} bytes"
-        raise UserError(f"{path} {found}, but its header says {expected}: prepare the data again")
+        problem = "is missing" if size is None else f"has {size} bytes"
+        raise UserError(f"{path} {problem}, but its header says {expected}: prepare the data again")
 
 
 def _check_content(path: Path, file: dict[str, Any], header: dict[str, Any]) -> None:

@@ -88,10 +88,10 @@ def stdlib_files() -> list[Path]:
     """The running Python's own library: every *.py file without site-packages, tests and idlelib, in order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {folder for folder in _NOT_STDLIB if folder not in root.parts}
-    found = [path for path in _walk(root, skip) if path.suffix == ".py" and not path.name.startswith(_BUILD)]
-    if not found:
+    files = [path for path in _walk(root, skip) if path.suffix == ".py" and not path.name.startswith(_BUILD)]
+    if not files:
         raise UserError(f"this Python has no library source files under {root}: give text with a path instead")
-    return found
+    return files
 
 
 def _local(spec: str, column: str) -> Source:

@@ -66,14 +66,16 @@ def _ask_items(task: Task, checkpoint: Checkpoint) -> Asked:
     requests: list[Request] = []
     groups, cut, left_out = [], 0, 0
     for item in task.items:
-        own = [next(encoded) for _ in item.pairs]
-        if any(len(request.continuation) > checkpoint.context for request in own):
+        encoded_pairs = [next(encoded) for _ in item.pairs]
+        if any(len(request.continuation) > checkpoint.context for request in encoded_pairs):
             left_out += 1
             groups.append(range(0))
             continue
-        cut += any(len(request.context) + len(request.continuation) > checkpoint.context + 1 for request in own)
-        groups.append(range(len(requests), len(requests) + len(own)))
-        requests += own
+        cut += any(
+            len(request.context) + len(request.continuation) > checkpoint.context + 1 for request in encoded_pairs
+        )
+        groups.append(range(len(requests), len(requests) + len(encoded_pairs)))
+        requests += encoded_pairs
     if not requests:
         raise UserError(f"no item of {task.source} fits into the {checkpoint.context} tokens of {checkpoint.name}")
     notes = []
@@ -109,19 +111,19 @@ def _text_figures(asked: Asked, scored: Sequence[Scored]) -> list[Measure]:
             asked.groups[1],
         ),
     )
-    made = []
+    measures = []
     for key, label, scores, group in names:
         digest = tokens_digest([asked.requests[i] for i in group])
         loss, count = _losses(scores), np.array([float(len(s.logprobs)) for s in scores])
-        made.append(Measure(key, label, loss, count, exp=True, unit="nats/token", tokens=digest))
-    last = made[-1]
+        measures.append(Measure(key, label, loss, count, exp=True, unit="nats/token", tokens=digest))
+    last = measures[-1]
     # Bytes are shared among the windows by their tokens: the sum is exact, to within the text's first token.
     share = last.below / last.below.sum() * asked.bytes
     bits = last.above / math.log(2)
-    made.append(
+    measures.append(
         Measure("bits_per_byte", "bits per byte, sliding windows", bits, share, tokens=last.tokens, universal=True)
     )
-    return made
+    return measures
 
 
 def _word_figures(asked: Asked, scored: Sequence[Scored]) -> list[Measure]:
@@ -153,14 +155,14 @@ def _choice_figures(asked: Asked, scored: Sequence[Scored]) -> list[Measure]:
         return np.array(values)
 
     chance = sum(1 / len(item.pairs) for item in task.items) / len(task.items)
-    made = [Measure("acc", "accuracy", right(lambda item, k, s: 1), ones, chance=chance)]
+    measures = [Measure("acc", "accuracy", right(lambda item, k, s: 1), ones, chance=chance)]
     if task.norm:
         by_length = right(lambda item, k, s: item.characters[k])
-        made.append(Measure("acc_norm", "accuracy, by characters", by_length, ones, chance=chance))
+        measures.append(Measure("acc_norm", "accuracy, by characters", by_length, ones, chance=chance))
     if task.per_token:
         by_tokens = right(lambda item, k, s: len(s.logprobs))
-        made.append(Measure("acc_per_token", "accuracy, by tokens", by_tokens, ones, chance=chance))
-    return made
+        measures.append(Measure("acc_per_token", "accuracy, by tokens", by_tokens, ones, chance=chance))
+    return measures
 
 
 def _losses(scores: Sequence[Scored]) -> np.ndarray:

@@ -145,19 +145,19 @@ def _run(
 
 def _settings(model: PreTrainedModel, sampling: Sampling, new: int) -> GenerationConfig:
     """What was asked for; where nothing was, the model's own; never Transformers' default of 50 for top_k."""
-    own: Any = model.generation_config
-    end = own.eos_token_id
-    pad = own.pad_token_id if own.pad_token_id is not None else (end[0] if isinstance(end, list) else end)
+    defaults: Any = model.generation_config
+    end = defaults.eos_token_id
+    pad = defaults.pad_token_id if defaults.pad_token_id is not None else (end[0] if isinstance(end, list) else end)
 
-    def pick(given: Any, theirs: Any, otherwise: Any) -> Any:
-        return next(value for value in (given, theirs, otherwise) if value is not None)
+    def pick(explicit: Any, theirs: Any, otherwise: Any) -> Any:
+        return next(value for value in (explicit, theirs, otherwise) if value is not None)
 
     return GenerationConfig(
         max_new_tokens=new,
         do_sample=not sampling.greedy,
-        temperature=1.0 if sampling.greedy else pick(sampling.temperature, own.temperature, 1.0),
-        top_k=50 if sampling.greedy else pick(sampling.top_k, own.top_k, 0),
-        top_p=1.0 if sampling.greedy else pick(sampling.top_p, own.top_p, 1.0),
+        temperature=1.0 if sampling.greedy else pick(sampling.temperature, defaults.temperature, 1.0),
+        top_k=50 if sampling.greedy else pick(sampling.top_k, defaults.top_k, 0),
+        top_p=1.0 if sampling.greedy else pick(sampling.top_p, defaults.top_p, 1.0),
         num_beams=1,
         pad_token_id=0 if pad is None else pad,
         use_cache=True,

@@ -63,17 +63,17 @@ def run(
                 batch_size=batch_size,
                 max_length=checkpoint.context,
             )
-            found = evaluator.simple_evaluate(
+            results = evaluator.simple_evaluate(
                 wrapped, tasks=list(names), task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=True
             )
         except Exception as error:  # lm-eval, datasets and connections raise many kinds
             raise UserError(f"lm-eval could not run {', '.join(names)} ({first_line(error)})") from error
-    samples = found.get("samples", {})
-    return {name: _measures(values, samples.get(name, [])) for name, values in found["results"].items()}
+    samples = results.get("samples", {})
+    return {name: _measures(values, samples.get(name, [])) for name, values in results["results"].items()}
 
 
 def _measures(values: dict[str, Any], samples: Sequence[dict[str, Any]]) -> list[Measure]:
-    made = []
+    measures = []
     for key, value in values.items():
         name, _, kind = key.partition(",")
         if name.endswith("_stderr") or not kind or not isinstance(value, int | float):
@@ -83,10 +83,10 @@ def _measures(values: dict[str, Any], samples: Sequence[dict[str, Any]]) -> list
         each = [sample.get(name) for sample in sorted(mine, key=lambda sample: sample["doc_id"])]
         numbers = np.array([v if isinstance(v, bool | int | float) else np.nan for v in each], dtype=float)
         if len(numbers) and np.isfinite(numbers).all() and abs(numbers.mean() - value) < 1e-9:
-            made.append(Measure(label, label, numbers, np.ones(len(numbers))))
+            measures.append(Measure(label, label, numbers, np.ones(len(numbers))))
         else:
-            made.append(Measure(label, label, numbers[:0], numbers[:0], fixed=(float(value), None)))
-    return made
+            measures.append(Measure(label, label, numbers[:0], numbers[:0], fixed=(float(value), None)))
+    return measures
 
 
 def _unknown_of_many(name: str, manager: Any) -> UserError:

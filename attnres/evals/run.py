@@ -90,10 +90,10 @@ def evaluate(config: EvalConfig, *, progress: bool = True) -> Results:
             results.items.setdefault(question.task.name, []).append(_rows(question, scored))
         if manager is not None:
             batch = max(1, config.batch_tokens // checkpoint.context)
-            for name, found in harness.run(
+            for name, task_measures in harness.run(
                 model, checkpoint, foreign, manager, limit=config.limit, batch_size=batch
             ).items():
-                results.measures.setdefault(f"{LM_EVAL}{name}", []).append(found)
+                results.measures.setdefault(f"{LM_EVAL}{name}", []).append(task_measures)
         del model  # the next one may need the memory
         gc.collect()
         if device.type == "cuda":
@@ -215,13 +215,13 @@ def _task_record(models: Sequence[Sequence[Measure]], source: str, notes: list[l
 
 
 def _difference_record(first: Measure, second: Measure) -> Row:
-    found = difference(first, second)
-    if found.value is None:
-        return {"value": None, "reason": found.reason}
+    paired = difference(first, second)
+    if paired.value is None:
+        return {"value": None, "reason": paired.reason}
     return {
-        "value": found.value,
-        "standard_error": found.error,
-        "items": found.count,
-        "paired": found.paired,
+        "value": paired.value,
+        "standard_error": paired.error,
+        "items": paired.count,
+        "paired": paired.paired,
         "unit": second.unit,
     }

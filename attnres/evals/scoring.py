@@ -69,18 +69,18 @@ def encode_pairs(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, 
     ids = {**_encode(tokenizer, texts - bare, special=True), **_encode(tokenizer, bare, special=False)}
     requests = []
     for (context, kept), (_, after) in zip(parts, pairs):
-        given = ids[kept] if context else []
-        rest = ids[context + after][len(given) :]
-        if not given or not rest:
+        before = ids[kept] if context else []
+        rest = ids[context + after][len(before) :]
+        if not before or not rest:
             after = context[len(kept) :] + after
             rest = _encode(tokenizer, {after}, special=False)[after]
-        if not given:
+        if not before:
             if prefix is None:
                 raise UserError("a context is empty and the tokenizer has no token for the beginning or end of a text")
-            given, rest = ([prefix], rest) if rest[:1] != [prefix] else (rest[:1], rest[1:])
+            before, rest = ([prefix], rest) if rest[:1] != [prefix] else (rest[:1], rest[1:])
         if not rest:
             raise UserError(f"the continuation {after!r} has no token: expected some text")
-        requests.append(Request(given, rest))
+        requests.append(Request(before, rest))
     return requests
 
 
@@ -155,10 +155,10 @@ def cost(model_vocabulary: int, requests: Sequence[Request], *, context: int, ba
 
 def _rows(requests: Sequence[Request], context: int) -> list[_Row]:
     rows: dict[tuple[int, ...], _Row] = {}
-    for i, (given, continuation) in enumerate(requests):
+    for i, (context_ids, continuation) in enumerate(requests):
         if len(continuation) > context:
             raise ValueError(f"request {i} scores {len(continuation)} tokens, the context is {context}")
-        ids = (*given, *continuation)[-(context + 1) :][:-1]
+        ids = (*context_ids, *continuation)[-(context + 1) :][:-1]
         known = rows.get(ids)
         rows[ids] = _Row(
             ids, max(known.kept if known else 0, len(continuation)), [*(known.requests if known else []), i]

@@ -212,11 +212,11 @@ def _file_in(folder: Path, pattern: str, name: str) -> Path:
         raise UserError(
             f"data folder {folder} does not exist: give the folder of the tasks' files, or none for the hub"
         )
-    found = sorted(folder.glob(pattern))
-    if len(found) != 1:
-        what = f"has {listed([file.name for file in found])}" if found else f"has no {pattern}"
+    files = sorted(folder.glob(pattern))
+    if len(files) != 1:
+        what = f"has {listed([file.name for file in files])}" if files else f"has no {pattern}"
         raise UserError(f"{folder} {what}: expected one file for the task {name}")
-    return found[0]
+    return files[0]
 
 
 def _text_of(path: Path | None) -> str:

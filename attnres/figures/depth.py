@@ -110,10 +110,10 @@ def quantity(key: str) -> Quantity:
 def rows(variant: Variant, key: str) -> np.ndarray | None:
     """(seeds, depth) values from the inspections, or else the last that training recorded; None where there are none
     or seeds differ in depth."""
-    found = [quantity(key).of(one) for one in variant.inspections.values()]
-    if not any(row and any(value is not None for value in row) for row in found):
-        found = [run[key][-1] for run in variant.dynamics.values() if run.get(key)]
-    values = [np.array(row, dtype=float) for row in found if row]
+    measured = [quantity(key).of(one) for one in variant.inspections.values()]
+    if not any(row and any(value is not None for value in row) for row in measured):
+        measured = [run[key][-1] for run in variant.dynamics.values() if run.get(key)]
+    values = [np.array(row, dtype=float) for row in measured if row]
     if not values or len({len(row) for row in values}) > 1 or not np.isfinite(values).any():
         return None
     return np.stack(values)

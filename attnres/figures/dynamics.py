@@ -49,17 +49,17 @@ def over_steps(comparison: Comparison) -> Plot:
     recorded = [key for one in variants for run in one.dynamics.values() for key in run if key != "steps"]
     known = list(QUANTITIES)
     keys = sorted(dict.fromkeys(recorded), key=lambda key: known.index(key) if key in known else len(known))
-    found = {key: [one.over_steps(key) for one in variants] for key in keys}
-    found = {
+    curves = {key: [one.over_steps(key) for one in variants] for key in keys}
+    curves = {
         key: parts
-        for key, parts in found.items()
+        for key, parts in curves.items()
         if any(table.size and table.shape[1] > 1 and np.isfinite(table).any() for _, table in parts)
     }
-    if not found:
+    if not curves:
         raise NotShown("the runs recorded nothing by depth at more than one step")
-    figure, axes = canvas(PAGE, 1.35 * len(found) + 0.55, len(found), len(variants), sharey="row")
+    figure, axes = canvas(PAGE, 1.35 * len(curves) + 0.55, len(curves), len(variants), sharey="row")
     inches = (PAGE - 1.2) / len(variants)
-    for row, (key, parts) in zip(axes, found.items(), strict=True):
+    for row, (key, parts) in zip(axes, curves.items(), strict=True):
         values = np.concatenate([table[np.isfinite(table)] for _, table in parts if table.size])
         wide = values.min() > 0 and values.max() > 6 * values.min()
         norm = LogNorm(values.min(), values.max()) if wide else Normalize(min(0.0, values.min()), values.max())

@@ -105,7 +105,7 @@ def _arcs(ax: Axes, values: np.ndarray, names: list[str]) -> None:
     """Nodes down a line, the embedding first; who reads is below what is read."""
     count = len(values) - 1
     nodes = [*names, "out"]
-    beside = 0.1 * (count + 1)  # the links of the output begin right of the names
+    margin = 0.1 * (count + 1)  # the links of the output begin right of the names
     colours = ["#d55e00", *matplotlib.colormaps["viridis"](np.linspace(0, 0.85, count))]
     for reader in range(count + 1):
         node = reader + 1
@@ -113,7 +113,7 @@ def _arcs(ax: Axes, values: np.ndarray, names: list[str]) -> None:
         for weight, source in sorted(links, reverse=True)[:3]:
             if weight < min(0.1, 2 / len(links)) or source == node:
                 continue
-            side, bend = (beside, -0.5) if reader == count else (-0.06, 0.5)
+            side, bend = (margin, -0.5) if reader == count else (-0.06, 0.5)
             ax.add_patch(
                 FancyArrowPatch(
                     (side, source),
@@ -134,6 +134,6 @@ def _arcs(ax: Axes, values: np.ndarray, names: list[str]) -> None:
         if (i % every == 0 and len(nodes) - 1 - i >= every) or i == len(nodes) - 1:
             ax.text(0.02 * (count + 1), i, name, fontsize=SMALL, va="center", ha="left")
     reach = 0.28 * (count + 1)
-    ax.set_xlim(-reach, reach + beside)
+    ax.set_xlim(-reach, reach + margin)
     ax.set_ylim(len(nodes) - 0.5, -0.5)
     ax.set_axis_off()

@@ -86,13 +86,13 @@ def looks(residuals: Mapping[str, tuple[str, Traits]]) -> dict[str, dict[str, An
     """
     result: dict[str, dict[str, Any]] = {}
     free: dict[str, str] = {}
-    seen: Counter[str] = Counter()
+    uses: Counter[str] = Counter()
     for label, (name, traits) in residuals.items():
-        own = traits.colour if re.fullmatch("#[0-9a-f]{6}", str(traits.colour)) else None  # a file may say anything
-        dash = seen[own or ""] + (own is None)
-        colour = own or free.setdefault(name, OTHERS[len(free) % len(OTHERS)])
+        hue = traits.colour if re.fullmatch("#[0-9a-f]{6}", str(traits.colour)) else None  # a file may say anything
+        dash = uses[hue or ""] + (hue is None)
+        colour = hue or free.setdefault(name, OTHERS[len(free) % len(OTHERS)])
         result[label] = {"color": colour, "linestyle": DASHES[dash % len(DASHES)]}
-        seen[own or ""] += 1
+        uses[hue or ""] += 1
     return result
 
 

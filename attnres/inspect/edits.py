@@ -214,13 +214,13 @@ def pin_from(trace: Trace, reads: Reads = None, *, each_token: bool = False) -> 
     Raises:
         UserError: nothing was recorded, the residual weighs nothing, or `tokens=True` is missing.
     """
-    chosen = choose_reads(reads, trace.reads)
+    numbers = choose_reads(reads, trace.reads)
     rows = trace.token_weights if each_token else trace.weights
     if each_token and not rows and trace.tokens:
         raise UserError("this recording kept no weights of single tokens: record(model, tokens=True), or pin the means")
-    if not trace.tokens or any(not trace.sources[index] for index in chosen):
+    if not trace.tokens or any(not trace.sources[index] for index in numbers):
         raise UserError(f"this recording of residual '{trace.residual}' holds no weights to pin: run a text first")
-    return Pin([rows[index] for index in chosen], chosen)
+    return Pin([rows[index] for index in numbers], numbers)
 
 
 def choose_reads(reads: Reads, names: Sequence[str]) -> list[int]:
@@ -231,22 +231,22 @@ def choose_reads(reads: Reads, names: Sequence[str]) -> list[int]:
     """
     if reads is None:
         return list(range(len(names)))
-    chosen = []
-    given: Any = [reads] if isinstance(reads, str | int | Integral) else reads
-    for read in given:
+    numbers = []
+    wanted: Any = [reads] if isinstance(reads, str | int | Integral) else reads
+    for read in wanted:
         if isinstance(read, str):
             if read not in names:
                 raise unknown("read", read, names)
-            chosen.append(list(names).index(read))
+            numbers.append(list(names).index(read))
         elif _is_number(read) and -len(names) <= read < len(names):
-            chosen.append(int(read) % len(names))
+            numbers.append(int(read) % len(names))
         else:
             raise UserError(f"read {read!r}: expected a name such as 'mlp 0', or a number from 0 to {len(names) - 1}")
-    if not chosen:
+    if not numbers:
         raise UserError("no reads are given: name one, or pass None for all")
-    if len(set(chosen)) < len(chosen):
-        raise UserError(f"a read is given twice in {', '.join(names[index] for index in chosen)}: name each once")
-    return chosen
+    if len(set(numbers)) < len(numbers):
+        raise UserError(f"a read is given twice in {', '.join(names[index] for index in numbers)}: name each once")
+    return numbers
 
 
 def token_mask(tokens: Tokens, shape: Sequence[int], device: torch.device) -> Tensor | None:

@@ -72,26 +72,28 @@ def inspect_model(
     reader = _Reader(tokenizer, documents, kind, limit)
     options: dict[str, Any] = {"context": context, "batch_size": batch_size, "before": before}
     with counting("reading", limit, "tokens", shown=progress) as on_tokens:
-        seen = survey(model, reader, labels=len(reader.names), on_tokens=on_tokens, **options)
-    if seen.loss.total == 0:
+        measured = survey(model, reader, labels=len(reader.names), on_tokens=on_tokens, **options)
+    if measured.loss.total == 0:
         raise UserError(
             "the text is empty: expected at least two tokens, one to predict another"
-            if seen.trace.tokens - seen.windows * len(before) == 0
+            if measured.trace.tokens - measured.windows * len(before) == 0
             else "the text is a single token: expected at least two, one to predict another"
         )
-    found = from_survey(model, seen, name=name, source=source, context=context, kind=reader.kind, kinds=reader.names)
+    inspection = from_survey(
+        model, measured, name=name, source=source, context=context, kind=reader.kind, kinds=reader.names
+    )
     return dataclasses.replace(
-        found,
+        inspection,
         prompts=_prompts(model, tokenizer, options) if prompts else None,
         example=None if example is None else show_example(model, tokenizer, example, context=context, kind=reader.kind),
     )
 
 
 def from_survey(
-    model: Any, seen: Survey, *, name: str | None, source: str, context: int, kind: str, kinds: Sequence[str]
+    model: Any, measured: Survey, *, name: str | None, source: str, context: int, kind: str, kinds: Sequence[str]
 ) -> Inspection:
     """An inspection, without prompts and example, of what a survey saw; `kinds` are the names of its labels."""
-    residual, trace = find_residual(model), seen.trace
+    residual, trace = find_residual(model), measured.trace
     mixing = trace.mixing
     nats = [or_none(value) for value in trace.entropy]
     config = model.config
@@ -107,14 +109,14 @@ def from_survey(
         },
         data={
             "source": source,
-            "documents": seen.documents,
-            "windows": seen.windows,
+            "documents": measured.documents,
+            "windows": measured.windows,
             "tokens": trace.tokens,
             "context": context,
             "kind": kind,
         },
         reads=trace.reads,
-        routing=_routing(seen),
+        routing=_routing(measured),
         entropy={
             "nats": nats,
             "effective": [None if value is None else math.exp(value) for value in nats],
@@ -135,8 +137,8 @@ def from_survey(
         source_rms=trace.source_rms,
         source_cosine=trace.source_cosine,
         key_cosine=trace.key_cosine,
-        kinds=_by_label(seen, kinds),
-        losses={"mean": seen.loss.mean, "error": seen.loss.error, "tokens": int(seen.loss.total)},
+        kinds=_by_label(measured, kinds),
+        losses={"mean": measured.loss.mean, "error": measured.loss.error, "tokens": int(measured.loss.total)},
     )
 
 
@@ -211,8 +213,8 @@ def _prompts(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", options: di
     return _by_label(survey(model, encoded, labels=len(names), **options), names)
 
 
-def _routing(seen: Survey) -> Weights | None:
-    trace = seen.trace
+def _routing(measured: Survey) -> Weights | None:
+    trace = measured.trace
     if not any(trace.sources):
         return None
     return {
@@ -220,20 +222,20 @@ def _routing(seen: Survey) -> Weights | None:
         "sources": trace.sources,
         "layout": [read.to_json() for read in trace.layout],
         "weights": trace.weights,
-        "high": seen.high,
-        "largest": seen.largest,
+        "high": measured.high,
+        "largest": measured.largest,
     }
 
 
-def _by_label(seen: Survey, names: Sequence[str]) -> ByLabel | None:
+def _by_label(measured: Survey, names: Sequence[str]) -> ByLabel | None:
     """Means of the labels that occurred."""
-    found = [(name, mean) for name, mean in zip(names, seen.by_label) if mean.total]
-    if not found:
+    means = [(name, mean) for name, mean in zip(names, measured.by_label) if mean.total]
+    if not means:
         return None
     return {
-        "names": [name for name, _ in found],
-        "tokens": [int(mean.total) for _, mean in found],
-        "documents": [mean.items for _, mean in found],
-        "weights": [seen.rows(mean.mean) for _, mean in found],
-        "error": [seen.rows(mean.error) for _, mean in found],
+        "names": [name for name, _ in means],
+        "tokens": [int(mean.total) for _, mean in means],
+        "documents": [mean.items for _, mean in means],
+        "weights": [measured.rows(mean.mean) for _, mean in means],
+        "error": [measured.rows(mean.error) for _, mean in means],
     }

@@ -90,7 +90,7 @@ def kinds_of(text: str, offsets: Offsets, language: str) -> list[int]:
         raise unknown("language", language, KINDS)
     marks = _code(text) if language == "code" else _prose(text)
     plain, starting = marks
-    found, seen = [], -1
+    kinds, last = [], -1
     for start, end in offsets:
         if not 0 <= start <= end <= len(text):
             raise UserError(
@@ -98,14 +98,14 @@ def kinds_of(text: str, offsets: Offsets, language: str) -> list[int]:
             )
         first = next((i for i in range(start, end) if not text[i].isspace()), start)
         if start == end:
-            found.append(-1)
-        elif first != seen and first in starting:
-            found.append(starting[first])
+            kinds.append(-1)
+        elif first != last and first in starting:
+            kinds.append(starting[first])
         else:
-            found.append(plain[first])
+            kinds.append(plain[first])
         if start < end:
-            seen = first
-    return found
+            last = first
+    return kinds
 
 
 _CODE_LINE = re.compile(
@@ -167,10 +167,10 @@ def _logical_lines(words: Sequence[Lexeme]) -> list[list[Lexeme]]:
 
 def _starts(words: Sequence[Lexeme]) -> list[Lexeme]:
     """Of a logical line without its comments the words that begin a statement."""
-    found, depth, header, lambdas, begins = [], 0, False, 0, True
+    starts, depth, header, lambdas, begins = [], 0, False, 0, True
     for word, after in zip_longest(words, words[1:]):
         if begins:
-            found.append(word)
+            starts.append(word)
             is_name = word.type == "name" and after is not None and after.text == ":"  # `match: int`
             header, begins, lambdas = word.text in _HEADERS and not is_name, False, 0
         if word.text in ("(", "[", "{"):
@@ -187,7 +187,7 @@ def _starts(words: Sequence[Lexeme]) -> list[Lexeme]:
             lambdas -= 1
         elif word.text == ":" and header:
             begins = True
-    return found
+    return starts
 
 
 # ------------------------------------------------------------------ prose

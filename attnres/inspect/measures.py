@@ -63,10 +63,10 @@ def dynamics(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
         read: `output_rms`, `input_rms`, `grad_rms`, and where the run has them `entropy`, `sharpness`, `gate`,
         `recency_bias`, `alpha`. Coefficients that are a row or a matrix for each read are not curves and left out.
     """
-    found = {line["step"]: line for line in lines if line["kind"] == "depth"}  # after a resume the later one counts
-    if not found:
+    by_step = {line["step"]: line for line in lines if line["kind"] == "depth"}  # after a resume the later one counts
+    if not by_step:
         return None
-    steps = sorted(found)
-    names = [key for key, value in found[steps[0]].items() if isinstance(value, list) and _is_row(value)]
-    rows = {name: [found[step][name] for step in steps] for name in names if all(name in found[s] for s in steps)}
+    steps = sorted(by_step)
+    names = [key for key, value in by_step[steps[0]].items() if isinstance(value, list) and _is_row(value)]
+    rows = {name: [by_step[step][name] for step in steps] for name in names if all(name in by_step[s] for s in steps)}
     return {"steps": steps, **rows}

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
 def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
     r"""What a token says on its own; bytes that are no whole character as \xc3."""
-    said = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
-    if "\ufffd" not in said:
-        return said
+    text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
+    if "\ufffd" not in text:
+        return text
     data = bytes_of(str(tokenizer.convert_ids_to_tokens(token)))
-    return said if data is None else data.decode(errors="backslashreplace")
+    return text if data is None else data.decode(errors="backslashreplace")
 
 
 def pieces(
@@ -23,21 +23,21 @@ def pieces(
 ) -> list[str]:
     """What each token of `text` says: the characters at its offsets, which keep the spaces that some tokenizers drop,
     or `piece` where they are not its own, as with tokens that share a character."""
-    own = list(offsets[: len(ids)]) or [(0, 0)] * len(ids)
-    spans = [(0, 0), *own, (len(text), len(text))]
+    token_spans = list(offsets[: len(ids)]) or [(0, 0)] * len(ids)
+    spans = [(0, 0), *token_spans, (len(text), len(text))]
     alone = [
         before[1] <= start < end <= after[0]
         for before, (start, end), after in zip(spans, spans[1:], spans[2:], strict=False)
     ]
     return [
         text[start:end] if whole else piece(tokenizer, token)
-        for token, (start, end), whole in zip(ids, own, alone, strict=True)
+        for token, (start, end), whole in zip(ids, token_spans, alone, strict=True)
     ]
 
 
-def spelled(said: str) -> str:
+def spelled(text: str) -> str:
     r"""What a token says on one line: \n for a line's end, \\ for a backslash, \xc3 for a byte of a character."""
-    return repr(said)[1:-1].replace(r"\\x", r"\x")
+    return repr(text)[1:-1].replace(r"\\x", r"\x")
 
 
 def bytes_of(token: str) -> bytes | None:

@@ -69,8 +69,8 @@ class PruneReport:
 
     def below(self, which: Which) -> list[Edge]:
         """The edges that could go, lightest first."""
-        found = [edge for edge in self.edges if getattr(edge, which) < self.threshold]
-        return sorted(found, key=lambda edge: getattr(edge, which))
+        edges = [edge for edge in self.edges if getattr(edge, which) < self.threshold]
+        return sorted(edges, key=lambda edge: getattr(edge, which))
 
     def traffic(self, which: Which) -> float:
         """Fraction of the vectors that reads with a choice load (one a token and edge) that would no longer be."""

@@ -101,9 +101,9 @@ class Trace:
         if self._labels:
             self._label_ids, self._coming_labels = self._coming_labels, None  # of this pass alone
             if self._label_ids is None or len(self._label_ids) != self._shape.numel():
-                given = "none" if self._label_ids is None else str(len(self._label_ids))
+                count = "none" if self._label_ids is None else str(len(self._label_ids))
                 raise UserError(
-                    f"labels for {given} of the pass's {self._shape.numel()} tokens: call trace.label(ids) before each "
+                    f"labels for {count} of the pass's {self._shape.numel()} tokens: call trace.label(ids) before each "
                     "forward pass, with one label a token"
                 )
             ids = self._label_ids[self._label_ids >= 0]
@@ -133,9 +133,9 @@ class Trace:
         if self._keep:
             self._token_weights[index] = weights.view(*self._shape, -1).cpu()
         if self._labels and self._label_ids is not None:
-            chosen = self._label_ids >= 0
+            labelled = self._label_ids >= 0
             sums = torch.zeros(self._labels, weights.shape[1], dtype=torch.float64)
-            self._label_sums[index] += sums.index_add_(0, self._label_ids[chosen], weights.double().cpu()[chosen])
+            self._label_sums[index] += sums.index_add_(0, self._label_ids[labelled], weights.double().cpu()[labelled])
 
     def _geometry(self, index: int, values: Sequence[Tensor]) -> None:
         """Add the lengths of the sources, their angles to the pseudo-query and, at the last read, to one another."""

@@ -82,8 +82,8 @@ class Survey:
 
 def front(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     """What the tokenizer itself puts in front of a text, a beginning-of-text token, or nothing."""
-    own = list(tokenizer("")["input_ids"])
-    return own if own and own == [tokenizer.bos_token_id] else []
+    special = list(tokenizer("")["input_ids"])
+    return special if special and special == [tokenizer.bos_token_id] else []
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> Encoded:
@@ -93,13 +93,15 @@ def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> Encoded:
         UserError: the tokenizer fails on it, as one without a token for the unknown may.
     """
     try:
-        found: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False)
+        encoding: Any = tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False
+        )
     except Exception as error:  # the Rust library raises plain Exceptions
         raise UserError(
             f"the tokenizer cannot encode the text ({first_line(error)}): remove what it does not know"
         ) from error
-    ids = np.asarray(found["input_ids"], dtype=np.int64)
-    offsets = [tuple(pair) for pair in found["offset_mapping"]] if tokenizer.is_fast else []
+    ids = np.asarray(encoding["input_ids"], dtype=np.int64)
+    offsets = [tuple(pair) for pair in encoding["offset_mapping"]] if tokenizer.is_fast else []
     return Encoded(ids, offsets, np.full(len(ids), -1))
 
 

@@ -143,16 +143,16 @@ def _labels(title: str, part: ByLabel, routing: Weights) -> Table:
         if part["documents"][k] < FEW:
             table.add_row(name, f"{part['tokens'][k]:,}", f"too few texts for errors ({part['documents'][k]})")
             continue
-        found = []
+        cells = []
         for r, read in enumerate(routing["reads"]):
             for s, source in enumerate(routing["sources"][r]):
                 weight, error, average = part["weights"][k][r][s], part["error"][k][r][s], averages[r][s]
                 if weight is None or error is None or abs(weight - average) <= CLEAR * error:
                     continue
                 text = f"{read} ← {source} {with_error(weight, error, form=short, digits=2)} ({short(average)})"
-                found.append((abs(weight - average), text))
-        found.sort(reverse=True)
-        table.add_row(name, f"{part['tokens'][k]:,}", "; ".join(text for _, text in found[:2]) or "none clearly")
+                cells.append((abs(weight - average), text))
+        cells.sort(reverse=True)
+        table.add_row(name, f"{part['tokens'][k]:,}", "; ".join(text for _, text in cells[:2]) or "none clearly")
     return table
 
 

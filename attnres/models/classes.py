@@ -259,11 +259,11 @@ def _routing_forward(base_forward: Callable) -> Callable:
         output["routing_weights"] = tuple(weights.reads)
         return output.to_tuple() if kwargs.get("return_dict") is False else output
 
-    own = inspect.signature(base_forward)
+    signature = inspect.signature(base_forward)
     extra = inspect.Parameter("output_routing_weights", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
-    *first, last = own.parameters.values()
+    *first, last = signature.parameters.values()
     places = [*first, extra, last] if last.kind is last.VAR_KEYWORD else [*first, last, extra]
-    forward.__signature__ = own.replace(parameters=places)  # ty: ignore[missing-attribute]
+    forward.__signature__ = signature.replace(parameters=places)  # ty: ignore[missing-attribute]
     return forward
 
 

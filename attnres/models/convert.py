@@ -205,9 +205,9 @@ def _check_room(source: Checkpoint, out: Path, dtype: str | None) -> None:
         raise UserError(f"{out} needs {memory(size)} and {above} has {memory(free)} left: make room or choose another")
 
 
-def _write(new: DepthMixin, out: Path, beside: Mapping[str, Path]) -> Conversion:
+def _write(new: DepthMixin, out: Path, folder: Mapping[str, Path]) -> Conversion:
     report: Conversion = replace(cast(Any, new.conversion), out=str(out))
-    write_model(new, out, beside, report.to_dict())
+    write_model(new, out, folder, report.to_dict())
     return report
 
 
@@ -257,21 +257,22 @@ def _convert(
 
 
 def _report(model: PreTrainedModel, new: DepthMixin, source: str, probed: bool, ignored: Sequence[str]) -> Conversion:
-    found = compare_logits(model, new)
-    if not found.within:
+    difference = compare_logits(model, new)
+    if not difference.within:
         scale = new.config.residual_settings.get("read_scale")
         hint = "; to train it from there all the same: attnres train --init-from MODEL --inexact"
         if scale == "mean":
             hint = "; read_scale 'mean' is exact only up to the norms' eps: leave it at 'sum'"
         raise UserError(
-            f"residual '{new.config.residual}' would change the logits of {source} by {found.largest:.2g} of "
-            f"{found.scale:.3g}, {found.relative:.1e} of their scale, where at most {found.bound:.0e} is rounding{hint}"
+            f"residual '{new.config.residual}' would change the logits of {source} by {difference.largest:.2g} of "
+            f"{difference.scale:.3g}, {difference.relative:.1e} of their scale, where at most {difference.bound:.0e} "
+            f"is rounding{hint}"
         )
     dtype = str(model.dtype).removeprefix("torch.")
-    own = found.largest
-    if dtype != found.arithmetic:
+    change = difference.largest
+    if dtype != difference.arithmetic:
         tokens = fixed_tokens(model)
-        own = (logits(model, tokens).float() - logits(new, tokens).float()).abs().max().item()
+        change = (logits(model, tokens).float() - logits(new, tokens).float()).abs().max().item()
     return Conversion(
         source=source,
         out=None,
@@ -285,13 +286,13 @@ def _report(model: PreTrainedModel, new: DepthMixin, source: str, probed: bool, 
         parameters=sum(p.numel() for p in model.parameters()),
         added_parameters=sum(p.numel() for p in new.residual.parameters()),
         dtype=dtype,
-        max_difference=found.largest,
-        logit_scale=found.scale,
-        relative_difference=found.relative,
-        bound=found.bound,
-        arithmetic=found.arithmetic,
-        tokens=found.tokens,
-        own_difference=own,
+        max_difference=difference.largest,
+        logit_scale=difference.scale,
+        relative_difference=difference.relative,
+        bound=difference.bound,
+        arithmetic=difference.arithmetic,
+        tokens=difference.tokens,
+        own_difference=change,
         ignored=tuple(ignored),
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
     )
@@ -343,15 +344,15 @@ def _family_key(model: PreTrainedModel) -> tuple[str, bool]:
 
     Every model is probed: a listed family whose layers do something else in this configuration is refused too.
     """
-    found, base = probe(model), type(model)
+    probed, base = probe(model), type(model)
     for key, (_, model_class) in CLASSES.items():
         family = model_class.family
-        if model_class.plain_class is base and _places(family) == _places(found):
+        if model_class.plain_class is base and _places(family) == _places(probed):
             return key, key not in FAMILIES
     key = model.config.model_type
     if key in CLASSES or not key:
         key = f"{key}_{base.__name__}".lower()
-    register(key, found, type(model.config), base)
+    register(key, probed, type(model.config), base)
     return key, True
 
 

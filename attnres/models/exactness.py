@@ -95,10 +95,10 @@ def compare_logits(one: PreTrainedModel, other: PreTrainedModel, arithmetic: tor
     """
     dtype = arithmetic or (torch.float64 if one.dtype is torch.float64 else torch.float32)
     tokens = fixed_tokens(one)
-    expected, found = logits(one, tokens, dtype), logits(other, tokens, dtype)
+    expected, actual = logits(one, tokens, dtype), logits(other, tokens, dtype)
     scale = expected.abs().max().item()
-    found.sub_(expected)
-    largest = found.abs_().max().item()
+    actual.sub_(expected)
+    largest = actual.abs_().max().item()
     name = str(dtype).removeprefix("torch.")
     return Difference(largest, scale, largest / scale if scale else largest, BOUNDS[dtype], name, tokens.numel())
 

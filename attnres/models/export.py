@@ -43,45 +43,45 @@ def export_model(model: DepthMixin | str | Path, out: str | Path, to: str | None
     if to is not None and to not in WRITTEN:
         raise unknown("format to write", to, WRITTEN)
     refuse_full(out)
-    name, beside = type(model).__name__, dict[str, Path]()
+    name, extra_files = type(model).__name__, dict[str, Path]()
     if isinstance(model, str | Path):
         checkpoint = open_checkpoint(model)
         if checkpoint.kind == "plain":
             raise UserError(f"{model} is a plain model, which has no depth reads to write: give it some with convert")
         theirs = [kind.name for kind in formats_of(checkpoint.fields)]
-        name, beside = " ".join([str(model), *(f"({format})" for format in theirs)]), checkpoint.files_beside()
+        name, extra_files = " ".join([str(model), *(f"({format})" for format in theirs)]), checkpoint.files_beside()
         model = cast(DepthMixin, checkpoint.load())
     if not isinstance(model, DepthMixin):
         raise UserError(f"a {name} was given: expected a model of attnres")
     if to is None:
-        write_model(model, out, beside)
+        write_model(model, out, extra_files)
     else:
-        _write_foreign(model, Path(out), WRITTEN[to], beside)
+        _write_foreign(model, Path(out), WRITTEN[to], extra_files)
     return "\n".join([f"{name} -> {out}{f' ({to})' if to else ''}", *_description(model)])
 
 
-def write_model(model: DepthMixin, out: str | Path, beside: Mapping[str, Path], report: Any = None) -> None:
-    """Write a folder in our layout, whole or not at all, with copies of the files `beside` (by name).
+def write_model(model: DepthMixin, out: str | Path, extra_files: Mapping[str, Path], report: Any = None) -> None:
+    """Write a folder in our layout, whole or not at all, with copies of `extra_files` (by name).
 
     Args:
         report: what conversion.json will hold, where it is given.
     """
-    if "generation_config.json" in beside:  # copied as it is; Transformers refuses to write some that it reads
+    if "generation_config.json" in extra_files:  # copied as it is; Transformers refuses to write some that it reads
         model.generation_config = GenerationConfig()
     with replaced_folder(out) as folder, quiet_transformers():
         model.save_pretrained(folder, max_shard_size=SHARD)
-        _copy(beside, folder)
+        _copy(extra_files, folder)
         if report is not None:
             write_json(folder / "conversion.json", report)
 
 
-def _write_foreign(model: DepthMixin, out: Path, kind: WrittenFormat, beside: Mapping[str, Path]) -> None:
+def _write_foreign(model: DepthMixin, out: Path, kind: WrittenFormat, extra_files: Mapping[str, Path]) -> None:
     stored: dict[str, Any] = getattr(model.config, "foreign_config", None) or {}
     stored = stored if kind.says(stored) else {}
     config = {**stored, **kind.write(model.config, model.residual, stored)}
     state = foreign_state(model, kind)
     with replaced_folder(out) as folder:
-        _copy(beside, folder)
+        _copy(extra_files, folder)
         write_json(folder / "config.json", config)
         split = split_torch_state_dict_into_shards(state, max_shard_size=SHARD)
         for file, names in split.filename_to_tensors.items():

@@ -189,7 +189,7 @@ def _removes_scale(module: nn.Module, like: Tensor) -> bool:
 
 def _reads(events: list[tuple[str, int, str]], count: int) -> tuple[str, str]:
     """The two reads that all layers share."""
-    found = set()
+    paths = set()
     for index in range(count):
         kinds = [kind for kind, at, _ in events if at == index]
         if kinds.count("read") != kinds.count("write") or len(kinds) == 2:
@@ -199,8 +199,8 @@ def _reads(events: list[tuple[str, int, str]], count: int) -> tuple[str, str]:
             )
         if kinds != _PATTERN:
             raise _NoFitError(f"has layers that {', '.join(kinds)}: {', '.join(_PATTERN)} is needed")
-        found.add(tuple(place for kind, at, place in events if at == index and kind == "read"))
-    if len(found) != 1:
-        names = listed(sorted("/".join(places) for places in found))
+        paths.add(tuple(place for kind, at, place in events if at == index and kind == "read"))
+    if len(paths) != 1:
+        names = listed(sorted("/".join(places) for places in paths))
         raise _NoFitError(f"has layers of several kinds, which read at {names}")
-    return found.pop()  # ty: ignore[invalid-explicit-return]
+    return paths.pop()  # ty: ignore[invalid-explicit-return]

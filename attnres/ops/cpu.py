@@ -50,11 +50,11 @@ def load() -> Any:
     return None if isinstance(loaded, str) else loaded
 
 
-def why_not(tensors: Sequence[Tensor], compute: torch.dtype, made: Sequence[torch.dtype] = ()) -> str | None:
+def why_not(tensors: Sequence[Tensor], compute: torch.dtype, outputs: Sequence[torch.dtype] = ()) -> str | None:
     """Why the kernels cannot take these (T, d) tensors or make vectors of these dtypes; None if they can."""
     if compute is not torch.float32:
         return f"the C kernels compute in fp32, this call in {_name(compute)}"
-    for dtype in made:
+    for dtype in outputs:
         if dtype not in _DTYPES:
             return f"the C kernels make fp32 and bf16 vectors, not {_name(dtype)}"
     for t in tensors:

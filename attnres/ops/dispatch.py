@@ -83,14 +83,14 @@ def _gpu() -> ModuleType | str:
 
 
 def _choose(
-    tensors: Sequence[Tensor], compute: torch.dtype, made: Sequence[torch.dtype], reads: int = 1, opens: int = 0
+    tensors: Sequence[Tensor], compute: torch.dtype, outputs: Sequence[torch.dtype], reads: int = 1, opens: int = 0
 ) -> tuple[str, ModuleType, str, bool]:
     """Backend, its module, the reason, and whether the fallback (if it is one) is worth a word to the user."""
     device, width = tensors[0].device.type, tensors[0].shape[-1]
     if compute != torch.float32:
         return "eager", eager, f"the kernels compute in fp32, this call in {compute}", False
     if device == "cpu":
-        reason = cpu.why_not(tensors, compute, made)
+        reason = cpu.why_not(tensors, compute, outputs)
         if reason is None:
             return "cpu", cpu, "a CPU with a C compiler", False
         return "eager", eager, reason, not turned_off()
@@ -117,13 +117,13 @@ def _say_once(reason: str) -> None:
 
 
 def backend_for(
-    tensors: Sequence[Tensor], compute: torch.dtype, *made: torch.dtype, reads: int = 1, opens: int = 0
+    tensors: Sequence[Tensor], compute: torch.dtype, *outputs: torch.dtype, reads: int = 1, opens: int = 0
 ) -> ModuleType:
     """The module whose five functions (those of eager.py) take these (T, d) tensors and make such vectors.
 
     `reads` share them in phase 1, or `opens` of them are the open sources of one merge.
     """
-    _, module, reason, loud = _choose(tensors, compute, made, reads, opens)
+    _, module, reason, loud = _choose(tensors, compute, outputs, reads, opens)
     if loud:
         _say_once(reason)
     return module

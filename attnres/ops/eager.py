@@ -139,7 +139,7 @@ def merge(
         opens = [*opens[:-1], partial]
     if not opens:
         assert output is not None
-        h, seen = output, MergeSaved(output)
+        h, saved = output, MergeSaved(output)
     else:
         assert query is not None
         query = query.to(compute)
@@ -164,12 +164,12 @@ def merge(
             first = 0
         for j in range(first, len(values)):
             h.addcmul_(p[:, j : j + 1], values[j])
-        seen = MergeSaved(h, None, p, sealed, scores, inv_rms)
+        saved = MergeSaved(h, None, p, sealed, scores, inv_rms)
     if norm is None:  # <dh, h> is then a true term of the gradient: h is kept unrounded
-        return h.to(dtype), seen._replace(h=h), partial
+        return h.to(dtype), saved._replace(h=h), partial
     h = h.to(dtype)
     x, rstd = normalise(h.to(compute), norm)
-    return x, seen._replace(h=h, rstd=rstd), partial
+    return x, saved._replace(h=h, rstd=rstd), partial
 
 
 def merge_backward(

@@ -23,14 +23,14 @@ def _filled(tensor: Tensor | None, like: Tensor) -> Tensor:
     return like.new_empty(0, dtype=torch.float32) if tensor is None else tensor
 
 
-def _apart(made: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor]:
-    """`made`, with a copy of what shares memory with an input or an earlier output: an operator may return neither."""
-    seen = {tensor.untyped_storage().data_ptr() for tensor in given}
+def _apart(results: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[Tensor]:
+    """Return `results`, copying what shares memory with an input or an earlier one: an operator may return neither."""
+    storages = {tensor.untyped_storage().data_ptr() for tensor in arguments}
     out = []
-    for tensor in made:
+    for tensor in results:
         place = tensor.untyped_storage().data_ptr()
-        out.append(tensor.clone(memory_format=torch.contiguous_format) if place in seen else tensor.contiguous())
-        seen.add(out[-1].untyped_storage().data_ptr())
+        out.append(tensor.clone(memory_format=torch.contiguous_format) if place in storages else tensor.contiguous())
+        storages.add(out[-1].untyped_storage().data_ptr())
     return out
 
 
@@ -232,8 +232,8 @@ def _merge_backward(
     backend = backend_for([h, grad, *opens], compute_dtype(h.dtype), opens=len(opens))
     d = backend.merge_backward(grad, [_or_none(g) for g in carried], opens, query, norm, saved)
     output = None if d.output is None else d.output.to(_dtype_of_phase1(h, grad, kind))
-    made = [*(_filled(t, grad) for t in (output, d.top, d.query, d.weight, d.bias)), *d.opens]
-    return _apart(made, [grad, h, *carried])
+    grads = [*(_filled(t, grad) for t in (output, d.top, d.query, d.weight, d.bias)), *d.opens]
+    return _apart(grads, [grad, h, *carried])
 
 
 @_merge_backward.register_fake

@@ -99,8 +99,8 @@ def _handed_on(sources: Sequence[Tensor]) -> list[Tensor]:
     return [source.detach() for source in sources]
 
 
-def _backend(tensors: Sequence[Tensor], compute: torch.dtype, *made: torch.dtype, **counts: int) -> ModuleType:
-    return registered if torch.compiler.is_compiling() else backend_for(tensors, compute, *made, **counts)
+def _backend(tensors: Sequence[Tensor], compute: torch.dtype, *outputs: torch.dtype, **counts: int) -> ModuleType:
+    return registered if torch.compiler.is_compiling() else backend_for(tensors, compute, *outputs, **counts)
 
 
 class _Unrecorded:
@@ -171,7 +171,7 @@ class _Merge(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         # rest: k open sources; then, if the read is to be made again in backward, the sealed ones and their logits.
         ctx.set_materialize_grads(False)
-        opens, again = rest[:k], rest[k:]
+        opens, recomputed = rest[:k], rest[k:]
         shape = opens[0].shape if k else cast(Tensor, output).shape
         flat, (flat_output, flat_added) = _flat(opens), _flat((output, added))
         if norm is not None:
@@ -181,7 +181,7 @@ class _Merge(torch.autograd.Function):
         ctx.backend = _backend(vectors, compute_dtype(dtype), dtype, out_dtype, opens=k)
         x, saved, partial = ctx.backend.merge(flat, flat_added, query, eps, flat_output, top, total, norm, dtype)
         scored = opens if partial is None else (*opens[:-1], partial.view(shape))
-        ctx.save_for_backward(weight, bias, query, None if recompute else saved.h, *saved[1:], *scored, *again)
+        ctx.save_for_backward(weight, bias, query, None if recompute else saved.h, *saved[1:], *scored, *recomputed)
         ctx.k, ctx.index, ctx.recompute, ctx.h_dtype = k, index, recompute, saved.h.dtype
         ctx.norm = norm and norm._replace(weight=None, bias=None)
         ctx.has_output, ctx.has_top, ctx.has_added = output is not None, top is not None, partial is not None
@@ -200,10 +200,10 @@ class _Merge(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         k, count = ctx.k, len(MergeSaved._fields)
         weight, bias, query, *rest = ctx.saved_tensors
-        saved, opens, again = MergeSaved(*rest[:count]), _flat(rest[count : count + k]), rest[count + k :]
+        saved, opens, recomputed = MergeSaved(*rest[:count]), _flat(rest[count : count + k]), rest[count + k :]
         if ctx.recompute:
-            with torch.autocast(opens[0].device.type if opens else again[0].device.type, enabled=False):
-                saved = saved._replace(h=_read_again(ctx.backend, again, ctx.index, opens, saved, ctx.h_dtype))
+            with torch.autocast(opens[0].device.type if opens else recomputed[0].device.type, enabled=False):
+                saved = saved._replace(h=_read_again(ctx.backend, recomputed, ctx.index, opens, saved, ctx.h_dtype))
         norm = ctx.norm and ctx.norm._replace(weight=weight, bias=bias)
         shape = ctx.shape
         grad = saved.h.new_zeros(saved.h.shape, dtype=ctx.x_dtype) if grads[0] is None else _flat(grads[:1])[0]
@@ -216,12 +216,12 @@ class _Merge(torch.autograd.Function):
         added = dopens[-1] if ctx.has_added else None
         top = d.top if ctx.has_top else None
         none = (None,) * 6
-        return (*none, d.weight, d.bias, d.query, output, top, None, added, *dopens, *(None for _ in again))
+        return (*none, d.weight, d.bias, d.query, output, top, None, added, *dopens, *(None for _ in recomputed))
 
 
 def _read_again(
     backend: ModuleType,
-    again: Sequence[Tensor],
+    recomputed: Sequence[Tensor],
     index: int,
     opens: Sequence[Tensor],
     saved: MergeSaved,
@@ -229,11 +229,11 @@ def _read_again(
 ) -> Tensor:
     """The read before its norm, from its weights: what `recompute` does instead of keeping it."""
     parts = [] if saved.weights is None else [saved.weights]
-    if again:
-        weights = again[-1][:, :, index].softmax(1)
+    if recomputed:
+        weights = recomputed[-1][:, :, index].softmax(1)
         parts.insert(0, weights if saved.sealed is None else weights * saved.sealed.unsqueeze(1))
     weights = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return backend.mix([*_flat(again[:-1]), *opens], weights.contiguous(), dtype)
+    return backend.mix([*_flat(recomputed[:-1]), *opens], weights.contiguous(), dtype)
 
 
 def read_sealed(
@@ -288,7 +288,7 @@ def merge(
     dtype = dtype or vectors[0].dtype
     weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
     plain = None if norm is None else norm._replace(weight=None, bias=None, out_dtype=norm.out_dtype or dtype)
-    again = [*read.sources, read.logits] if recompute and read else []
+    recomputed = [*read.sources, read.logits] if recompute and read else []
     with torch.autocast(vectors[0].device.type, enabled=False):
         x, h, sealed, weights, *handed_on = _apply(
             _Merge,
@@ -304,7 +304,7 @@ def merge(
             *((read.output, read.top, read.total) if read else (None, None, None)),
             added,
             *opens,
-            *again,
+            *recomputed,
         )
     if not opens:
         assert read is not None

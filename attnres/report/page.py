@@ -216,12 +216,12 @@ def _configuration(study: Study) -> str:
 def _of_seeds(runs: list[Run], hidden: set[str]) -> dict[str, Any]:
     """A variant's configuration; where its seeds were trained with different ones, all that they had."""
     configs = [{key: value for key, value in leaves(run.config) if key not in hidden} for run in runs]
-    found = {}
+    means = {}
     for key in dict.fromkeys(key for config in configs for key in config):
         values = [config.get(key) for config in configs]
         same = all(value == values[0] for value in values)
-        found[key] = values[0] if same else ", ".join(dict.fromkeys(_text(value) for value in values))
-    return found
+        means[key] = values[0] if same else ", ".join(dict.fromkeys(_text(value) for value in values))
+    return means
 
 
 def _details(title: str, body: str, open_: bool) -> str:

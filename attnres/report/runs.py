@@ -172,11 +172,11 @@ def _load_folder(folder: Path) -> Study:
     plan = _read_object(folder / "compare.json")
     if not isinstance(plan.get("labels", []), list) or not isinstance(plan.get("seeds", []), list):
         raise UserError(f"{folder}/compare.json is damaged: labels and seeds must be lists")
-    found = list(dict.fromkeys(run.label for run in runs))
-    planned = [label for label in plan.get("labels", []) if label in found]
+    labels = list(dict.fromkeys(run.label for run in runs))
+    planned = [label for label in plan.get("labels", []) if label in labels]
     # Without a plan: standard first, its control next, the rest by name.
     first = {run.label: run for run in reversed(runs)}
-    rest = sorted((label for label in found if label not in planned), key=lambda label: _label_order(first[label]))
+    rest = sorted((label for label in labels if label not in planned), key=lambda label: _label_order(first[label]))
     here = {(run.label, run.seed) for run in runs}
     return Study(
         title=folder.resolve().name,

@@ -29,11 +29,11 @@ def resolve_block_size(num_sublayers: int, block_size: int | None, num_blocks: i
     if num_blocks > num_sublayers:
         raise UserError(f"num_blocks is {num_blocks}: expected 1 to {num_sublayers}, the number of sublayers")
     size = math.ceil(num_sublayers / num_blocks)
-    made = math.ceil(num_sublayers / size)
-    if made != num_blocks:
+    blocks = math.ceil(num_sublayers / size)
+    if blocks != num_blocks:
         raise UserError(
             f"{num_sublayers} sublayers cannot be cut into num_blocks={num_blocks} blocks of one size (only the last "
-            f"may be shorter): blocks of {size} make {made}; choose another num_blocks or give block_size"
+            f"may be shorter): blocks of {size} make {blocks}; choose another num_blocks or give block_size"
         )
     return size
 

@@ -201,8 +201,8 @@ def _refuse_other_folder(out: Path) -> None:
 
 def _claim(out: Path, plan: Plan) -> dict[str, dict[str, Any]]:
     """Summaries of the runs that are finished; refuses other configurations."""
-    found = {name: claim(out / name, to_dict(run), resume=True) for name, run in plan.runs.items()}
-    return {name: summary for name, summary in found.items() if summary is not None}
+    summaries = {name: claim(out / name, to_dict(run), resume=True) for name, run in plan.runs.items()}
+    return {name: summary for name, summary in summaries.items() if summary is not None}
 
 
 def _prepare(out: Path, plan: Plan, say: Console) -> int:

@@ -16,11 +16,11 @@ from attnres.studies.look import look
 from attnres.studies.look_config import InspectConfig
 
 
-def draw(given: Sequence[str], out: Path | str, formats: Sequence[str], options: dict[str, object]) -> list[Path]:
+def draw(sources: Sequence[str], out: Path | str, formats: Sequence[str], options: dict[str, object]) -> list[Path]:
     """Write every figure that applies, and `captions.md`; print what was written and what does not apply, and why.
 
     Args:
-        given: model folders, run folders, folders of runs, hub names, or files that `attnres inspect` wrote. Of a
+        sources: model folders, run folders, folders of runs, hub names, or files that `attnres inspect` wrote. Of a
             folder of runs the first seed of each label is inspected; its dynamics are means over seeds.
         out: folder; with several models each has a folder of its own in it, and what compares them lies above.
         formats: of pdf, png and svg.
@@ -32,11 +32,11 @@ def draw(given: Sequence[str], out: Path | str, formats: Sequence[str], options:
     check_formats(formats)
     out = Path(out).expanduser()
     _refuse_out(out)
-    models, studies = _expand(given)
+    models, studies = _expand(sources)
     inspections = [_inspection(name, options) for name in models]
-    names = _distinct([str(seen.model["name"]) for seen in inspections])
-    for seen, name in zip(inspections, names, strict=True):
-        seen.model["name"] = name
+    names = _distinct([str(inspection.model["name"]) for inspection in inspections])
+    for inspection, name in zip(inspections, names, strict=True):
+        inspection.model["name"] = name
     models = Comparison.of_models(inspections)
     runs = comparison_of(load_study(*studies)) if studies else Comparison([])
     if studies:  # what these say of training is of all seeds
@@ -49,8 +49,10 @@ def draw(given: Sequence[str], out: Path | str, formats: Sequence[str], options:
         drawn = draw_model(inspections[0])
         written += _write(console, names[0], drawn + side_by_side + training, out, formats)
     else:
-        for seen, name, folder in zip(inspections, names, _distinct([_file_name(name) for name in names]), strict=True):
-            written += _write(console, name, draw_model(seen), out / folder, formats)
+        for inspection, name, folder in zip(
+            inspections, names, _distinct([_file_name(name) for name in names]), strict=True
+        ):
+            written += _write(console, name, draw_model(inspection), out / folder, formats)
         written += _write(console, "side by side", side_by_side + training, out, formats)
     console.print(f"{len(written)} files in {out}", highlight=False, markup=False, soft_wrap=True)
     return written
@@ -67,11 +69,11 @@ def _refuse_out(out: Path) -> None:
         raise UserError(f"cannot write into {out}: choose a folder that this user may write")
 
 
-def _expand(given: Sequence[str]) -> tuple[list[str], list[Path]]:
+def _expand(paths: Sequence[str]) -> tuple[list[str], list[Path]]:
     """What to inspect, and the folders that training runs are read from."""
     models: list[str] = []
     studies: list[Path] = []
-    for name in given:
+    for name in paths:
         path = Path(name).expanduser()
         if path.is_dir() and not (path / "config.json").is_file():
             study = load_study(path)

@@ -66,7 +66,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
     run = checkpoint.run
     text = _text(config, run)
     context = _context(config, checkpoint)
-    wanted = [(given, *source_and_read(given)) for given in config.knock_out]
+    wanted = [(request, *source_and_read(request)) for request in config.knock_out]
     if config.attribute and text.alone is None:
         raise UserError("--attribute looks at the prediction after one text: give it with --text or --file")
     if config.prune:
@@ -74,7 +74,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
     out = None if config.out is None else _folder(config.out)
     model = checkpoint.load(config.dtype, str(pick_device(config.device)))
 
-    knock_outs = [(given, find_knock_out(source, read, model)) for given, source, read in wanted]
+    knock_outs = [(request, find_knock_out(source, read, model)) for request, source, read in wanted]
 
     options: dict[str, Any] = {"context": context, "batch_size": _batch_size(config, checkpoint, context)}
     first = text.alone or next(text.read(), "")
@@ -143,10 +143,10 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
 
 
 def _text(config: InspectConfig, run: Path | None) -> _Text:
-    given = [name for name in ("text", "file", "corpus") if getattr(config, name) is not None]
-    if len(given) > 1:
-        raise UserError(f"both --{given[0]} and --{given[1]} are given: give one of them")
-    for name in given:
+    options = [name for name in ("text", "file", "corpus") if getattr(config, name) is not None]
+    if len(options) > 1:
+        raise UserError(f"both --{options[0]} and --{options[1]} are given: give one of them")
+    for name in options:
         if name != "text" and not getattr(config, name).strip():
             raise UserError(f"--{name} is empty: expected a name")
     if config.limit < 2:

@@ -26,11 +26,11 @@ EDGES = 12
 """Edges that an attribution names."""
 
 
-def source_and_read(given: str) -> tuple[str, str | None]:
+def source_and_read(text: str) -> tuple[str, str | None]:
     """What SOURCE or SOURCE@READ names. Raises UserError."""
-    source, at, where = given.partition("@")
+    source, at, where = text.partition("@")
     if not source.strip() or (at and not where.strip()):
-        raise UserError(f"--knock-out is '{given}': expected SOURCE or SOURCE@READ, such as embedding@mlp3")
+        raise UserError(f"--knock-out is '{text}': expected SOURCE or SOURCE@READ, such as embedding@mlp3")
     return _spaced(source), _spaced(where) if at else None
 
 
@@ -58,16 +58,16 @@ def _spaced(name: str) -> str:
 
 
 def knock_out_table(
-    knock_outs: list[tuple[str, KnockOut]], plain: Survey, again: Callable[..., Survey], console: Console
+    knock_outs: list[tuple[str, KnockOut]], plain: Survey, survey_again: Callable[..., Survey], console: Console
 ) -> list[dict[str, Any]]:
     """Table and record of what the loss is without each source."""
     table = grid("without", right=("loss", "change"))
     table.add_row("–", short(plain.loss.mean, 3), "")
     rows = []
-    for given, edit in knock_outs:
-        record, change = _change(plain, again(f"without {given}", edit))
-        rows.append({"knock_out": given, **record})
-        table.add_row(given, short(record["loss_after"], 3), change)
+    for text, edit in knock_outs:
+        record, change = _change(plain, survey_again(f"without {text}", edit))
+        rows.append({"knock_out": text, **record})
+        table.add_row(text, short(record["loss_after"], 3), change)
     console.print()
     console.print(table)
     say(console, "each alone, in nats per token" + ("" if plain.documents < 2 else "; ± standard error over documents"))
@@ -101,13 +101,13 @@ def next_token_table(
     ids = last_window(checkpoint, text, context)
     table = grid("without", "likeliest after the text", right=("p before", "p after"))
     before, records = None, []
-    for given, edit in knock_outs:
-        found = effect(model, ids, edit, top=5, before=before)
-        before = found.before
-        records.append([{"token": piece(checkpoint.tokenizer, part["id"]), **part} for part in found.top])
-        for place, part in enumerate(found.top):
+    for request, edit in knock_outs:
+        change = effect(model, ids, edit, top=5, before=before)
+        before = change.before
+        records.append([{"token": piece(checkpoint.tokenizer, part["id"]), **part} for part in change.top])
+        for place, part in enumerate(change.top):
             cells = (_word(checkpoint, part["id"]), short(part["before"], 3), short(part["after"], 3))
-            table.add_row("" if place else given, *cells)
+            table.add_row("" if place else request, *cells)
     console.print()
     console.print(table)
     return records
@@ -119,21 +119,24 @@ def attribution_table(
     """Table of the edges that the prediction after a text depends on most, and all of them as they were found."""
     edges = sum(map(len, source_names(model)))
     with counting("without each edge", edges, "edges", shown=config.progress) as on_edges:
-        found = attribute(model, ids, batch_size=max(1, config.batch_tokens // len(ids)), progress=on_edges)
+        attribution = attribute(model, ids, batch_size=max(1, config.batch_tokens // len(ids)), progress=on_edges)
     table = grid("edge", right=("without it", "by gradient"))
-    for edge in found.top(EDGES):
+    for edge in attribution.top(EDGES):
         cells = [short(edge.knockout, 3, signed=True), short(edge.gradient, 3, signed=True)]
         table.add_row(f"{edge.read} ← {edge.source}", *cells)
     console.print()
-    say(console, f"after the text: {_word(checkpoint, found.target)}, ln p = {short(found.log_probability, 3)}")
+    say(
+        console,
+        f"after the text: {_word(checkpoint, attribution.target)}, ln p = {short(attribution.log_probability, 3)}",
+    )
     console.print(table)
-    agreement = found.agreement
+    agreement = attribution.agreement
     say(
         console,
         f"change of ln p in nats, of {agreement.edges} edges; the two ways agree: rank correlation "
         f"{short(agreement.spearman)}, {agreement.overlap:.0%} of the {agreement.top} largest in common",
     )
-    return found
+    return attribution
 
 
 def last_window(checkpoint: Checkpoint, text: str, context: int) -> list[int]:
@@ -146,7 +149,9 @@ def _word(checkpoint: Checkpoint, token: int) -> str:
     return f"'{spelled(piece(checkpoint.tokenizer, token))}'"
 
 
-def prune_table(report: PruneReport, plain: Survey, again: Callable[..., Survey], console: Console) -> dict[str, Any]:
+def prune_table(
+    report: PruneReport, plain: Survey, survey_again: Callable[..., Survey], console: Console
+) -> dict[str, Any]:
     """Table and record of what hardly any weight goes through, and the loss without it."""
     record = report.record()
     titles = ("edges", "of the\ntraffic", "of the\nweight", "loss\nwithout", "change")
@@ -161,7 +166,7 @@ def prune_table(report: PruneReport, plain: Survey, again: Callable[..., Survey]
         edges = report.below(which)
         cells = [f"{len(edges)} of {len(report.edges)}", f"{report.traffic(which):.1%}", f"{report.weight(which):.1%}"]
         if edges:
-            of_loss, change = _change(plain, again(f"without what is below by {title}", *report.edits(which)))
+            of_loss, change = _change(plain, survey_again(f"without what is below by {title}", *report.edits(which)))
             record[which] |= of_loss
             cells += [short(of_loss["loss_after"], 3), change]
         else:

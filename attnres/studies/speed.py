@@ -74,11 +74,11 @@ def step_times(
 
 
 def _summary(times: list[float], base: list[float]) -> dict[str, Any]:
-    found = spread(times, base)
+    times_and_ratios = spread(times, base)
     return {
-        "median_s": found.median,
-        "ratio": found.ratio,
-        "ratio_quartiles": found.ratio_quartiles,
+        "median_s": times_and_ratios.median,
+        "ratio": times_and_ratios.ratio,
+        "ratio_quartiles": times_and_ratios.ratio_quartiles,
         "times": times,
     }
 

@@ -72,10 +72,10 @@ def parse_variant(text: str) -> Variant:
     return Variant(residual, settings, rate, training, source_file(residual))
 
 
-def _pairs(text: str, given: str | None, what: str, kind: str, valid: Iterable[str]) -> dict[str, Any]:
+def _pairs(text: str, settings: str | None, what: str, kind: str, valid: Iterable[str]) -> dict[str, Any]:
     """The values in `NAME=VALUE,...` by name; none where nothing was given."""
-    found: dict[str, Any] = {}
-    for part in [] if given is None else given.split(","):
+    values: dict[str, Any] = {}
+    for part in [] if settings is None else settings.split(","):
         name, equals, value = part.partition("=")
         if not equals or not value:
             raise UserError(f"variant '{text}': '{part}' is not {what}=VALUE; expected {SYNTAX}")
@@ -85,8 +85,8 @@ def _pairs(text: str, given: str | None, what: str, kind: str, valid: Iterable[s
             raise UserError(
                 f"variant '{text}': the value '{value}' of {name} has other characters than letters, digits and _ . + -"
             )
-        found[name] = setting_value(value)
-    return found
+        values[name] = setting_value(value)
+    return values
 
 
 def parse_variants(texts: Sequence[str], lrs: Sequence[float] = ()) -> list[Variant]:

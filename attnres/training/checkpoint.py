@@ -43,11 +43,11 @@ def save(folder: str | Path, model: Any, optimizers: list[torch.optim.Optimizer]
     sums = {"model": checksum(named_tensors(model)), "optimizer": checksum(tensors.items())}
     if adapter := regimes.adapter_tensors(model):
         sums["adapter"] = checksum(adapter.items())
-    with replaced_folder(folder) as beside:
-        save_model(model, beside / "model")
-        regimes.save_adapter(model, beside)
-        save_file(tensors, beside / "optimizer.safetensors")
-        write_json(beside / "state.json", {"format": FORMAT, **state, "checksums": sums})
+    with replaced_folder(folder) as temporary:
+        save_model(model, temporary / "model")
+        regimes.save_adapter(model, temporary)
+        save_file(tensors, temporary / "optimizer.safetensors")
+        write_json(temporary / "state.json", {"format": FORMAT, **state, "checksums": sums})
 
 
 def save_model(model: Any, folder: Path) -> None:

@@ -47,19 +47,19 @@ def describe(device: torch.device, dtype: str) -> dict[str, Any]:
     }
 
 
-def record(path: Path, found: dict[str, Any], *, resumed: bool) -> None:
+def record(path: Path, environment: dict[str, Any], *, resumed: bool) -> None:
     """Write what `describe` found; a resumed run keeps its first environment and lists later, different ones in it.
 
     Those stand under the key `resumed`, each once however often the run was resumed there in a row.
     """
     first = read_json(path) if resumed and path.exists() else None
     if not isinstance(first, dict):
-        write_json(path, found)
+        write_json(path, environment)
         return
     later = first.get("resumed", [])
     last = later[-1] if later else first
-    if any(last.get(name) != value for name, value in found.items() if name != "date"):
-        write_json(path, {**first, "resumed": [*later, found]})
+    if any(last.get(name) != value for name, value in environment.items() if name != "date"):
+        write_json(path, {**first, "resumed": [*later, environment]})
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -118,9 +118,9 @@ def _commit() -> str | None:
     if not (root / ".git").exists():
         return None
     try:
-        found = subprocess.run(
+        process = subprocess.run(
             ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=10, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    return process.stdout.strip() or None

@@ -51,18 +51,18 @@ def write_inside(model: nn.Module, prepared: "Prepared", config: TrainConfig, ca
     def documents() -> Iterator[Encoded]:
         """The windows that begin in one document, together."""
         for document in np.unique(place):
-            chosen = [start for start, number in zip(starts, place) if number == document]
-            ids = np.concatenate([tokens[start : start + length] for start in chosen])
-            yield Encoded(ids, [], _labels(tokens, int(begins[document]), chosen, length, tokenizer, kind))
+            windows = [start for start, number in zip(starts, place) if number == document]
+            ids = np.concatenate([tokens[start : start + length] for start in windows])
+            yield Encoded(ids, [], _labels(tokens, int(begins[document]), windows, length, tokenizer, kind))
 
     batch = max(1, min(rows, BATCH_TOKENS // length))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
     with evaluating(model), cast():
-        seen = survey(model, documents(), context=length, batch_size=batch, labels=len(KINDS[kind]))
+        measured = survey(model, documents(), context=length, batch_size=batch, labels=len(KINDS[kind]))
         example = show_example(model, fast, _example(tokens, starts, tokenizer), context=length, kind=kind)
-    found = from_survey(
+    inspection = from_survey(
         model,
-        seen,
+        measured,
         name=config.name,
         source=f"{Path(config.data.source).name}, held out",
         context=length,
@@ -70,7 +70,7 @@ def write_inside(model: nn.Module, prepared: "Prepared", config: TrainConfig, ca
         kinds=KINDS[kind],
     )
     metrics = read(folder / "metrics.jsonl")
-    dataclasses.replace(found, example=example, dynamics=dynamics(metrics)).save(folder / "inspection.json")
+    dataclasses.replace(inspection, example=example, dynamics=dynamics(metrics)).save(folder / "inspection.json")
 
 
 def _labels(tokens: "Tokens", first: int, starts: list[int], length: int, tokenizer: Any, kind: str) -> np.ndarray:
@@ -89,9 +89,9 @@ def _labels(tokens: "Tokens", first: int, starts: list[int], length: int, tokeni
     for begin, end in zip([0, *(place + 1 for place in ends)], [*ends, len(ids)]):
         part = ids[begin:end].tolist()
         text = tokenizer.decode(part, skip_special_tokens=False)
-        again = tokenizer.encode(text, add_special_tokens=False)
-        same = _common(part, again.ids)  # the last token may end in the middle of a word
-        known[begin : begin + same] = kinds_of(text, again.offsets, kind)[:same]
+        retokenised = tokenizer.encode(text, add_special_tokens=False)
+        same = _common(part, retokenised.ids)  # the last token may end in the middle of a word
+        known[begin : begin + same] = kinds_of(text, retokenised.offsets, kind)[:same]
     rows = [known[start - first : start - first + length] if start in near else np.full(length, -1) for start in starts]
     return np.concatenate(rows)
 

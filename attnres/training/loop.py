@@ -288,10 +288,10 @@ class Run:
             self.metrics.sync()
         write_inside(self.model, self.prepared, config, self.cast, self._rows())
         regimes.merge_adapter(self.model)
-        with replaced_folder(self.folder / "model") as beside:
-            checkpoint.save_model(self.model, beside)
+        with replaced_folder(self.folder / "model") as temporary:
+            checkpoint.save_model(self.model, temporary)
             for name, file in start.kept_files(config, self.prepared).items():
-                shutil.copyfile(file, beside / name)
+                shutil.copyfile(file, temporary / name)
         losses = np.load(validate.windows_path(self.folder, past.step), allow_pickle=False)
         seconds = statistics.median(past.times or [past.last_s])
         tokens = config.batch_size * config.data.seq_len
@@ -337,8 +337,8 @@ class Run:
         config = self.config
         write_json(self.folder / "config.json", to_dict(config))  # first: it makes the folder one of ours
         write_json(self.folder / "data.json", self.record)
-        found = environment.describe(self.who.device, config.dtype)
-        environment.record(self.folder / "environment.json", found, resumed=self.past.step > 0)
+        described = environment.describe(self.who.device, config.dtype)
+        environment.record(self.folder / "environment.json", described, resumed=self.past.step > 0)
         if self.start is not None:
             trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
             write_json(self.folder / "start.json", {**self.start, "trainable": trainable})
@@ -384,15 +384,15 @@ def _by_depth(trace: Any, model: Any, unit: int) -> dict[str, Any]:
     from attnres.inspect import find_residual
     from attnres.inspect.geometry import learned_mixing, sharpness
 
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "output_rms": trace.output_rms,
         "input_rms": trace.input_rms,
         "grad_rms": [value * unit for value in trace.grad_rms],
     }
     residual = find_residual(model)
     if residual.traits.by_token:
-        found["entropy"] = trace.entropy
+        values["entropy"] = trace.entropy
     if residual.traits.has_query:
-        found["sharpness"] = sharpness(residual)
-    found |= learned_mixing(residual) or {}
-    return found
+        values["sharpness"] = sharpness(residual)
+    values |= learned_mixing(residual) or {}
+    return values

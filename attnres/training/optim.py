@@ -39,7 +39,7 @@ def kinds(model: nn.Module) -> dict[str, list[str]]:
     find_head = getattr(model, "get_output_embeddings", None)
     output = find_head() if callable(find_head) else None
     head = {id(parameter) for parameter in output.parameters()} if isinstance(output, nn.Module) else set()
-    found: dict[str, list[str]] = {"residual": [], "vector": [], "embedding": [], "head": [], "lora": [], "matrix": []}
+    names: dict[str, list[str]] = {"residual": [], "vector": [], "embedding": [], "head": [], "lora": [], "matrix": []}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
@@ -55,8 +55,8 @@ def kinds(model: nn.Module) -> dict[str, list[str]]:
             kind = "head"
         else:
             kind = "matrix"
-        found[kind].append(name)
-    return found
+        names[kind].append(name)
+    return names
 
 
 def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
@@ -85,12 +85,12 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
                 group = {"params": [parameters[name] for name in members], "names": members, "kind": kind}
                 groups.append({**group, "weight_decay": pull, "lr": lr, "peak_lr": lr})
     fused = all(p.device.type in FUSED_DEVICES for group in adamw for p in group["params"])
-    found: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
     if adamw:
-        found.append(torch.optim.AdamW(adamw, betas=config.betas, fused=fused))
+        optimizers.append(torch.optim.AdamW(adamw, betas=config.betas, fused=fused))
     if muon:
-        found.append(torch.optim.Muon(muon, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
-    return found
+        optimizers.append(torch.optim.Muon(muon, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
+    return optimizers
 
 
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], fraction: float, residual: float = 1.0) -> None:

@@ -78,19 +78,19 @@ def join_processes(device: str = "auto") -> Processes:
     The group lasts until the process ends, because a second one cannot be made from the same store; a group that is
     there already is used. Raises UserError for a device that is not there.
     """
-    chosen = pick_device(device)
+    picked = pick_device(device)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    if chosen.type == "cuda":
-        if chosen.index is None:
-            chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if picked.type == "cuda":
+        if picked.index is None:
+            picked = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         try:
-            torch.cuda.set_device(chosen)
+            torch.cuda.set_device(picked)
         except RuntimeError as error:
             raise UserError(f"device {device} cannot be used ({first_line(error)}): try cuda, cuda:0 or cpu") from error
     if world_size > 1 and not dist.is_initialized():
-        cuda = chosen.type == "cuda"
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE, device_id=chosen if cuda else None)
+        cuda = picked.type == "cuda"
+        dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE, device_id=picked if cuda else None)
         atexit.register(_leave)
     if dist.is_initialized():
-        return Processes(dist.get_rank(), dist.get_world_size(), chosen)
-    return Processes(0, 1, chosen)
+        return Processes(dist.get_rank(), dist.get_world_size(), picked)
+    return Processes(0, 1, picked)

@@ -30,13 +30,13 @@ def choose_trained(model: Any, config: FinetuneConfig, seed: int) -> None:
     """
     if config.train_only == "all":
         return
-    own = list(model.residual.parameters())
-    if config.train_only == "residual" and not any(parameter.requires_grad for parameter in own):
+    parameters = list(model.residual.parameters())
+    if config.train_only == "residual" and not any(parameter.requires_grad for parameter in parameters):
         raise UserError(
             f"train_only is residual and residual '{model.config.residual}' has no parameters to train: choose another "
             "residual, or train_only all or lora"
         )
-    learns = [parameter for parameter in own if parameter.requires_grad]  # a frozen recency bias stays frozen
+    learns = [parameter for parameter in parameters if parameter.requires_grad]  # a frozen recency bias stays frozen
     model.requires_grad_(False)
     if config.train_only == "lora":
         _add_lora(model, config, seed)

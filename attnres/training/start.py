@@ -209,8 +209,8 @@ def _with_residual(source: Any, config: TrainConfig) -> Any:
     wanted.dtype = torch.float32
     with torch.random.fork_rng(devices=[]):
         model = type(standard)(wanted)
-    found = model.load_state_dict(standard.state_dict(), strict=False)
-    strange = [name for name in found.missing_keys if ".residual." not in name] + found.unexpected_keys
+    result = model.load_state_dict(standard.state_dict(), strict=False)
+    strange = [name for name in result.missing_keys if ".residual." not in name] + result.unexpected_keys
     if strange:
         raise UserError(
             f"{config.finetune.init_from} has no weights for '{strange[0]}' of {type(model).__name__}: convert it with "
@@ -223,15 +223,15 @@ def _measured(source: Any, model: Any, start: "Checkpoint", config: TrainConfig)
     """How far the logits moved; UserError where that is more than rounding and was not allowed."""
     from attnres.models.exactness import compare_logits
 
-    found = compare_logits(source, model)
-    if not found.within and not config.finetune.inexact:
+    difference = compare_logits(source, model)
+    if not difference.within and not config.finetune.inexact:
         raise UserError(
             f"residual '{config.model.residual}' {json.dumps(config.model.settings)} changes the logits of "
-            f"{start.name} by {found.largest:.2g} of {found.scale:.3g}, so that training would start from "
+            f"{start.name} by {difference.largest:.2g} of {difference.scale:.3g}, so that training would start from "
             "another function: choose block or full with read_scale 'sum', or give --inexact"
         )
     names = ("largest", "scale", "relative", "bound", "tokens")
-    return {name: getattr(found, name) for name in names}
+    return {name: getattr(difference, name) for name in names}
 
 
 # ------------------------------------------------------------------ whether it fits the data

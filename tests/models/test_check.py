@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from mechanisms import Scaled
 from torch import nn
 
 from attnres.models.check import MODEL_CHECKS, check
 from attnres.residuals import RESIDUALS, register
 from attnres.residuals.check import CHECKS, outcomes
 from attnres.residuals.check.subject import Subject
-from attnres.residuals.standard import Standard
 
 SETTINGS = [
     ("block", {"block_size": 3, "gate": "scalar", "null_source": True, "read_scale": "sum"}),
@@ -26,24 +26,6 @@ def test_every_mechanism_passes(name, settings):
     results = check(name, **settings)
     assert [outcome.name for outcome in results] == [*CHECKS, *MODEL_CHECKS]
     assert not [outcome for outcome in results if not outcome.passed]
-
-
-class Scaled(Standard):
-    """h_l = a_l sum_{i<l} v_i."""
-
-    def __init__(self, num_sublayers, width):
-        super().__init__(num_sublayers, width)
-        self.scale = nn.Parameter(torch.empty(num_sublayers + 1))
-        self.init_parameters()
-
-    def init_parameters(self):
-        nn.init.ones_(self.scale)
-
-    def normed(self, h, index, norm, weights=None, values=()):
-        return super().normed(h * self.scale[index].to(h.dtype), index, norm, weights, values)
-
-    def implied(self, index):
-        return self.scale[index].detach().expand(index + 1)
 
 
 @pytest.fixture

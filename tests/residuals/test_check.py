@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from mechanisms import Scaled
 from torch import Tensor, nn
 
 from attnres import UserError
@@ -78,24 +79,6 @@ def test_settings_that_fit_no_depth_are_the_users_mistake():
     with pytest.raises(UserError, match="did you mean 'block_size'"):
         check_network("block", blok_size=4)
     assert Subject.of("block", {"num_blocks": 9}).depths == (9, 17, 18)
-
-
-class Scaled(Standard):
-    """h_l = a h."""
-
-    def __init__(self, num_sublayers, width):
-        super().__init__(num_sublayers, width)
-        self.scale = nn.Parameter(torch.empty(num_sublayers + 1))
-        self.init_parameters()
-
-    def init_parameters(self):
-        nn.init.ones_(self.scale)
-
-    def normed(self, h, index, norm, weights=None, values=()):
-        return super().normed(h * self.scale[index].to(h.dtype), index, norm, weights, values)
-
-    def implied(self, index):
-        return self.scale[index].detach().expand(index + 1)
 
 
 def test_the_mechanism_that_the_next_ones_break_is_sound():

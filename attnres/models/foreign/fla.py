@@ -109,7 +109,7 @@ class FLA(WrittenFormat):
             if size < 2 * layers:
                 raise cannot(self, f"blocks have {size} sublayers, expected 1 or an even number")
             size += 1
-        given = stored.get("attnres_block_size", size)
+        stored_size = stored.get("attnres_block_size", size)
         kinds = {v: k for k, v in self.families.items()}[family]
         return {
             "model_type": "transformer",
@@ -132,5 +132,5 @@ class FLA(WrittenFormat):
             "bos_token_id": config.bos_token_id,
             "eos_token_id": config.eos_token_id,
             "pad_token_id": config.pad_token_id,
-            "attnres_block_size": given if min(given, 2 * layers) == size else size,
+            "attnres_block_size": stored_size if min(stored_size, 2 * layers) == size else size,
         }

@@ -138,7 +138,7 @@ def plain_config(config: Any) -> Config:
 
 def query_and_gain(starts: list[str], d: int) -> list[Row]:
     """Rows of reads whose names start with these, a projection (1, d) and a norm (d,) each."""
-    found = []
+    rows = []
     for index, start in enumerate(starts):
-        found += [Row("query", index, f"{start}proj.weight", (1, d)), Row("gain", index, f"{start}norm.weight", (d,))]
-    return found
+        rows += [Row("query", index, f"{start}proj.weight", (1, d)), Row("gain", index, f"{start}norm.weight", (d,))]
+    return rows

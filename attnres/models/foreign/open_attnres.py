@@ -44,20 +44,20 @@ class OpenAttnRes(WrittenFormat):
         return Target("qwen3", fields, "cumulative", {**settings, **self.gate_types[gate]})
 
     def rows(self, residual: Any) -> list[Row]:
-        d, gates, found = residual.width, residual.gates, []
+        d, gates, rows = residual.width, residual.gates, []
         for index in range(residual.num_sublayers):
             start = f"model.layers.{index // 2}.{'mlp' if index % 2 else 'attn'}_res_"
-            found.append(Row("query", index, f"{start}proj.weight", (1, d)))
-            found.append(Row("gain", index, f"{start}norm.weight", (d,)))
-            found.append(Row("gates.bias", index, f"{start}bias", ()))
+            rows.append(Row("query", index, f"{start}proj.weight", (1, d)))
+            rows.append(Row("gain", index, f"{start}norm.weight", (d,)))
+            rows.append(Row("gates.bias", index, f"{start}bias", ()))
             if gates.gate_kind == "scalar":
-                found.append(Row("gates.gate", index, f"{start}gate_logit", ()))
+                rows.append(Row("gates.gate", index, f"{start}gate_logit", ()))
             if gates.gate_kind == "vector":
-                found.append(Row("gates.gate_weight", index, f"{start}gate_proj.weight", (d, d)))
-                found.append(Row("gates.gate", index, f"{start}gate_proj.bias", (d,)))
+                rows.append(Row("gates.gate_weight", index, f"{start}gate_proj.weight", (d, d)))
+                rows.append(Row("gates.gate", index, f"{start}gate_proj.bias", (d,)))
             if gates.alpha is not None:
-                found.append(Row("gates.alpha", index, f"{start}alpha", ()))
-        return found
+                rows.append(Row("gates.alpha", index, f"{start}alpha", ()))
+        return rows
 
     def write(self, config: Any, residual: Any, stored: Config) -> Config:
         if config.model_type != "attnres_qwen3" or residual.name != "cumulative":
@@ -67,8 +67,10 @@ class OpenAttnRes(WrittenFormat):
         if gates.null_source or gates.read_temperature != 1.0:
             raise cannot(self, "its reads have a null source or a temperature")
         layers, size = config.num_hidden_layers, residual.block_size
-        made = [stored.get("attnres_num_blocks") or layers, *range(1, layers + 1)]
-        blocks = next((n for n in made if 2 * max(1, math.ceil(layers / n)) == size), made[0] if size == 1 else None)
+        counts = [stored.get("attnres_num_blocks") or layers, *range(1, layers + 1)]
+        blocks = next(
+            (n for n in counts if 2 * max(1, math.ceil(layers / n)) == size), counts[0] if size == 1 else None
+        )
         if blocks is None:
             raise cannot(self, f"no number of blocks makes blocks of {size} sublayers from {layers} layers")
         alpha = "learnable" if gates.alpha is not None else "none"

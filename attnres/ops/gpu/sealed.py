@@ -82,9 +82,9 @@ def _in_bf16(*bunches: _Bunch) -> bool:
     return not INTERPRETED and all(t.dtype == torch.bfloat16 for bunch in bunches for t in bunch.tensors)
 
 
-def _pieces(of_bf16: bool, *made: Tensor) -> dict[str, int]:
+def _pieces(of_bf16: bool, *outputs: Tensor) -> dict[str, int]:
     """Into how many an fp32 factor is cut: three are exact, two do where the result is rounded."""
-    fine = any(t.dtype == torch.float32 for t in made)
+    fine = any(t.dtype == torch.float32 for t in outputs)
     return {"PIECES": 3 if of_bf16 else 0, "OUT_PIECES": (3 if fine else 2) if of_bf16 else 0}
 
 

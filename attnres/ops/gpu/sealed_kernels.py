@@ -56,11 +56,11 @@ def _offsets(
 @triton.jit
 def _among(which, N: tl.constexpr, BITS: tl.constexpr):
     """Whether bit which[i] of BITS is set."""
-    found = which < 0
+    inside = which < 0
     for j in tl.static_range(N):
         if (BITS >> j) & 1:
-            found = found | (which == j)
-    return found
+            inside = inside | (which == j)
+    return inside
 
 
 @triton.jit

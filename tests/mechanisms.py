@@ -1,0 +1,24 @@
+"""Mechanisms that tests of the conformance suite share."""
+
+import torch
+from torch import nn
+
+from attnres.residuals.standard import Standard
+
+
+class Scaled(Standard):
+    """h_l = a_l sum_{i<l} v_i."""
+
+    def __init__(self, num_sublayers, width):
+        super().__init__(num_sublayers, width)
+        self.scale = nn.Parameter(torch.empty(num_sublayers + 1))
+        self.init_parameters()
+
+    def init_parameters(self):
+        nn.init.ones_(self.scale)
+
+    def normed(self, h, index, norm, weights=None, values=()):
+        return super().normed(h * self.scale[index].to(h.dtype), index, norm, weights, values)
+
+    def implied(self, index):
+        return self.scale[index].detach().expand(index + 1)
