@@ -1,3 +1,4 @@
+import contextlib
 import os
 
 import hypothesis
@@ -14,14 +15,28 @@ hypothesis.settings.register_profile("repeatable", derandomize=True)  # a run of
 hypothesis.settings.load_profile("repeatable")
 
 
-@pytest.fixture
-def registered():
-    """What a test registers is forgotten after it: the names of mechanisms that were registered in it so far."""
+@contextlib.contextmanager
+def _forgetting():
+    """What is registered inside is forgotten after it; gives the names that were registered so far."""
     names, files = dict(registry._MECHANISMS), dict(registry._FILES)
     yield lambda: sorted(set(registry._MECHANISMS) - set(names))
     for kept, now in ((names, registry._MECHANISMS), (files, registry._FILES)):
         now.clear()
         now.update(kept)
+
+
+@pytest.fixture
+def registered():
+    """What a test registers is forgotten after it: the names of mechanisms that were registered in it so far."""
+    with _forgetting() as names:
+        yield names
+
+
+@pytest.fixture(scope="module")
+def registered_in_module():
+    """What a module's tests and fixtures register is forgotten after its last test."""
+    with _forgetting():
+        yield
 
 
 @pytest.fixture(params=["eager", "cpu"])

@@ -124,6 +124,7 @@ class Gated(Residual):
         return {"bias": Learned(bias.masked_fill(unused, torch.nan), ("read", "source"), "bias of a source")}
 '''
 
+pytestmark = pytest.mark.usefixtures("registered_in_module")
 SIZE = {name: value for name, value in NARROW.items() if name != "tie_word_embeddings"}
 TEXT = "stream read write source block depth query norm head layer"
 IDS = torch.arange(24).view(2, 12)
