@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attnres.ops import Norm, compute_dtype
 from attnres.residuals import NormLike, Residual, register
-from attnres.residuals.block import Block, resolve_block_size
+from attnres.residuals.mechanisms.block import Block, resolve_block_size
 from attnres.residuals.settings import full_precision
 
 EPS = 1e-6

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from attnres.residuals.standard import Standard
+from attnres.residuals.mechanisms.standard import Standard
 
 
 class Scaled(Standard):

@@ -305,7 +305,7 @@ def test_a_models_folder_runs_no_file_unasked(tmp_path, registered):
     marker, file = tmp_path / "was run", tmp_path / "secret.py"
     file.write_text(
         "from pathlib import Path\n"
-        "from attnres.residuals.standard import Standard\n"
+        "from attnres.residuals.mechanisms.standard import Standard\n"
         f"Path({str(marker)!r}).touch()\n"
         "class Secret(Standard):\n    name = 'secret'\n"
     )

@@ -1,7 +1,7 @@
 """Residual mechanisms: `standard`, its control, Attention Residuals, and rivals, behind one interface."""
 
 from attnres.residuals.base import NormLike, Residual, Slot
-from attnres.residuals.layout import Learned, Read, Source, Traits, columns, layout_of, outputs, sublayer_name
+from attnres.residuals.layout import About, Learned, Read, Source, Traits, columns, layout_of, outputs, sublayer_name
 from attnres.residuals.registry import (
     RESIDUALS,
     check_settings,
@@ -16,6 +16,7 @@ from attnres.residuals.watch import Editor, Observer
 
 __all__ = [
     "RESIDUALS",
+    "About",
     "Editor",
     "Learned",
     "NormLike",

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from attnres.ops import Norm, apply_norm
-from attnres.residuals.layout import Learned, Read, Source, Traits, outputs
+from attnres.residuals.layout import About, Learned, Read, Source, Traits, outputs
 from attnres.residuals.watch import Editor, Observer, watched
 
 NormLike = Norm | Callable[[Tensor], Tensor]
@@ -48,6 +48,8 @@ class Residual(nn.Module):
 
     name: ClassVar[str]
     traits: Traits
+    about: ClassVar[About | None] = None
+    """What `attnres mechanisms` says of it; one of a user's own may say nothing."""
     sublayers: Sequence[str] = ("attention", "mlp")
     """The kinds of a layer's sublayers, in order; a network of other layers sets its own on the instance."""
 

@@ -167,6 +167,23 @@ class Traits(NamedTuple):
     colour: str | None = None
 
 
+class About(NamedTuple):
+    """What a mechanism is, in a table's words.
+
+    Attributes:
+        rule: its formula, x the stream, f a sublayer without its norm, N the norm, h_l the l-th read before its norm.
+        start: the values that its parameters start at.
+        moves: vectors of width d that one sublayer reads and writes besides its own arithmetic (standard: x, f and the
+            new x, 3), in terms of L sublayers, N blocks of S, n streams.
+        source: the publication.
+    """
+
+    rule: str
+    start: str
+    moves: str
+    source: str
+
+
 class Learned(NamedTuple):
     """A learned table of a mechanism, for figures.
 

@@ -12,37 +12,15 @@ from typing import Any
 
 from attnres.errors import UserError, unknown
 from attnres.residuals.base import Residual
-from attnres.residuals.block import Block
-from attnres.residuals.boundary import Boundary, BoundaryNormed
-from attnres.residuals.cumulative import Cumulative
-from attnres.residuals.deepnorm import DeepNorm
-from attnres.residuals.denseformer import DenseFormer
-from attnres.residuals.depth_attention import DepthAttention
-from attnres.residuals.full import Full
-from attnres.residuals.gates import Gates
-from attnres.residuals.hyper_connections import HyperConnections
 from attnres.residuals.layout import Traits
-from attnres.residuals.rescaled import Rescaled
-from attnres.residuals.standard import Standard
+from attnres.residuals.mechanisms import MECHANISMS
+from attnres.residuals.mechanisms.depth_attention import DepthAttention
+from attnres.residuals.mechanisms.gates import Gates
 
 PLUGINS = "ATTNRES_RESIDUALS"
 """Environment variable: FILE.py:CLASS entries, separated by ";", that are registered when a name is looked up."""
 
-_MECHANISMS: dict[str, type[Residual]] = {
-    cls.name: cls
-    for cls in (
-        Standard,
-        Rescaled,
-        Full,
-        Block,
-        Cumulative,
-        Boundary,
-        BoundaryNormed,
-        DeepNorm,
-        HyperConnections,
-        DenseFormer,
-    )
-}
+_MECHANISMS: dict[str, type[Residual]] = {mechanism.name: mechanism for mechanism in MECHANISMS}
 _FILES: dict[str, str] = {}
 """Name of a mechanism -> the FILE.py:CLASS that it was read from."""
 

@@ -8,7 +8,7 @@ from attnres.residuals.check import CHECKS
 
 MECHANISM = '''
 """A mechanism of a user's own."""
-from attnres.residuals.standard import Standard
+from attnres.residuals.mechanisms.standard import Standard
 
 
 class Mine(Standard):

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 from attnres import UserError
 from attnres.residuals import Learned, Residual, Slot, register
-from attnres.residuals.block import Block
-from attnres.residuals.boundary import Boundary, BoundaryNormed
 from attnres.residuals.check import CHECKS, check_network, outcomes
 from attnres.residuals.check.subject import Subject
-from attnres.residuals.cumulative import Cumulative
-from attnres.residuals.denseformer import DenseFormer
-from attnres.residuals.full import Full
-from attnres.residuals.hyper_connections import HyperConnections
-from attnres.residuals.standard import Standard
+from attnres.residuals.mechanisms.block import Block
+from attnres.residuals.mechanisms.boundary import Boundary, BoundaryNormed
+from attnres.residuals.mechanisms.cumulative import Cumulative
+from attnres.residuals.mechanisms.denseformer import DenseFormer
+from attnres.residuals.mechanisms.full import Full
+from attnres.residuals.mechanisms.hyper_connections import HyperConnections
+from attnres.residuals.mechanisms.standard import Standard
 
 pytestmark = pytest.mark.usefixtures("registered")
 

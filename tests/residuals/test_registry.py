@@ -16,13 +16,13 @@ from attnres.residuals import (
     residual_class,
     source_file,
 )
+from attnres.residuals.mechanisms.standard import Standard
 from attnres.residuals.registry import PLUGINS, plugins, ships
-from attnres.residuals.standard import Standard
 from attnres.studies.variants import parse_variant
 
 pytestmark = pytest.mark.usefixtures("registered")
 MINE = '''
-from attnres.residuals.standard import Standard
+from attnres.residuals.mechanisms.standard import Standard
 
 
 class Mine(Standard):

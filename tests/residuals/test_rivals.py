@@ -31,22 +31,6 @@ def normed(h, gain):
     return F.rms_norm(h, (WIDTH,), gain, 1e-9)
 
 
-def test_standard_is_prenorm(network):
-    x, f, gains = network
-    for index in range(SUBLAYERS):
-        x = x + f(index, normed(x, gains[index]))
-    torch.testing.assert_close(run(make_residual("standard", SUBLAYERS, WIDTH), network), normed(x, gains[-1]))
-
-
-def test_rescaled_is_the_mean_of_all_outputs_so_far(network):
-    embedding, f, gains = network
-    outputs = [embedding]
-    for index in range(SUBLAYERS):
-        outputs.append(f(index, normed(torch.stack(outputs).mean(0), gains[index])))
-    expected = normed(torch.stack(outputs).mean(0), gains[-1])
-    torch.testing.assert_close(run(make_residual("rescaled", SUBLAYERS, WIDTH), network), expected)
-
-
 def test_rescaled_is_standard_where_every_read_is_normed(network):
     torch.testing.assert_close(
         run(make_residual("rescaled", SUBLAYERS, WIDTH), network),

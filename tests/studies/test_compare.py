@@ -11,7 +11,7 @@ from attnres.errors import UserError
 from attnres.files import locked
 from attnres.report import load_study
 from attnres.residuals import register
-from attnres.residuals.standard import Standard
+from attnres.residuals.mechanisms.standard import Standard
 from attnres.studies.compare import CompareConfig, compare, make_plan
 from attnres.studies.speed import step_times
 from attnres.training.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, to_dict

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.ops import Norm, SealedRead, apply_norm, in_two_phases, merge, read_sealed
 from attnres.residuals.base import NormLike, Residual, Slot
-from attnres.residuals.gates import Gates
 from attnres.residuals.layout import Learned, Source, Traits
+from attnres.residuals.mechanisms.gates import Gates
 from attnres.residuals.settings import positive
 
 NULL = Source("null", None, range(0), open=True)

@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from attnres.errors import UserError
-from attnres.residuals.depth_attention import DepthAttention, DepthState
-from attnres.residuals.layout import EMBEDDING, Source
+from attnres.residuals.layout import EMBEDDING, About, Source
+from attnres.residuals.mechanisms.depth_attention import DepthAttention, DepthState
 from attnres.residuals.settings import not_both, whole
 
 DEFAULT_BLOCKS = 8
@@ -47,6 +47,12 @@ class Block(DepthAttention):
 
     name = "block"
     traits = DepthAttention.traits._replace(colour="#0072b2")
+    about = About(
+        "as full, over the embedding, finished blocks' sums and the block in progress",
+        "w = 0",
+        "about N/S + 5",
+        "Kimi Team, arXiv 2603.15031",
+    )
 
     def __init__(
         self,

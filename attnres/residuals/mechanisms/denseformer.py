@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.residuals.base import NormLike, Residual, Slot
-from attnres.residuals.layout import Learned, Traits
+from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.settings import full_precision, start_at
 
 
@@ -30,6 +30,12 @@ class DenseFormer(Residual):
 
     name = "denseformer"
     traits = Traits(False, sums_to_one=False, has_query=False, starts_standard=True, colour="#009e73")
+    about = About(
+        "after each layer x = sum_j a_ij x_j over its own outputs",
+        "a = [0 .. 0, 1]",
+        "3 + L/4",
+        "Pagliardini et al., arXiv 2402.02622",
+    )
 
     def __init__(self, num_sublayers: int, width: int) -> None:
         super().__init__(num_sublayers, width)

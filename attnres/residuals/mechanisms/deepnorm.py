@@ -4,7 +4,7 @@ from torch import Tensor
 
 from attnres.ops.norms import Norm
 from attnres.residuals.base import NormLike, Residual, State
-from attnres.residuals.layout import Source, Traits
+from attnres.residuals.layout import About, Source, Traits
 
 
 class DeepNorm(Residual):
@@ -27,6 +27,12 @@ class DeepNorm(Residual):
         linear=False,
         scales_branches=True,
         colour="#e69f00",
+    )
+    about = About(
+        "N(a x + f(x)), a = (2M)^(1/4)",
+        "value, output and MLP weights / (8M)^(1/4)",
+        "3",
+        "Wang et al., arXiv 2203.00555",
     )
 
     def branch_scale(self) -> float:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from attnres.ops import compute_dtype
 from attnres.residuals.base import NormLike, Residual
-from attnres.residuals.layout import Learned, Traits
+from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.settings import full_precision, positive, start_at, true_or_false, whole
 
 
@@ -33,6 +33,12 @@ class HyperConnections(Residual):
 
     name = "hyper_connections"
     traits = Traits(True, sums_to_one=False, has_query=False, starts_standard=True, colour="#56b4e9")
+    about = About(
+        "H = A^T H + beta f(N(alpha^T H)), n streams",
+        "alpha = onehot, A = I, beta = 1; dynamic part 0",
+        "about 2n + 2",
+        "Zhu et al., arXiv 2409.19606",
+    )
 
     def __init__(
         self, num_sublayers: int, width: int, *, num_streams: int = 4, dynamic: bool = True, eps: float = 1e-6

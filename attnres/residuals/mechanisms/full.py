@@ -6,8 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from attnres.residuals.base import Slot
-from attnres.residuals.depth_attention import DepthAttention, DepthState
-from attnres.residuals.layout import Source, outputs
+from attnres.residuals.layout import About, Source, outputs
+from attnres.residuals.mechanisms.depth_attention import DepthAttention, DepthState
 from attnres.residuals.settings import whole
 
 
@@ -20,6 +20,12 @@ class Full(DepthAttention):
 
     name = "full"
     traits = DepthAttention.traits._replace(colour="#d55e00")
+    about = About(
+        "h_l = sum_i softmax_i(w_l . N(v_i)) v_i over the embedding and every output",
+        "w = 0",
+        "about L",
+        "Kimi Team, arXiv 2603.15031",
+    )
 
     def __init__(
         self,

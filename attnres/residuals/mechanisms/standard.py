@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from attnres.residuals.base import NormLike, Residual
-from attnres.residuals.layout import Traits
+from attnres.residuals.layout import About, Traits
 
 
 class Standard(Residual):
@@ -15,6 +15,7 @@ class Standard(Residual):
 
     name = "standard"
     traits = Traits(False, sums_to_one=False, has_query=False, starts_standard=True, colour="#4a5260")
+    about = About("x + f(N x)", "nothing", "3", "Xiong et al., arXiv 2002.04745")
 
     def start(self, embedding: Tensor) -> Tensor:
         return embedding

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from attnres.residuals.layout import Traits
-from attnres.residuals.standard import Standard
+from attnres.residuals.layout import About, Traits
+from attnres.residuals.mechanisms.standard import Standard
 
 
 class Rescaled(Standard):
@@ -16,6 +16,7 @@ class Rescaled(Standard):
 
     name = "rescaled"
     traits = Traits(False, sums_to_one=True, has_query=False, starts_standard=True, is_control=True, colour="#cc79a7")
+    about = About("(l/(l+1)) x + (1/(l+1)) f(N x)", "nothing", "3", "control; arXiv 2603.15031 starts there")
 
     def write(self, state: Tensor, index: int, output: Tensor) -> Tensor:
         return torch.lerp(state, output.to(state.dtype), 1.0 / (index + 2))

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.ops import Norm, apply_norm, compute_dtype, depth_read
 from attnres.residuals.base import NormLike, Residual, Slot
-from attnres.residuals.block import DEFAULT_BLOCKS
-from attnres.residuals.layout import EMBEDDING, Source, Traits
+from attnres.residuals.layout import EMBEDDING, About, Source, Traits
+from attnres.residuals.mechanisms.block import DEFAULT_BLOCKS
 from attnres.residuals.settings import full_precision, not_both, positive, whole
 from attnres.residuals.watch import watched
 
@@ -40,6 +40,12 @@ class Boundary(Residual):
 
     name = "boundary"
     traits = Traits(True, sums_to_one=True, has_query=True, starts_standard=False)
+    about = About(
+        "x + f(N x) inside a block; after it x = sum_i softmax_i(w . N(e_i)) e_i over all states at block ends",
+        "w = 0",
+        "3 + N/2S",
+        "github.com/aupadhyay/attnres-exp",
+    )
 
     def __init__(
         self,
@@ -148,6 +154,7 @@ class BoundaryNormed(Boundary):
     """
 
     name = "boundary_normed"
+    about = About("as boundary, and the values are normed", "w = 0", "3 + N/2S", "the blog snippet of the same study")
     traits = Boundary.traits._replace(linear=False)  # the values are normed: a number for each channel
 
     def mix(self, sources: tuple[Tensor, ...], block: int) -> tuple[Tensor, Tensor, Sequence[Tensor]]:

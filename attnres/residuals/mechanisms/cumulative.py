@@ -7,9 +7,9 @@ from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.residuals.base import NormLike
-from attnres.residuals.block import DEFAULT_BLOCKS
-from attnres.residuals.depth_attention import DepthAttention, DepthState
-from attnres.residuals.layout import EMBEDDING, Source
+from attnres.residuals.layout import EMBEDDING, About, Source
+from attnres.residuals.mechanisms.block import DEFAULT_BLOCKS
+from attnres.residuals.mechanisms.depth_attention import DepthAttention, DepthState
 from attnres.residuals.settings import not_both, whole
 
 
@@ -40,6 +40,12 @@ class Cumulative(DepthAttention):
 
     name = "cumulative"
     traits = DepthAttention.traits._replace(starts_standard=False)
+    about = About(
+        "as block, over snapshots of the running sum and the running sum",
+        "w = 0",
+        "about N/S + 5",
+        "open-attention-residuals",
+    )
     output_read = False
     carries = True
 

@@ -1,0 +1,30 @@
+"""The mechanisms that ship with the package, one file each, in the order in which tables name them."""
+
+from attnres.residuals.base import Residual
+from attnres.residuals.mechanisms.block import Block
+from attnres.residuals.mechanisms.boundary import Boundary, BoundaryNormed
+from attnres.residuals.mechanisms.cumulative import Cumulative
+from attnres.residuals.mechanisms.deepnorm import DeepNorm
+from attnres.residuals.mechanisms.denseformer import DenseFormer
+from attnres.residuals.mechanisms.full import Full
+from attnres.residuals.mechanisms.hyper_connections import HyperConnections
+from attnres.residuals.mechanisms.rescaled import Rescaled
+from attnres.residuals.mechanisms.standard import Standard
+
+MECHANISMS: tuple[type[Residual], ...] = (
+    # The baseline and what controls for its scale.
+    Standard,
+    Rescaled,
+    # Attention Residuals, and the layouts of other projects.
+    Full,
+    Block,
+    Cumulative,
+    Boundary,
+    BoundaryNormed,
+    # Rules of one stream.
+    DeepNorm,
+    # Several streams.
+    HyperConnections,
+    # Rules that keep earlier outputs.
+    DenseFormer,
+)
