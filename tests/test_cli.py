@@ -353,6 +353,20 @@ def test_convert_writes_a_model_and_says_how_exact_it_is(tmp_path, capsys):
     assert stop.value.code == 2 and "not empty" in capsys.readouterr().err
 
 
+def test_convert_takes_any_setting_of_the_residual_once(tmp_path, capsys):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    LlamaForCausalLM(LlamaConfig(**size, vocab_size=64)).save_pretrained(tmp_path / "plain")
+    arguments = ["convert", str(tmp_path / "plain"), str(tmp_path / "out")]
+    code, _, err = run(capsys, *arguments, "--num-blocks", "2", "--settings", "num_blocks=3")
+    assert code == 2 and "--num-blocks" in err and not (tmp_path / "out").exists()
+    code, _, _ = run(capsys, *arguments, "--settings", "num_blocks=4", "alpha=learnable")
+    assert code == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["residual_settings"] == {"num_blocks": 4, "alpha": "learnable", "read_scale": "sum"}
+
+
 def test_families_names_what_converts_and_what_is_refused(capsys):
     cli.main(["families"])
     said = capsys.readouterr().out

@@ -12,7 +12,12 @@ DEMO = Path("runs/demo")
 
 
 def explore(
-    models: Sequence[str | Path] = (), *, host: str = "127.0.0.1", port: int = 7860, browser: bool = False
+    models: Sequence[str | Path] = (),
+    *,
+    host: str = "127.0.0.1",
+    port: int = 7860,
+    browser: bool = False,
+    trust_remote_code: bool = False,
 ) -> None:
     """Serve the explorer of one or two models until Ctrl-C; without any, of the demo's.
 
@@ -28,7 +33,7 @@ def explore(
     from attnres.app.explorer import choose_threads, find_demo, open_models
     from attnres.app.page import Page
 
-    page = Page(open_models(models or find_demo(DEMO)))
+    page = Page(open_models(models or find_demo(DEMO), trust_remote_code=trust_remote_code))
     choose_threads(page.models)
     from attnres.app.server import serve
 

@@ -111,13 +111,14 @@ class Opened:
     Args:
         name: a run folder, a checkpoint folder in one, a model folder or a name on the hub.
         lender: whose tokenizer a checkpoint of an unfinished run takes; checkpoints hold none.
+        trust_remote_code: run code that comes with the model.
 
     Raises:
         UserError: no model there, or one whose reads mix no sources by weights.
     """
 
-    def __init__(self, name: str | Path, lender: "Opened | None" = None) -> None:
-        checkpoint = _open(name, lender.checkpoint if lender is not None else None)
+    def __init__(self, name: str | Path, lender: "Opened | None" = None, *, trust_remote_code: bool = False) -> None:
+        checkpoint = _open(name, lender.checkpoint if lender is not None else None, trust_remote_code)
         self.checkpoint = checkpoint
         self.model: Any = checkpoint.load("auto", str(pick_device("auto")))
         self.tokenizer: Any = checkpoint.tokenizer
@@ -274,11 +275,11 @@ class Opened:
         return Effect(prediction.log_probs, prediction.losses.double().numpy())
 
 
-def open_models(names: Sequence[str | Path]) -> list[Opened]:
+def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False) -> list[Opened]:
     """Load the models of a command line. Raises UserError."""
     models: list[Opened] = []
     for name in names:
-        models.append(Opened(name, models[0] if models else None))
+        models.append(Opened(name, models[0] if models else None, trust_remote_code=trust_remote_code))
     if len({model.label for model in models}) < len(models):
         for model in models:
             model.name = model.checkpoint.title(parts=2)
@@ -318,9 +319,9 @@ def find_demo(folder: Path) -> list[Path]:
     return finished
 
 
-def _open(name: str | Path, lender: Checkpoint | None) -> Checkpoint:
+def _open(name: str | Path, lender: Checkpoint | None, trust_remote_code: bool) -> Checkpoint:
     """A model; where it is the checkpoint of an unfinished run, with the tokenizer of `lender`."""
-    checkpoint = open_checkpoint(name)
+    checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
     if checkpoint.tokenizer_folder is not None or checkpoint.run is None:
         return checkpoint
     if lender is None:

@@ -20,6 +20,8 @@ class App:
     """Port to serve on."""
     open: bool = False
     """Open the page in a browser."""
+    trust_remote_code: bool = False
+    """Run code that comes with a model."""
 
 
 def run(arguments: list[str]) -> None:
@@ -28,4 +30,10 @@ def run(arguments: list[str]) -> None:
 
     from attnres.app import explore
 
-    explore(options.models, host=options.host, port=options.port, browser=options.open)
+    explore(
+        options.models,
+        host=options.host,
+        port=options.port,
+        browser=options.open,
+        trust_remote_code=options.trust_remote_code,
+    )

@@ -1,12 +1,12 @@
 """`attnres convert`: depth reads for a pretrained model."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import tyro
 
 from attnres.errors import UserError
-from attnres.flags import parse
+from attnres.flags import Settings, parse
 
 
 @dataclass
@@ -22,13 +22,15 @@ class Convert:
     out: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="OUT")]
     """Folder to write, new or empty."""
     residual: str | None = None
-    """How sublayers read earlier outputs: block, full or rescaled; none is block."""
+    """How sublayers read earlier outputs: a mechanism that starts as the plain model, or FILE.py:CLASS (block)."""
     block_size: int | None = None
     """Sublayers (attention and MLP count apart) in a block; give this or num_blocks."""
     num_blocks: int | None = None
     """Number of blocks; give this or block_size."""
     read_scale: str | None = None
     """sum is exact, and taken if none is given; mean, the paper's, only up to the eps of the norms that follow."""
+    settings: Settings = field(default_factory=dict)
+    """Other settings of the residual, e.g. null_source=true."""
     dtype: str | None = None
     """Weights in bf16, fp16, fp32 or fp64; none keeps the model's own."""
     to: str | None = None
@@ -43,8 +45,12 @@ def run(arguments: list[str]) -> None:
 
     from attnres.models import convert, export_model, open_checkpoint
 
-    settings = {name: getattr(options, name) for name in ("block_size", "num_blocks", "read_scale")}
-    settings = {name: value for name, value in settings.items() if value is not None}
+    settings = dict(options.settings)
+    for name in ("block_size", "num_blocks", "read_scale"):
+        if (value := getattr(options, name)) is not None:
+            if name in settings:
+                raise UserError(f"both --{name.replace('_', '-')} and --settings {name}= are given: give one of them")
+            settings[name] = value
     flags = [name for name in ("residual", "dtype") if getattr(options, name) is not None] + list(settings)
     if options.to is not None:
         _refuse_changes(f"--to {options.to}", flags)
