@@ -1,8 +1,9 @@
-"""Mechanisms that tests of the conformance suite share."""
+"""Mechanisms that tests share, and the names of those of a kind."""
 
 import torch
 from torch import nn
 
+from attnres import RESIDUALS, make_residual
 from attnres.residuals.mechanisms.standard import Standard
 
 
@@ -22,3 +23,9 @@ class Scaled(Standard):
 
     def implied(self, index):
         return self.scale[index].detach().expand(index + 1)
+
+
+WEIGHED = sorted(name for name in RESIDUALS if make_residual(name, 6, 32).layout()[0].sources)
+"""Names of the mechanisms whose reads are weighted sums of sources."""
+LINEAR = sorted(name for name in WEIGHED if make_residual(name, 6, 32).traits.linear)
+"""Names of those that have a mixing matrix."""

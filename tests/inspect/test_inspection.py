@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from mechanisms import LINEAR, WEIGHED
 
 from attnres.errors import UserError
 from attnres.inspect.inspection import Inspection
@@ -101,8 +102,8 @@ def test_every_residual_is_inspected_as_far_as_it_goes(make_model, tokenizer, do
     found.save(tmp_path / "inspection.json")
     assert Inspection.load(tmp_path / "inspection.json") == found
     assert len(found.output_rms) == 6 and len(found.input_rms) == 7
-    assert (found.routing is None) == (residual == "deepnorm")
-    assert (found.mixing is None) == (residual in ("deepnorm", "boundary_normed"))
+    assert (found.routing is None) == (residual not in WEIGHED)
+    assert (found.mixing is None) == (residual not in LINEAR)
     assert (found.sharpness is None) == (not RESIDUALS[residual].traits.has_query)
     if residual == "standard":
         assert found.distance == pytest.approx([i / 2 for i in range(7)])

@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from mechanisms import WEIGHED
 from tiny import SIZE
 
-from attnres import RESIDUALS, UserError
+from attnres import UserError
 from attnres.inspect.edits import AddLogit, KnockOut, Pin, Recency, Swap, Uniform, pin_from
 from attnres.inspect.intervene import intervene, source_names
 from attnres.inspect.record import record
 from attnres.models import build
 
-EDITABLE = sorted(set(RESIDUALS) - {"deepnorm"})
 SOFTMAX = ("block", "full", "cumulative", "boundary")
 
 
@@ -43,7 +43,7 @@ def token_weights(model, *edits, ids=None):
     return trace
 
 
-@pytest.mark.parametrize("residual", EDITABLE)
+@pytest.mark.parametrize("residual", WEIGHED)
 def test_an_intervention_without_edits_gives_the_models_own_logits_and_gradients(residual):
     model = make(residual)
     for size in (1, 9):
@@ -61,7 +61,7 @@ def test_an_intervention_without_edits_gives_the_models_own_logits_and_gradients
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-3, atol=1e-4 * scale)
 
 
-@pytest.mark.parametrize("residual", EDITABLE)
+@pytest.mark.parametrize("residual", WEIGHED)
 def test_an_edit_changes_later_logits_only_while_the_block_runs(residual):
     model = make(residual)
     expected = logits_of(model)
@@ -253,7 +253,7 @@ def test_a_model_is_whole_again_after_an_exception_and_is_not_edited_twice():
 
 
 def test_source_names_are_those_that_a_recording_sees():
-    for residual in EDITABLE:
+    for residual in WEIGHED:
         model = make(residual)
         assert source_names(model) == token_weights(model).sources
 

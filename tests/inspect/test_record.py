@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from mechanisms import LINEAR, WEIGHED
 from tiny import SIZE
 
 from attnres import RESIDUALS, UserError, depth_read_reference
@@ -47,8 +48,7 @@ def test_magnitudes_are_there_for_every_depth(residual):
     assert [len(values) for values in (trace.output_rms, trace.input_rms, trace.grad_rms)] == [6, 7, 6]
     assert all(value > 0 for values in (trace.output_rms, trace.input_rms, trace.grad_rms) for value in values)
     assert trace.tokens == 18
-    by_token = {"block", "full", "cumulative", "boundary", "boundary_normed", "hyper_connections"}
-    assert (trace.routing is not None) == (residual in by_token)
+    assert (trace.routing is not None) == RESIDUALS[residual].traits.by_token
 
 
 def test_magnitudes_are_root_mean_squares_of_what_sublayers_wrote_and_read():
@@ -162,7 +162,6 @@ SETTINGS = {
     "boundary": {"block_size": 2},
     "boundary_normed": {"block_size": 2},
 }
-NO_SUMS = ("deepnorm", "boundary_normed")
 GATED = [
     ("block", {"num_blocks": 2, "read_scale": "sum"}),
     ("block", {"num_blocks": 2, "gate": "scalar", "read_scale": "sum", "null_source": True}),
@@ -186,7 +185,7 @@ class Values:
 
 @pytest.mark.parametrize(
     ("residual", "settings"),
-    [(name, SETTINGS.get(name, {})) for name in sorted(RESIDUALS) if name not in NO_SUMS] + GATED,
+    [(name, SETTINGS.get(name, {})) for name in sorted(RESIDUALS) if name in LINEAR] + GATED,
 )
 def test_the_mixing_matrix_makes_every_read_out_of_the_outputs(residual, settings):
     model = make(residual, **settings)
@@ -203,7 +202,7 @@ def test_the_mixing_matrix_makes_every_read_out_of_the_outputs(residual, setting
         torch.testing.assert_close(torch.tensor(trace.mixing[index]), rows.double().mean((0, 1)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("residual", NO_SUMS)
+@pytest.mark.parametrize("residual", sorted(set(RESIDUALS) - set(LINEAR)))
 def test_what_is_no_sum_of_outputs_has_no_mixing_matrix(residual):
     model = make(residual, **SETTINGS.get(residual, {}))
     with record(model) as trace:
@@ -334,7 +333,7 @@ class Editing:
         return self.change(index, weights)
 
 
-EVERY = [(name, SETTINGS.get(name, {})) for name in sorted(RESIDUALS) if name != "deepnorm"] + GATED
+EVERY = [(name, SETTINGS.get(name, {})) for name in WEIGHED] + GATED
 
 
 @pytest.mark.parametrize(("residual", "settings"), EVERY)
@@ -369,7 +368,7 @@ def test_an_edited_read_is_the_read_less_what_was_taken_out(residual, settings):
         assert torch.equal(before.token_weights[index], after.token_weights[index])
     torch.testing.assert_close(after.token_weights[4][..., -1], before.token_weights[4][..., -1] / 2)
     assert not torch.equal(before.token_norms[..., 4], after.token_norms[..., 4]) or "null" in before.sources[4]
-    if residual not in NO_SUMS:
+    if residual in LINEAR:
         plain = after.token_mixing[4]
         assert not torch.equal(plain, before.token_mixing[4]) or "null" in before.sources[4]
 

@@ -18,6 +18,9 @@ SETTINGS = [
     ("boundary", {"block_size": 2}),
     ("boundary_normed", {"block_size": 2}),
     ("hyper_connections", {"num_streams": 3, "dynamic": False}),
+    ("frac_connections", {"num_slices": 2, "dynamic": False}),
+    ("mhc", {"num_streams": 2}),
+    ("mhc_lite", {"num_streams": 2}),
 ]
 
 

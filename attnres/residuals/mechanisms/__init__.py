@@ -6,8 +6,13 @@ from attnres.residuals.mechanisms.boundary import Boundary, BoundaryNormed
 from attnres.residuals.mechanisms.cumulative import Cumulative
 from attnres.residuals.mechanisms.deepnorm import DeepNorm
 from attnres.residuals.mechanisms.denseformer import DenseFormer
+from attnres.residuals.mechanisms.frac_connections import FracConnections
 from attnres.residuals.mechanisms.full import Full
 from attnres.residuals.mechanisms.hyper_connections import HyperConnections
+from attnres.residuals.mechanisms.identity_hc import IdentityHC
+from attnres.residuals.mechanisms.mhc import MHC
+from attnres.residuals.mechanisms.mhc_lite import MHCLite
+from attnres.residuals.mechanisms.parallel_lanes import ParallelLanes
 from attnres.residuals.mechanisms.rescaled import Rescaled
 from attnres.residuals.mechanisms.standard import Standard
 
@@ -25,6 +30,11 @@ MECHANISMS: tuple[type[Residual], ...] = (
     DeepNorm,
     # Several streams.
     HyperConnections,
+    MHC,
+    MHCLite,
+    IdentityHC,
+    FracConnections,
+    ParallelLanes,
     # Rules that keep earlier outputs.
     DenseFormer,
 )
