@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attnres.ops import Norm, compute_dtype
 from attnres.residuals import NormLike, Residual, register
-from attnres.residuals.mechanisms.block import Block, resolve_block_size
+from attnres.residuals.mechanisms.block import Block, resolve_block_sizes
 from attnres.residuals.settings import full_precision
 
 EPS = 1e-6
@@ -42,7 +42,7 @@ class NaiveBlock(Residual):
         self, num_sublayers: int, width: int, *, num_blocks: int | None = None, block_size: int | None = None
     ) -> None:
         super().__init__(num_sublayers, width)
-        self.block_size = resolve_block_size(num_sublayers, block_size, num_blocks)
+        self.block_size = resolve_block_sizes(num_sublayers, block_size, num_blocks)[0]
         self.query = nn.Parameter(torch.zeros(num_sublayers + 1, width))
         self.gain = nn.Parameter(torch.ones(num_sublayers + 1, width))
 

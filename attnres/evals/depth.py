@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from types import TracebackType
 from typing import Self
 
@@ -99,10 +100,11 @@ class DepthReader:
         names = [source.name for source in self.sources[last]]
         output = sorted(zip(names, rows[last]), key=lambda pair: -pair[1])
         blocks = []
-        size = getattr(self.residual, "block_size", 1)
-        size = size if size > 1 else -(-last // PARTS)
-        for number, start in enumerate(range(0, last, size), 1):
-            reads = range(start, min(start + size, last))
+        sealed = [source for row in self.sources for source in row if source.kind in ("block", "state")]
+        ends = {source.span.stop - 1 for source in sealed if source.span} or set(range(0, last, -(-last // PARTS)))
+        bounds = sorted({0, *ends, last})
+        for number, (start, stop) in enumerate(pairwise(bounds), 1):
+            reads = range(start, stop)
             sums: dict[str, float] = {}
             sources: dict[str, Source] = {}
             for index in reads:

@@ -50,6 +50,8 @@ class Residual(nn.Module):
     traits: Traits
     about: ClassVar[About | None] = None
     """What `attnres mechanisms` says of it; one of a user's own may say nothing."""
+    parts: ClassVar[tuple[type, ...]] = ()
+    """Classes whose keyword arguments are settings of the mechanism too, handed on to them."""
     sublayers: Sequence[str] = ("attention", "mlp")
     """The kinds of a layer's sublayers, in order; a network of other layers sets its own on the instance."""
 

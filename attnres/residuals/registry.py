@@ -14,8 +14,6 @@ from attnres.errors import UserError, unknown
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import Traits
 from attnres.residuals.mechanisms import MECHANISMS
-from attnres.residuals.mechanisms.depth_attention import DepthAttention
-from attnres.residuals.mechanisms.gates import Gates
 
 PLUGINS = "ATTNRES_RESIDUALS"
 """Environment variable: FILE.py:CLASS entries, separated by ";", that are registered when a name is looked up."""
@@ -177,8 +175,9 @@ def _is_mechanism(value: Any) -> bool:
 def settings_of(name: str) -> dict[str, Any]:
     """Return the settings that a residual takes, with their defaults."""
     mechanism = residual_class(name)
-    makers = (mechanism, Gates) if issubclass(mechanism, DepthAttention) else (mechanism,)  # depth reads pass them on
-    parameters = [p for maker in makers for p in inspect.signature(maker.__init__).parameters.values()]
+    parameters = [
+        p for maker in (mechanism, *mechanism.parts) for p in inspect.signature(maker.__init__).parameters.values()
+    ]
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 

@@ -210,7 +210,7 @@ def test_a_model_that_a_format_cannot_hold_is_refused(tmp_path):
 
     assert "'cumulative'" in attempt("open-attnres", "block")
     assert "no number of blocks" in attempt("open-attnres", "cumulative", block_size=3, key_norm_eps=1e-5)
-    assert "null source" in attempt("open-attnres", "cumulative", block_size=2, null_source=True, key_norm_eps=1e-5)
+    assert "null_source" in attempt("open-attnres", "cumulative", block_size=2, null_source=True, key_norm_eps=1e-5)
     assert "'block' or 'full'" in attempt("fla", "cumulative")
     assert "read_scale" in attempt("fla", "block", block_size=2, read_scale="sum")
     assert "gates" in attempt("fla", "block", block_size=2, recency_bias=1.0)

@@ -244,6 +244,6 @@ def test_impossible_settings_are_refused_with_a_sentence(name, settings, says):
 
 
 def test_an_odd_last_block_is_shorter():
-    assert make_residual("block", 93 * 2, WIDTH, block_size=24).group == 24
-    assert make_residual("block", 12, WIDTH, num_blocks=4).block_size == 3
-    assert make_residual("block", 24, WIDTH).block_size == 3  # eight blocks by default
+    assert make_residual("block", 93 * 2, WIDTH, block_size=24).block_sizes == [24] * 7 + [18]
+    assert make_residual("block", 12, WIDTH, num_blocks=4).block_sizes == [3] * 4
+    assert make_residual("block", 24, WIDTH).block_sizes == [3] * 8  # eight blocks by default

@@ -11,6 +11,7 @@ from attnres.models.foreign.format import (
     WrittenFormat,
     cannot,
     need,
+    one_block_size,
     plain_reads,
     query_and_gain,
     same_eps,
@@ -95,7 +96,7 @@ class FLA(WrittenFormat):
         family = config.model_type.removeprefix("attnres_")
         if family not in self.families.values():
             raise cannot(self, f"its family is {family}, expected one of {', '.join(self.families.values())}")
-        layers, size = config.num_hidden_layers, getattr(residual, "block_size", 1)
+        layers, size = config.num_hidden_layers, one_block_size(self, residual)
         heads, rope = config.num_attention_heads, config.rope_parameters
         rotary = rope.get("rope_type", "default") == "default"
         biased = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)

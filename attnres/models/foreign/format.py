@@ -113,10 +113,20 @@ def plain_reads(kind: Format, residual: Any) -> None:
     """The paper's layout and nothing besides."""
     if residual.name not in ("block", "full"):
         raise cannot(kind, f"its residual is '{residual.name}', expected 'block' or 'full'")
-    if not residual.gates.idle:
-        raise cannot(kind, "its reads have gates, a recency bias or a null source")
+    special = residual.special or ("window" if residual.window else None)
+    special = special or (None if residual.weighting.read_temperature == 1.0 else "read_temperature")
+    if special is not None:
+        raise cannot(kind, f"its reads are not the paper's ({special})")
     if residual.read_scale != "mean":
         raise cannot(kind, "its reads are sums (read_scale 'sum'), which differ from theirs by the norms' eps")
+
+
+def one_block_size(kind: Format, residual: Any) -> int:
+    """The sublayers in each block but the last, which may be shorter; 1 of Full."""
+    sizes = residual.block_sizes if residual.name == "block" else [1]
+    if len({*sizes[:-1], max(sizes)}) > 1:
+        raise cannot(kind, f"its blocks differ in size ({'+'.join(map(str, sizes))})")
+    return sizes[0]
 
 
 def same_eps(kind: Format, residual: Any, eps: float) -> None:

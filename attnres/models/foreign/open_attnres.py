@@ -63,9 +63,9 @@ class OpenAttnRes(WrittenFormat):
         if config.model_type != "attnres_qwen3" or residual.name != "cumulative":
             raise cannot(self, f"expected a qwen3 with residual 'cumulative', not '{residual.name}'")
         same_eps(self, residual, config.rms_norm_eps)
-        gates = residual.gates
-        if gates.null_source or gates.read_temperature != 1.0:
-            raise cannot(self, "its reads have a null source or a temperature")
+        gates, weighting = residual.gates, residual.weighting
+        if weighting.special is not None or weighting.read_temperature != 1.0:
+            raise cannot(self, f"its reads are not theirs ({weighting.special or 'read_temperature'})")
         layers, size = config.num_hidden_layers, residual.block_size
         counts = [stored.get("attnres_num_blocks") or layers, *range(1, layers + 1)]
         blocks = next(

@@ -13,6 +13,7 @@ from attnres.residuals.mechanisms.identity_hc import IdentityHC
 from attnres.residuals.mechanisms.mhc import MHC
 from attnres.residuals.mechanisms.mhc_lite import MHCLite
 from attnres.residuals.mechanisms.parallel_lanes import ParallelLanes
+from attnres.residuals.mechanisms.post_block import PostBlock
 from attnres.residuals.mechanisms.rescaled import Rescaled
 from attnres.residuals.mechanisms.standard import Standard
 
@@ -26,6 +27,7 @@ MECHANISMS: tuple[type[Residual], ...] = (
     Cumulative,
     Boundary,
     BoundaryNormed,
+    PostBlock,
     # Rules of one stream.
     DeepNorm,
     # Several streams.

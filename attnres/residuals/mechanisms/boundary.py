@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.ops import Norm, apply_norm, compute_dtype, depth_read
-from attnres.residuals.base import NormLike, Residual, Slot
+from attnres.residuals.base import NormLike, Residual, Slot, State
 from attnres.residuals.layout import EMBEDDING, About, Source, Traits
 from attnres.residuals.mechanisms.block import DEFAULT_BLOCKS
 from attnres.residuals.settings import full_precision, not_both, positive, whole
@@ -74,10 +74,10 @@ class Boundary(Residual):
         h, weights = depth_read(sources, query, gain, eps=self.key_norm_eps, return_weights=True)
         return h, weights, sources
 
-    def start(self, embedding: Tensor) -> Boundaries:
+    def start(self, embedding: Tensor) -> State:
         return Boundaries(embedding, (embedding,))
 
-    def read(self, state: Boundaries, index: int, norm: NormLike) -> tuple[Tensor, Boundaries]:
+    def read(self, state: State, index: int, norm: NormLike) -> tuple[Tensor, State]:
         if self._inside(index):
             return self.normed(state.stream, index, norm, values=[state.stream]), state
         stream, weights, values = self.mix(state.ends, len(state.ends) - 2)
@@ -89,7 +89,7 @@ class Boundary(Residual):
         """Whether read `index` is of the plain stream: no block ends before it."""
         return index == 0 or (index % self.block_size != 0 and index < self.num_sublayers)
 
-    def write(self, state: Boundaries, index: int, output: Tensor) -> Boundaries:
+    def write(self, state: State, index: int, output: Tensor) -> State:
         stream = state.stream + output
         if (index + 1) % self.block_size == 0 or index + 1 == self.num_sublayers:
             return Boundaries(stream, (*state.ends, stream))
@@ -132,16 +132,16 @@ class Boundary(Residual):
         """Return how many states at block ends there are before sublayer `index`, the embedding included."""
         return 1 + (math.ceil(index / self.block_size) if self._at_end(index) else index // self.block_size)
 
-    def pack(self, state: Boundaries, index: int) -> tuple[Tensor, ...]:
+    def pack(self, state: State, index: int) -> tuple[Tensor, ...]:
         return state.ends if self._at_end(index) else (*state.ends, state.stream)
 
-    def unpack(self, tensors: Sequence[Tensor], index: int) -> Boundaries:
+    def unpack(self, tensors: Sequence[Tensor], index: int) -> State:
         return Boundaries(tensors[-1], tuple(tensors[: self._ends(index)]))
 
-    def hidden_state(self, state: Boundaries) -> Tensor:
+    def hidden_state(self, state: State) -> Tensor:
         return state.stream
 
-    def finish(self, state: Boundaries, norm: NormLike) -> Tensor:
+    def finish(self, state: State, norm: NormLike) -> Tensor:
         return self.read(state, self.num_sublayers, norm)[0]
 
 

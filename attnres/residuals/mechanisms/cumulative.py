@@ -9,7 +9,7 @@ from attnres.errors import UserError
 from attnres.residuals.base import NormLike
 from attnres.residuals.layout import EMBEDDING, About, Source
 from attnres.residuals.mechanisms.block import DEFAULT_BLOCKS
-from attnres.residuals.mechanisms.depth_attention import DepthAttention, DepthState
+from attnres.residuals.mechanisms.depth_attention import DepthAttention, DepthState, sizes_of_groups
 from attnres.residuals.settings import not_both, whole
 
 
@@ -57,16 +57,16 @@ class Cumulative(DepthAttention):
         block_size: int | None = None,
         num_blocks: int | None = None,
         key_norm_eps: float = 1e-6,
-        **gates: Any,
+        **options: Any,
     ) -> None:
         size = snapshot_size(num_sublayers, block_size, num_blocks)
         super().__init__(
             num_sublayers,
             width,
-            group=size,
+            groups=sizes_of_groups(num_sublayers, size),
             key_norm_eps=key_norm_eps,
             read_scale="mean",
-            **gates,
+            **options,
         )
         self.block_size = size
 

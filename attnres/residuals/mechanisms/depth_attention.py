@@ -1,17 +1,19 @@
 """What Full and Block Attention Residuals share: pseudo-queries, the two-phase schedule, the state."""
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.ops import Norm, SealedRead, apply_norm, in_two_phases, merge, read_sealed
+from attnres.ops import Norm, SealedRead, apply_norm, compute_dtype, in_two_phases, merge, read_sealed
 from attnres.residuals.base import NormLike, Residual, Slot
 from attnres.residuals.layout import Learned, Source, Traits
 from attnres.residuals.mechanisms.gates import Gates
-from attnres.residuals.settings import positive
+from attnres.residuals.mechanisms.weighting import Weighting, settings_among
+from attnres.residuals.settings import positive, whole
 
 NULL = Source("null", None, range(0), open=True)
 
@@ -46,17 +48,21 @@ class DepthAttention(Residual):
     at zero: every weight is then uniform, and a pre-norm network computes what it computed without depth reads.
 
     Args:
-        group: sublayers whose reads share one pass over the sealed sources.
+        groups: sublayers whose reads share one pass over the sealed sources, group after group; they add up to L.
         key_norm_eps: of the key norm.
         read_scale: "mean" is the formula above. "sum" multiplies the read by its number of sources, as if the following
             norm's eps were divided by its square: with zero queries logits are then those of the standard residual
             exactly, with no change of eps. For training the two differ by eps alone.
-        gates: settings of `Gates`, which hold reads back towards the running sum of all sources.
+        window: a read has the embedding and its last `window` other sources; None has all. All are kept even so, for
+            the plain stream is their sum.
+        options: settings of `Weighting` (what scores the sources and how) and `Gates` (what holds a read back towards
+            the running sum of all sources).
 
     Source: arXiv 2603.15031.
     """
 
     traits = Traits(True, sums_to_one=True, has_query=True, starts_standard=True)
+    parts = (Weighting, Gates)
     output_read: ClassVar[bool] = True
     """Whether the output has a read of its own."""
     carries: ClassVar[bool] = False
@@ -67,34 +73,55 @@ class DepthAttention(Residual):
         num_sublayers: int,
         width: int,
         *,
-        group: int,
+        groups: Sequence[int],
         key_norm_eps: float = 1e-6,
         read_scale: Literal["mean", "sum"] = "mean",
-        **gates: Any,
+        window: int | None = None,
+        **options: Any,
     ) -> None:
         super().__init__(num_sublayers, width)
         if read_scale not in ("mean", "sum"):
             raise UserError(f"read_scale is '{read_scale}': expected 'mean' (the paper's) or 'sum' (exact conversion)")
-        self.group, self.read_scale = group, read_scale
+        self.bounds, self.read_scale = (0, *accumulate(groups)), read_scale
+        groups_of_reads = [bounds for bounds in pairwise(self.bounds) for _ in range(*bounds)]
+        self._groups = (*groups_of_reads, (num_sublayers, num_sublayers + self.output_read))
+        """The first read of the group of each read, and the one after its last; the output's has one of its own."""
+        self.window = None if window is None else whole("window", window)
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
         self.recompute_reads = False
         """Keep no read for backward but make it again there: less memory, one more pass over its sources."""
         reads = num_sublayers + self.output_read
         self.query = nn.Parameter(torch.empty(reads, width))
         self.gain = nn.Parameter(torch.empty(reads, width))
-        self.gates = Gates(reads, width, **gates)
-        # A biased softmax is not uniform at the start; a vector gate gives each channel a number of its own.
-        standard = self.traits.starts_standard and not self.gates.recency_bias
-        self.traits = self.traits._replace(
-            starts_standard=standard or self.gates.alpha is not None,  # alpha starts at the plain stream
-            linear=self.gates.gate_weight is None,
-        )
+        self.weighting = Weighting(reads, width, **settings_among(options, Weighting))
+        self.gates = Gates(reads, width, **options)
+        self.traits = self._traits_with_settings()
         self.init_parameters()
 
     def init_parameters(self) -> None:
         nn.init.zeros_(self.query)
         nn.init.ones_(self.gain)
+        self.weighting.init_parameters()
         self.gates.init_parameters()
+
+    def _traits_with_settings(self) -> Traits:
+        """Return what the class says, as the settings change it."""
+        traits, weighting, gates = self.traits, self.weighting, self.gates
+        # A biased softmax is not uniform at the start, a window leaves sources out; alpha starts at the plain stream.
+        uniform = traits.starts_standard and not gates.recency_bias and not weighting.normed_values
+        uniform = uniform and (self.window is None or self.window >= len(self._all_sources(self.num_sublayers)) - 1)
+        return traits._replace(
+            sums_to_one=traits.sums_to_one and not weighting.sigmoid,
+            has_query=weighting.bounded,
+            starts_standard=uniform or gates.alpha is not None,
+            # A vector gate, several heads and normed values give each channel a number of its own.
+            linear=gates.gate_weight is None and weighting.heads == 1 and not weighting.normed_values,
+        )
+
+    @property
+    def special(self) -> str | None:
+        """What makes every read be made in plain torch, in words; None where the kernels and the schedule serve."""
+        return self.weighting.special or (None if self.gates.idle else "gates")
 
     def opened(self, state: DepthState, output: Tensor) -> DepthState:
         """The state with one more output among, or to be added to, the group's open sources."""
@@ -103,7 +130,7 @@ class DepthAttention(Residual):
     @property
     def max_open(self) -> int:
         """The most open sources a read has."""
-        return self.group
+        return max(stop - start for start, stop in pairwise(self.bounds))
 
     def sealed(self, index: int) -> tuple[Source, ...]:
         """Return the finished sources of read `index`."""
@@ -113,26 +140,35 @@ class DepthAttention(Residual):
         """Return the sources that the group of read `index` has still open."""
         raise NotImplementedError
 
+    def _all_sources(self, index: int) -> tuple[Source, ...]:
+        return self.sealed(index) + self.opens(index)
+
+    def _places(self, count: int) -> list[int]:
+        """Return which of `count` sources a read has: the embedding and the last ones, or all."""
+        if self.window is None or self.window >= count - 1:
+            return list(range(count))
+        return [0, *range(count - self.window, count)]
+
     def sources(self, index: int) -> tuple[Source, ...]:
-        sources = self.sealed(index) + self.opens(index)
-        return (*sources, NULL) if self.gates.null_source and len(sources) > 1 else sources
+        every = self._all_sources(index)
+        sources = tuple(every[place] for place in self._places(len(every)))
+        return (*sources, NULL) if self.weighting.null_source and len(sources) > 1 else sources
 
     def group_start(self, index: int) -> int:
-        """Return the first read of the group of read `index`; the output's read has a group of its own."""
-        return index if index == self.num_sublayers else index - index % self.group
+        """Return the first read of the group of read `index`."""
+        return self._groups[index][0]
 
     def _begin(self, sealed: tuple[Tensor, ...], opens: tuple[Tensor, ...], index: int) -> DepthState:
         """Return the state before read `index`, with phase 1 of what its group has still to read done if that pays."""
-        last = self.num_sublayers + self.output_read
-        stop = min(self.group_start(index) + self.group, self.num_sublayers) if index < self.num_sublayers else last
+        stop = self._groups[index][1]
         # A read of the embedding alone is the embedding.
         first = index + (len(sealed) + len(opens) == 1)
-        two = stop > first and self.gates.idle and self.editor is None
+        two = stop > first and self.special is None and self.window is None and self.editor is None
         if not (
             two and in_two_phases(len(sealed), stop - first, training=torch.is_grad_enabled(), opens=self.max_open)
         ):
             return DepthState(sealed, opens)
-        queries = self.query[first:stop] * self.gain[first:stop]
+        queries = self._scaled_query(slice(first, stop))
         sealed, outputs, top, total, logits = read_sealed(sealed, queries, eps=self.key_norm_eps)
         if index == self.group_start(index):
             opens = self._reopened(sealed)
@@ -150,34 +186,39 @@ class DepthAttention(Residual):
         return self._begin_group((embedding,), 0)
 
     def read(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
-        embedding, count = state.sealed[0], len(state.sealed) + len(state.open)
+        embedding, count = state.sealed[0], len(self._places(len(state.sealed) + len(state.open)))
         if count == 1:  # one source: itself, and exactly no gradient for the query
             return self.normed(embedding, index, norm, values=[embedding]), state
-        if not self.gates.idle or self.editor is not None:
-            return self._gated(state, index, norm)
+        if self.special is not None or self.editor is not None:
+            return self._read_plainly(state, index, norm)
         fused = norm if isinstance(norm, Norm) else None
         if fused is not None:
             eps = fused.eps / count**2 if self.read_scale == "sum" else fused.eps
             fused = fused._replace(eps=eps, out_dtype=fused.out_dtype or embedding.dtype)
-        phase1, opens = None, state.open
+        phase1, opens, places = None, state.open, range(0)
         if state.outputs:
             place = state.logits[0].shape[-1] - len(state.outputs)
             phase1 = SealedRead(state.outputs[0], state.top[0], state.total[0], state.sealed, state.logits[0], place)
         else:
-            opens = state.sealed + opens
+            every = state.sealed + opens
+            places = self._places(len(every))
+            opens = tuple(every[place] for place in places)
         merged = merge(
             phase1,
             opens,
             state.added[0] if state.added else None,
-            self.query[index] * self.gain[index] if opens else None,
+            self._scaled_query(index) if opens else None,
             fused,
             eps=self.key_norm_eps,
             dtype=embedding.dtype,
             recompute=self.recompute_reads,
         )
+        values = merged.opens
         if phase1 is None:
+            handed_on = dict(zip(places, merged.opens, strict=True))
+            every = tuple(handed_on.get(place, source) for place, source in enumerate(state.sealed + state.open))
             n = len(state.sealed)
-            rest = DepthState(merged.opens[:n], merged.opens[n:])
+            rest = DepthState(every[:n], every[n:])
         else:
             rest = DepthState(
                 state.sealed, merged.opens, (), state.outputs[1:], state.top[1:], state.total[1:], state.logits
@@ -186,38 +227,55 @@ class DepthAttention(Residual):
             weights = merged.weights
             if phase1 is not None:
                 sealed = phase1.logits[:, :, phase1.index].softmax(1) * merged.sealed.unsqueeze(1)
-                weights = torch.cat([sealed, weights], 1)
+                weights, values = torch.cat([sealed, weights], 1), state.sealed + values
             h = merged.h.view_as(embedding)
             h = h * count if self.read_scale == "sum" else h  # the fused norm does without the factor
-            self.observer.on_read(index, h, weights, rest.sealed + rest.open)
+            self.observer.on_read(index, h, weights, values)
         x = merged.x.view(embedding.shape)
         if fused is None:
             assert not isinstance(norm, Norm)
             x = norm(x * count if self.read_scale == "sum" else x)
         return x, rest
 
-    def _gated(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
-        """A read with gates or an editor, which no kernel has."""
+    def _scaled_query(self, reads: int | slice) -> Tensor:
+        """Return what the kernels take as the query: w * g / temperature."""
+        query, temperature = self.query[reads] * self.gain[reads], self.weighting.read_temperature
+        return query if temperature == 1.0 else query / temperature
+
+    def _read_plainly(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
+        """A read that no kernel makes: weighed otherwise, held back, or edited."""
         state = state._replace(open=self._finished(state), added=())
-        sources = state.sealed + state.open
-        editor = self.editor
-        h, weights = self.gates.read(
+        every, editor, bias = state.sealed + state.open, self.editor, self.gates.bias
+        sources = [every[place] for place in self._places(len(every))]
+        mixed = self.weighting.read(
             sources,
-            self.query[index] * self.gain[index],
+            self.query[index],
+            self.gain[index],
             index,
-            stream=self.hidden_state(state) if self.carries else None,
-            scale=len(sources) + self.gates.null_source if self.read_scale == "sum" else 1.0,
+            bias=None if bias is None else bias[index],
+            stream=lambda: self._plain_stream(state),
+            scale=self.weighting.total(len(sources)) if self.read_scale == "sum" else 1.0,
             eps=self.key_norm_eps,
             edit=None if editor is None else lambda weights: editor.edit(index, weights),
         )
+        h = self.gates.hold(mixed.h, lambda: self._plain_stream(state), index).to(sources[0].dtype)
         if self.observer is not None:
-            null = (torch.zeros_like(sources[0]),) if self.gates.null_source else ()
-            self.observer.on_read(index, h, weights, sources + null)
+            self.observer.on_read(index, h, mixed.weights, mixed.values)
         return apply_norm(h, norm) if isinstance(norm, Norm) else norm(h), state
+
+    def _plain_stream(self, state: DepthState) -> Tensor:
+        """Return the sum of all outputs so far in the compute dtype; `state` has nothing left to add."""
+        dtype = compute_dtype(state.sealed[0].dtype)
+        if self.carries:
+            return self.hidden_state(state).to(dtype)
+        total = state.sealed[0].to(dtype)
+        for source in state.sealed[1:] + state.open:
+            total = total + source
+        return total
 
     def write(self, state: DepthState, index: int, output: Tensor) -> DepthState:
         state = self.opened(state, output)
-        if (index + 1) % self.group and index + 1 < self.num_sublayers:
+        if index + 1 not in self.bounds:
             return state
         return self._begin_group(state.sealed + self._finished(state), index + 1)
 
@@ -229,11 +287,13 @@ class DepthAttention(Residual):
 
     @torch.no_grad()
     def direction(self, index: int) -> Tensor | None:
-        return self.query[index] * self.gain[index] if index < len(self.query) else None
+        if index >= len(self.query) or not self.weighting.bounded:
+            return None
+        return self.query[index] * self.gain[index]
 
     def sharpness(self, index: int) -> float | None:
         largest = super().sharpness(index)
-        return None if largest is None else largest / self.gates.read_temperature
+        return None if largest is None else largest / self.weighting.read_temperature
 
     def learned(self) -> dict[str, Learned]:
         return self.gates.learned()
@@ -244,7 +304,7 @@ class DepthAttention(Residual):
         if row is None or count == 1 or index >= len(self.query):  # a read of one source has neither scale nor gate
             return row
         if self.read_scale == "sum":
-            row = row * count
+            row = row * self.weighting.total(count - self.weighting.null_source)
         return self.gates.held_back(row, self.spanned(range(index + 1)).to(row), index)
 
     def slots(self, index: int) -> tuple[Slot, ...]:
@@ -271,3 +331,8 @@ class DepthAttention(Residual):
 
     def finish(self, state: DepthState, norm: NormLike) -> Tensor:
         return self.read(state, self.num_sublayers, norm)[0]
+
+
+def sizes_of_groups(num_sublayers: int, size: int) -> list[int]:
+    """Return the sizes of groups of `size` sublayers, the last one the remainder."""
+    return [min(size, num_sublayers - start) for start in range(0, num_sublayers, size)]

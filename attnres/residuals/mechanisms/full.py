@@ -7,7 +7,7 @@ from torch import Tensor
 
 from attnres.residuals.base import Slot
 from attnres.residuals.layout import About, Source, outputs
-from attnres.residuals.mechanisms.depth_attention import DepthAttention, DepthState
+from attnres.residuals.mechanisms.depth_attention import DepthAttention, DepthState, sizes_of_groups
 from attnres.residuals.settings import whole
 
 
@@ -35,16 +35,18 @@ class Full(DepthAttention):
         group: int | None = None,
         key_norm_eps: float = 1e-6,
         read_scale="mean",
-        **gates: Any,
+        window: int | None = None,
+        **options: Any,
     ) -> None:
         group = max(1, round(math.sqrt(num_sublayers))) if group is None else whole("group", group)
         super().__init__(
             num_sublayers,
             width,
-            group=group,
+            groups=sizes_of_groups(num_sublayers, group),
             key_norm_eps=key_norm_eps,
             read_scale=read_scale,
-            **gates,
+            window=window,
+            **options,
         )
 
     def opened(self, state: DepthState, output: Tensor) -> DepthState:
@@ -57,4 +59,4 @@ class Full(DepthAttention):
         return outputs(index + 1, self.sublayers)[self.group_start(index) + 1 :]
 
     def slots(self, index: int) -> tuple[Slot, ...]:
-        return tuple(Slot(source.name, True) for source in self.sources(index))  # open ones never change either
+        return tuple(Slot(source.name, True) for source in self._all_sources(index))  # open ones never change either

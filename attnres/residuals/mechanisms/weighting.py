@@ -1,0 +1,196 @@
+"""How a depth read weighs its sources: the paper's softmax of static queries, and the variants of its ablation.
+
+A read that is not the paper's is made in plain torch, in one pass. A temperature alone is not among those: it scales
+the query.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnres.errors import UserError, unknown
+from attnres.ops import compute_dtype
+from attnres.residuals.settings import full_precision, positive, true_or_false, whole
+
+QueryKind = Literal["static", "input"]
+WeightKind = Literal["softmax", "sigmoid"]
+ValueKind = Literal["raw", "normed"]
+
+
+class Mixed(NamedTuple):
+    """A read before its norm.
+
+    Attributes:
+        h: (..., d) in the compute dtype.
+        weights: (tokens, sources), no gradient; of several heads their mean.
+        values: what they weigh, (..., d) each.
+    """
+
+    h: Tensor
+    weights: Tensor
+    values: list[Tensor]
+
+
+class Weighting(nn.Module):
+    """A depth read of n sources:
+
+        k_i = g * v_i / rms(v_i),   s_i = (w + W N(x)) . k_i / t + [i = n] b
+        h = sum_i a_i v_i,   a = softmax(s_1 .. s_n (, 0)) or sigmoid(s)
+
+    N is an RMSNorm without a gain, x the plain residual stream (the sum of all outputs so far), b a bias that the read
+    may come with.
+
+    Args:
+        reads, width: how many reads there are, and d.
+        query: "static" is w alone; "input" adds W, (d, d) a read, which starts at zero: each token asks by its state.
+        weights: "sigmoid" weighs each source by itself; rows then sum to no number.
+        key_norm: False takes keys g * v_i.
+        heads: the query is cut into slices of d / heads; each slice of the values has weights of its own. rms(v_i) is
+            that of the whole vector.
+        values: "normed" mixes v_i / rms(v_i).
+        read_temperature: t, a number or "sqrt_width" for sqrt(d).
+        null_source: one more source that is zero, with logit zero: a read can then be of less than its sources.
+
+    Source: arXiv 2603.15031, table of ablations (query, weights, key_norm, heads); arXiv 2607.27230 (heads);
+    Inkling 2 and the nanoGPT study's blog post (normed values with sqrt(d)); open-attention-residuals (null source).
+    """
+
+    def __init__(
+        self,
+        reads: int,
+        width: int,
+        *,
+        query: QueryKind = "static",
+        weights: WeightKind = "softmax",
+        key_norm: bool = True,
+        heads: int = 1,
+        values: ValueKind = "raw",
+        read_temperature: float | Literal["sqrt_width"] = 1.0,
+        null_source: bool = False,
+    ) -> None:
+        super().__init__()
+        for name, value, valid in (
+            ("query", query, ("static", "input")),
+            ("weights", weights, ("softmax", "sigmoid")),
+            ("values", values, ("raw", "normed")),
+        ):
+            if value not in valid:
+                raise unknown(name, str(value), valid)
+        self.width = width
+        self.heads, self.key_norm = whole("heads", heads), true_or_false("key_norm", key_norm)
+        if width % heads:
+            raise UserError(f"heads is {heads}: expected a number that divides the width, {width}")
+        self.sigmoid, self.normed_values = weights == "sigmoid", values == "normed"
+        self.null_source = true_or_false("null_source", null_source)
+        if self.sigmoid and self.null_source:
+            raise UserError("null_source is given with weights='sigmoid', whose rows sum to no number: leave it out")
+        if isinstance(read_temperature, str) and read_temperature != "sqrt_width":
+            raise UserError(f"read_temperature is '{read_temperature}': expected a positive number or sqrt_width")
+        named = read_temperature == "sqrt_width"
+        self.read_temperature = math.sqrt(width) if named else positive("read_temperature", read_temperature)
+        self.query_weight = nn.Parameter(torch.empty(reads, width, width)) if query == "input" else None
+        self.init_parameters()
+
+    def init_parameters(self) -> None:
+        if self.query_weight is not None:
+            nn.init.zeros_(self.query_weight)
+
+    @property
+    def special(self) -> str | None:
+        """What of a read no kernel has, in the words of its settings; None where the kernels do it."""
+        settings = {
+            "query=input": self.query_weight is not None,
+            "weights=sigmoid": self.sigmoid,
+            "key_norm=false": not self.key_norm,
+            f"heads={self.heads}": self.heads > 1,
+            "values=normed": self.normed_values,
+            "null_source=true": self.null_source,
+        }
+        return ", ".join(name for name, given in settings.items() if given) or None
+
+    @property
+    def bounded(self) -> bool:
+        """Whether a read has one direction w * g, whose length bounds its logits."""
+        return self.query_weight is None and self.heads == 1 and self.key_norm
+
+    def total(self, count: int) -> float:
+        """Return what makes the mean at the start (zero queries) the sum of `count` sources."""
+        return 2.0 if self.sigmoid else float(count + self.null_source)
+
+    def read(
+        self,
+        sources: Sequence[Tensor],
+        query: Tensor,
+        gain: Tensor,
+        index: int,
+        *,
+        bias: Tensor | None,
+        stream: Callable[[], Tensor],
+        scale: float,
+        eps: float,
+        edit: Callable[[Tensor], Tensor] | None,
+    ) -> Mixed:
+        """Make read `index`.
+
+        Args:
+            sources: (..., d) each. query, gain: (d,). bias: on the last source's logit.
+            stream: gives the plain residual stream (..., d), where a read needs it.
+            scale: of the read. eps: of the norms.
+            edit: makes the weights (tokens, sources) that are used out of those that are not edited; with several heads
+                each source's factor goes to all.
+        """
+        first = sources[0]
+        dtype = compute_dtype(first.dtype)
+        with full_precision(first):
+            values = [source.to(dtype) for source in sources]  # no stack: each source is kept for backward as it is
+            query, gain = query.to(dtype), gain.to(dtype)
+            if self.query_weight is not None:
+                state = F.rms_norm(stream().to(dtype), (len(gain),), None, eps)
+                query = query + F.linear(state, self.query_weight[index].to(dtype))
+            asked = query * gain / self.read_temperature
+            factors = [(v.square().mean(-1, keepdim=True) + eps).rsqrt() for v in values]
+            logits = [self._logit(v, asked, factor) for v, factor in zip(values, factors, strict=True)]
+            if bias is not None:
+                logits[-1] = logits[-1] + bias.to(dtype)
+            if self.null_source:
+                logits.append(torch.zeros_like(logits[0]))
+            stacked = torch.stack(logits, -1)  # (..., heads, sources)
+            weights = stacked.sigmoid() if self.sigmoid else stacked.softmax(-1)
+            if self.normed_values:
+                values = [v * factor for v, factor in zip(values, factors, strict=True)]
+            rows = weights.mean(-2).reshape(-1, weights.shape[-1])
+            if edit is not None:
+                rows, before = edit(rows), rows
+                factor = torch.where(before == rows, 1.0, rows / before).view(*weights.shape[:-2], 1, -1)
+                weights = weights * factor if self.heads > 1 else rows.view_as(weights)
+            h = values[0] * self._factor(weights[..., 0] * scale)
+            for i in range(1, len(values)):
+                h = torch.addcmul(h, values[i], self._factor(weights[..., i] * scale))
+            if self.null_source:
+                values = [*values, torch.zeros_like(values[0])]
+        return Mixed(h, rows.detach(), values)
+
+    def _logit(self, value: Tensor, asked: Tensor, factor: Tensor) -> Tensor:
+        """Return the logits of one source, (..., heads)."""
+        if self.heads == 1:
+            logit = (value @ asked if asked.dim() == 1 else (value * asked).sum(-1)).unsqueeze(-1)
+        else:
+            logit = (value * asked).unflatten(-1, (self.heads, -1)).sum(-1)
+        return logit * factor if self.key_norm else logit
+
+    def _factor(self, weight: Tensor) -> Tensor:
+        """Return weights (..., heads) as what multiplies a value (..., d)."""
+        if self.heads == 1:
+            return weight
+        slices = weight.unsqueeze(-1).expand(*weight.shape, self.width // self.heads)
+        return slices.flatten(-2)
+
+
+def settings_among(options: dict[str, Any], maker: type) -> dict[str, Any]:
+    """Take out of `options` those that the constructor of `maker` names, and return them."""
+    names = maker.__init__.__kwdefaults__ or {}
+    return {name: options.pop(name) for name in list(options) if name in names}

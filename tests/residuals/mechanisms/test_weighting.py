@@ -1,0 +1,155 @@
+"""Variants of the depth read, each against the formula of its publication, in Full's and Block's layouts."""
+
+import math
+
+import pytest
+import torch
+from formula import SHAPES, check_formula
+
+from attnres import UserError, make_residual
+from attnres.residuals import settings_of
+
+
+def rms(v, eps=1e-6):
+    return v / (v.square().mean(-1, keepdim=True) + eps).sqrt()
+
+
+def paper(v, w, g, x):
+    """The ablation's starting point: one softmax over keys that are normed."""
+    return torch.stack([(w * g * rms(one)).sum(-1) for one in v]).softmax(0)
+
+
+def mixed(v, a):
+    return sum(one * weight[..., None] for one, weight in zip(v, a, strict=True))
+
+
+def by_input(v, w, g, x, query_weight):
+    queries = w + rms(x) @ query_weight.T
+    return mixed(v, torch.stack([(queries * g * rms(one)).sum(-1) for one in v]).softmax(0))
+
+
+def sigmoid(v, w, g, x):
+    return mixed(v, torch.stack([(w * g * rms(one)).sum(-1) for one in v]).sigmoid())
+
+
+def raw_keys(v, w, g, x):
+    return mixed(v, torch.stack([(w * g * one).sum(-1) for one in v]).softmax(0))
+
+
+def four_heads(v, w, g, x):
+    parts = []
+    for part in torch.arange(len(w)).chunk(4):
+        a = torch.stack([(w * g * rms(one))[..., part].sum(-1) for one in v]).softmax(0)
+        parts.append(mixed([one[..., part] for one in v], a))
+    return torch.cat(parts, -1)
+
+
+def normed_values(v, w, g, x):
+    return mixed([rms(one) for one in v], paper(v, w / math.sqrt(len(w)), g, x))
+
+
+def null(v, w, g, x):
+    zeros = [*v, torch.zeros_like(v[0])]
+    return mixed(zeros, paper(zeros, w, g, x))
+
+
+def window(v, w, g, x):
+    kept = v if len(v) <= 3 else [v[0], *v[-2:]]
+    return mixed(kept, paper(kept, w, g, x))
+
+
+def warm(v, w, g, x):
+    return mixed(v, paper(v, w / 2.5, g, x))
+
+
+VARIANTS = {
+    "input": (by_input, {"query": "input"}),
+    "sigmoid": (sigmoid, {"weights": "sigmoid"}),
+    "no key norm": (raw_keys, {"key_norm": False}),
+    "heads": (four_heads, {"heads": 4}),
+    "inkling 2": (normed_values, {"values": "normed", "read_temperature": "sqrt_width"}),
+    "null": (null, {"null_source": True}),
+    "window": (window, {"window": 2}),
+    "temperature": (warm, {"read_temperature": 2.5}),
+}
+
+
+def network_formula(read, sizes):
+    """A network of blocks of these sizes (1, 1, ... is Full) whose reads are made by `read`."""
+    ends = {sum(sizes[: i + 1]) for i in range(len(sizes))}
+
+    def formula(network, parameters):
+        x, blocks, partial = network.embedding, [network.embedding], None
+        for index in range(network.sublayers + 1):
+            sources = blocks if partial is None else [*blocks, partial]
+            h = sources[0]
+            if len(sources) > 1:
+                extra = [parameters[name][index] for name in parameters if name.startswith("weighting.")]
+                h = read(sources, parameters["query"][index], parameters["gain"][index], x, *extra)
+            if index == network.sublayers:
+                return network.norm(index, h)
+            output = network.f(index, network.norm(index, h))
+            x, partial = x + output, output if partial is None else partial + output
+            if index + 1 in ends:
+                blocks, partial = [*blocks, partial], None
+
+    return formula
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_of_full_is_its_formula(variant, shape):
+    read, settings = VARIANTS[variant]
+    check_formula("full", network_formula(read, [1] * shape[0]), shape, **settings)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_of_block_is_its_formula(variant):
+    read, settings = VARIANTS[variant]
+    check_formula("block", network_formula(read, [3, 3, 1]), SHAPES[1], block_size=3, **settings)
+
+
+@pytest.mark.parametrize("sizes", ["2+4+1", [1, 1, 5], [7]])
+def test_blocks_may_differ_in_size(sizes):
+    numbers = [int(size) for size in sizes.split("+")] if isinstance(sizes, str) else sizes
+    formula = network_formula(lambda v, w, g, x: mixed(v, paper(v, w, g, x)), numbers)
+    check_formula("block", formula, SHAPES[1], block_size=sizes)
+    assert [len(read.sources) for read in make_residual("block", 7, 8, block_size="2+4+1").layout()] == [
+        *(1, 2, 2, 3, 3, 3, 3, 4)
+    ]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_what_starts_as_the_standard_residual_says_so(variant):
+    starts = make_residual("full", 6, 8, **VARIANTS[variant][1]).traits.starts_standard
+    assert starts == (variant not in ("inkling 2", "window"))
+    assert make_residual("full", 6, 8, window=6).traits.starts_standard
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"heads": 3}, "divides the width, 16"),
+        ({"heads": 0}, "at least 1"),
+        ({"window": 0}, "window is 0"),
+        ({"query": "inputs"}, "input"),
+        ({"weights": "softmin"}, "softmax"),
+        ({"values": 1}, "raw"),
+        ({"weights": "sigmoid", "null_source": True}, "leave it out"),
+        ({"read_temperature": 0}, "positive"),
+        ({"read_temperature": "sqrt"}, "sqrt_width"),
+        ({"key_norm": "no"}, "true or false"),
+        ({"block_size": [2, 4]}, r"add up to 6: expected 8"),
+        ({"block_size": "2+0+6"}, "one for each block"),
+        ({"block_size": "two"}, "one for each block"),
+        ({"block_size": [4, 4], "num_blocks": 2}, "one of them"),
+    ],
+)
+def test_impossible_settings_are_refused_with_a_sentence(settings, message):
+    with pytest.raises(UserError, match=message):
+        make_residual("block", 8, 16, **settings)
+
+
+def test_settings_of_a_reads_parts_are_the_mechanisms_own():
+    assert {"heads", "window", "gate", "num_blocks", "null_source"} <= settings_of("block").keys()
+    assert "window" not in settings_of("cumulative")
