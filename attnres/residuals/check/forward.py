@@ -87,6 +87,7 @@ def gradients(subject: Subject) -> str:
             draw = torch.Generator().manual_seed(place)
             for _ in range(3):
                 direction = torch.randn(leaf.shape, generator=draw, dtype=torch.float64)
+                direction *= (WIDTH / max(WIDTH, leaf.numel())) ** 0.5  # no longer than a vector: the error is its cube
                 start, values = leaf.clone(), []
                 for sign in (1.0, -1.0):
                     with torch.no_grad():
