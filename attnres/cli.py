@@ -25,6 +25,7 @@ COMMANDS = {
     "inspect": "where every read of a model comes from, and what it does without",
     "figures": "the figures of models and runs, for a paper",
     "app": "look into one or two models in the browser",
+    "mechanisms": "which residual mechanisms there are, what each starts at and costs",
     "check": "whether a residual mechanism does what the interface asks",
     "env": "versions, devices, and which backend a read takes",
 }

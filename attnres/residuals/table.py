@@ -1,0 +1,77 @@
+"""The table of mechanisms: what each is and costs, from the classes themselves."""
+
+from typing import Any, NamedTuple
+
+from attnres.residuals.registry import RESIDUALS, make_residual, settings_of
+
+SUBLAYERS, WIDTH = 24, 256
+"""Depth L and width d at which parameters are counted."""
+
+
+class Row(NamedTuple):
+    """One mechanism.
+
+    Attributes:
+        name, rule, start, moves, source: as its class says (`About`); empty where a user's own says nothing.
+        parameters: at L = 24 sublayers and width 256, with the default settings.
+        linear: a read is a sum of outputs with one number each.
+        starts_standard: it starts as the standard residual, so that conversion is exact.
+        is_control: it learns nothing that the method is about.
+        settings: their names.
+    """
+
+    name: str
+    rule: str
+    start: str
+    moves: str
+    source: str
+    parameters: int
+    linear: bool
+    starts_standard: bool
+    is_control: bool
+    settings: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, fit for JSON."""
+        return self._asdict()
+
+
+def mechanisms() -> list[Row]:
+    """Return a row for each mechanism that is known: those that ship, and a user's own that were registered.
+
+    >>> [row.starts_standard for row in mechanisms() if row.name in ("full", "deepnorm")]
+    [True, False]
+    """
+    rows = []
+    for name, mechanism in RESIDUALS.items():
+        residual = make_residual(name, SUBLAYERS, WIDTH)
+        about = mechanism.about
+        words = ("", "", "", "") if about is None else (about.rule, about.start, about.moves, about.source)
+        parameters = sum(parameter.numel() for parameter in residual.parameters())
+        traits = residual.traits
+        rows.append(
+            Row(
+                name,
+                *words,
+                parameters,
+                traits.linear,
+                traits.starts_standard,
+                traits.is_control,
+                tuple(settings_of(name)),
+            )
+        )
+    return rows
+
+
+def as_markdown(rows: list[Row]) -> str:
+    """Return the table as docs/mechanisms.md has it."""
+    lines = [
+        "| mechanism | rule | start | parameters | moves | linear | starts as standard | source |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        name = f"`{row.name}`{' (control)' if row.is_control else ''}"
+        words = [name, row.rule, row.start, f"{row.parameters:,}", row.moves]
+        words += ["yes" if row.linear else "no", "yes" if row.starts_standard else "no", row.source]
+        lines.append("| " + " | ".join(word.replace("|", "\\|") for word in words) + " |")
+    return "\n".join(lines)
