@@ -1,5 +1,6 @@
 """What Full and Block Attention Residuals share: pseudo-queries, the two-phase schedule, the state."""
 
+import dataclasses
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.ops import Norm, SealedRead, apply_norm, compute_dtype, in_two_phases, merge, read_sealed
+from attnres.ops import Norm, Plan, SealedRead, apply_norm, compute_dtype, explain, in_two_phases, merge, read_sealed
 from attnres.residuals.base import NormLike, Residual, Slot
 from attnres.residuals.layout import Learned, Source, Traits
 from attnres.residuals.mechanisms.gates import Gates
@@ -122,6 +123,20 @@ class DepthAttention(Residual):
     def special(self) -> str | None:
         """What makes every read be made in plain torch, in words; None where the kernels and the schedule serve."""
         return self.weighting.special or (None if self.gates.idle else "gates")
+
+    def explain(self, embedding: Tensor, *, training: bool | None = None) -> Plan:
+        """Say which path the reads of the last group take for sources like `embedding` (..., d), and why."""
+        if self.special is not None:
+            return Plan("eager", "one pass", (f"no kernel has {self.special}",))
+        start = self.bounds[-2]
+        if self.window is not None:
+            count = len(self.sources(self.num_sublayers))
+            plan = explain([embedding] * count, training=training)
+            return dataclasses.replace(
+                plan, reasons=(*plan.reasons, f"with window={self.window} reads share no sealed sources")
+            )
+        reads = self.num_sublayers - start
+        return explain([embedding] * len(self.sealed(start)), reads=reads, opens=self.max_open, training=training)
 
     def opened(self, state: DepthState, output: Tensor) -> DepthState:
         """The state with one more output among, or to be added to, the group's open sources."""

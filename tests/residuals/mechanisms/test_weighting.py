@@ -153,3 +153,12 @@ def test_impossible_settings_are_refused_with_a_sentence(settings, message):
 def test_settings_of_a_reads_parts_are_the_mechanisms_own():
     assert {"heads", "window", "gate", "num_blocks", "null_source"} <= settings_of("block").keys()
     assert "window" not in settings_of("cumulative")
+
+
+def test_explain_names_the_setting_that_no_kernel_has():
+    embedding = torch.zeros(2, 16)
+    said = str(make_residual("full", 12, 16, heads=2, null_source=True).explain(embedding))
+    assert "plain torch" in said and "heads=2" in said and "null_source=true" in said
+    assert "gates" in str(make_residual("block", 12, 16, gate="scalar").explain(embedding))
+    assert "window=3" in str(make_residual("full", 12, 16, window=3).explain(embedding))
+    assert "two phases" in str(make_residual("block", 12, 16, block_size=4, read_temperature=2.0).explain(embedding))
