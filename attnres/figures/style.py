@@ -19,10 +19,18 @@ from attnres.residuals import Traits
 FORMATS = ("pdf", "png", "svg")
 INK, MUTED, GRID, PAPER = "#1b1f24", "#5f6b7a", "#e2e6eb", "#fdfdfc"
 
-OTHERS = ("#8c6bb1", "#7f7f00", "#5b8c5a", "#b07d62")
+OTHERS = ("#8c6bb1", "#7f7f00", "#5b8c5a", "#b07d62", "#c2567a", "#4f7c8a", "#6b4c3b")
 """For residuals without a colour of their own (`Traits.colour`, of Okabe & Ito's palette of 2008)."""
 
-DASHES = ("-", (0, (5, 1.6)), (0, (1.4, 1.4)), (0, (5, 1.4, 1.4, 1.4)), (0, (8, 2, 2, 2, 2, 2)))
+DASHES = (
+    "-",
+    (0, (5, 1.6)),
+    (0, (1.4, 1.4)),
+    (0, (5, 1.4, 1.4, 1.4)),
+    (0, (8, 2, 2, 2, 2, 2)),
+    (0, (8, 1.4, 3, 1.4)),
+)
+"""As many as have no divisor in common with the colours: 42 residuals without a colour of their own look different."""
 
 RC = {
     "font.family": "sans-serif",

@@ -24,7 +24,7 @@ from attnres.models.families import FAMILIES, Family
 from attnres.models.foreign import formats_of
 from attnres.models.open import DTYPES, Checkpoint, open_checkpoint
 from attnres.models.probe import probe
-from attnres.residuals import check_settings, make_residual, residual_class, settings_of, source_file
+from attnres.residuals import Residual, check_settings, make_residual, residual_class, settings_of, source_file
 from attnres.text import memory
 
 
@@ -263,10 +263,15 @@ def _report(model: PreTrainedModel, new: DepthMixin, source: str, probed: bool, 
         hint = "; to train it from there all the same: attnres train --init-from MODEL --inexact"
         if scale == "mean":
             hint = "; read_scale 'mean' is exact only up to the norms' eps: leave it at 'sum'"
+        residual: Residual = new.residual.itself()
+        reason = ""
+        if not residual.traits.starts_standard:
+            rule = "" if residual.about is None else f", {residual.about.rule},"
+            reason = f": its rule{rule} is not the standard residual at the start"
         raise UserError(
             f"residual '{new.config.residual}' would change the logits of {source} by {difference.largest:.2g} of "
             f"{difference.scale:.3g}, {difference.relative:.1e} of their scale, where at most {difference.bound:.0e} "
-            f"is rounding{hint}"
+            f"is rounding{reason}{hint}"
         )
     dtype = str(model.dtype).removeprefix("torch.")
     change = difference.largest

@@ -112,9 +112,9 @@ class Residual(nn.Module):
         return self.observer is not None or self.editor is not None
 
     def sources(self, index: int) -> tuple[Source, ...]:
-        """Return what read `index` mixes, a function of depth alone: the embedding and the outputs so far, unless a
-        mechanism says otherwise; empty where it is no weighted sum."""
-        return outputs(index + 1, self.sublayers)
+        """Return what read `index` mixes, a function of depth alone; empty where it is no weighted sum. Unless a
+        mechanism says otherwise, the embedding and the outputs so far where its traits are linear, else nothing."""
+        return outputs(index + 1, self.sublayers) if self.traits.linear else ()
 
     def layout(self) -> tuple[Read, ...]:
         """Return the L+1 reads with their sources."""

@@ -1,11 +1,13 @@
 """Checks of a mechanism's settings, and start values of its parameters."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from attnres.errors import UserError
+from attnres.errors import UserError, unknown
 
 
 def whole(name: str, value: Any, least: int = 1) -> int:
@@ -20,6 +22,20 @@ def positive(name: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise UserError(f"{name} is {value!r}: expected a positive number")
     return float(value)
+
+
+def number(name: str, value: Any) -> float:
+    """Return `value` if it is a number, of any sign; else raise a UserError that names the setting."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UserError(f"{name} is {value!r}: expected a number")
+    return float(value)
+
+
+def one_of(name: str, value: Any, valid: Sequence[str]) -> str:
+    """Return `value` if it is one of those that are valid; else raise a UserError with the nearest."""
+    if value not in valid:
+        raise unknown(name, str(value), valid)
+    return value
 
 
 def true_or_false(name: str, value: Any) -> bool:

@@ -26,6 +26,11 @@ SETTINGS = [
     ("frac_connections", {"num_slices": 2, "dynamic": False}),
     ("mhc", {"num_streams": 2}),
     ("mhc_lite", {"num_streams": 2}),
+    ("hybrid_norm", {"prenorm_layers": 1}),
+    ("rezero", {"prenorm": False}),
+    ("highway", {"gate": "scalar", "gate_init": -1.0}),
+    ("laurel", {"form": "rw"}),
+    ("laurel", {"form": "rw+pa", "rank": 4, "previous": 2}),
 ]
 
 

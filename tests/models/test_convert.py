@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shutil
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaModel, MixtralConfig, MixtralForCausalLM
 
-from attnres import UserError
+from attnres import RESIDUALS, UserError
 from attnres.models import load, open
 from attnres.models.convert import DTYPES, convert
 from attnres.models.exactness import Arithmetic, compare_logits, logits
@@ -126,15 +127,26 @@ def test_the_arithmetic_holds_for_experts_and_what_asks_for_less():
         assert torch.zeros(3).add_(torch.ones(3, dtype=torch.bfloat16)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("residual", ["standard", "full", "denseformer"])
-def test_other_exact_residuals_convert_too(residual):
-    assert convert(llama(), residual).conversion.relative_difference < 2e-6
+EXACT = sorted(name for name in RESIDUALS if RESIDUALS[name].traits.starts_standard)
+
+
+@pytest.mark.parametrize("residual", EXACT)
+def test_every_residual_that_starts_as_the_standard_one_converts(residual):
+    """In norms with next to no eps: some start as a multiple of the sum, which the norms take out up to it."""
+    assert convert(llama(rms_norm_eps=1e-12), residual).conversion.relative_difference < 1e-5
+
+
+@pytest.mark.parametrize("residual", sorted(set(RESIDUALS) - set(EXACT)))
+def test_every_other_is_refused_with_the_reason(residual):
+    reason = f"its rule, {RESIDUALS[residual].about.rule}, is not the standard residual at the start"
+    with pytest.raises(UserError, match=re.escape(reason)):
+        convert(llama(), residual)
 
 
 @pytest.mark.parametrize(
     ("residual", "settings", "says"),
     [
-        ("deepnorm", {}, "'deepnorm' would change the logits of LlamaForCausalLM by"),
+        ("deepnorm", {}, "'deepnorm' would change the logits of LlamaForCausalLM by .* --inexact"),
         ("block", {"read_scale": "mean"}, "leave it at 'sum'"),
         ("blok", {}, "did you mean 'block'"),
         ("block", {"num_blockz": 2}, "did you mean 'num_blocks'"),

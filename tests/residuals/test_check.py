@@ -17,6 +17,7 @@ from attnres.residuals.mechanisms.cumulative import Cumulative
 from attnres.residuals.mechanisms.denseformer import DenseFormer
 from attnres.residuals.mechanisms.full import Full
 from attnres.residuals.mechanisms.hyper_connections import HyperConnections
+from attnres.residuals.mechanisms.one_stream import OneStream
 from attnres.residuals.mechanisms.standard import Standard
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -40,7 +41,8 @@ def test_a_sound_mechanism_passes():
 
 # -- what it says of itself -------------------------------------------------------------------------------------------
 def test_a_class_without_a_docstring_or_one_that_says_nothing():
-    nothing = type("Nothing", (Residual,), {k: v for k, v in vars(Standard).items() if k != "__doc__"})
+    parts = vars(OneStream) | vars(Standard)
+    nothing = type("Nothing", (Residual,), {name: part for name, part in parts.items() if name != "__doc__"})
     assert failures(nothing) == {"interface": "the class has no docstring"}
     nothing.__doc__ = "A residual."
     assert "neither a formula" in failures(nothing)["interface"]

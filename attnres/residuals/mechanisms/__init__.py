@@ -3,24 +3,38 @@
 from attnres.residuals.base import Residual
 from attnres.residuals.mechanisms.block import Block
 from attnres.residuals.mechanisms.boundary import Boundary, BoundaryNormed
+from attnres.residuals.mechanisms.completep import CompleteP
 from attnres.residuals.mechanisms.cumulative import Cumulative
+from attnres.residuals.mechanisms.ddl import DeepDelta
 from attnres.residuals.mechanisms.deepnorm import DeepNorm
 from attnres.residuals.mechanisms.denseformer import DenseFormer
 from attnres.residuals.mechanisms.frac_connections import FracConnections
 from attnres.residuals.mechanisms.full import Full
+from attnres.residuals.mechanisms.highway import Highway
+from attnres.residuals.mechanisms.hybrid_norm import HybridNorm
 from attnres.residuals.mechanisms.hyper_connections import HyperConnections
 from attnres.residuals.mechanisms.identity_hc import IdentityHC
+from attnres.residuals.mechanisms.keel import Keel
+from attnres.residuals.mechanisms.laurel import Laurel
+from attnres.residuals.mechanisms.layernorm_scaling import LayerNormScaling
+from attnres.residuals.mechanisms.layerscale import LayerScale
 from attnres.residuals.mechanisms.mhc import MHC
 from attnres.residuals.mechanisms.mhc_lite import MHCLite
+from attnres.residuals.mechanisms.norm_preserving import NormPreserving
 from attnres.residuals.mechanisms.parallel_lanes import ParallelLanes
+from attnres.residuals.mechanisms.peri_ln import PeriLN
 from attnres.residuals.mechanisms.post_block import PostBlock
+from attnres.residuals.mechanisms.postnorm import PostNorm
 from attnres.residuals.mechanisms.rescaled import Rescaled
+from attnres.residuals.mechanisms.rezero import ReZero
+from attnres.residuals.mechanisms.siamese_norm import SiameseNorm
 from attnres.residuals.mechanisms.standard import Standard
 
 MECHANISMS: tuple[type[Residual], ...] = (
     # The baseline and what controls for its scale.
     Standard,
     Rescaled,
+    CompleteP,
     # Attention Residuals, and the layouts of other projects.
     Full,
     Block,
@@ -28,9 +42,22 @@ MECHANISMS: tuple[type[Residual], ...] = (
     Boundary,
     BoundaryNormed,
     PostBlock,
-    # Rules of one stream.
+    # Rules of one stream: where its norm sits,
+    PostNorm,
     DeepNorm,
+    HybridNorm,
+    Keel,
+    PeriLN,
+    LayerNormScaling,
+    # and what stream and branch are weighed with.
+    ReZero,
+    LayerScale,
+    NormPreserving,
+    Highway,
+    DeepDelta,
+    Laurel,
     # Several streams.
+    SiameseNorm,
     HyperConnections,
     MHC,
     MHCLite,

@@ -10,10 +10,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from attnres.errors import UserError, unknown
+from attnres.errors import UserError
 from attnres.ops import compute_dtype
 from attnres.residuals.layout import Learned
-from attnres.residuals.settings import full_precision, start_at, true_or_false
+from attnres.residuals.settings import full_precision, number, one_of, start_at, true_or_false
 
 GateKind = Literal["none", "scalar", "vector"]
 AlphaKind = Literal["none", "learnable"]
@@ -120,13 +120,12 @@ class Gates(nn.Module):
 
 
 def _check(recency_bias: float | None, frozen: bool, gate: str, gate_init: float, alpha: str) -> None:
-    for name, value, valid in (("gate", gate, ("none", "scalar", "vector")), ("alpha", alpha, ("none", "learnable"))):
-        if value not in valid:
-            raise unknown(name, str(value), valid)
+    one_of("gate", gate, ("none", "scalar", "vector"))
+    one_of("alpha", alpha, ("none", "learnable"))
     if gate != "none" and alpha != "none":
         raise UserError(f"both gate='{gate}' and alpha='{alpha}' are given: each sets the share of the read, give one")
     if frozen and recency_bias is None:
         raise UserError("recency_bias_frozen is given without recency_bias: give the value that it is frozen at")
-    for name, value in (("recency_bias", recency_bias), ("gate_init", gate_init)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value != value):
-            raise UserError(f"{name} is {value!r}: expected a number")
+    number("gate_init", gate_init)
+    if recency_bias is not None:
+        number("recency_bias", recency_bias)

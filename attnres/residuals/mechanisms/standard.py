@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from attnres.residuals.base import NormLike, Residual
 from attnres.residuals.layout import About, Traits
+from attnres.residuals.mechanisms.one_stream import OneStream
 
 
-class Standard(Residual):
+class Standard(OneStream):
     """PreNorm: h_{l+1} = h_l + f_l(norm_l(h_l)). In terms of sources, h_l is the unweighted sum of v_0 .. v_{l-1}.
 
     State: the running sum, (..., d).
@@ -17,20 +17,8 @@ class Standard(Residual):
     traits = Traits(False, sums_to_one=False, has_query=False, starts_standard=True, colour="#4a5260")
     about = About("x + f(N x)", "nothing", "3", "Xiong et al., arXiv 2002.04745")
 
-    def start(self, embedding: Tensor) -> Tensor:
-        return embedding
-
-    def read(self, state: Tensor, index: int, norm: NormLike) -> tuple[Tensor, Tensor]:
-        return self.normed(state, index, norm), state
-
     def write(self, state: Tensor, index: int, output: Tensor) -> Tensor:
         return state + output
 
     def implied(self, index: int) -> Tensor:
         return torch.ones(index + 1)
-
-    def hidden_state(self, state: Tensor) -> Tensor:
-        return state
-
-    def finish(self, state: Tensor, norm: NormLike) -> Tensor:
-        return self.normed(state, self.num_sublayers, norm)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnres.errors import UserError, unknown
+from attnres.errors import UserError
 from attnres.ops import compute_dtype
-from attnres.residuals.settings import full_precision, positive, true_or_false, whole
+from attnres.residuals.settings import full_precision, one_of, positive, true_or_false, whole
 
 QueryKind = Literal["static", "input"]
 WeightKind = Literal["softmax", "sigmoid"]
@@ -73,13 +73,9 @@ class Weighting(nn.Module):
         null_source: bool = False,
     ) -> None:
         super().__init__()
-        for name, value, valid in (
-            ("query", query, ("static", "input")),
-            ("weights", weights, ("softmax", "sigmoid")),
-            ("values", values, ("raw", "normed")),
-        ):
-            if value not in valid:
-                raise unknown(name, str(value), valid)
+        one_of("query", query, ("static", "input"))
+        one_of("weights", weights, ("softmax", "sigmoid"))
+        one_of("values", values, ("raw", "normed"))
         self.width = width
         self.heads, self.key_norm = whole("heads", heads), true_or_false("key_norm", key_norm)
         if width % heads:

@@ -1,0 +1,34 @@
+"""What rules share whose stream and branch each get one number a sublayer, the same for every token and channel."""
+
+import torch
+from torch import Tensor
+
+from attnres.residuals.base import State
+from attnres.residuals.mechanisms.one_stream import OneStream
+
+
+class ScalarMix(OneStream):
+    """x_{l+1} = a_l x_l + b_l f_l. In terms of sources, h_l = sum_i (b_i prod_{i < j < l} a_j) v_i."""
+
+    def shortcut(self, index: int) -> Tensor | float | None:
+        """Return a of sublayer `index`, a number; None is one."""
+        return None
+
+    def branch(self, index: int) -> Tensor | float:
+        """Return b of sublayer `index`, a number."""
+        raise NotImplementedError
+
+    def write(self, state: State, index: int, output: Tensor) -> State:
+        shortcut = self.shortcut(index)
+        kept = state if shortcut is None else state * shortcut
+        return kept + output.to(state.dtype) * self.branch(index)
+
+    @torch.no_grad()
+    def implied(self, index: int) -> Tensor | None:
+        weights = [1.0]
+        for sublayer in range(index):
+            shortcut = self.shortcut(sublayer)
+            factor = 1.0 if shortcut is None else float(shortcut)
+            weights = [weight * factor for weight in weights]
+            weights.append(float(self.branch(sublayer)))
+        return torch.tensor(weights)
