@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.ticker import MaxNLocator
 
-from attnres.figures.comparison import Comparison
+from attnres.figures.comparison import Comparison, Variant
 from attnres.figures.depth import MARKS, QUANTITIES, panel, quantity, rows
 from attnres.figures.losses import held_out_panel
 from attnres.figures.plot import PAGE, SMALL, NotShown, Plot, canvas, head, legend, panels
@@ -61,7 +61,7 @@ def over_steps(comparison: Comparison) -> Plot:
     inches = (PAGE - 1.2) / len(variants)
     for row, (key, parts) in zip(axes, curves.items(), strict=True):
         values = np.concatenate([table[np.isfinite(table)] for _, table in parts if table.size])
-        wide = values.min() > 0 and values.max() > 6 * values.min()
+        wide = values.min() > 0 and values.max() > quantity(key).log * values.min()
         norm = LogNorm(values.min(), values.max()) if wide else Normalize(min(0.0, values.min()), values.max())
         for ax, (steps, table) in zip(row, parts, strict=True):
             if not table.size:
@@ -80,8 +80,12 @@ def over_steps(comparison: Comparison) -> Plot:
             ax.grid(visible=False)
         row[0].set_ylim(max(len(table) for _, table in parts) - 0.5, -0.5)
         row[0].yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-        first = next(ax for ax, (_, table) in zip(row, parts, strict=True) if table.size)
-        first.set_ylabel("read" if quantity(key).reads else "sublayer")
+        first, counts = next(
+            (ax, _counts(one, len(table)))
+            for ax, one, (_, table) in zip(row, variants, parts, strict=True)
+            if table.size
+        )
+        first.set_ylabel(counts)
         first.tick_params(labelleft=True)
         bar = figure.colorbar(mesh, ax=list(row), fraction=0.03, pad=0.015)
         bar.set_label(quantity(key).axis, fontsize=SMALL)
@@ -98,6 +102,12 @@ def over_steps(comparison: Comparison) -> Plot:
             head(shown[0], variant.label, inches=inches - 0.1)
     caption = "By depth (downwards) over the steps of training, on one colour scale a row."
     return Plot("dynamics-steps", "Training dynamics by depth", caption, figure)
+
+
+def _counts(variant: Variant, rows: int) -> str:
+    """What there is one number each of, by how many there are beside the outputs of sublayers."""
+    sublayers = len(variant.over_steps("output_rms")[1])
+    return {sublayers: "sublayer", sublayers + 1: "read"}.get(rows, "layer")
 
 
 def _steps(ax: Any, inches: float) -> None:

@@ -117,7 +117,8 @@ def keys(inspection: "Inspection") -> Plot:
 
 
 def learned(inspection: "Inspection") -> Plot:
-    """Draw what is learned besides queries: a line for what is one number a read, a table for what is a row.
+    """Draw what is learned besides queries: a line for what is one number a read, a table for what is a row. A number
+    that stands alone is in the terminal's notes.
 
     Raises:
         NotShown: there is nothing.
@@ -132,9 +133,14 @@ def learned(inspection: "Inspection") -> Plot:
     figure, axes = canvas(width, height, 1, len(tables))
     look = Comparison.of_models([inspection]).looks()[0]
     for ax, (table, values) in zip(axes[0], flat):
-        depth_line(ax, values, **look)
         ax.set_ylabel(table["title"])
-        depth_axis(ax, len(values), reads=len(values) == len(inspection.reads))
+        if table["axes"][0] in ("read", "sublayer"):
+            depth_line(ax, values, **look)
+            depth_axis(ax, len(values), reads=len(values) == len(inspection.reads))
+        else:
+            ax.plot(values, "o-", linewidth=1.2, markersize=3.0, **look)
+            ax.set_xlabel(table["axes"][0])
+            ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     largest = max([1e-6, *(float(np.nanmax(np.abs(values))) for _, values in tables[len(flat) :])])
     side = width / len(tables) - 1.1
     for ax, (table, values) in zip(axes[0, len(flat) :], tables[len(flat) :]):
@@ -144,12 +150,15 @@ def learned(inspection: "Inspection") -> Plot:
         head(ax, table["title"], inches=side + 0.4)
     if len(tables) > len(flat):
         scale(figure, mesh, list(axes[0, len(flat) :]), "coefficient")
-    marks = " Filled points: attention, hollow: MLP, diamond: the output." if flat else ""
+    by_sublayer = any(table["axes"][0] in ("read", "sublayer") for table, _ in flat)
+    marks = " Filled points: attention, hollow: MLP, diamond: the output." if by_sublayer else ""
     return Plot("learned", f"{inspection.model['name']}: learned besides queries", f"Learned tables.{marks}", figure)
 
 
-def _array(values: Sequence[Any]) -> np.ndarray:
-    """One or two axes of numbers, NaN where a row has ended; empty for more axes."""
+def _array(values: Any) -> np.ndarray:
+    """One or two axes of numbers, NaN where a row has ended; empty for more axes and for none."""
+    if not isinstance(values, list):
+        return np.empty(0)
     if not any(isinstance(row, list) for row in values):
         return np.array(values, dtype=float)
     out = np.full((len(values), max(len(row) for row in values)), np.nan)

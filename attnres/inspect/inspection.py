@@ -55,9 +55,9 @@ class Example(TypedDict):
 
 
 class Table(TypedDict):
-    """What a mechanism has learned: nested values with what each of their axes counts, and what a value is."""
+    """What a mechanism has learned: a number, or nested ones with what each axis counts, and what a value is."""
 
-    values: list[float | list[float | list[float]]]
+    values: float | list[float | list[float | list[float]]]
     axes: list[str]
     title: str
 

@@ -124,9 +124,10 @@ def _notes(inspection: Inspection) -> list[str]:
             f"{short(float(spikes[0]), 1)} times the median of its sources"
         )
     for table in (inspection.learned or {}).values():
-        if table["axes"] == ["read"]:
-            values = np.array(table["values"], dtype=float)
-            lines.append(f"{table['title']}: {short(values.min())} to {short(values.max())} over the reads")
+        values = np.array(table["values"], dtype=float) if len(table["axes"]) < 2 else np.empty(0)
+        if values.size:
+            over = "".join(f" to {short(values.max())} over the {axis}s" for axis in table["axes"])
+            lines.append(f"{table['title']}: {short(values.min())}{over}")
     return lines
 
 

@@ -149,6 +149,7 @@ def decoding(subject: Subject) -> str:
 def saving(subject: Subject) -> str:
     """A saved model computes the same when it is loaded; what a file lacks of the residual gets its start values."""
     model = _model(subject)
+    model.residual("set_progress", 1.0)
     with TemporaryDirectory() as name:
         folder = Path(name)
         model.save_pretrained(folder)

@@ -105,6 +105,16 @@ class Residual(nn.Module):
             h = watched(self, h, index, weights, values)
         return apply_norm(h, norm) if isinstance(norm, Norm) else norm(h)
 
+    # -- what training owes it ------------------------------------------------------------------------------------
+    def set_progress(self, fraction: float) -> None:
+        """Take note of how much of training is done with the coming step, above 0 to 1 at the last. What depends on it
+        is kept in a buffer, so that a model evaluates, and a run goes on, as it was saved. Here nothing does."""
+
+    def penalty(self) -> Tensor | None:
+        """Return a scalar with its gradient that training adds to the loss once a step, and to no loss that it reports;
+        None without."""
+        return None
+
     # -- what its reads mix ---------------------------------------------------------------------------------------
     @property
     def watched(self) -> bool:

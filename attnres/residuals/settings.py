@@ -24,10 +24,12 @@ def positive(name: str, value: Any) -> float:
     return float(value)
 
 
-def number(name: str, value: Any) -> float:
-    """Return `value` if it is a number, of any sign; else raise a UserError that names the setting."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UserError(f"{name} is {value!r}: expected a number")
+def number(name: str, value: Any, least: float = -math.inf, most: float = math.inf) -> float:
+    """Return `value` if it is a number from `least` to `most`; else raise a UserError that names the setting."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most or math.isinf(value):
+        above = "" if math.isinf(least) else f", at least {least:g}"
+        below = "" if math.isinf(most) else f", at most {most:g}"
+        raise UserError(f"{name} is {value!r}: expected a number{above}{below}")
     return float(value)
 
 

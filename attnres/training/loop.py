@@ -99,6 +99,7 @@ class Run:
         self.past = Past()
         self.saved: int | None = None  # step of the last checkpoint
         self.loss = self.rate = self.norm = self.divergence = 0.0  # of the last step
+        self.penalty: torch.Tensor | None = None  # of the last step
         self.depth: dict[str, Any] | None = None  # of the last step, if measured
         self.signalled, self.untimed = 0, UNTIMED
         self.prepared, self.batches, self.windows = open_data(config, who, progress=progress)
@@ -159,6 +160,7 @@ class Run:
     def step(self, signals: Signals) -> None:
         """One update: the mean loss over all tokens of the batch, its gradient, clipping, the optimizers.
 
+        A residual's penalty is added to what is minimised, once, and to no loss that is reported.
         With accumulation and several processes each token still weighs the same: every micro-batch's summed loss is
         divided by the tokens of the whole batch. A loss or gradient that is not finite changes no parameter and
         raises UserError.
@@ -178,6 +180,7 @@ class Run:
         optim = config.optim
         share = residual_fraction(step, config.steps, hold=optim.residual_hold, warmup=optim.residual_warmup)
         set_learning_rate(self.optimizers, rate, share)
+        self.model.residual("set_progress", step / config.steps)
 
         by_depth = bool(config.depth_every) and (step % config.depth_every == 0 or step == config.steps)
         total = torch.zeros((), dtype=torch.float64, device=who.device)  # the cross-entropy, whatever is minimised
@@ -193,6 +196,8 @@ class Run:
                 forward = self.eager if trace else self.forward  # hooks would make torch.compile start again
                 losses = distill.losses(forward, inputs, targets, self.cast, self.teacher)
                 loss = losses.objective.sum() / y.numel()
+                if last and (penalty := self.model.residual("penalty")) is not None:
+                    loss, self.penalty = loss + penalty, penalty.detach()
                 loss.backward()  # DDP averages over the processes what `y.numel()` divides by this one's share
             total += losses.cross_entropy.detach().sum() / y.numel()
             if losses.divergence is not None:
@@ -250,6 +255,7 @@ class Run:
                 tokens_per_s=tokens / seconds,
                 step_s=seconds,
                 **({"divergence": self.divergence} if self.teacher else {}),
+                **({} if self.penalty is None else {"penalty": self.penalty.item()}),
             )
         if self.depth:
             self._write("depth", **self.depth)

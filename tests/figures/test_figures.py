@@ -251,10 +251,14 @@ def test_several_seeds_are_a_line_at_their_mean_in_a_band_from_least_to_most():
 
 
 def test_a_quantity_that_is_not_listed_is_drawn_under_its_own_name():
-    rows = {"steps": [10, 20], "output_rms": [[1.0, 2.0], [3.0, 4.0]], "twist": [[0.1, 0.2], [0.3, 0.4]]}
+    rows = {"steps": [10, 20], "output_rms": [[1.0] * 4, [3.0] * 4]}
+    rows |= {"gates": [[0.4], [1e-9]], "of_reads": [[0.1] * 5, [0.3] * 5], "of_sublayers": [[0.1] * 4, [0.3] * 4]}
     with style.style():
         axes = over_steps(Comparison([variant("mine", "mine", dynamics={0: rows})])).figure.axes
-    assert [ax.get_ylabel() for ax in axes] == ["sublayer", "read", "RMS of outputs", "twist"]
+    panels, bars = axes[:4], axes[4:]
+    assert [ax.get_ylabel() for ax in panels] == ["sublayer", "layer", "read", "sublayer"]
+    assert [ax.get_ylabel() for ax in bars] == ["RMS of outputs", "gate of a block's end", "of_reads", "of_sublayers"]
+    assert panels[1].collections[0].norm(0.2) == pytest.approx(0.5), "gates are on a linear scale from 0"
 
 
 def test_a_residual_that_weighs_nothing_says_so():

@@ -22,6 +22,7 @@ SETTINGS = [
     ("post_block", {"block_size": 2}),
     ("boundary", {"block_size": 2}),
     ("boundary_normed", {"block_size": 2}),
+    ("adaptive", {"least_count": 1, "gate_init": -6, "schedule": "exponential"}),
     ("hyper_connections", {"num_streams": 3, "dynamic": False}),
     ("frac_connections", {"num_slices": 2, "dynamic": False}),
     ("mhc", {"num_streams": 2}),
@@ -79,6 +80,19 @@ def test_a_tensor_that_no_file_holds(failures):
 
         def normed(self, h, index, norm, weights=None, values=()):
             return super().normed(h + h.mean(-1, keepdim=True) * self.noise[index], index, norm, weights, values)
+
+    assert "loaded" in failures(Broken)["saving"]
+
+
+def test_progress_that_no_file_holds(failures):
+    class Broken(Scaled):
+        done = 0.0
+
+        def set_progress(self, fraction):
+            self.done = fraction
+
+        def normed(self, h, index, norm, weights=None, values=()):
+            return super().normed(h if index else h * (1 + self.done * h), index, norm, weights, values)
 
     assert "loaded" in failures(Broken)["saving"]
 

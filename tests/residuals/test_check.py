@@ -178,6 +178,31 @@ def test_a_gradient_that_is_dropped_or_nobodys():
     assert failures(Unused) == {"gradients": "forgotten has no gradient: nothing depends on it"}
 
 
+def test_an_end_of_training_or_a_penalty_that_is_no_number():
+    class Ends(Scaled):
+        """h = h / (1 - p)."""
+
+        def set_progress(self, fraction):
+            with torch.no_grad():
+                self.scale.div_(1 - fraction)
+
+    class Long(Scaled):
+        """h = a h."""
+
+        def penalty(self):
+            return self.scale.square()
+
+    class Steep(Scaled):
+        """h = a h."""
+
+        def penalty(self):
+            return (self.scale * 0).sum().sqrt()
+
+    assert failures(Ends)["progress"] == "at 100% of training a result is not finite"
+    assert "no finite scalar" in failures(Long)["progress"]
+    assert failures(Steep)["progress"] == "at 0% of training a gradient of the penalty is not finite"
+
+
 def test_a_state_that_is_changed_in_place():
     class Broken(Sound):
         """h = h."""

@@ -197,6 +197,47 @@ def test_accumulation_is_the_same_mean(configure: Configure, accumulation: int) 
     assert first_step(configure(out="b", accumulation=accumulation)) == pytest.approx(one, rel=1e-5)
 
 
+GATED = {"residual": "adaptive", "num_blocks": None, "settings": {"target_count": 0, "target_weight": 30.0}}
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_a_penalty_is_minimised_once_and_no_part_of_the_loss(
+    configure: Configure, corpus: Path, accumulation: int
+) -> None:
+    config = configure(model=GATED, optim={"clip": 0.0}, accumulation=accumulation)
+    settings = config.model.settings
+    model = build(config.model.size, "adaptive", vocab_size=280, max_positions=16, settings=settings)
+    model.residual("set_progress", 1 / 8)
+    x, y = Batches(open_tokens(corpus), seq_len=16, batch_size=4, seed=0).at(0)
+    loss = torch.nn.functional.cross_entropy(model(input_ids=x).logits.flatten(0, 1), y.flatten())
+    loss.backward()
+    gate = torch.sigmoid(model.residual.logit / 5)  # of the one gate between two layers, not annealed yet
+    (30 * gate.sum() ** 2).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert first_step(config) == pytest.approx((loss.item(), norm.item()), rel=1e-5)
+
+
+def test_reported_losses_are_without_the_penalty(configure: Configure, tmp_path: Path) -> None:
+    config = configure(model=GATED, steps=4)
+    summary = train(config, progress=False)
+    run = loop.Run(loop.resolve(configure(out="other")), Processes(0, 1, torch.device("cpu")), progress=False)
+    run.close()
+    model = load(tmp_path / "run" / "model").eval()
+    assert model.residual.progress.item() == 1.0  # it evaluates as it did at its last step
+    with torch.no_grad():
+        logits = model(input_ids=run.windows[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), run.windows[:, 1:].flatten())
+    assert summary["val_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    metrics = read(tmp_path / "run" / "metrics.jsonl")
+    penalties = [line["penalty"] for line in metrics if line["kind"] == "train"]
+    assert penalties[0] == pytest.approx(30 / (1 + math.exp(2 / 2.06)) ** 2, rel=0.02)  # t at half of the training
+    assert all(line["loss"] < 6 for line in metrics if "loss" in line)
+    (depth,) = [line for line in metrics if line["kind"] == "depth"]
+    gate = 1 / (1 + math.exp(-model.residual.logit.item() / 0.1))
+    assert (depth["temperature"], depth["boundaries"]) == (pytest.approx(0.1), sum(depth["gates"]))
+    assert gate == pytest.approx(depth["gates"][0], abs=0.2) and len(depth["gates"]) == 1
+
+
 def test_queries_are_zero_after_build(configure: Configure) -> None:
     run = loop.Run(loop.resolve(configure()), Processes(0, 1, torch.device("cpu")), progress=False)
     run.close()
@@ -222,7 +263,11 @@ def test_variants_share_their_first_weights_and_batches(configure: Configure, tm
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
-@pytest.mark.parametrize("extra", [{}, {"optim": {"optimizer": "muon"}, "dtype": "bf16"}], ids=["adamw", "muon-bf16"])
+@pytest.mark.parametrize(
+    "extra",
+    [{}, {"optim": {"optimizer": "muon"}, "dtype": "bf16"}, {"model": {"residual": "adaptive", "num_blocks": None}}],
+    ids=["adamw", "muon-bf16", "annealed"],
+)
 def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, extra: dict[str, Any]
 ) -> None:

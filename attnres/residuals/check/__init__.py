@@ -18,6 +18,7 @@ CHECKS: dict[str, Callable[[Subject], str]] = {
     "shapes": forward.shapes,
     "dtypes": forward.dtypes,
     "gradients": forward.gradients,
+    "progress": forward.progress,
     "states": forward.states,
     "cuts": forward.cuts,
     "checkpointing": forward.checkpointing,

@@ -101,6 +101,27 @@ def gradients(subject: Subject) -> str:
     return f"finite differences {largest:.1e}"
 
 
+def progress(subject: Subject) -> str:
+    """However far training is said to be, results and gradients are finite, and the penalty is none or a finite scalar
+    with finite gradients."""
+    largest = None
+    for residual, network in subject.networks():
+        for fraction in (0.0, 0.5, 1.0):
+            residual("set_progress", fraction)
+            at = f"at {fraction:.0%} of training"
+            result, grads = network.gradients(residual, tokens(2, 3))
+            expect(all(bool(part.isfinite().all()) for part in (result, *grads)), f"{at} a result is not finite")
+            penalty = residual("penalty")
+            if penalty is None:
+                continue
+            expect(penalty.dim() == 0 and bool(penalty.isfinite()), f"{at} the penalty is {penalty}, no finite scalar")
+            leaves = [p for p in residual.parameters() if p.requires_grad]
+            grads = torch.autograd.grad(penalty, leaves, allow_unused=True, materialize_grads=True)
+            expect(all(bool(grad.isfinite().all()) for grad in grads), f"{at} a gradient of the penalty is not finite")
+            largest = max(largest or 0.0, penalty.item())
+    return "no penalty" if largest is None else f"a penalty of up to {largest:.2g}"
+
+
 def states(subject: Subject) -> str:
     """A state is a tree of tensors that nothing changes in place, and all that a pass remembers: others may run in its
     middle."""

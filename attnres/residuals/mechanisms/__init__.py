@@ -1,6 +1,7 @@
 """The mechanisms that ship with the package, one file each, in the order in which tables name them."""
 
 from attnres.residuals.base import Residual
+from attnres.residuals.mechanisms.adaptive import Adaptive
 from attnres.residuals.mechanisms.block import Block
 from attnres.residuals.mechanisms.boundary import Boundary, BoundaryNormed
 from attnres.residuals.mechanisms.completep import CompleteP
@@ -44,6 +45,8 @@ MECHANISMS: tuple[type[Residual], ...] = (
     PostBlock,
     # Rules of one stream: where its norm sits,
     PostNorm,
+    Adaptive,
+    # Rules of one stream.
     DeepNorm,
     HybridNorm,
     Keel,

@@ -62,7 +62,7 @@ class Boundary(Residual):
         self.num_blocks = math.ceil(num_sublayers / self.block_size)
         self.query = nn.Parameter(torch.empty(self.num_blocks, width))
         self.gain = nn.Parameter(torch.empty(self.num_blocks, width))
-        self.init_parameters()
+        Boundary.init_parameters(self)  # those of a subclass are not there yet
 
     def init_parameters(self) -> None:
         nn.init.zeros_(self.query)

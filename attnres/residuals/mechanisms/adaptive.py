@@ -1,0 +1,157 @@
+"""Block boundaries that are learned: a gate after each layer decides how far a block ends there."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnres.errors import UserError
+from attnres.ops import compute_dtype
+from attnres.residuals.layout import About, Learned
+from attnres.residuals.mechanisms.boundary import Boundary
+from attnres.residuals.settings import full_precision, number, one_of, positive, start_at
+
+SCHEDULES: dict[str, Callable[[float, float, Tensor], Tensor]] = {
+    "linear": lambda first, last, part: first + (last - first) * part,
+    "cosine": lambda first, last, part: last + (first - last) * (1 + torch.cos(math.pi * part)) / 2,
+    "exponential": lambda first, last, part: first * (last / first) ** part,
+    "none": lambda first, last, part: torch.full_like(part, first),
+}
+"""The temperature when a part, from 0 to 1, of the annealing is over."""
+
+
+class Adaptive(Boundary):
+    """As `boundary`, where a block may end after every layer l = 1 .. M, as far as a gate g_l in (0, 1) is open:
+
+        x <- sum_{i <= l} a_i e_i,   a = softmax_i( w_l . (k_l * e_i / rms(e_i)) + [i < l] log(g_i g_l) )
+        g_l = sigmoid(b_l / t + s),   g_0 = g_M = 1,   penalty = target_weight (sum_{0<l<M} sigmoid(b_l / t) - target)^2
+
+    e_0 is the embedding, e_i the stream after layer i. What a closed gate ends takes no mass in later reads, and its
+    read leaves the stream as it is; with gates of 0 and 1 this is `boundary` with blocks that end where they are 1.
+
+    Args:
+        target_count: what the penalty pulls the sum of the M - 1 gates to; by default 4, or all where they are fewer.
+        least_count: what that sum never falls below: s >= 0 is the least shift of all gates that keeps it there.
+        gate_init: where each b_l starts; -2 is a gate of 0.40 at t = 5, a number above 0 starts biased open.
+        schedule: of t, which goes from `temperature_start` to `temperature_end` while training goes from `anneal_start`
+            to `anneal_end`: linear, cosine, exponential, or none, which stays at `temperature_start`.
+
+    Source: github.com/aupadhyay/attnres-exp, `residual_mode` adaptive_attnres, for gates, start, annealing and penalty.
+    Its read is another one, for these faults: values were multiplied by their gates while keys are normed, so a closed
+    source kept its share of the softmax and gave zeros for it; one with a gate below 0.01 was left out, and with it the
+    gradient that might open it; how many were left decided which query read; sources were running sums of the stream's
+    states and were read once, at the output, so that hard gates are not the blocks that study compares with. And its
+    penalty, up to 1.6, is in the validation loss it reports.
+    """
+
+    name = "adaptive"
+    about = About(
+        "as boundary after each layer, log(g_i g_l) on the logits, g = sigmoid(b / t), t annealed",
+        "w = 0, b = -2",
+        "3 + L/8",
+        "after github.com/aupadhyay/attnres-exp",
+    )
+    progress: Tensor
+
+    def __init__(
+        self,
+        num_sublayers: int,
+        width: int,
+        *,
+        target_count: float | None = None,
+        target_weight: float = 0.1,
+        least_count: float = 0.0,
+        gate_init: float = -2.0,
+        schedule: str = "linear",
+        temperature_start: float = 5.0,
+        temperature_end: float = 0.1,
+        anneal_start: float = 0.2,
+        anneal_end: float = 0.7,
+        key_norm_eps: float = 1e-6,
+    ) -> None:
+        gates = math.ceil(num_sublayers / 2) - 1
+        super().__init__(num_sublayers, width, num_blocks=gates + 1, key_norm_eps=key_norm_eps)
+        target = min(4, gates) if target_count is None else target_count
+        self.target_count = number("target_count", target, 0, gates)
+        self.least_count = number("least_count", least_count, 0, self.target_count)
+        if gates and self.least_count == gates:
+            raise UserError(f"least_count is {least_count}, all gates there are: take residual boundary, block_size 2")
+        self.target_weight = number("target_weight", target_weight, 0)
+        self.gate_init = number("gate_init", gate_init)
+        self.schedule = SCHEDULES[one_of("schedule", schedule, list(SCHEDULES))]
+        self.first = positive("temperature_start", temperature_start)
+        self.last = positive("temperature_end", temperature_end)
+        self.begin, self.end = number("anneal_start", anneal_start, 0, 1), number("anneal_end", anneal_end, 0, 1)
+        if self.begin >= self.end:
+            raise UserError(f"anneal_start is {anneal_start} and anneal_end {anneal_end}: the end must come later")
+        self.logit = nn.Parameter(torch.empty(gates))
+        self.register_buffer("progress", torch.empty(()))
+        self.init_parameters()
+
+    def init_parameters(self) -> None:
+        super().init_parameters()
+        start_at(self.logit, torch.full_like(self.logit, self.gate_init))
+        nn.init.zeros_(self.progress)
+
+    def set_progress(self, fraction: float) -> None:
+        self.progress.fill_(fraction)
+
+    @property
+    def temperature(self) -> Tensor:
+        """t, a scalar."""
+        return self.schedule(
+            self.first, self.last, ((self.progress - self.begin) / (self.end - self.begin)).clamp(0, 1)
+        )
+
+    @property
+    def opening(self) -> Tensor:
+        """b / t + s, (M - 1,): what the gates are the sigmoid of."""
+        opening = self.logit / self.temperature
+        return _lifted(opening, self.least_count) if self.least_count else opening
+
+    def penalty(self) -> Tensor:
+        count = torch.sigmoid(self.logit / self.temperature).sum()  # not lifted: a sum that is held has no gradient
+        return self.target_weight * (count - self.target_count).square()
+
+    def mix(self, sources: tuple[Tensor, ...], block: int) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
+        dtype = compute_dtype(sources[0].dtype)
+        with full_precision(sources[0]):
+            gates = F.logsigmoid(self.opening).to(dtype)
+            held = F.pad(gates[:block], (1, 0)) + (gates[block] if block < len(gates) else 0.0)
+            query = self.query[block].to(dtype) * self.gain[block].to(dtype)
+            values = [source.to(dtype) for source in sources]
+            logits = [(v @ query) * (v.square().mean(-1) + self.key_norm_eps).rsqrt() for v in values]
+            logits[:-1] = [logit + bias for logit, bias in zip(logits, held)]
+            weights = torch.stack(logits).softmax(0)
+            h = values[0] * weights[0].unsqueeze(-1)
+            for value, weight in zip(values[1:], weights[1:]):
+                h = torch.addcmul(h, value, weight.unsqueeze(-1))
+        return h.to(sources[0].dtype), weights.detach(), sources
+
+    @torch.no_grad()
+    def learned(self) -> dict[str, Learned]:
+        gates = torch.sigmoid(self.opening).float().cpu()
+        return {
+            "gates": Learned(gates, ("layer",), "gate: how far a block ends after the layer"),
+            "boundaries": Learned(gates.sum(), (), "sum of the gates"),
+            "temperature": Learned(self.temperature.float().cpu(), (), "temperature of the gates"),
+        }
+
+
+def _lifted(opening: Tensor, least: float) -> Tensor:
+    """Return `opening` + s with the least s >= 0 for which sum sigmoid(opening + s) >= `least`, found by bisection; its
+    gradient is that of s as a function of `opening`, ds = - sum_l p_l d opening_l, p in proportion to sigmoid'."""
+    with torch.no_grad():
+        even = math.log(least / (len(opening) - least))  # the opening of `least` spread evenly
+        low, high = even - opening.max(), even - opening.min()
+        for _ in range(50):
+            middle = (low + high) / 2
+            enough = torch.sigmoid(opening + middle).sum() >= least
+            low, high = torch.where(enough, low, middle), torch.where(enough, middle, high)
+        gates = torch.sigmoid(opening + high)
+        slopes = gates * (1 - gates)
+        shares = slopes / slopes.sum().clamp_min(torch.finfo(slopes.dtype).tiny)
+    shift = high - (shares * (opening - opening.detach())).sum()
+    return opening + shift.clamp_min(0.0)
