@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,13 @@ def true_or_false(name: str, value: Any) -> bool:
     """Return `value` if it is a bool; else raise a UserError that names the setting."""
     if not isinstance(value, bool):
         raise UserError(f"{name} is {value!r}: expected true or false")
+    return value
+
+
+def mean_or_sum(value: Any) -> Literal["mean", "sum"]:
+    """Return setting `read_scale` if it is one of the two; else raise a UserError."""
+    if value not in ("mean", "sum"):
+        raise UserError(f"read_scale is '{value}': expected 'mean' (the paper's) or 'sum' (exact conversion)")
     return value
 
 

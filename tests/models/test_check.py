@@ -32,6 +32,9 @@ SETTINGS = [
     ("highway", {"gate": "scalar", "gate_init": -1.0}),
     ("laurel", {"form": "rw"}),
     ("laurel", {"form": "rw+pa", "rank": 4, "previous": 2}),
+    ("delta_attnres", {"block_size": 3}),
+    ("lr_attnres", {"rank": 3, "read_scale": "sum"}),
+    ("ancre", {"temperature": 0.5}),
 ]
 
 
@@ -55,6 +58,22 @@ def failures(registered):
 
 def test_the_mechanism_that_the_next_ones_break_is_sound(failures):
     assert not failures(type("Same", (Scaled,), {}))
+
+
+def test_start_values_that_are_drawn(failures):
+    class Drawn(Scaled):
+        std = 1.0
+
+        def init_parameters(self):
+            nn.init.normal_(self.scale, std=self.std)
+
+    class Broken(Drawn):
+        def init_parameters(self):
+            super().init_parameters()
+            self.std = 0.1  # where it starts anew it is smaller
+
+    assert not failures(Drawn)
+    assert failures(Broken)["saving"].startswith("scale does not start where it should")
 
 
 def test_start_values_that_overwrite_what_was_loaded(failures):

@@ -2,13 +2,16 @@
 
 from attnres.residuals.base import Residual
 from attnres.residuals.mechanisms.adaptive import Adaptive
+from attnres.residuals.mechanisms.ancre import ANCRe
 from attnres.residuals.mechanisms.block import Block
 from attnres.residuals.mechanisms.boundary import Boundary, BoundaryNormed
 from attnres.residuals.mechanisms.completep import CompleteP
 from attnres.residuals.mechanisms.cumulative import Cumulative
 from attnres.residuals.mechanisms.ddl import DeepDelta
 from attnres.residuals.mechanisms.deepnorm import DeepNorm
+from attnres.residuals.mechanisms.delta_attnres import DeltaAttnRes
 from attnres.residuals.mechanisms.denseformer import DenseFormer
+from attnres.residuals.mechanisms.densenet import DenseNet
 from attnres.residuals.mechanisms.frac_connections import FracConnections
 from attnres.residuals.mechanisms.full import Full
 from attnres.residuals.mechanisms.highway import Highway
@@ -19,8 +22,10 @@ from attnres.residuals.mechanisms.keel import Keel
 from attnres.residuals.mechanisms.laurel import Laurel
 from attnres.residuals.mechanisms.layernorm_scaling import LayerNormScaling
 from attnres.residuals.mechanisms.layerscale import LayerScale
+from attnres.residuals.mechanisms.lr_attnres import LRAttnRes
 from attnres.residuals.mechanisms.mhc import MHC
 from attnres.residuals.mechanisms.mhc_lite import MHCLite
+from attnres.residuals.mechanisms.mrla_light import MRLALight
 from attnres.residuals.mechanisms.norm_preserving import NormPreserving
 from attnres.residuals.mechanisms.parallel_lanes import ParallelLanes
 from attnres.residuals.mechanisms.peri_ln import PeriLN
@@ -69,4 +74,9 @@ MECHANISMS: tuple[type[Residual], ...] = (
     ParallelLanes,
     # Rules that keep earlier outputs.
     DenseFormer,
+    ANCRe,
+    DenseNet,
+    MRLALight,
+    DeltaAttnRes,
+    LRAttnRes,
 )

@@ -8,13 +8,12 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnres.errors import UserError
 from attnres.ops import Norm, Plan, SealedRead, apply_norm, compute_dtype, explain, in_two_phases, merge, read_sealed
 from attnres.residuals.base import NormLike, Residual, Slot
 from attnres.residuals.layout import Learned, Source, Traits
 from attnres.residuals.mechanisms.gates import Gates
 from attnres.residuals.mechanisms.weighting import Weighting, settings_among
-from attnres.residuals.settings import positive, whole
+from attnres.residuals.settings import mean_or_sum, positive, whole
 
 NULL = Source("null", None, range(0), open=True)
 
@@ -81,9 +80,7 @@ class DepthAttention(Residual):
         **options: Any,
     ) -> None:
         super().__init__(num_sublayers, width)
-        if read_scale not in ("mean", "sum"):
-            raise UserError(f"read_scale is '{read_scale}': expected 'mean' (the paper's) or 'sum' (exact conversion)")
-        self.bounds, self.read_scale = (0, *accumulate(groups)), read_scale
+        self.bounds, self.read_scale = (0, *accumulate(groups)), mean_or_sum(read_scale)
         groups_of_reads = [bounds for bounds in pairwise(self.bounds) for _ in range(*bounds)]
         self._groups = (*groups_of_reads, (num_sublayers, num_sublayers + self.output_read))
         """The first read of the group of each read, and the one after its last; the output's has one of its own."""

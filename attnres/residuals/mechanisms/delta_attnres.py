@@ -1,0 +1,130 @@
+"""Delta Attention Residuals: a depth read that is added to the running stream instead of taking its place."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from attnres.ops import compute_dtype, depth_read
+from attnres.residuals.base import NormLike, Residual, Slot
+from attnres.residuals.layout import EMBEDDING, About, Source, Traits, outputs
+from attnres.residuals.mechanisms.block import resolve_block_size
+from attnres.residuals.settings import positive
+
+
+class Deltas(NamedTuple):
+    """The running stream; the embedding and what each finished block added to it; the sum of the block in progress, if
+    it has begun; all (..., d)."""
+
+    stream: Tensor
+    finished: tuple[Tensor, ...]
+    partial: tuple[Tensor, ...] = ()
+
+
+class DeltaAttnRes(Residual):
+    """h_l = x_l + sum_i a_i v_i,  a = softmax_i( w_l . (g_l * v_i / rms(v_i)) ),  x_l = v_0 + .. + v_{l-1}; h_0 = v_0.
+
+    v_i are the embedding and each sublayer's output. With `block_size` S above 1 (Delta Block) they are the embedding
+    and the sum of each finished block of S sublayers; the block in progress is in x_l alone. There is no output read:
+    the head's input is x_L. `query` w and `gain` g are (L, d).
+
+    Start: w = 0, a mean. Of all outputs it is x_l / l, so the read is x_l by a factor, and the network the standard
+    residual; of finished blocks it is not, since it leaves the block in progress out.
+
+    The authors' code does otherwise in two things: queries start at random, and from the third block on it stores the
+    stream less the last stored difference, which is no block's own sum. Here it is as the paper says.
+
+    Source: Luo et al., "Delta Attention Residuals", arXiv 2605.18855; github.com/wdlctc/delta-attention-residuals-code.
+    """
+
+    name = "delta_attnres"
+    traits = Traits(True, sums_to_one=False, has_query=True, starts_standard=True)
+    about = About(
+        "h_l = x_l + sum_i softmax_i(w_l . N(v_i)) v_i over outputs, or finished blocks' sums; x_l the running sum",
+        "w = 0",
+        "L/2 + 5; in blocks N/2 + 6",
+        "Luo et al., arXiv 2605.18855",
+    )
+
+    def __init__(
+        self,
+        num_sublayers: int,
+        width: int,
+        *,
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        key_norm_eps: float = 1e-6,
+    ) -> None:
+        super().__init__(num_sublayers, width)
+        size = 1 if block_size is None and num_blocks is None else None
+        self.block_size = size or resolve_block_size(num_sublayers, block_size, num_blocks)
+        self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
+        self.traits = self.traits._replace(starts_standard=self.block_size == 1)
+        self.query = nn.Parameter(torch.empty(num_sublayers, width))
+        self.gain = nn.Parameter(torch.empty(num_sublayers, width))
+        self.init_parameters()
+
+    def init_parameters(self) -> None:
+        nn.init.zeros_(self.query)
+        nn.init.ones_(self.gain)
+
+    def start(self, embedding: Tensor) -> Deltas:
+        return Deltas(embedding, (embedding,))
+
+    def read(self, state: Deltas, index: int, norm: NormLike) -> tuple[Tensor, Deltas]:
+        h, finished = state.stream, state.finished
+        values = finished + state.partial
+        weights = None
+        if self.watched:
+            weights = h.new_ones(h[..., 0].numel(), len(values), dtype=compute_dtype(h.dtype))
+        if 0 < index < self.num_sublayers:
+            query, gain = self.query[index], self.gain[index]
+            added, shares = depth_read(finished, query, gain, eps=self.key_norm_eps, return_weights=True)
+            h = h + added
+            if weights is not None:
+                weights[:, : len(finished)] += shares.reshape(len(finished), -1).t()
+        return self.normed(h, index, norm, weights, values), state
+
+    def write(self, state: Deltas, index: int, output: Tensor) -> Deltas:
+        stream = state.stream + output
+        partial = state.partial[0] + output if state.partial else output
+        if (index + 1) % self.block_size and index + 1 < self.num_sublayers:
+            return Deltas(stream, state.finished, (partial,))
+        return Deltas(stream, (*state.finished, partial))
+
+    def sources(self, index: int) -> tuple[Source, ...]:
+        if self.block_size == 1:
+            return outputs(index + 1, self.sublayers)
+        edges = [*range(0, index, self.block_size), index]
+        spans = [range(start + 1, stop + 1) for start, stop in pairwise(edges)]
+        whole = len(spans) - self._begun(index)
+        blocks = (Source("block", number, span) for number, span in enumerate(spans[:whole], 1))
+        return (EMBEDDING, *blocks, *(Source("partial", None, span, open=True) for span in spans[whole:]))
+
+    def _begun(self, index: int) -> bool:
+        """Whether a block is in progress before sublayer `index`."""
+        return index % self.block_size > 0 and index < self.num_sublayers
+
+    def direction(self, index: int) -> Tensor | None:
+        return (self.query[index] * self.gain[index]).detach() if 0 < index < self.num_sublayers else None
+
+    def slots(self, index: int) -> tuple[Slot, ...]:
+        finished = [Slot(source.name, True) for source in self.sources(index) if not source.open]
+        stream = [Slot(f"stream {index}", False)] if index else []
+        return (*finished, *([Slot(f"partial {index}", False)] if self._begun(index) else []), *stream)
+
+    def pack(self, state: Deltas, index: int) -> tuple[Tensor, ...]:
+        return (*state.finished, *state.partial, *([state.stream] if index else []))
+
+    def unpack(self, tensors: Sequence[Tensor], index: int) -> Deltas:
+        count = sum(slot.kept for slot in self.slots(index))
+        partial = tuple(tensors[count : count + self._begun(index)])
+        return Deltas(tensors[-1], tuple(tensors[:count]), partial)
+
+    def hidden_state(self, state: Deltas) -> Tensor:
+        return state.stream
+
+    def finish(self, state: Deltas, norm: NormLike) -> Tensor:
+        return self.read(state, self.num_sublayers, norm)[0]

@@ -1,0 +1,103 @@
+"""MRLA-light: each layer's end is gated by its own query and key, and takes part of the state before the layer."""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnres.errors import UserError
+from attnres.ops import compute_dtype
+from attnres.residuals.base import NormLike, Residual
+from attnres.residuals.layout import About, Source, Traits
+from attnres.residuals.settings import full_precision, positive, whole
+
+
+class Recurrent(NamedTuple):
+    """The running stream, and the stream at the start of the layer in progress; both (..., d)."""
+
+    stream: Tensor
+    before: Tensor
+
+
+class MRLALight(Residual):
+    """After layer t (two sublayers), whose plain end is y and whose input was o_{t-1}:
+
+        o_t = y + s * V + lambda * N'(o_{t-1}),   x = N(y),  s = sigmoid(Q . K / sqrt(c)) for each head of c channels
+        Q, K = conv(x), with kernels along the channels,   V = gelu(u * x)
+
+    As published this stands in networks of images. Translated to a token's vector: Q and K were convolutions along the
+    channels of the mean over an image; here the token, which sees no other, is its own mean, and the convolutions are
+    kept. V was a 3 x 3 convolution of each channel over the image; here one number u a channel. LayerNorms are
+    RMSNorms. All this is after the vision transformer of the authors' code, whose o_{t-1} is the layer's input.
+
+    A layer has `conv` (2, k), k about (log2 d + 1) / 2 and odd; `value` u, `decay` lambda (d,); gains of N and N'
+    (2, d). Start, at random as there: conv uniform within 1/sqrt(k), u within 1, lambda normal(1); gains 1.
+
+    Source: Fang et al., "Cross-Layer Retrospective Retrieving via Layer Attention", arXiv 2302.03985;
+    github.com/joyfang1106/MRLA.
+    """
+
+    name = "mrla_light"
+    traits = Traits(False, sums_to_one=False, has_query=False, starts_standard=False, linear=False)
+    about = About(
+        "after each layer o_t = y + sigmoid(Q . K / sqrt(c)) V + lambda N(o_{t-1}); Q, K, V of N(y)",
+        "lambda normal(1), Q, K, V uniform",
+        "5",
+        "Fang et al., arXiv 2302.03985",
+    )
+
+    def __init__(self, num_sublayers: int, width: int, *, head_dim: int = 16, eps: float = 1e-6) -> None:
+        super().__init__(num_sublayers, width)
+        if width % whole("head_dim", head_dim):
+            raise UserError(f"head_dim is {head_dim}: expected a number that divides the width {width}")
+        self.head_dim, self.eps = head_dim, positive("eps", eps)
+        layers, half = num_sublayers // 2, int((math.log2(width) + 1) / 2)
+        self.gain = nn.Parameter(torch.empty(layers, 2, width))
+        self.conv = nn.Parameter(torch.empty(layers, 2, half + 1 - half % 2))
+        self.value = nn.Parameter(torch.empty(layers, width))
+        self.decay = nn.Parameter(torch.empty(layers, width))
+        self.init_parameters()
+
+    def init_parameters(self) -> None:
+        bound = self.conv.shape[-1] ** -0.5
+        nn.init.ones_(self.gain)
+        nn.init.uniform_(self.conv, -bound, bound)
+        nn.init.uniform_(self.value, -1.0, 1.0)
+        nn.init.normal_(self.decay)
+
+    def start(self, embedding: Tensor) -> Recurrent:
+        return Recurrent(embedding, embedding)
+
+    def read(self, state: Recurrent, index: int, norm: NormLike) -> tuple[Tensor, Recurrent]:
+        return self.normed(state.stream, index, norm), state
+
+    def write(self, state: Recurrent, index: int, output: Tensor) -> Recurrent:
+        stream = state.stream + output
+        if index % 2 == 0:
+            return Recurrent(stream, state.before)
+        stream = self._retrieved(stream, state.before, index // 2)
+        return Recurrent(stream, stream)
+
+    def _retrieved(self, stream: Tensor, before: Tensor, layer: int) -> Tensor:
+        dtype = compute_dtype(stream.dtype)
+        with full_precision(stream):
+            gain, conv = self.gain[layer].to(dtype), self.conv[layer].to(dtype)
+            x = F.rms_norm(stream.to(dtype), (self.width,), gain[0], self.eps)
+            pairs = F.conv1d(x.reshape(-1, 1, self.width), conv.unsqueeze(1), padding=conv.shape[-1] // 2)
+            query, key = pairs.unflatten(-1, (-1, self.head_dim)).unbind(1)
+            share = ((query * key).sum(-1, keepdim=True) * self.head_dim**-0.5).sigmoid()
+            value = F.gelu(self.value[layer].to(dtype) * x)
+            gated = (share * value.view(*query.shape)).view_as(x)
+            kept = self.decay[layer].to(dtype) * F.rms_norm(before.to(dtype), (self.width,), gain[1], self.eps)
+            return (stream + gated + kept).to(stream.dtype)
+
+    def sources(self, index: int) -> tuple[Source, ...]:
+        return ()
+
+    def hidden_state(self, state: Recurrent) -> Tensor:
+        return state.stream
+
+    def finish(self, state: Recurrent, norm: NormLike) -> Tensor:
+        return self.normed(state.stream, self.num_sublayers, norm)
