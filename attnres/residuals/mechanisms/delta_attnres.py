@@ -1,7 +1,7 @@
 """Delta Attention Residuals: a depth read that is added to the running stream instead of taking its place."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attnres.ops import compute_dtype, depth_read
 from attnres.residuals.base import NormLike, Residual, Slot
 from attnres.residuals.layout import EMBEDDING, About, Source, Traits, outputs
-from attnres.residuals.mechanisms.block import resolve_block_size
+from attnres.residuals.mechanisms.block import resolve_block_sizes
 from attnres.residuals.settings import positive
 
 
@@ -53,15 +53,16 @@ class DeltaAttnRes(Residual):
         num_sublayers: int,
         width: int,
         *,
-        block_size: int | None = None,
+        block_size: int | str | Sequence[int] | None = None,
         num_blocks: int | None = None,
         key_norm_eps: float = 1e-6,
     ) -> None:
         super().__init__(num_sublayers, width)
-        size = 1 if block_size is None and num_blocks is None else None
-        self.block_size = size or resolve_block_size(num_sublayers, block_size, num_blocks)
+        block_size = 1 if block_size is None and num_blocks is None else block_size
+        sizes = resolve_block_sizes(num_sublayers, block_size, num_blocks)
+        self.bounds = (0, *accumulate(sizes))
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
-        self.traits = self.traits._replace(starts_standard=self.block_size == 1)
+        self.traits = self.traits._replace(starts_standard=max(sizes) == 1)
         self.query = nn.Parameter(torch.empty(num_sublayers, width))
         self.gain = nn.Parameter(torch.empty(num_sublayers, width))
         self.init_parameters()
@@ -90,38 +91,36 @@ class DeltaAttnRes(Residual):
     def write(self, state: Deltas, index: int, output: Tensor) -> Deltas:
         stream = state.stream + output
         partial = state.partial[0] + output if state.partial else output
-        if (index + 1) % self.block_size and index + 1 < self.num_sublayers:
-            return Deltas(stream, state.finished, (partial,))
-        return Deltas(stream, (*state.finished, partial))
+        if index + 1 in self.bounds:
+            return Deltas(stream, (*state.finished, partial))
+        return Deltas(stream, state.finished, (partial,))
 
     def sources(self, index: int) -> tuple[Source, ...]:
-        if self.block_size == 1:
+        if len(self.bounds) > self.num_sublayers:  # blocks of one sublayer each
             return outputs(index + 1, self.sublayers)
-        edges = [*range(0, index, self.block_size), index]
-        spans = [range(start + 1, stop + 1) for start, stop in pairwise(edges)]
-        whole = len(spans) - self._begun(index)
-        blocks = (Source("block", number, span) for number, span in enumerate(spans[:whole], 1))
-        return (EMBEDDING, *blocks, *(Source("partial", None, span, open=True) for span in spans[whole:]))
-
-    def _begun(self, index: int) -> bool:
-        """Whether a block is in progress before sublayer `index`."""
-        return index % self.block_size > 0 and index < self.num_sublayers
+        passed = [bound for bound in self.bounds if bound <= index]
+        spans = (range(start + 1, stop + 1) for start, stop in pairwise(passed))
+        blocks = (Source("block", number, span) for number, span in enumerate(spans, 1))
+        begun = range(passed[-1] + 1, index + 1)
+        return (EMBEDDING, *blocks, *([Source("partial", None, begun, open=True)] if begun else []))
 
     def direction(self, index: int) -> Tensor | None:
         return (self.query[index] * self.gain[index]).detach() if 0 < index < self.num_sublayers else None
 
     def slots(self, index: int) -> tuple[Slot, ...]:
-        finished = [Slot(source.name, True) for source in self.sources(index) if not source.open]
-        stream = [Slot(f"stream {index}", False)] if index else []
-        return (*finished, *([Slot(f"partial {index}", False)] if self._begun(index) else []), *stream)
+        sources = [
+            Slot(f"{source.name} {index}" if source.open else source.name, not source.open)
+            for source in self.sources(index)
+        ]
+        return (*sources, *([Slot(f"stream {index}", False)] if index else []))
 
     def pack(self, state: Deltas, index: int) -> tuple[Tensor, ...]:
         return (*state.finished, *state.partial, *([state.stream] if index else []))
 
     def unpack(self, tensors: Sequence[Tensor], index: int) -> Deltas:
-        count = sum(slot.kept for slot in self.slots(index))
-        partial = tuple(tensors[count : count + self._begun(index)])
-        return Deltas(tensors[-1], tuple(tensors[:count]), partial)
+        sources = self.sources(index)
+        count = sum(not source.open for source in sources)
+        return Deltas(tensors[-1], tuple(tensors[:count]), tuple(tensors[count : len(sources)]))
 
     def hidden_state(self, state: Deltas) -> Tensor:
         return state.stream

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from attnres import UserError, make_residual
 
 
-def formula(size):
+def formula(bounds):
     def compute(network, p):
         stream, sources, block = network.embedding, [network.embedding], None
         for index in range(network.sublayers):
@@ -19,7 +19,7 @@ def formula(size):
                 h = stream + sum(weight.unsqueeze(-1) * v for weight, v in zip(weights, sources, strict=True))
             out = network.f(index, network.norm(index, h))
             stream, block = stream + out, out if block is None else block + out
-            if (index + 1) % size == 0:
+            if index + 1 in bounds:
                 sources.append(block)
                 block = None
         return network.norm(network.sublayers, stream)
@@ -30,7 +30,11 @@ def formula(size):
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_read_is_the_stream_and_what_a_softmax_takes_of_earlier_deltas(shape, size):
-    check_formula("delta_attnres", formula(size), shape, block_size=size)
+    check_formula("delta_attnres", formula(range(size, shape[0], size)), shape, block_size=size)
+
+
+def test_blocks_may_differ_in_size():
+    check_formula("delta_attnres", formula((1, 4)), SHAPES[1], block_size="1+3+3")
 
 
 def test_blocks_are_their_own_sums_and_the_one_in_progress_is_no_source_of_the_softmax():
@@ -50,7 +54,7 @@ def test_blocks_are_their_own_sums_and_the_one_in_progress_is_no_source_of_the_s
 def test_only_per_sublayer_does_it_start_as_the_standard_residual():
     assert make_residual("delta_attnres", 6, 8).traits.starts_standard
     blocks = make_residual("delta_attnres", 6, 8, num_blocks=3)
-    assert blocks.block_size == 2 and not blocks.traits.starts_standard
+    assert blocks.bounds == (0, 2, 4, 6) and not blocks.traits.starts_standard
     assert not blocks.query.any() and (blocks.gain == 1).all()
 
 
