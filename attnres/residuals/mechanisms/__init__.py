@@ -48,10 +48,9 @@ MECHANISMS: tuple[type[Residual], ...] = (
     Boundary,
     BoundaryNormed,
     PostBlock,
+    Adaptive,
     # Rules of one stream: where its norm sits,
     PostNorm,
-    Adaptive,
-    # Rules of one stream.
     DeepNorm,
     HybridNorm,
     Keel,

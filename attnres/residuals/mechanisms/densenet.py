@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from attnres.ops import compute_dtype
 from attnres.residuals.base import NormLike, Residual, Slot
-from attnres.residuals.layout import About, Source, Traits, outputs
+from attnres.residuals.layout import About, Traits, outputs
 from attnres.residuals.settings import start_at
 
 
@@ -58,9 +58,6 @@ class DenseNet(Residual):
 
     def write(self, state: tuple[Tensor, ...], index: int, output: Tensor) -> tuple[Tensor, ...]:
         return (*state, output)
-
-    def sources(self, index: int) -> tuple[Source, ...]:
-        return ()
 
     def slots(self, index: int) -> tuple[Slot, ...]:
         return tuple(Slot(source.name, True) for source in outputs(index + 1, self.sublayers))

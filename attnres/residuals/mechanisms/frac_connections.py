@@ -8,7 +8,7 @@ from torch import Tensor
 from attnres.errors import UserError
 from attnres.ops import compute_dtype
 from attnres.residuals.base import NormLike
-from attnres.residuals.layout import About, Source, Traits
+from attnres.residuals.layout import About, Traits
 from attnres.residuals.mechanisms.hyper_connections import TanhConnections
 from attnres.residuals.settings import full_precision, whole
 
@@ -74,9 +74,6 @@ class FracConnections(TanhConnections):
     def write(self, state: Slices, index: int, output: Tensor) -> Slices:
         (beta,) = state.beta  # a write follows its read
         return Slices(state.stream + (beta.unsqueeze(-1) * self._sliced(output)).flatten(-2))
-
-    def sources(self, index: int) -> tuple[Source, ...]:
-        return ()
 
     def hidden_state(self, state: Slices) -> Tensor:
         return state.stream

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.ops import compute_dtype
 from attnres.residuals.base import NormLike, Residual
-from attnres.residuals.layout import About, Source, Traits
+from attnres.residuals.layout import About, Traits
 from attnres.residuals.settings import full_precision, positive, whole
 
 
@@ -92,9 +92,6 @@ class MRLALight(Residual):
             gated = (share * value.view(*query.shape)).view_as(x)
             kept = self.decay[layer].to(dtype) * F.rms_norm(before.to(dtype), (self.width,), gain[1], self.eps)
             return (stream + gated + kept).to(stream.dtype)
-
-    def sources(self, index: int) -> tuple[Source, ...]:
-        return ()
 
     def hidden_state(self, state: Recurrent) -> Tensor:
         return state.stream
