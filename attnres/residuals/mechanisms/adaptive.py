@@ -134,7 +134,7 @@ class Adaptive(Boundary):
     def learned(self) -> dict[str, Learned]:
         gates = torch.sigmoid(self.opening).float().cpu()
         return {
-            "gates": Learned(gates, ("layer",), "gate: how far a block ends after the layer"),
+            "gates": Learned(gates, ("layer",), "gate of a block's end"),
             "boundaries": Learned(gates.sum(), (), "sum of the gates"),
             "temperature": Learned(self.temperature.float().cpu(), (), "temperature of the gates"),
         }
