@@ -120,6 +120,17 @@ class Comparison:
         """The same variants with nothing in a field."""
         return dataclasses.replace(self, variants=[dataclasses.replace(one, **{name: {}}) for one in self.variants])
 
+    def noise(self) -> list[tuple[float, float]]:
+        """Return (place, standard deviation of the difference of two runs of the baseline), of two seeds or more: what
+        chance does to one pair of runs, which no error over windows sees."""
+        runs = next((one.held_out for one in self.variants if one.label == self.baseline), {})
+        curves = [dict(points) for points in runs.values()]
+        if len(curves) < 2:
+            return []
+        common = sorted(set.intersection(*(set(curve) for curve in curves)))
+        deviations = [np.std([curve[place] for curve in curves], ddof=1) for place in common]
+        return [(place, float(2**0.5 * one)) for place, one in zip(common, deviations, strict=True)]
+
     def looks(self) -> list[dict[str, Any]]:
         """Line keywords of each variant: the colour of its residual, its label."""
         looks = style.looks({one.label: (one.residual, one.traits) for one in self.variants})

@@ -49,8 +49,11 @@ def train_loss(comparison: Comparison) -> Plot:
 def difference(comparison: Comparison) -> Plot:
     """Draw the paired differences to the baseline over training, with their 95 % intervals. Raises NotShown."""
     figure, (ax,) = panels(1, 2.15)
-    base = comparison.baseline
+    base, noise = comparison.baseline, comparison.noise()
     settled = [0.0]
+    if len(noise) > 1:
+        where, width = np.array(noise).T
+        ax.fill_between(where, -width, width, color=style.MUTED, alpha=0.15, linewidth=0, zorder=0)
     for one, look in zip(comparison.variants, comparison.looks(), strict=True):
         if one.label == base:
             ax.axhline(0, linewidth=0.9, **look)
@@ -69,6 +72,8 @@ def difference(comparison: Comparison) -> Plot:
     legend(figure, ax)
     over = " or ".join(sorted({one.differences[-1].basis for one in comparison.variants if one.differences}))
     caption = f"Below the line is better than {base}. Bands: 95 % interval of the paired difference, over {over}."
+    if len(noise) > 1:
+        caption += f" Grey: one standard deviation of the difference of two runs of {base} with other seeds."
     return Plot("difference", f"Difference to {base} over training", caption, figure)
 
 

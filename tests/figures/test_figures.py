@@ -1,5 +1,7 @@
 """Figures of an inspection: every value stands where its name says, at any depth; what does not apply is left out."""
 
+import dataclasses
+import math
 import re
 from itertools import pairwise
 
@@ -14,10 +16,12 @@ from attnres.figures import (
     Variant,
     draw_comparison,
     draw_model,
+    losses,
     save_all,
     style,
     write_figures,
 )
+from attnres.figures.comparison import Difference
 from attnres.figures.depth import CHOICE, by_depth
 from attnres.figures.dynamics import over_steps
 from attnres.figures.geometry import learned
@@ -353,3 +357,20 @@ def test_captions_say_what_is_shown():
         assert "evenly chosen" in by_kind(full).caption and "blocks" not in by_kind(full).caption
         assert "Sharpness" in by_depth(models(full), CHOICE, "depth", "reads").caption
         assert "Sharpness" not in by_depth(models(standard), CHOICE, "depth", "reads").caption
+
+
+def test_what_chance_does_is_a_band_where_the_baseline_has_several_seeds():
+    differences = [Difference(step, -0.2, 0.05) for step in (1, 2, 3)]
+    block = variant("block", "block", differences=differences)
+    seeds = {0: [(1, 5.0), (2, 4.0), (3, 3.0)], 1: [(1, 5.2), (2, 4.0)], 2: [(1, 5.4), (2, 4.6), (3, 3.0)]}
+    standard = variant("standard", "standard", held_out=seeds)
+    comparison = Comparison([standard, block], "standard")
+    places, deviations = zip(*comparison.noise(), strict=True)
+    assert places == (1, 2)  # where every seed was measured
+    assert deviations == pytest.approx([math.sqrt(2) * 0.2, math.sqrt(2) * math.sqrt(0.12)])
+    plot = losses.difference(comparison)
+    band = plot.figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert band.max() == pytest.approx(max(deviations)) and band.min() == pytest.approx(-max(deviations))
+    assert "other seeds" in plot.caption
+    alone = dataclasses.replace(standard, held_out={0: seeds[0]})
+    assert "other seeds" not in losses.difference(Comparison([alone, block], "standard")).caption
