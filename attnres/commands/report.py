@@ -12,12 +12,12 @@ from attnres.flags import parse
 
 @dataclass
 class Report:
-    """Make table.csv and report.html from run folders, finished or not."""
+    """Make table.csv, curves.csv and report.html from run folders, finished or not."""
 
     dirs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUNS ...")]
     """Run folders, or folders of runs as `attnres compare` makes them."""
     out: str | None = None
-    """Folder for table.csv and report.html; none is the given folder, or the current one if several are given."""
+    """Folder to write them into; none is the given folder, or the current one if several are given."""
     images: str | None = None
     """png or svg: also write every figure as a file of its own."""
 

@@ -14,6 +14,7 @@ from attnres.figures import Comparison, Plot, style
 from attnres.figures.plot import COLUMN
 from attnres.files import write_text
 from attnres.report import theme
+from attnres.report.curves import curves_csv
 from attnres.report.example import example
 from attnres.report.runs import Run, Study
 from attnres.report.sections import Section, sections
@@ -28,7 +29,7 @@ ZOOM = 1.36
 
 
 def write_report(study: Study, folder: Path | str, images: str | None = None) -> list[Path]:
-    """Write `report.html` and `table.csv` into `folder`, and the figures as files of their own if `images` is a suffix.
+    """Write `report.html`, `table.csv` and `curves.csv` into `folder`, and figures as files if `images` is a suffix.
 
     `images`: "png" or "svg", into `folder/figures`. Returns what was written. Raises `UserError` if it cannot be.
     """
@@ -38,7 +39,8 @@ def write_report(study: Study, folder: Path | str, images: str | None = None) ->
         drawn = sections(comparison)
     write_text(folder / "report.html", page(study, table, comparison, drawn))
     write_text(folder / "table.csv", to_csv(table))
-    written = [folder / "report.html", folder / "table.csv"]
+    write_text(folder / "curves.csv", curves_csv(study))
+    written = [folder / "report.html", folder / "table.csv", folder / "curves.csv"]
     for plot in [plot for section in drawn for plot in section.every] if images is not None else []:
         written.append(folder / "figures" / f"{plot.name}.{images}")
         style.save(plot.figure, written[-1])

@@ -11,7 +11,7 @@ from attnres.report.verdict import verdict
 
 
 def show(*folders: Path, out: Path, images: str | None = None) -> Study:
-    """Write table.csv and report.html into `out` from the runs in `folders`, and print the table.
+    """Write table.csv, curves.csv and report.html into `out` from the runs in `folders`, and print the table.
 
     `images`: "png" or "svg", to write every figure as a file of its own too. Raises `UserError`.
     """

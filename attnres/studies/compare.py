@@ -59,9 +59,10 @@ class Plan:
 def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
     """Train what is not trained yet, time it, and make table and report from what is then on disk.
 
-    Writes OUT/LABEL-seedK/, OUT/compare.json, OUT/speed.json, OUT/table.csv and OUT/report.html. Progress goes to
-    stderr, the table to stdout. How many runs train at once, and on how many threads each, is settled the first time
-    and kept in compare.json: with other threads a sum is rounded differently, and a resumed run would not be the same.
+    Writes OUT/LABEL-seedK/, OUT/compare.json, OUT/speed.json, OUT/table.csv, OUT/curves.csv and OUT/report.html.
+    Progress goes to stderr, the table to stdout. How many runs train at once, and on how many threads each, is settled
+    the first time and kept in compare.json: with other threads a sum is rounded differently, and a resumed run would
+    not be the same.
 
     Raises:
         UserError: something cannot run, or a folder holds something else; what is finished stays.

@@ -1,5 +1,6 @@
 """The page: whole, self-contained, escaped; figures that hold what the runs say."""
 
+import csv
 import html
 import json
 import re
@@ -68,6 +69,25 @@ def test_a_comparison_makes_a_whole_page(tmp_path):
     # Losses, differences, weights, magnitudes, training by depth.
     assert text.count("<svg") == 2 + 2 + 2 + 3 + 1
     assert (tmp_path / "table.csv").read_text().startswith("label,")
+
+
+def test_every_held_out_loss_is_a_line_with_its_difference_to_the_baseline_of_the_same_seed(tmp_path):
+    study = load_study(write_study(tmp_path, layers=3))
+    write_report(study, tmp_path)
+    with (tmp_path / "curves.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == sum(len(run.windows) for run in study.runs)
+    runs = {(run.label, run.seed): run for run in study.runs}
+    for row in rows:
+        seed, step = int(row["seed"]), int(row["step"])
+        losses, base = runs[row["label"], seed].windows[step], runs["standard", seed].windows[step]
+        assert float(row["loss"]) == pytest.approx(losses.mean(), abs=1e-6)
+        if row["label"] == "standard":
+            assert row["difference"] == ""
+        else:
+            errors = (losses - base).std(ddof=1) / len(losses) ** 0.5
+            assert float(row["difference"]) == pytest.approx((losses - base).mean(), abs=1e-6)
+            assert float(row["difference_se_windows"]) == pytest.approx(errors, abs=1e-6)
 
 
 def test_everything_is_escaped(tmp_path):

@@ -1,0 +1,32 @@
+"""Every held-out loss of a study's runs and its difference to the baseline's, as CSV."""
+
+import csv
+import io
+
+from attnres.report.runs import Study
+from attnres.report.stats import paired_at, unequal
+
+COLUMNS = ("label", "seed", "step", "tokens", "loss", "windows", "difference", "difference_se_windows")
+
+
+def curves_csv(study: Study) -> str:
+    """Give one line a measurement: losses and paired differences in nats per token; nothing where a run has no partner
+    of its seed under equal conditions.
+    """
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    partners = {} if study.baseline is None else {run.seed: run for run in study.of(study.baseline)}
+    for label in study.labels:
+        for run in study.of(label):
+            partner = partners.get(run.seed) if label != study.baseline else None
+            if partner is not None and unequal(run, partner):
+                partner = None
+            for step, losses in sorted(run.windows.items()):
+                tokens, mean = round(run.tokens_at(step)), f"{losses.mean():.6f}"
+                row: list[object] = [label, run.seed, step, tokens, mean, len(losses)]
+                if partner is not None and step in partner.windows:
+                    pair = paired_at([(run, partner)], step)
+                    row += [f"{pair.mean:.6f}", f"{pair.se_windows:.6f}"]
+                writer.writerow(row + [""] * (len(COLUMNS) - len(row)))
+    return out.getvalue()
