@@ -36,8 +36,10 @@ def verdict(study: Study, table: Table) -> str:
     compared = [row for row in done if row.paired is not None]
     controls = [row for row in compared if row.traits.is_control]
     tested = [row for row in compared if not row.traits.is_control]
-    sentences = [_against_baseline(tested, base)] if tested else []
-    sentences += [_chance(row, base) for row in controls]
+    same = [row for row in controls if row.traits.starts_standard]  # and nothing in it is learned
+    other = [row for row in compared if not (row.traits.is_control and row.traits.starts_standard)]
+    sentences = [_against_baseline(other, base)] if other else []
+    sentences += [_chance(row, base) for row in same]
     reasons: dict[str, list[str]] = {}
     for row in unpaired:
         reasons.setdefault(why_unpaired(study, row.label, base), []).append(row.label)
@@ -79,7 +81,7 @@ def _against_baseline(rows: list[Row], base: str) -> str:
 
 
 def _chance(row: Row, base: str) -> str:
-    """What the control's difference says: never that it is better or worse."""
+    """What the difference of a control that is the baseline's function says: never that it is better or worse."""
     assert row.paired is not None
     size = number(row.paired.mean, digits_for(row.paired.mean, row.paired.se), signed=True)
     runs = "a run" if len(row.counted) == 1 else f"the mean of {len(row.counted)} runs"

@@ -203,6 +203,16 @@ def test_the_verdict_names_winners_the_control_and_ties(tmp_path):
     assert "Over rescaled, the control, the gain is" in text
 
 
+def test_a_control_that_is_another_function_is_judged_as_others_are(tmp_path):
+    for residual, gain in (("standard", 0.0), ("rescaled", 0.001), ("completep", -0.1), ("full", -0.2)):
+        write_run(tmp_path, residual, gain=gain)
+    text = verdict(*both(tmp_path))
+    assert text.startswith("full beats standard by 0.2") and ", completep by 0.0" in text
+    assert "rescaled, the control, computes what standard computes" in text
+    assert "completep, the control, computes" not in text
+    assert "Over completep, the control, the gain is 0.1" in text
+
+
 def test_no_win_is_claimed_inside_the_error(tmp_path):
     for residual, gain in (("standard", 0.0), ("block", -0.005), ("full", 0.005), ("deepnorm", 0.3)):
         write_run(tmp_path, residual, gain=gain, noise=0.05)
