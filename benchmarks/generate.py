@@ -19,7 +19,7 @@ from harness import DTYPES
 
 from attnres import UserError, convert
 from attnres.evals.speed import decode_rate
-from attnres.models import FAMILIES, SIZES
+from attnres.models import SIZES, build_plain
 from attnres.models.open import open_checkpoint
 from attnres.timing import Spread, in_turn, spread
 from attnres.training.device import tune
@@ -36,16 +36,9 @@ SMALL = {"cuda": ["0.6b"], "cpu": ["nano", "100m"]}
 
 def base_model(name: str, dtype: torch.dtype, positions: int, seed: int) -> Any:
     """A plain Transformers model: a name in `SIZES` with random weights, else a folder or a name on the hub."""
-    import transformers
-
     if name not in SIZES:
         return open_checkpoint(name).load(dtype)
-    fields: dict[str, Any] = {"vocab_size": VOCABULARY, **SIZES[name]}
-    family = FAMILIES[fields.pop("family")]
-    none = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    config = getattr(transformers, family.config)(**{**fields, **none, family.positions: positions})
-    torch.manual_seed(seed)
-    return getattr(transformers, family.causal_lm)(config).to(dtype).eval()
+    return build_plain(name, vocab_size=VOCABULARY, max_positions=positions, seed=seed).to(dtype).eval()
 
 
 def run(

@@ -138,7 +138,7 @@ def learned(inspection: "Inspection") -> Plot:
             depth_line(ax, values, **look)
             depth_axis(ax, len(values), reads=len(values) == len(inspection.reads))
         else:
-            ax.plot(values, "o-", linewidth=1.2, markersize=3.0, **look)
+            ax.plot(values, marker="o", linewidth=1.2, markersize=3.0, **look)
             ax.set_xlabel(table["axes"][0])
             ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     largest = max([1e-6, *(float(np.nanmax(np.abs(values))) for _, values in tables[len(flat) :])])

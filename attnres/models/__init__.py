@@ -1,6 +1,6 @@
 """Depth reads inside Hugging Face decoders; importing this registers the classes with Transformers' Auto classes."""
 
-from attnres.models.build import build
+from attnres.models.build import build, build_plain
 from attnres.models.classes import CLASSES, DepthMixin
 from attnres.models.convert import Conversion, convert
 from attnres.models.export import export_model
@@ -20,6 +20,7 @@ __all__ = [
     "FamilyRow",
     "Stream",
     "build",
+    "build_plain",
     "convert",
     "export_model",
     "families_table",

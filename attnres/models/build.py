@@ -1,4 +1,4 @@
-"""Builds a model with freshly drawn weights from a named size and a residual."""
+"""Builds a model with freshly drawn weights from a named size, with a residual or as its family has it."""
 
 import copy
 import dataclasses
@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
+from transformers import PreTrainedModel
 
 from attnres.errors import UserError, first_line, unknown
 from attnres.models.classes import CLASSES, DepthMixin
@@ -38,6 +40,27 @@ def build(
     Raises:
         UserError: unknown names, impossible settings.
     """
+    key, fields = _resolved(size, vocab_size, max_positions)
+    config_class, model_class = CLASSES[key]
+    fields |= {"residual": residual_class(residual).name, "residual_settings": dict(settings or {})}
+    return _drawn(key, model_class, config_class, fields, seed)
+
+
+def build_plain(
+    size: str | Mapping[str, Any] = "nano", *, vocab_size: int, max_positions: int = 2048, seed: int = 0
+) -> PreTrainedModel:
+    """The family's own model, which has no depth stream, with the weights that `build` draws for the standard residual.
+
+    Raises:
+        UserError: as for `build`.
+    """
+    key, fields = _resolved(size, vocab_size, max_positions)
+    family = FAMILIES[key]
+    return _drawn(key, getattr(transformers, family.causal_lm), getattr(transformers, family.config), fields, seed)
+
+
+def _resolved(size: str | Mapping[str, Any], vocab_size: int, max_positions: int) -> tuple[str, dict[str, Any]]:
+    """Return the family and the fields of its config. Raises UserError."""
     if isinstance(size, str):
         if size not in SIZES:
             raise unknown("model size", size, SIZES)
@@ -48,14 +71,17 @@ def build(
         raise unknown("model family", str(key), FAMILIES)
     if key not in CLASSES:
         raise UserError(f"{FAMILIES[key].causal_lm} is not in the installed Transformers: upgrade it")
-    config_class, model_class = CLASSES[key]
-    residual = residual_class(residual).name
     # No special tokens: Transformers' defaults for a family are ids of its own tokenizer.
     fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **fields}
     fields |= {"vocab_size": vocab_size, FAMILIES[key].positions: max_positions}
-    _check_fields(config_class, fields)
+    _check_fields(CLASSES[key][0], fields)
+    return key, fields
+
+
+def _drawn(key: str, model_class: Any, config_class: Any, fields: Mapping[str, Any], seed: int) -> Any:
+    """Return a model with weights drawn from the seed. Raises UserError."""
     try:
-        config = config_class(residual=residual, residual_settings=dict(settings or {}), **fields)
+        config = config_class(**fields)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return model_class(config)

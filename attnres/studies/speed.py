@@ -16,7 +16,7 @@ from attnres.training.validate import forward_losses
 
 
 def step_times(
-    variants: Mapping[str, tuple[str, Mapping[str, Any]]],
+    variants: Mapping[str, tuple[str | None, Mapping[str, Any]]],
     *,
     size: str | Mapping[str, Any] = "nano",
     vocab_size: int = 4096,
@@ -36,7 +36,7 @@ def step_times(
     """Time whole training steps (forward, backward, clipping, optimizer) of each variant in turn, in rounds.
 
     Args:
-        variants: label -> (residual, its settings).
+        variants: label -> (residual, its settings); without a residual it is the family's own model.
         vocab_size, seq_len, batch_size, accumulation: the training shape; tokens are random ids.
         dtype: "fp32", or "bf16" for autocast over fp32 parameters.
         baseline: the label that ratios are taken to; by default the first.
@@ -85,17 +85,16 @@ def _summary(times: list[float], base: list[float]) -> dict[str, Any]:
 
 def _build(
     size: str | Mapping[str, Any],
-    residual: str,
+    residual: str | None,
     settings: Mapping[str, Any],
     vocab_size: int,
     seq_len: int,
     on: torch.device,
 ) -> nn.Module:
-    from attnres.models import build
+    from attnres.models import build, build_plain
 
-    model = build(
-        size=size, residual=residual, vocab_size=vocab_size, max_positions=seq_len, seed=0, settings=dict(settings)
-    )
+    shape: dict[str, Any] = {"vocab_size": vocab_size, "max_positions": seq_len}
+    model = build_plain(size, **shape) if residual is None else build(size, residual, settings=settings, **shape)
     tune(model, on, seq_len)
     return model.to(on).train()
 

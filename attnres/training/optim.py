@@ -32,9 +32,10 @@ FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 def kinds(model: nn.Module) -> dict[str, list[str]]:
     """Names of the trainable parameters of `model` by kind: residual, vector, embedding, head, lora, matrix.
 
-    `model` has the attribute `residual`, a module. A parameter shared by two modules (tied embeddings) counts once.
+    `model.residual` is a module, or is not there. A parameter shared by two modules (tied embeddings) counts once.
     """
-    residual = {id(parameter) for parameter in model.get_submodule("residual").parameters()}
+    inside = getattr(model, "residual", None)
+    residual = {id(parameter) for parameter in inside.parameters()} if isinstance(inside, nn.Module) else set()
     tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     find_head = getattr(model, "get_output_embeddings", None)
     output = find_head() if callable(find_head) else None

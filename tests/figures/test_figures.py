@@ -191,6 +191,11 @@ def test_what_is_learned_besides_queries_is_drawn_by_what_its_axes_count():
     assert drawn_cells(mix) == [{0: 1.0, 1: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0}]
     assert ticks(mix)[0] == ["emb", "layer 0", "layer 1", "layer 2", "layer 3"]
     assert ticks(panels(read=([[1.0, 0.0]] * 8, ["sublayer", "stream"], "reads"))[0])[1][:2] == ["attn 0", "mlp 0"]
+    (gates,) = panels(gates=([0.4, 0.1, 0.2], ["layer"], "gate"), temperature=(0.1, [], "temperature"))
+    assert (gates.get_xlabel(), gates.get_ylabel(), len(gates.get_lines())) == ("layer", "gate", 1)
+    assert gates.get_lines()[0].get_ydata().tolist() == [0.4, 0.1, 0.2]
+    with pytest.raises(NotShown):
+        panels(temperature=(0.1, [], "temperature"))
 
 
 def test_files_are_whole_and_the_same_each_time(tmp_path):

@@ -35,6 +35,13 @@ def run(capsys):
     return run
 
 
+def test_what_is_learned_is_told_by_what_its_axes_count(run, folder_of, tmp_path):
+    code, out, _ = run(folder_of("adaptive"), "--text", TEXT, "--context", "20", "--out", tmp_path)
+    assert code == 0 and re.search(r"gate of a block's end: \.\d\d to \.\d\d over the layers", out)
+    assert "temperature of the gates: 5.00" in out
+    assert Inspection.load(tmp_path / "inspection.json").learned["temperature"]["values"] == 5.0
+
+
 @pytest.mark.parametrize("residual", ["block", "full", "standard", "denseformer", "hyper_connections", "deepnorm"])
 def test_a_text_is_shown_read_by_read(run, folder_of, residual):
     code, out, err = run(folder_of(residual), "--text", TEXT, "--context", "20")

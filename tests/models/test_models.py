@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from attnres import RESIDUALS, UserError
-from attnres.models import SIZES, build, load
+from attnres.models import SIZES, build, build_plain, load
 from attnres.models.stream import Stream
 
 SMALL = {
@@ -85,6 +85,16 @@ def test_a_standard_stream_is_the_plain_model(family, ids):
     plain = model_class(config_class(**fields, **special, vocab_size=VOCAB, max_position_embeddings=64)).eval()
     plain.load_state_dict(model.state_dict(), strict=family != "gpt2")
     torch.testing.assert_close(logits(model, ids), logits(plain, ids), rtol=1e-5, atol=1e-6)
+
+
+@families
+def test_a_plain_model_is_the_familys_own_with_the_weights_of_a_standard_stream(family):
+    shape = {"vocab_size": VOCAB, "max_positions": 64, "seed": 3}
+    ours, plain = build(SMALL[family], "standard", **shape), build_plain(SMALL[family], **shape)
+    assert type(plain) is PLAIN[family][1]
+    weights = dict(ours.named_parameters())
+    assert [name for name, _ in plain.named_parameters()] == list(weights)
+    assert all(torch.equal(weight, weights[name]) for name, weight in plain.named_parameters())
 
 
 @families
