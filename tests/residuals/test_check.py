@@ -135,6 +135,16 @@ def test_learned_tables_whose_axes_are_not_those(axes, shape, finding):
     assert finding in failures(Broken)["learned"]
 
 
+def test_a_learned_table_with_the_name_of_another_metric():
+    class Broken(Scaled):
+        """h = a h."""
+
+        def learned(self):
+            return {"step": Learned(torch.zeros(self.num_sublayers), ("sublayer",), "scale")}
+
+    assert failures(Broken)["learned"] == "'step' is the name of something else in a run's metrics"
+
+
 # -- what a pass does -------------------------------------------------------------------------------------------------
 def test_tokens_that_see_one_another():
     class Broken(Sound):

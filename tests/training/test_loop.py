@@ -23,6 +23,7 @@ from attnres.errors import Interrupted, UserError
 from attnres.files import locked
 from attnres.flags import config_file
 from attnres.models import build, load
+from attnres.residuals.check.interface import TAKEN
 from attnres.training import TrainConfig, from_dict, loop, to_dict, train, validate
 from attnres.training.metrics import read
 from attnres.training.parallel import Processes
@@ -126,6 +127,7 @@ def test_depth_says_how_reads_choose_where_there_are_reads(configure: Configure,
     train(config, progress=False)
     (depth,) = [line for line in read(tmp_path / "run" / "metrics.jsonl") if line["kind"] == "depth"]
     assert [len(depth[name]) for name in ("entropy", "sharpness", "gate")] == [5, 5, 5]
+    assert set(depth) == {*TAKEN, "gate"}, "names that attnres check keeps learned tables from"
     assert depth["entropy"][0] == 0 and all(0 < value <= 1.2 for value in depth["entropy"][1:])
 
 

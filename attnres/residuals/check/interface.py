@@ -12,6 +12,8 @@ from attnres.residuals.layout import Traits
 from attnres.residuals.registry import make_residual, settings_of
 
 _AXES = ("read", "sublayer", "layer", "source", "stream")
+TAKEN = ("kind", "step", "output_rms", "input_rms", "grad_rms", "entropy", "sharpness")
+"""What a line of a run's metrics, in which learned tables stand by their names, has besides them."""
 
 
 def interface(subject: Subject) -> str:
@@ -77,7 +79,8 @@ def start_values(subject: Subject) -> str:
 
 
 def learned(subject: Subject) -> str:
-    """Its learned tables are fp32 on the CPU, with as many axes as dimensions and as many rows as the axes say."""
+    """Its learned tables are fp32 on the CPU, with names of their own, as many axes as dimensions and as many rows as
+    the axes say."""
     names: list[str] = []
     for depth in subject.depths:
         tables = subject.residual(depth).learned()
@@ -92,5 +95,6 @@ def learned(subject: Subject) -> str:
                 sizes = {"read": (depth, depth + 1), "sublayer": (depth,)}.get(axis, (size,))
                 expect(size in sizes, f"'{name}' has {size} entries along '{axis}' of {depth} sublayers")
             expect(bool(name and table.title), f"'{name}' has no name or no title")
+            expect(name not in TAKEN, f"'{name}' is the name of something else in a run's metrics")
         names = list(tables)
     return ", ".join(names) or "none"

@@ -71,8 +71,8 @@ class DeepDelta(TokenMix):
         step, value = 2.0 * torch.sigmoid(self.step_bias), 4.0 * torch.sigmoid(self.value_bias)
         part = "without what the token adds"
         return {
-            "step": Learned(step.float().cpu(), ("sublayer",), f"b, {part}"),
-            "value": Learned(value.float().cpu(), ("sublayer",), f"v, {part}"),
+            "beta": Learned(step.float().cpu(), ("sublayer",), f"b, {part}"),
+            "v": Learned(value.float().cpu(), ("sublayer",), f"v, {part}"),
         }
 
 
