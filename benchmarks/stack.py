@@ -62,7 +62,7 @@ class Network:
         state = self.residual.start(embedding)
         for i in range(self.sublayers):
             x, state = self.residual.read(state, i, norm)
-            state = self.residual.write(state, i, x)
+            state = self.residual.write(state, i, x if isinstance(x, Tensor) else x.query + x.key + x.value)
         return self.residual.finish(state, norm)
 
     def parameters(self) -> list[Tensor]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnres import Norm, Residual, make_residual
+from attnres.residuals import Ways
 
 SHAPES = [(8, 16, (2, 3)), (7, 12, (5,)), (3, 8, (2, 1, 2))]
 """Sublayers, width, tokens: even and odd depths, batches of several ranks."""
@@ -25,13 +26,18 @@ class Network:
 
         self.sublayers, self.width = sublayers, width
         self.embedding = leaf(*tokens, width).requires_grad_()
-        self.weights = [(leaf(width, width) / width**0.5).requires_grad_() for _ in range(sublayers)]
+        self.weights = [(leaf(width, width) / width**0.5).requires_grad_() for _ in range(3 * sublayers)]
         self.gains = [(1 + leaf(width) / 4).requires_grad_() for _ in range(sublayers + 1)]
         self.probe = leaf(*tokens, width)
 
-    def f(self, index: int, x: Tensor) -> Tensor:
-        """Sublayer `index` of its normed input."""
-        return torch.tanh(x @ self.weights[index])
+    def f(self, index: int, x: Tensor, key: Tensor | None = None, value: Tensor | None = None) -> Tensor:
+        """Sublayer `index` of its normed input, or of those of its queries, keys and values."""
+        query = x @ self.weights[index]
+        if key is None or value is None:
+            return torch.tanh(query)
+        return torch.tanh(
+            query + key @ self.weights[index + self.sublayers] * (value @ self.weights[index - self.sublayers])
+        )
 
     def norm(self, index: int, h: Tensor) -> Tensor:
         """The norm in front of sublayer `index`, or, of L, of the head."""
@@ -42,7 +48,7 @@ class Network:
         state = residual.start(self.embedding)
         for index in range(self.sublayers):
             x, state = residual.read(state, index, Norm(self.gains[index], eps=EPS))
-            state = residual.write(state, index, self.f(index, x))
+            state = residual.write(state, index, self.f(index, *(x if isinstance(x, Ways) else [x])))
         return residual.finish(state, Norm(self.gains[-1], eps=EPS))
 
 

@@ -45,7 +45,7 @@ class Reading:
 
     Attributes:
         ids: of the T tokens; `pieces` what each says.
-        layout: the L+1 reads and what they mix; `reads` and `sources` are their names.
+        layout: the reads and what they mix; `reads` and `sources` are their names.
         weights: for each read (T, sources).
         log_probs: (T, V): of the token after each.
         losses: (T-1,) nats: of each token but the first.
@@ -143,8 +143,9 @@ class Opened:
     def details(self) -> str:
         """What the model is, in a few words."""
         parameters = sum(parameter.numel() for parameter in self.model.parameters()) / 1e6
+        sublayers = self.residual.num_sublayers
         implied = "" if self.residual.traits.by_token else "; weights are the same for every token"
-        return f"{parameters:.1f}M parameters, {len(self.reads) - 1} sublayers, up to {self.context:,} tokens{implied}"
+        return f"{parameters:.1f}M parameters, {sublayers} sublayers, up to {self.context:,} tokens{implied}"
 
     @cached_property
     def vocabulary(self) -> int:

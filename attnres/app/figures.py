@@ -29,8 +29,9 @@ def key(layout: Sequence[Read]) -> str:
 
 
 def row_name(read: Read) -> str:
-    """The name of a read beside its row: attn 3, mlp 3, output."""
-    return read._replace(kind="attn").name if read.kind == "attention" else read.name
+    """The name of a read beside its row: attn 3, mlp 3, output; attn 3 q of one for the queries."""
+    kind = "attn" if read.kind == "attention" else read.kind
+    return read._replace(kind=kind, into=read.into and read.into[0]).name
 
 
 def svg(name: str, title: str, height: float, parts: Iterable[str], role: str = "group") -> str:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from attnres.errors import UserError
 from attnres.inspect.pieces import piece
-from attnres.residuals import Residual, Source
+from attnres.residuals import Residual, Source, depths
 
 TOP = 3
 """Sources of the output read that are named."""
@@ -72,7 +72,8 @@ class DepthReader:
             raise UserError("this model is being recorded already: leave the first recording before a second")
         self.residual, self.tokenizer = residual, tokenizer
         self.weights: dict[int, Tensor] = {}
-        self.sources = [read.sources for read in residual.layout()]
+        layout = residual.layout()
+        self.sources, self.depths = [read.sources for read in layout], depths(layout)
 
     def __enter__(self) -> Self:
         self.residual.observer = self
@@ -95,16 +96,18 @@ class DepthReader:
 
     def read(self, token: int) -> TokenDepth:
         """What the pass that predicted `token` did; call it before the next pass."""
-        last = self.residual.num_sublayers
+        sublayers = self.residual.num_sublayers
         rows = {index: weights.float().tolist() for index, weights in self.weights.items()}
-        names = [source.name for source in self.sources[last]]
-        output = sorted(zip(names, rows[last]), key=lambda pair: -pair[1])
+        names = [source.name for source in self.sources[-1]]
+        output = sorted(zip(names, rows[len(self.sources) - 1]), key=lambda pair: -pair[1])
         blocks = []
         sealed = [source for row in self.sources for source in row if source.kind in ("block", "state")]
-        ends = {source.span.stop - 1 for source in sealed if source.span} or set(range(0, last, -(-last // PARTS)))
-        bounds = sorted({0, *ends, last})
+        ends = {source.span.stop - 1 for source in sealed if source.span} or set(
+            range(0, sublayers, -(-sublayers // PARTS))
+        )
+        bounds = sorted({0, *ends, sublayers})
         for number, (start, stop) in enumerate(pairwise(bounds), 1):
-            reads = range(start, stop)
+            reads = [index for index, sublayer in enumerate(self.depths) if start <= sublayer < stop]
             sums: dict[str, float] = {}
             sources: dict[str, Source] = {}
             for index in reads:

@@ -22,9 +22,10 @@ from attnres.figures.plot import (
     legend,
     log_if_wide,
     panels,
+    spread,
     thin_ticks,
 )
-from attnres.residuals import Source
+from attnres.residuals import Source, depths
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
@@ -33,11 +34,11 @@ MARKS = "Filled points: attention, hollow: MLP"
 
 
 class Quantity(NamedTuple):
-    """A number for each read or each sublayer.
+    """A number for each read, sublayer or layer.
 
     Attributes:
         axis: its name beside an axis. meaning: a sentence for captions.
-        reads: one for each read, the output's last; else one for each sublayer.
+        reads: one for each read, the output's last; else one for each sublayer or layer.
         of: where an inspection has it; what training alone records is nowhere.
         log: the axis is logarithmic where values span more than that factor.
         plain: a plain residual's values (depth,) by the number of the read.
@@ -95,6 +96,7 @@ QUANTITIES = {
     "recency_bias": Quantity("bias of the last source", "What is added to the last source's logit.", True),
     "gate": Quantity("gate: share of the read", "How much of the read is let through.", True),
     "alpha": Quantity("alpha", "The factor that the read is scaled by.", True),
+    "value_residual": Quantity("share of the first layer's values", "What values take from them.", False),
     "gates": Quantity("gate of a block's end", "How far a block ends after each layer.", False),
 }
 """By the names under which runs record them and inspections have them, in the order in which they are drawn."""
@@ -118,6 +120,15 @@ def rows(variant: Variant, key: str) -> np.ndarray | None:
     if not values or len({len(row) for row in values}) > 1 or not np.isfinite(values).any():
         return None
     return np.stack(values)
+
+
+def sublayers(variant: Variant, count: int) -> list[int]:
+    """Return which sublayer each of `count` values is of, reads' or sublayers' own; L is the output."""
+    for inspection in variant.inspections.values():
+        own = depths(inspection.layout)
+        if len(own) == count:
+            return own
+    return list(range(count))
 
 
 def by_depth(comparison: Comparison, keys: Sequence[str], name: str, title: str) -> Plot:
@@ -148,16 +159,19 @@ def panel(ax: Axes, comparison: Comparison, key: str) -> None:
     """Draw one quantity of every variant that has it."""
     what = quantity(key)
     tables = [rows(variant, key) for variant in comparison.variants]
-    deepest = max(table.shape[1] for table in tables if table is not None)
-    for table, look in zip(tables, comparison.looks(), strict=True):
+    deepest = 0
+    for variant, table, look in zip(comparison.variants, tables, comparison.looks(), strict=True):
         if table is not None:
-            depth_line(ax, table, **look)
+            own = sublayers(variant, table.shape[1])
+            depth_line(ax, table, own, **look)
+            deepest = max(deepest, own[-1] + 1)
     dotted: dict[str, Any] = {"color": style.MUTED, "linewidth": 0.9, "linestyle": ":", "zorder": 1}
     if what.plain is not None:
         ax.plot(np.arange(deepest), what.plain(np.arange(deepest)), **dotted)
     if key == "effective" and len(comparison.variants) == 1 and comparison.variants[0].inspections:
         most = comparison.variants[0].mean.entropy.get("most", [])
-        ax.step(range(len(most)), [count or np.nan for count in most], where="mid", **dotted)
+        places = spread(sublayers(comparison.variants[0], len(most)))
+        ax.step(places, [count or np.nan for count in most], where="mid", **dotted)
     log_if_wide(ax, np.concatenate([table.ravel() for table in tables if table is not None]), what.log)
     depth_axis(ax, deepest, reads=what.reads)
     ax.set_ylabel(what.axis)

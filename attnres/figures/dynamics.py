@@ -107,7 +107,8 @@ def over_steps(comparison: Comparison) -> Plot:
 def _counts(variant: Variant, rows: int) -> str:
     """What there is one number each of, by how many there are beside the outputs of sublayers."""
     sublayers = len(variant.over_steps("output_rms")[1])
-    return {sublayers: "sublayer", sublayers + 1: "read"}.get(rows, "layer")
+    reads = {sublayers + 1, *(len(inspection.layout) for inspection in variant.inspections.values())}
+    return "sublayer" if rows == sublayers else "read" if rows in reads else "layer"
 
 
 def _steps(ax: Any, inches: float) -> None:

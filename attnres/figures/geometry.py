@@ -23,7 +23,7 @@ from attnres.figures.plot import (
     head,
     label,
 )
-from attnres.residuals import Read, outputs
+from attnres.residuals import Read, depths, outputs
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
@@ -132,11 +132,13 @@ def learned(inspection: "Inspection") -> Plot:
     width = COLUMN if len(tables) == 1 else PAGE
     figure, axes = canvas(width, height, 1, len(tables))
     look = Comparison.of_models([inspection]).looks()[0]
+    of_reads = depths(inspection.layout)
     for ax, (table, values) in zip(axes[0], flat):
         ax.set_ylabel(table["title"])
         if table["axes"][0] in ("read", "sublayer"):
-            depth_line(ax, values, **look)
-            depth_axis(ax, len(values), reads=len(values) == len(inspection.reads))
+            own = of_reads[: len(values)] if table["axes"] == ["read"] else None
+            depth_line(ax, values, own, **look)
+            depth_axis(ax, len(values) if own is None else own[-1] + 1, reads=len(values) == len(inspection.reads))
         else:
             ax.plot(values, marker="o", linewidth=1.2, markersize=3.0, **look)
             ax.set_xlabel(table["axes"][0])
@@ -174,6 +176,8 @@ def _counted(inspection: "Inspection", axes: Sequence[str], axis: int, count: in
     kind = axes[axis] if axis < len(axes) else ""
     if kind in ("read", "sublayer") and count <= len(inspection.layout):
         return [label(read) for read in inspection.layout[:count]]
+    if kind == "source" and count == len(inspection.layout[-1].sources):
+        return [label(source) for source in inspection.layout[-1].sources]
     if kind == "source":  # outputs, or whole layers' after the embedding
         names = [f"layer {i}" for i in range(count - 1)] if axes[0] == "layer" else map(label, outputs(count)[1:])
         return ["emb", *names]

@@ -12,7 +12,7 @@ from attnres.figures import style
 from attnres.figures.cells import cell_numbers, cells, named, scale
 from attnres.figures.comparison import Comparison
 from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label
-from attnres.residuals import Read, outputs
+from attnres.residuals import depths, outputs
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
@@ -24,14 +24,15 @@ def normalised(inspection: "Inspection") -> np.ndarray:
         raise NotShown(f"{inspection.model['residual']} is not linear in its outputs with one number a source")
     values = np.abs(np.array(inspection.mixing, dtype=float))
     values /= np.maximum(values.sum(1, keepdims=True), 1e-30)
-    values[np.triu_indices(len(values), 1)] = np.nan
+    for row, written in zip(values, depths(inspection.layout), strict=True):
+        row[written + 1 :] = np.nan
     return values
 
 
 def mixing(comparison: Comparison) -> Plot:
     """Draw one matrix a model, rows normalised, on one colour scale. Raises NotShown where none has one."""
     models = [one for one in comparison.variants if one.mean.mixing is not None]
-    tables = [(one.label, normalised(one.mean)) for one in models or comparison.variants[:1]]
+    tables = [(one, normalised(one.mean)) for one in models or comparison.variants[:1]]
     columns = min(3, len(tables)) if len(tables) != 4 else 2
     rows = math.ceil(len(tables) / columns)
     width = COLUMN if len(tables) == 1 else PAGE
@@ -39,15 +40,14 @@ def mixing(comparison: Comparison) -> Plot:
     figure, axes = canvas(width, rows * (side + 0.7), rows, columns)
     for ax in list(axes.flat)[len(tables) :]:
         ax.remove()
-    for i, (name, values) in enumerate(tables):
-        ax, written = axes.flat[i], outputs(len(values))
-        reads = [*written[1:], Read("output", None, ())]
+    for i, (one, values) in enumerate(tables):
+        ax, reads = axes.flat[i], one.mean.layout
         mesh = cells(ax, values)
-        across = [label(part) for part in written]
+        across = [label(part) for part in outputs(values.shape[1])]
         named(ax, across, [label(part) for part in reads], np.arange(len(values), dtype=float), side, side)
-        ax.set_aspect("equal")
+        ax.set_aspect("equal" if len(values) == len(across) else "auto")
         if len(tables) > 1:
-            head(ax, name, inches=side + 0.1)
+            head(ax, one.label, inches=side + 0.1)
         if i % columns == 0:
             ax.set_ylabel("read")
         if i // columns == rows - 1:
@@ -62,13 +62,15 @@ def mixing(comparison: Comparison) -> Plot:
 
 
 def layer_shares(inspection: "Inspection") -> np.ndarray:
-    """(layers + 1, layers + 1): how much of a layer's two reads (last row: of the output's) comes from the embedding
-    (column 0) and from each layer (both sublayers' outputs); NaN for later layers."""
-    matrix = np.nan_to_num(normalised(inspection))
-    layers = (len(matrix) - 1) // 2
-    if layers < 1 or len(matrix) % 2 == 0:
+    """(layers + 1, layers + 1): how much of a layer's reads (last row: of the output's) comes from the embedding
+    (column 0) and from each layer (both sublayers' outputs); NaN for later layers. Reads of one sublayer count as one,
+    their mean."""
+    matrix, own = np.nan_to_num(normalised(inspection)), np.array(depths(inspection.layout))
+    layers = (matrix.shape[1] - 1) // 2
+    if layers < 1 or matrix.shape[1] % 2 == 0:
         raise NotShown("not layers of two sublayers each")
-    reads = np.vstack([matrix[:-1].reshape(layers, 2, -1).mean(1), matrix[-1:]])
+    sublayers = np.stack([matrix[own == sublayer].mean(0) for sublayer in range(2 * layers + 1)])
+    reads = np.vstack([sublayers[:-1].reshape(layers, 2, -1).mean(1), sublayers[-1:]])
     values = np.hstack([reads[:, :1], reads[:, 1:].reshape(layers + 1, layers, 2).sum(2)])
     values[:-1][np.triu_indices(layers, 2, layers + 1)] = np.nan
     return values
@@ -93,7 +95,7 @@ def layers(inspection: "Inspection") -> Plot:
     scale(figure, mesh, matrix, "share of the layer's reads", fraction=0.045)
     _arcs(arcs, values, names)
     caption = (
-        "How much of each layer's two reads comes from the embedding and from each earlier layer (both sublayers' "
+        "How much of each layer's reads comes from the embedding and from each earlier layer (both sublayers' "
         "outputs). Right: each layer's three strongest links (a tenth or twice the even share at least), "
         "coloured by what is read, left for "
         "layers and right for the output; a layer's read of its own attention is left out."

@@ -75,22 +75,27 @@ def last_mix(routing: Routing) -> int:
 
 def patterns(inspection: "Inspection", width: float = PAGE) -> Plot:
     """Draw reads before attention, and reads before MLPs with the output's below: side by side, or one above the other
-    in a column's width. Raises NotShown."""
+    in a column's width; of several reads a sublayer a table for each. Raises NotShown."""
     routing = shares(inspection)
     columns = routing.columns()
-    kinds: dict[str, list[int]] = {}
+    kinds: dict[tuple[str, str | None], list[int]] = {}
     for row, read in enumerate(routing.layout):
-        kinds.setdefault(read.kind, []).append(row)
-    output = kinds.pop("output", [])
-    tables = list(kinds.items()) or [("output", [])]
+        kinds.setdefault((read.kind, read.into), []).append(row)
+    output = kinds.pop(("output", None), [])
+    order = [kind for kind, _ in kinds]
+    tables = sorted(kinds.items(), key=lambda part: order.index(part[0][0])) or [(("output", None), [])]
+    if len(tables) > 2:  # some for a part of a sublayer: those of a single source say nothing beside them
+        tables = [part for part in tables if any(len(routing.layout[row].sources) > 1 for row in part[1])] or tables
     tables[-1] = (tables[-1][0], tables[-1][1] + output)
     most = max(len(rows) for _, rows in tables)
     row_inches = min(0.24, max(0.035, 4.2 / most))
-    across = len(tables) if width > COLUMN else 1
-    down = len(tables) // across
+    across = min(len(tables), 2 if len(tables) in (2, 4) else 3) if width > COLUMN else 1
+    down = -(-len(tables) // across)
     figure, axes = canvas(width, down * (row_inches * (most + 0.5) + 0.95), down, across)
+    for ax in list(axes.flat)[len(tables) :]:
+        ax.remove()
     panel = (width - 0.75) / across - 0.6
-    for ax, (kind, rows) in zip(axes.flat, tables, strict=True):
+    for ax, ((kind, into), rows) in zip(axes.flat, tables):
         values, reads = routing.matrix(rows, columns), [routing.layout[row] for row in rows]
         tops = np.arange(len(reads), dtype=float)
         if len(reads) > 1 and reads[-1].kind == "output":
@@ -101,8 +106,8 @@ def patterns(inspection: "Inspection", width: float = PAGE) -> Plot:
         names = ["output" if read.number is None else f"layer {read.number}" for read in reads]
         named(ax, [label(source) for source in columns], names, tops, panel, row_inches * len(reads))
         titles = {"attention": "before attention", "mlp": "before the MLP", "output": "at the output"}
-        head(ax, titles.get(kind, f"before {kind}"))
-    scale(figure, mesh, list(axes.flat), "share of the read", aspect=22 * down)
+        head(ax, titles.get(kind, f"before {kind}") + (f", {into}" if into else ""))
+    scale(figure, mesh, [ax for ax in axes.flat if ax.figure is not None], "share of the read", aspect=22 * down)
     caption = f"{what_shares_are(inspection)} of each source (columns) in each read (rows)"
     caption += f" over {inspection.data['tokens']:,} tokens." if "tokens" in inspection.data else "."
     caption += " Hatched: no source of that read."

@@ -82,9 +82,10 @@ def plain(text: str) -> str:
 
 
 def label(part: Read | Source) -> str:
-    """A source's or read's name on an axis: emb, attn 3, mlp 3, block 2, out."""
-    kind = _LABELS.get(part.kind, part.kind)
-    return plain(kind if part.number is None else f"{kind} {part.number}")
+    """A source's or read's name on an axis: emb, attn 3, mlp 3, block 2, out; attn 3 key of one for the keys."""
+    into = part.into if isinstance(part, Read) else None
+    parts = (_LABELS.get(part.kind, part.kind), part.number, into)
+    return plain(" ".join(str(word) for word in parts if word is not None))
 
 
 def thin_ticks(axis: Axis, places: Sequence[float], names: Sequence[str], inches: float, size: float = SMALL) -> None:
@@ -116,25 +117,50 @@ def depth_axis(ax: Axes, count: int, *, reads: bool) -> None:
     ax.set_xlabel("sublayer" + (" that reads" if reads else ""))
 
 
-def depth_line(ax: Axes, values: Sequence[float | None] | np.ndarray, **look: Any) -> None:
+def spread(sublayers: Sequence[int]) -> np.ndarray:
+    """Where on an axis of sublayers each read is: at its own, and of several side by side within it.
+
+    >>> spread([0, 1, 1, 2]).tolist()
+    [0.0, 0.75, 1.25, 2.0]
+    """
+    counts = np.bincount(sublayers)[np.asarray(sublayers)]
+    order = np.array([list(sublayers[:place]).count(own) for place, own in enumerate(sublayers)])
+    return np.asarray(sublayers) + (order - (counts - 1) / 2) / counts
+
+
+def depth_line(
+    ax: Axes, values: Sequence[float | None] | np.ndarray, sublayers: Sequence[int] | None = None, **look: Any
+) -> None:
     """A value for each sublayer or read: filled points for attention, hollow for MLPs, a diamond for the output.
 
     Of several seeds (seeds, depth) the mean, in a band from the least to the most.
+
+    Args:
+        sublayers: which sublayer each value is of (L: the output); None is one value each. Of several of one sublayer
+            the line is their mean, and each has its point.
     """
     table = np.atleast_2d(np.array(values, dtype=float))
-    numbers, depth = table.mean(0), np.arange(table.shape[1])
+    numbers = table.mean(0)
+    own = np.arange(len(numbers)) if sublayers is None else np.asarray(sublayers)
+    depth, places = np.unique(own), spread(own.tolist())
     colour, few = look["color"], len(numbers) < 60
+
+    def each(row: np.ndarray) -> list[float]:
+        return [row[own == sublayer].mean() for sublayer in depth]
+
     if len(table) > 1:
-        ax.fill_between(depth, table.min(0), table.max(0), color=colour, alpha=0.15, linewidth=0)
-    ax.plot(numbers, linewidth=1.2, **look)
+        ax.fill_between(depth, each(table.min(0)), each(table.max(0)), color=colour, alpha=0.15, linewidth=0)
+    ax.plot(depth, each(numbers), linewidth=1.2, **look)
     size = 3.0 if few else 1.6
     hollow: dict[str, Any] = {"markerfacecolor": style.PAPER, "markeredgewidth": 0.9}
-    output = [len(numbers) - 1] if len(numbers) % 2 else []
-    inner = len(numbers) - len(output)
+    output = own == len(depth) - 1 if len(depth) % 2 else np.zeros(len(own), dtype=bool)
     dots: dict[str, Any] = {"color": colour, "clip_on": False, "in_layout": False, "zorder": 3}
-    ax.plot(depth[0:inner:2], numbers[0:inner:2], "o", markersize=size, **dots)
-    ax.plot(depth[1:inner:2], numbers[1:inner:2], "o", markersize=size, **dots, **hollow)
-    ax.plot(output, numbers[output], "D", markersize=size + 0.6, **dots)
+    for where, mark, more in (
+        (~output & (own % 2 == 0), "o", {"markersize": size}),
+        (~output & (own % 2 == 1), "o", {"markersize": size, **hollow}),
+        (output, "D", {"markersize": size + 0.6}),
+    ):
+        ax.plot(places[where], numbers[where], mark, **dots, **more)
 
 
 def log_if_wide(ax: Axes, values: Sequence[float] | np.ndarray, factor: float = 6.0) -> None:

@@ -60,7 +60,7 @@ class Attribution:
     Attributes:
         position, target: p is that of token `target` after tokens 0 .. position. log_probability: ln p, unedited.
         everywhere: edges were removed at all tokens, else at `position` alone.
-        reads: L+1 names. sources: names of each read's sources.
+        reads: names. sources: names of each read's sources.
         knockout: measured changes, rows parallel to `sources`.
         gradient: the same to first order.
         agreement: of the two.

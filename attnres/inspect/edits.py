@@ -11,10 +11,11 @@ from torch import Tensor
 
 from attnres.errors import UserError, unknown
 from attnres.inspect.record import Trace
-from attnres.residuals import Residual, Source, outputs
+from attnres.residuals import Residual, Source, depths, outputs
 
 Reads = str | int | Collection[str | int] | None
-"""Which reads: names ("mlp 3", "output"), numbers 0 .. L (negative ones count from the end), a range; None is all."""
+"""Which reads: names ("mlp 3", "attention 2 key", "output"), numbers from 0 (negative ones count from the end), a
+range; None is all."""
 
 Tokens = Tensor | int | Sequence[int] | None
 """Which tokens: a bool mask (B, T) or (T,), or positions in each row (negative ones from the end); None is all."""
@@ -298,10 +299,10 @@ def _check_sources(names: Sequence[str], reads: Sequence[int], residual: Residua
             continue
         last = max(reads)
         has = f"'{layout[last].name}' reads {', '.join(rows[last])}"
-        written = [output.name for output in outputs(len(layout), residual.sublayers)]
+        written = [output.name for output in outputs(residual.num_sublayers + 1, residual.sublayers)]
         if name in written:
             number = written.index(name)
-            if number > last:
+            if number > depths(layout)[last]:
                 raise UserError(f"source '{name}' is written after read '{layout[last].name}': choose a later read")
             holders = [f"'{s.name}'" for s in layout[last].sources if s.span is not None and number in s.span]
             where = f"inside {' and '.join(holders)}" if holders else "inside other sources"

@@ -9,9 +9,9 @@ from attnres.residuals import Residual
 
 
 def directions(residual: Residual) -> np.ndarray:
-    """(L+1, d): each read's pseudo-query times its key gain, w_l * g_l, in fp64; NaN where a read has none, or one of
-    zero length: never trained (a read of one source) or not yet."""
-    rows = np.full((residual.num_sublayers + 1, residual.width), np.nan)
+    """(R, d): pseudo-query times key gain, w_l * g_l, of each of the R reads in fp64; NaN where a read has none, or one
+    of zero length: never trained (a read of one source) or not yet."""
+    rows = np.full((len(residual.layout()), residual.width), np.nan)
     for index in range(len(rows)):
         query = residual.direction(index)
         if query is not None and bool(query.any()):
@@ -30,11 +30,11 @@ def sharpness(residual: Residual) -> list[float | None] | None:
     """
     if not residual.traits.has_query:
         return None
-    return [residual.sharpness(index) for index in range(residual.num_sublayers + 1)]
+    return [residual.sharpness(index) for index in range(len(residual.layout()))]
 
 
 def query_cosine(residual: Residual) -> list[list[float | None]] | None:
-    """(L+1, L+1): cosine of each two reads' w * g; None where one has no query or one of zero length, and instead of
+    """(R, R): cosine of each two reads' w * g; None where one has no query or one of zero length, and instead of
     the matrix where fewer than two have one."""
     rows = directions(residual)
     lengths = np.linalg.norm(rows, axis=1)
@@ -71,9 +71,9 @@ def query_pca(residual: Residual) -> dict[str, Any] | None:
 
 
 def learned_mixing(residual: Residual) -> dict[str, Any] | None:
-    """Return what a residual has learned besides queries (`Residual.learned`), by name, as nested lists; entries that
+    """Return what a residual has learned besides queries (`Residual.tables`), by name, as nested lists; entries that
     mean nothing (NaN) are left out. None where that is nothing."""
-    return {name: _lists(table.values.tolist()) for name, table in residual.learned().items()} or None
+    return {name: _lists(table.values.tolist()) for name, table in residual.tables().items()} or None
 
 
 def _lists(values: Any) -> Any:

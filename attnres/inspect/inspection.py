@@ -77,9 +77,9 @@ class Inspection:
             |weight| / sum |weights| `high`, what 99% of tokens are below, and `largest`, the most that any token had. A
             residual without a softmax has the weights that it implies.
         entropy: `nats` (L+1) mean over tokens, `effective` exp of it, `most` how many sources there are.
-        mixing: (L+1, L+1), see `measures`. distance, persistence: (L+1) of it.
+        mixing: (R, L+1) for R reads of L sublayers, see `measures`. distance, persistence: (R) of it.
         sharpness, query_cosine, query_pca: see `geometry`. learned: what `Residual.learned` says, by name.
-        output_rms: (L). input_rms: (L+1).
+        output_rms: (L). input_rms: (R).
         source_rms, source_cosine: rows parallel to `routing["sources"]`; key_cosine (n, n) of the output's sources.
         kinds: `names`, `tokens`, `documents`; `weights` and `error`, by kind, read and source: standard errors over
             documents.
@@ -119,7 +119,7 @@ class Inspection:
 
     @property
     def layout(self) -> tuple[Read, ...]:
-        """The L+1 reads and what they mix, without sources where the residual weighs none."""
+        """The reads and what they mix, without sources where the residual weighs none."""
         return layout_of(self.routing or {"reads": self.reads, "sources": [[] for _ in self.reads]})
 
     @property

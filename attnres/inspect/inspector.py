@@ -23,6 +23,7 @@ from attnres.inspect.pieces import pieces
 from attnres.inspect.record import find_residual, record
 from attnres.inspect.survey import Encoded, Survey, encode, front, survey
 from attnres.progress import counting
+from attnres.residuals import depths
 from attnres.stats import or_none
 
 if TYPE_CHECKING:
@@ -123,14 +124,14 @@ def from_survey(
             "most": [len(names) or None for names in trace.sources],
         },
         mixing=None if mixing is None else mixing.tolist(),
-        distance=None if mixing is None else measures.depth_distance(mixing).tolist(),
+        distance=None if mixing is None else measures.depth_distance(mixing, depths(trace.layout)).tolist(),
         persistence=None if mixing is None else measures.embedding_persistence(mixing).tolist(),
         sharpness=geometry.sharpness(residual),
         query_cosine=geometry.query_cosine(residual),
         query_pca=geometry.query_pca(residual),
         learned={
             name: {"values": table.values.tolist(), "axes": list(table.axes), "title": table.title}
-            for name, table in residual.learned().items()
+            for name, table in residual.tables().items()
         },
         output_rms=trace.output_rms,
         input_rms=trace.input_rms,

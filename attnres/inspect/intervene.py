@@ -14,7 +14,7 @@ from attnres.residuals import Residual, Source
 
 
 def source_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of what each of the L+1 reads mixes.
+    """Return the names of what each read mixes.
 
     Raises:
         UserError: the residual mixes by no weights (DeepNorm).

@@ -1,7 +1,7 @@
 """Numbers that a trace's arrays boil down to, each with its formula.
 
 M is the depth mixing matrix, h_l = sum_i M[l, i] v_i (arXiv 2603.15031, section on structured matrices): rows are reads
-l = 0 .. L (L the output's), columns outputs, 0 the embedding and i what sublayer i-1 wrote. It exists for every
+in order, the output's last, columns outputs, 0 the embedding and i what sublayer i-1 wrote. It exists for every
 residual that is linear in its outputs, so that its measures compare standard, Hyper-Connections, DenseFormer and depth
 attention with one another.
 """
@@ -19,17 +19,20 @@ def normalised(mixing: np.ndarray) -> np.ndarray:
     return np.divide(size, total, out=np.zeros_like(size), where=total > 0)
 
 
-def depth_distance(mixing: np.ndarray) -> np.ndarray:
-    """Effective depth distance of each read, in sublayers: sum_i p[l, i] (l - i) with p = `normalised(M)`.
+def depth_distance(mixing: np.ndarray, written: Sequence[int] | None = None) -> np.ndarray:
+    """Effective depth distance of each read, in sublayers: sum_i p[l, i] (n_l - i) with p = `normalised(M)`.
 
-    0 is a read of the newest output alone, l one of the embedding alone; a plain residual has l / 2.
+    0 is a read of the newest output alone, n_l one of the embedding alone; a plain residual has n_l / 2.
+
+    Args:
+        written: n_l, how many sublayers have written before each read (`attnres.residuals.depths`); None is l.
     """
-    places = np.arange(len(mixing))
-    return (normalised(mixing) * (places[:, None] - places[None, :])).sum(1)
+    places = np.arange(len(mixing)) if written is None else np.asarray(written)
+    return (normalised(mixing) * (places[:, None] - np.arange(mixing.shape[1]))).sum(1)
 
 
 def embedding_persistence(mixing: np.ndarray) -> np.ndarray:
-    """The embedding's share in each read: `normalised(M)[:, 0]`; a plain residual has 1 / (l + 1)."""
+    """The embedding's share in each read: `normalised(M)[:, 0]`; a plain residual has 1 / (n_l + 1)."""
     return normalised(mixing)[:, 0]
 
 

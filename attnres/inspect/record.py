@@ -44,7 +44,8 @@ class Trace:
 
     Attributes:
         num_sublayers: L. width: d. residual: its name.
-        layout: the L+1 reads and what they mix, as data. reads: their names.
+        layout: the R reads and what they mix, as data, the output's last (R = L+1 where each sublayer has one). reads:
+            their names.
         tokens: tokens recorded so far.
     """
 
@@ -53,7 +54,7 @@ class Trace:
         self.layout = residual.layout()
         self.reads = [read.name for read in self.layout]
         self.tokens = 0
-        reads = self.num_sublayers + 1
+        reads = len(self.layout)
         self._mechanism = residual
         self._feeds_back = any(source.after is not None for read in self.layout for source in read.sources)
         self._output_squares = [0.0] * self.num_sublayers
@@ -148,14 +149,15 @@ class Trace:
             query = query / query.norm().clamp_min(1e-30)
             dots = torch.stack([value @ query.to(value) for value in flat]).float()
             self._cosines[index] += _ratio(dots, torch.stack(lengths)).sum(1, dtype=torch.float64).cpu()
-        if index == self.num_sublayers and len(flat) > 1:
+        last = index == len(self.layout) - 1
+        if last and len(flat) > 1:
             gram = torch.eye(len(flat), dtype=torch.float64) * flat[0].shape[0]
             for i, a in enumerate(flat):
                 for j in range(i):
                     cosines = _ratio((a.float() * flat[j]).sum(-1), lengths[i] * lengths[j])
                     gram[i, j] = gram[j, i] = cosines.sum(dtype=torch.float64).item()
             self._key_cosine += gram
-        if index == self.num_sublayers:
+        if last:
             self._lengths.clear()  # and with them the pass's sources
 
     def _length(self, source: Source, value: Tensor) -> Tensor:
@@ -190,7 +192,7 @@ class Trace:
 
     @property
     def input_rms(self) -> list[float]:
-        """L+1 values: root mean square of what each read made, before its norm."""
+        """R values: root mean square of what each read made, before its norm."""
         return self._rms(self._input_squares)
 
     @property
@@ -223,7 +225,7 @@ class Trace:
     def routing(self) -> dict[str, Any] | None:
         """Mean weights over tokens, or None for a residual whose weights are the same for every token.
 
-        `{"weights": L+1 rows, "sources": each row's names, "reads": L+1 names, "layout": the reads as data}`; the last
+        `{"weights": R rows, "sources": each row's names, "reads": R names, "layout": the reads as data}`; the last
         for `layout_of`, which makes the reads of it again.
         """
         if not self._mechanism.traits.by_token or not all(self.sources):
@@ -233,7 +235,7 @@ class Trace:
 
     @property
     def entropy(self) -> list[float]:
-        """L+1 values in nats: mean over tokens of -sum_i p_i ln p_i, p the weights' absolute values over their sum; NaN
+        """R values in nats: mean over tokens of -sum_i p_i ln p_i, p the weights' absolute values over their sum; NaN
         where nothing is weighed."""
         return [
             total / max(1, self.tokens) if names else float("nan") for total, names in zip(self._entropy, self.sources)
@@ -241,7 +243,7 @@ class Trace:
 
     @property
     def mixing(self) -> np.ndarray | None:
-        """(L+1, L+1): mean over tokens of the depth mixing matrix, h_l = sum_i M[l, i] v_i; None where reads are not
+        """(R, L+1): mean over tokens of the depth mixing matrix, h_l = sum_i M[l, i] v_i; None where reads are not
         such sums (a norm in between, or a gate that is a vector)."""
         rows = []
         for index in range(len(self.layout)):
@@ -289,7 +291,7 @@ class Trace:
 
     @property
     def token_norms(self) -> Tensor:
-        """(B, T, L+1): root mean square over the width of what each read of the last pass made, before its norm."""
+        """(B, T, R): root mean square over the width of what each read of the last pass made, before its norm."""
         return torch.stack([self._token_norms[index] for index in sorted(self._token_norms)], -1)
 
     @property

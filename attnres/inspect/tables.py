@@ -9,7 +9,7 @@ from rich.table import Table
 from attnres.inspect.inspection import ByLabel, Example, Inspection, Weights
 from attnres.inspect.measures import source_spike
 from attnres.inspect.pieces import spelled
-from attnres.residuals import Read
+from attnres.residuals import Read, depths
 from attnres.terminal import grid, say, wide
 from attnres.text import counted, short, with_error
 
@@ -83,7 +83,10 @@ def _reads(inspection: Inspection, width: int) -> list[Table]:
     if sharpness is not None:
         what["sharpness"] = [short(value) for value in sharpness]
     what["rms read"] = [short(value) for value in inspection.input_rms]
-    what["rms written"] = [*(short(value) for value in inspection.output_rms), ""]
+    written = depths(inspection.layout)
+    lasts = [place != later for place, later in zip(written, [*written[1:], None])]  # of each sublayer's reads
+    rms = [*inspection.output_rms, None]
+    what["rms written"] = [short(rms[i]) if last and rms[i] is not None else "" for i, last in zip(written, lasts)]
     parts = [{**where, **what}] if width >= WIDE else [part for part in (where, what) if part]
     return [_table(inspection.reads, part) for part in parts]
 

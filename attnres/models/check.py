@@ -107,8 +107,7 @@ def _start_values(subject: Subject, model: DepthMixin) -> Callable[[str, Tensor]
     for seed in (1, 2):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            depth = model.residual.num_sublayers
-            fresh.append(make_residual(subject.mechanism.name, depth, _WIDTH, **subject.settings))
+            fresh.append(model.config.make_residual())
 
     def starts(name: str, value: Tensor) -> bool:
         one, other = (residual.get_parameter(name) for residual in fresh)
@@ -147,7 +146,7 @@ def training(subject: Subject) -> str:
 
 @torch.no_grad()
 def decoding(subject: Subject) -> str:
-    """Decoding token by token from a cache gives the logits of a whole pass."""
+    """Decoding token by token from a cache gives the logits of a whole pass; padding on the left changes none."""
     model, ids = _model(subject), _tokens()
     expected = _logits(model)
     output = model(input_ids=ids[:, :4], use_cache=True)
@@ -157,7 +156,17 @@ def decoding(subject: Subject) -> str:
             input_ids=ids[:, position : position + 1], past_key_values=output.past_key_values, use_cache=True
         )
         parts.append(output.logits)
-    return f"{close(torch.cat(parts, 1), expected, 'cached decoding changes the logits', _FP32):.1e}"
+    far = close(torch.cat(parts, 1), expected, "cached decoding changes the logits", _FP32)
+    padding = 3
+    mask = torch.ones(len(ids), padding + ids.shape[1], dtype=torch.long)
+    mask[:, :padding] = 0
+    padded = model(
+        input_ids=torch.nn.functional.pad(ids, (padding, 0)),
+        attention_mask=mask,
+        position_ids=(mask.cumsum(1) - 1).clamp_min(0),
+        use_cache=False,
+    ).logits[:, padding:]
+    return f"{max(far, close(padded, expected, 'padding on the left changes the logits', _FP32)):.1e}"
 
 
 def saving(subject: Subject) -> str:

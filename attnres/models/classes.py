@@ -25,9 +25,11 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from attnres.errors import UserError
 from attnres.models.families import FAMILIES, Family
+from attnres.models.inputs import Fused, split
 from attnres.models.stream import Stream, make_reading, make_taking
 from attnres.residuals import RESIDUALS, Observer, Residual, make_residual, residual_class, settings_of, source_file
 from attnres.residuals.registry import is_known
+from attnres.residuals.values import ValueResidual
 
 
 class ResidualConfigMixin:
@@ -39,6 +41,7 @@ class ResidualConfigMixin:
     residual_file: str | None
     sublayers: Sequence[str] = ("attention", "mlp")
     num_hidden_layers: int
+    num_attention_heads: int
     hidden_size: int
 
     def __post_init__(self, **kwargs: Any) -> None:
@@ -66,7 +69,15 @@ class ResidualConfigMixin:
         layers = self.num_hidden_layers * len(self.sublayers)
         residual = make_residual(self.residual, layers, self.hidden_size, **(self.residual_settings or {}))
         residual.sublayers = self.sublayers
+        if residual.value_kind != "none":
+            layers, heads = self.num_hidden_layers, self.shared_heads
+            residual.value_residual = ValueResidual(residual.value_kind, layers, heads, self.hidden_size)
         return residual
+
+    @property
+    def shared_heads(self) -> int:
+        """Heads of keys and values, which several of queries may share."""
+        return getattr(self, "num_key_value_heads", None) or self.num_attention_heads
 
 
 def _start_stream(
@@ -108,7 +119,9 @@ class _StartValues(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         residual = getattr(self, self.base_model_prefix, self)._modules.get("residual")
-        if residual is not None and module in residual.modules():  # which spares what was loaded
+        if isinstance(module, ValueResidual):
+            module.init_parameters()
+        elif residual is not None and module in residual.modules():  # which spares what was loaded
             cast(Residual, residual).init_parameters()
         else:
             super()._init_weights(module)
@@ -131,7 +144,8 @@ def attach_residual(base: nn.Module, family: Family, config: Any) -> None:
     """Make the residual's parameters, and let the layers of `base` read and write a stream."""
     layers = cast(nn.ModuleList, base.get_submodule(family.layers))
     with torch.device(next(layers[0].parameters()).device):
-        base.residual = config.make_residual().float()
+        residual = base.residual = config.make_residual().float()
+    _split_inputs(layers, family, residual, config)
     let_read = make_reading if family.normed else make_taking
     for layer in layers:
         for path in family.reads:
@@ -139,6 +153,20 @@ def attach_residual(base: nn.Module, family: Family, config: Any) -> None:
     make_reading(base.get_submodule(family.final_norm))
     layers[0].register_forward_pre_hook(functools.partial(_start_stream, base), with_kwargs=True)
     base.register_forward_hook(_show_hidden_states)
+
+
+def _split_inputs(layers: nn.ModuleList, family: Family, residual: Residual, config: Any) -> None:
+    """Let attentions take inputs for each of their projections, where the residual gives them such."""
+    name = residual.name
+    several = any(isinstance(way, str) for index in range(residual.num_sublayers) for way in residual.ways(index))
+    values = residual.value_residual
+    if several or values is not None:
+        what = f"residual '{name}'" if several else f"value_residual '{cast(ValueResidual, values).kind}'"
+        fused = Fused(config.num_attention_heads, config.shared_heads, family.by_head)
+        split(list(layers), family.projections, fused, what, family.causal_lm)
+    if values is not None and values.replaces and len(family.projections) > 1:
+        for layer in list(layers)[1:]:
+            layer.get_submodule(family.projections[-1]).requires_grad_(False)
 
 
 class DepthMixin(_StartValues):

@@ -13,7 +13,7 @@ from attnres.errors import UserError, unknown
 from attnres.files import refuse_full, replaced_folder, write_json
 from attnres.models.classes import DepthMixin
 from attnres.models.foreign import WRITTEN, formats_of
-from attnres.models.foreign.format import WrittenFormat
+from attnres.models.foreign.format import WrittenFormat, cannot
 from attnres.models.foreign.weights import foreign_state
 from attnres.models.open import INDEX, open_checkpoint
 from attnres.progress import quiet_transformers
@@ -78,6 +78,8 @@ def write_model(model: DepthMixin, out: str | Path, extra_files: Mapping[str, Pa
 def _write_foreign(model: DepthMixin, out: Path, kind: WrittenFormat, extra_files: Mapping[str, Path]) -> None:
     stored: dict[str, Any] = getattr(model.config, "foreign_config", None) or {}
     stored = stored if kind.says(stored) else {}
+    if model.residual.value_kind != "none":
+        raise cannot(kind, f"its residual has the setting value_residual={model.residual.value_kind}")
     config = {**stored, **kind.write(model.config, model.residual, stored)}
     state = foreign_state(model, kind)
     with replaced_folder(out) as folder:

@@ -21,6 +21,9 @@ class Family:
         normed: whether those are norms. A norm removes the scale of a read. Where the attention and the MLP take the
             stream itself (OLMo-2), only reads that sum are the standard residual at zero queries.
         parallel: the config field with which attention and MLP read one stream side by side, which is refused.
+        projections: paths in a layer of the attention's projections of queries, keys and values, or of the one that
+            makes all three. Where a layer has other ones, what reads or mixes for each of them is refused.
+        by_head: that one makes query, key and value of each head in turn; else all queries, all keys, all values.
         sublayers: kinds of what a layer reads, in order.
         branch_weights: weights of a layer that DeepNorm scales (values, outputs, MLP); "name[2/3:]" is a last part of
             the output features of a fused projection stored as (in, out). Empty: DeepNorm is refused.
@@ -34,6 +37,8 @@ class Family:
     final_norm: str = "norm"
     normed: bool = True
     parallel: str | None = None
+    projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    by_head: bool = False
     sublayers: tuple[str, ...] = ("attention", "mlp")
     branch_weights: tuple[str, ...] = (
         "self_attn.v_proj",
@@ -68,10 +73,18 @@ FAMILIES: dict[str, Family] = {
         layers="h",
         reads=("ln_1", "ln_2"),
         final_norm="ln_f",
+        projections=("attn.c_attn",),
         branch_weights=("attn.c_attn[2/3:]", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
         positions="n_positions",
     ),
-    "gpt_neox": _named("GPTNeoX", final_norm="final_layer_norm", parallel="use_parallel_residual", branch_weights=()),
+    "gpt_neox": _named(
+        "GPTNeoX",
+        final_norm="final_layer_norm",
+        parallel="use_parallel_residual",
+        projections=("attention.query_key_value",),
+        by_head=True,
+        branch_weights=(),
+    ),
     "gpt_oss": _named("GptOss", branch_weights=()),
     "granite": _named("Granite"),
     "hunyuan_v1_dense": _named("HunYuanDenseV1"),
@@ -85,7 +98,7 @@ FAMILIES: dict[str, Family] = {
     "olmo": _named("Olmo"),
     "olmo2": _named("Olmo2", reads=_OLMO2, normed=False, branch_weights=()),
     "olmo3": _named("Olmo3", reads=_OLMO2, normed=False, branch_weights=()),
-    "phi3": _named("Phi3", branch_weights=()),
+    "phi3": _named("Phi3", projections=("self_attn.qkv_proj",), branch_weights=()),
     "qwen2": _named("Qwen2"),
     "qwen2_moe": _named("Qwen2Moe", branch_weights=()),
     "qwen3": _named("Qwen3"),

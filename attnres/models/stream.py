@@ -4,7 +4,6 @@ A pre-norm layer's own code already says the two verbs, so no layer is copied or
 becomes a `Stream`, each pre-norm reads when it is given one, and the residual additions write.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -13,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from attnres.models.exchange import Exchanged, exchange, own_class
+from attnres.models.inputs import Inputs
 from attnres.ops.norms import Norm
-from attnres.residuals import Residual
+from attnres.residuals import Residual, Ways
 
 _ADDITIONS = frozenset(
     {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch._C.TensorBase.__add__}
@@ -32,15 +33,20 @@ class Stream:
 
     `stream + output` is the stream after that sublayer. What a read hands to its write is kept on the object between
     the two, and dropped by the write. A dataclass, because that is where DDP and FSDP2 look for a layer's tensors.
+
+    Attributes:
+        values: the first layer's, where later layers' take something from them.
     """
 
     residual: nn.Module
     state: Any
     index: int
     like: Tensor
+    values: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._after_read: Any = None  # no field: `dataclasses.replace` starts it anew
+        self._inputs: Inputs | None = None
 
     @classmethod
     def start(cls, residual: nn.Module, embedding: Tensor) -> "Stream":
@@ -52,16 +58,25 @@ class Stream:
                 watcher.on_start(embedding)
         return cls(residual, residual("start", embedding), 0, embedding.detach())
 
-    def read(self, norm: nn.Module | None) -> Tensor:
+    def read(self, norm: nn.Module | None) -> Tensor | Inputs:
         """The input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
         spec = _as_it_is if norm is None else describe_norm(norm, self.like)
-        if self.index == self.residual("itself").num_sublayers:
+        inner: Residual = self.residual("itself")
+        if self.index == inner.num_sublayers:
             return self.residual("finish", self.state, spec)
         x, self._after_read = self.residual("read", self.state, self.index, spec)
-        return x
+        kinds, mixes = inner.sublayers, inner.value_residual
+        if mixes is not None and kinds[self.index % len(kinds)] == "attention":
+            layer = self.index // len(kinds)
+            self._inputs = Inputs.of(
+                x, layer=layer, first=self.values, mix=self.residual, replaces=mixes.replaces and layer > 0
+            )
+            return self._inputs
+        return Inputs.of(x) if isinstance(x, Ways) else x
 
     def __add__(self, output: Tensor) -> "Stream":
         state, self._after_read = self._after_read, None
+        inputs, self._inputs = self._inputs, None
         if state is None:
             raise TypeError(
                 f"sublayer {self.index} wrote before it read: is each of its pre-norms named in its family?"
@@ -70,7 +85,9 @@ class Stream:
         for watcher in (inner.observer, inner.editor):
             if watcher is not None:
                 watcher.on_write(self.index, output)
-        return Stream(self.residual, self.residual("write", state, self.index, output), self.index + 1, self.like)
+        values = self.values if inputs is None else inputs.first
+        state = self.residual("write", state, self.index, output)
+        return Stream(self.residual, state, self.index + 1, self.like, values)
 
     __radd__ = __add__
 
@@ -105,12 +122,12 @@ class Stream:
 
 
 def _flatten(stream: Stream) -> tuple[list[Any], tuple[nn.Module, int]]:
-    return [stream.state, stream.like], (stream.residual, stream.index)
+    return [stream.state, stream.like, stream.values], (stream.residual, stream.index)
 
 
-def _unflatten(values: Any, context: tuple[nn.Module, int]) -> Stream:
-    state, like = values
-    return Stream(context[0], state, context[1], like)
+def _unflatten(parts: Any, context: tuple[nn.Module, int]) -> Stream:
+    state, like, values = parts
+    return Stream(context[0], state, context[1], like, values)
 
 
 _pytree.register_pytree_node(Stream, _flatten, _unflatten)
@@ -122,8 +139,7 @@ def _as_it_is(h: Tensor) -> Tensor:
 
 def _forward(module: nn.Module) -> Callable:
     """The forward of a norm's own class."""
-    cls: Any = type(module)
-    return (cls.__mro__[2] if issubclass(cls, _ReadingNorm) else cls).forward
+    return own_class(module).forward
 
 
 def describe_norm(module: nn.Module, like: Tensor) -> Norm | nn.Module:
@@ -141,34 +157,18 @@ def describe_norm(module: nn.Module, like: Tensor) -> Norm | nn.Module:
     return module
 
 
-class _ReadingNorm(nn.Module):
+class _Reading(Exchanged):
     """Mixed into a norm's own class: reads when given a stream, norms when given a tensor."""
 
-    def forward(self, hidden_states: Any) -> Tensor:
+    def forward(self, hidden_states: Any) -> Tensor | Inputs:
         if isinstance(hidden_states, Stream):
             return hidden_states.read(self)
         return super().forward(hidden_states)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _new_reading, (type(self).__mro__[2],), self.__dict__
-
-
-@functools.cache
-def _reading_class(cls: type[nn.Module]) -> type[nn.Module]:
-    bases: tuple[type, ...] = (_ReadingNorm, cls)
-    return type(f"Reading{cls.__name__}", bases, {"__module__": __name__})
-
-
-def _new_reading(cls: type[nn.Module]) -> nn.Module:
-    """Return an empty norm of the reading class of `cls`: what unpickling and copying fill."""
-    return object.__new__(_reading_class(cls))
-
 
 def make_reading(norm: nn.Module) -> None:
     """Let this norm read streams. Its parameters, name and behaviour on tensors stay as they are."""
-    cls = type(norm)
-    if not issubclass(cls, _ReadingNorm):
-        norm.__class__ = _reading_class(cls)
+    exchange(norm, _Reading)
 
 
 def _read_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:

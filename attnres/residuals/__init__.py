@@ -1,7 +1,18 @@
 """Residual mechanisms: `standard`, its control, Attention Residuals, and rivals, behind one interface."""
 
-from attnres.residuals.base import NormLike, Residual, Slot
-from attnres.residuals.layout import About, Learned, Read, Source, Traits, columns, layout_of, outputs, sublayer_name
+from attnres.residuals.base import NormLike, Residual, Slot, Ways
+from attnres.residuals.layout import (
+    About,
+    Learned,
+    Read,
+    Source,
+    Traits,
+    columns,
+    depths,
+    layout_of,
+    outputs,
+    sublayer_name,
+)
 from attnres.residuals.registry import (
     RESIDUALS,
     check_settings,
@@ -26,8 +37,10 @@ __all__ = [
     "Slot",
     "Source",
     "Traits",
+    "Ways",
     "check_settings",
     "columns",
+    "depths",
     "layout_of",
     "make_residual",
     "outputs",

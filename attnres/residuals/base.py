@@ -10,6 +10,7 @@ from torch.utils import _pytree
 
 from attnres.ops import Norm, apply_norm
 from attnres.residuals.layout import About, Learned, Read, Source, Traits, outputs
+from attnres.residuals.values import ValueResidual
 from attnres.residuals.watch import Editor, Observer, watched
 
 NormLike = Norm | Callable[[Tensor], Tensor]
@@ -33,12 +34,27 @@ class Slot(NamedTuple):
     axes: tuple[int, ...] = ()
 
 
+def with_norm(h: Tensor, norm: NormLike) -> Tensor:
+    """Return norm(h)."""
+    return apply_norm(h, norm) if isinstance(norm, Norm) else norm(h)
+
+
+class Ways(NamedTuple):
+    """The inputs of an attention's projections, (..., d) each: what `Residual.read` gives in place of one input."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
 class Residual(nn.Module):
     """How the sublayers of one network are connected: their reads and writes, and the parameters these have.
 
-    A *sublayer* is what reads and writes the stream once: one attention or one MLP. `num_sublayers` is their number L.
-    Reads are numbered 0 .. L-1, the output's is L. All parameters of a residual live in this one module: it is small,
-    always fp32, and takes no weight decay. `read`, `write` and `finish` never change a state in place.
+    A *sublayer* is what takes from the stream and writes to it once: one attention or one MLP. `num_sublayers` is their
+    number L. A *read* is one mixture of sources. Reads are numbered as `layout` lists them, the output's last: where
+    every sublayer has one, read l is that of sublayer l, and the output's is L. All parameters of a residual live in
+    this one module: it is small, always fp32, and takes no weight decay. `read`, `write` and `finish` never change a
+    state in place.
 
     A mechanism is a subclass with a `name` and `traits`, whose keyword arguments after `width` are its settings. What
     it must say: `start, read, write, finish, hidden_state`; what its reads mix, `sources`, and their weights where they
@@ -60,10 +76,13 @@ class Residual(nn.Module):
         self.num_sublayers, self.width = num_sublayers, width
         self.observer: Observer | None = None
         self.editor: Editor | None = None
+        self.value_kind = "none"
+        self.value_residual: ValueResidual | None = None
 
     # -- what a forward pass does ---------------------------------------------------------------------------------
     def forward(self, verb: str, *args: Any) -> Any:
-        """Do one of start, read, write, finish, or itself, which returns this module from under what wraps it."""
+        """Do one of start, read, write, finish, mix_values, or itself, which returns this module from under what wraps
+        it."""
         return getattr(self, verb)(*args)
 
     def itself(self) -> "Residual":
@@ -76,12 +95,19 @@ class Residual(nn.Module):
         """Return the factor on the start values of value, output and MLP weights (DeepNorm asks for one)."""
         return 1.0
 
+    def mix_values(self, layer: int, value: Tensor, first: Tensor, x: Tensor) -> Tensor:
+        """Return the values of a layer's attention, which take something from the first layer's; see `ValueResidual`,
+        which a model puts here."""
+        assert self.value_residual is not None
+        return self.value_residual(layer, value, first, x)
+
     def start(self, embedding: Tensor) -> State:
         """Return the state that holds the token embedding (..., d) and nothing else."""
         raise NotImplementedError
 
-    def read(self, state: State, index: int, norm: NormLike) -> tuple[Tensor, State]:
-        """Return the normed input of sublayer `index`, and the state that its write continues from."""
+    def read(self, state: State, index: int, norm: NormLike) -> tuple[Tensor | Ways, State]:
+        """Return the normed input of sublayer `index`, `Ways` where `ways` names projections, and the state that its
+        write continues from."""
         raise NotImplementedError
 
     def write(self, state: State, index: int, output: Tensor) -> State:
@@ -99,11 +125,11 @@ class Residual(nn.Module):
     def normed(
         self, h: Tensor, index: int, norm: NormLike, weights: Tensor | None = None, values: Sequence[Tensor] = ()
     ) -> Tensor:
-        """Return norm(h) as read `index`, for mechanisms whose read is not fused with its norm; show it first to those
-        who watch. `weights` and `values` as in `watched`."""
+        """Return norm(h), for mechanisms whose read is not fused with its norm; show it first, as read number `index`,
+        to those who watch. `weights` and `values` as in `watched`."""
         if self.watched:
             h = watched(self, h, index, weights, values)
-        return apply_norm(h, norm) if isinstance(norm, Norm) else norm(h)
+        return with_norm(h, norm)
 
     # -- what training owes it ------------------------------------------------------------------------------------
     def set_progress(self, fraction: float) -> None:
@@ -121,16 +147,35 @@ class Residual(nn.Module):
         """Whether someone sees or edits the reads."""
         return self.observer is not None or self.editor is not None
 
+    def ways(self, index: int) -> tuple[str | None, ...]:
+        """Return what the reads of sublayer `index` are for, one read (None) unless a mechanism says otherwise.
+
+        "query", "key", "value" are the projections of an attention, "stream" what its write goes on from.
+        """
+        return (None,)
+
+    def places(self) -> tuple[tuple[int, str | None], ...]:
+        """Return for each read the sublayer that it belongs to (L: the head), and what of it the read is for."""
+        inner = ((index, way) for index in range(self.num_sublayers) for way in self.ways(index))
+        return (*inner, (self.num_sublayers, None))
+
+    def first_row(self, index: int) -> int:
+        """Return the number of the first read of sublayer `index`; of L, the output's."""
+        return sum(len(self.ways(earlier)) for earlier in range(index))
+
     def sources(self, index: int) -> tuple[Source, ...]:
         """Return what read `index` mixes, a function of depth alone; empty where it is no weighted sum. Unless a
         mechanism says otherwise, the embedding and the outputs so far where its traits are linear, else nothing."""
-        return outputs(index + 1, self.sublayers) if self.traits.linear else ()
+        return outputs(self.places()[index][0] + 1, self.sublayers) if self.traits.linear else ()
 
     def layout(self) -> tuple[Read, ...]:
-        """Return the L+1 reads with their sources."""
-        kinds, last = self.sublayers, self.num_sublayers
-        inner = (Read(kinds[i % len(kinds)], i // len(kinds), self.sources(i)) for i in range(last))
-        return (*inner, Read("output", None, self.sources(last)))
+        """Return the reads with their sources, in order; the output's is the last."""
+        kinds, places = self.sublayers, self.places()
+        inner = (
+            Read(kinds[sublayer % len(kinds)], sublayer // len(kinds), self.sources(index), way)
+            for index, (sublayer, way) in enumerate(places[:-1])
+        )
+        return (*inner, Read("output", None, self.sources(len(places) - 1)))
 
     def implied(self, index: int) -> Tensor | None:
         """Return the weights of read `index` (sources,) where they are the same for every token, else None."""
@@ -152,8 +197,12 @@ class Residual(nn.Module):
         """Return what it has learned besides queries and gains, by name."""
         return {}
 
+    def tables(self) -> dict[str, Learned]:
+        """Return all that is learned here besides queries and gains, of a value residual too."""
+        return self.learned() | ({} if self.value_residual is None else self.value_residual.learned())
+
     def mixing_row(self, index: int, weights: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
-        """Return row `index` of the depth mixing matrix, h_l = sum_i M_{i->l} v_i, of each token.
+        """Return the row of read `index` in the depth mixing matrix, h_l = sum_i M_{i->l} v_i, of each token.
 
         Args:
             weights: (tokens, sources) of read `index`. rows: the rows (tokens, L+1) of the reads before it.

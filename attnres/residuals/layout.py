@@ -91,7 +91,8 @@ class Read(NamedTuple):
         kind: that of the sublayer it feeds (attention, mlp), or output.
         number: of the layer; None for the output's.
         sources: in the order of its weights; empty where a read is no weighted sum of sources.
-        into: the projection it feeds (query, key, value) where a sublayer has several reads.
+        into: what of the sublayer it is for where that has several reads: a projection (query, key, value), or the
+            stream that its write goes on from.
     """
 
     kind: str
@@ -104,6 +105,26 @@ class Read(NamedTuple):
         """ "mlp 3", "output", "attention 2 key"."""
         parts = (self.kind, self.number, self.into)
         return " ".join(str(part) for part in parts if part is not None)
+
+    @property
+    def sublayer(self) -> str:
+        """ "mlp 3", "output", "attention 2": what it belongs to, which several reads may share."""
+        return self._replace(into=None).name
+
+    @classmethod
+    def named(cls, name: str) -> "Read":
+        """Return the read of that name, without sources.
+
+        >>> Read.named("attention 2 key")
+        Read(kind='attention', number=2, sources=(), into='key')
+
+        Raises:
+            ValueError: a name that no read has.
+        """
+        kind, number, into, *others = [*name.split(" "), None, None]
+        if [part for part in others if part is not None]:
+            raise ValueError(f"'{name}' is no name of a read")
+        return cls(str(kind), None if number is None else int(number), (), into)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; `from_json` makes the read again."""
@@ -135,11 +156,18 @@ def layout_of(routing: Mapping[str, Any]) -> tuple[Read, ...]:
     """
     if "layout" in routing:
         return tuple(Read.from_json(read) for read in routing["layout"])
-    reads = []
-    for read, names in zip(routing["reads"], routing["sources"], strict=True):
-        kind, _, number = read.partition(" ")
-        reads.append(Read(kind, int(number) if number else None, tuple(map(Source.from_json, names))))
-    return tuple(reads)
+    pairs = zip(routing["reads"], routing["sources"], strict=True)
+    return tuple(Read.named(read)._replace(sources=tuple(map(Source.from_json, names))) for read, names in pairs)
+
+
+def depths(layout: Sequence[Read]) -> list[int]:
+    """Return how many sublayers have written before each read.
+
+    >>> depths([Read.named(name) for name in ("attention 0 query", "attention 0 value", "mlp 0", "output")])
+    [0, 0, 1, 2]
+    """
+    places: dict[str, int] = {}
+    return [places.setdefault(read.sublayer, len(places)) for read in layout]
 
 
 class Traits(NamedTuple):

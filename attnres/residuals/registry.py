@@ -14,6 +14,7 @@ from attnres.errors import UserError, unknown
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import Traits
 from attnres.residuals.mechanisms import MECHANISMS
+from attnres.residuals.values import VALUE_KINDS
 
 PLUGINS = "ATTNRES_RESIDUALS"
 """Environment variable: FILE.py:CLASS entries, separated by ";", that are registered when a name is looked up."""
@@ -173,12 +174,13 @@ def _is_mechanism(value: Any) -> bool:
 
 
 def settings_of(name: str) -> dict[str, Any]:
-    """Return the settings that a residual takes, with their defaults."""
+    """Return the settings that a residual takes, with their defaults; `value_residual` is one of every residual."""
     mechanism = residual_class(name)
     parameters = [
         p for maker in (mechanism, *mechanism.parts) for p in inspect.signature(maker.__init__).parameters.values()
     ]
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return own | {"value_residual": "none"}
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
@@ -186,13 +188,17 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
     valid = settings_of(name)
     for key in settings:
         if key not in valid:
-            if not valid:
-                raise UserError(f"residual '{name}' takes no settings: '{key}' was given; remove it")
             raise unknown(f"setting of residual '{name}'", key, valid)
 
 
-def make_residual(name: str, num_sublayers: int, width: int, **settings: Any) -> Residual:
+def make_residual(
+    name: str, num_sublayers: int, width: int, *, value_residual: str = "none", **settings: Any
+) -> Residual:
     """Return the residual called `name` for L sublayers of width d.
+
+    Args:
+        value_residual: what the values of a model's attentions take from the first layer's (`ValueResidual`); the model
+            makes it, as it knows its heads.
 
     Raises:
         UserError: an unknown name or setting (with the nearest valid one), or settings that are impossible.
@@ -200,4 +206,8 @@ def make_residual(name: str, num_sublayers: int, width: int, **settings: Any) ->
     check_settings(name, settings)
     if num_sublayers < 1 or width < 1:
         raise UserError(f"{num_sublayers} sublayers of width {width}: expected at least 1 of each")
-    return residual_class(name)(num_sublayers, width, **settings)
+    if value_residual not in VALUE_KINDS:
+        raise unknown("value_residual", str(value_residual), VALUE_KINDS)
+    residual = residual_class(name)(num_sublayers, width, **settings)
+    residual.value_kind = value_residual
+    return residual

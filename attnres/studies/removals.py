@@ -35,15 +35,15 @@ def source_and_read(text: str) -> tuple[str, str | None]:
 
 
 def find_knock_out(source: str, where: str | None, model: Any) -> KnockOut:
-    """At one read; or, of all reads, or of those before attention or before the MLP, at those with a choice.
+    """At one read; or, of all reads, of those of a sublayer or of a kind of sublayer, at those with a choice.
 
     Raises:
         UserError: no such read, or none of them has the source.
     """
     layout = find_residual(model).layout()
-    reads = [read for read in layout if where in (None, read.name, read.kind)]
+    reads = [read for read in layout if where in (None, read.name, read.sublayer, read.kind)]
     if not reads:
-        raise unknown("read", str(where), [*(read.name for read in layout), "attention", "mlp"])
+        raise unknown("read", str(where), {name for read in layout for name in (read.name, read.sublayer, read.kind)})
     if where not in [read.name for read in reads]:  # a read without its only source has no input at all
         choices = [read for read in reads if len(read.sources) > 1 and source in [s.name for s in read.sources]]
         reads = choices or reads
@@ -53,8 +53,8 @@ def find_knock_out(source: str, where: str | None, model: Any) -> KnockOut:
 
 
 def _spaced(name: str) -> str:
-    """ "mlp3", "mlp_3", "mlp-3" and "MLP 3" as "mlp 3"."""
-    return re.sub(r"^([a-z]+)[ _-]*(\d+)$", r"\1 \2", name.strip().lower())
+    """ "mlp3", "mlp_3", "mlp-3" and "MLP 3" as "mlp 3"; "attention2key" as "attention 2 key"."""
+    return re.sub(r"^([a-z]+)[ _-]*(\d+)[ _-]*([a-z]*)$", r"\1 \2 \3", name.strip().lower()).strip()
 
 
 def knock_out_table(

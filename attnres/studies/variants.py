@@ -63,8 +63,6 @@ def parse_variant(text: str) -> Variant:
         raise UserError(f"variant '{text}' is not understood: expected {SYNTAX}")
     residual = residual_class(match["residual"]).name
     valid = settings_of(residual)
-    if match["settings"] is not None and not valid:
-        raise UserError(f"variant '{text}': residual '{residual}' takes no settings, remove ':{match['settings']}'")
     settings = _pairs(text, match["settings"], "SETTING", f"setting of residual '{residual}'", valid)
     training = _pairs(text, match["training"], "NAME", "name after '@'", ("lr", *TRAINING))
     lr = training.pop("lr", None)

@@ -59,8 +59,8 @@ def find_start(init_from: str) -> "Checkpoint":
 
 
 def _continued(start: "Checkpoint") -> bool:
-    """Whether it has depth reads (or another residual than the standard one), which can only be kept."""
-    return start.residual not in (None, "standard")
+    """Whether it has depth reads, or another residual than the plain standard one, which can only be kept."""
+    return start.residual is not None and (start.residual != "standard" or bool(start.settings))
 
 
 # ------------------------------------------------------------------ what it settles
@@ -124,8 +124,9 @@ def check_start(config: TrainConfig) -> None:
         layers, width = described.num_hidden_layers, described.hidden_size
     except AttributeError:
         return  # what cannot be told from the config shows when the model is loaded
+    settings: dict[str, Any] = config.model.settings
     with torch.device("meta"):
-        make_residual(config.model.residual, 2 * layers, width, **config.model.settings)
+        make_residual(config.model.residual, 2 * layers, width, **settings)
 
 
 # ------------------------------------------------------------------ the model

@@ -8,7 +8,7 @@ from mechanisms import Scaled
 from torch import Tensor, nn
 
 from attnres import UserError
-from attnres.residuals import Learned, Residual, Slot, register
+from attnres.residuals import Learned, Residual, Slot, outputs, register
 from attnres.residuals.check import CHECKS, check_network, outcomes
 from attnres.residuals.check.subject import Subject
 from attnres.residuals.mechanisms.block import Block
@@ -353,7 +353,7 @@ def test_sources_that_are_not_there_yet_or_share_a_name():
         """h = h."""
 
         def sources(self, index):
-            return super().sources(index + 1)
+            return outputs(index + 2)
 
         def implied(self, index):
             return torch.tensor([1.0] * (index + 1) + [0.0])

@@ -32,7 +32,7 @@ def test_a_variant_is_residual_settings_and_rate(text, variant, label):
     [
         ("blokc", "did you mean 'block'"),
         ("block:num_block=6", "did you mean 'num_blocks'"),
-        ("standard:num_blocks=6", "takes no settings"),
+        ("standard:num_blocks=6", "unknown setting of residual 'standard'"),
         ("block:num_blocks", "is not SETTING=VALUE"),
         ("block:", "is not SETTING=VALUE"),
         ("block:num_blocks=6,", "is not SETTING=VALUE"),

@@ -61,9 +61,13 @@ def dtypes(subject: Subject) -> str:
                 result = network.run(residual, embedding)
                 name = str(dtype).removeprefix("torch.")
                 expect(result.dtype is dtype, f"a {name} embedding gives a {result.dtype} output")
-                x, state = residual("read", residual("start", embedding), 0, network.norm(0))
-                expect(x.dtype is dtype, f"a {name} embedding gives a {x.dtype} read")
-                shown = residual("hidden_state", residual("write", state, 0, embedding))
+                state = residual("start", embedding)
+                for index in range(depth):
+                    x, state = residual("read", state, index, network.norm(index))
+                    for vector in _pytree.tree_leaves(x):
+                        expect(vector.dtype is dtype, f"a {name} embedding gives a {vector.dtype} read {index}")
+                    state = residual("write", state, index, network.sublayer(index, x))
+                shown = residual("hidden_state", state)
                 expect(shown.dtype is dtype, f"a {name} embedding gives a {shown.dtype} hidden_state")
                 far[dtype] = max(far.get(dtype, 0.0), close(result, exact, f"{name} differs from fp64", bound))
         grads = (Network(depth, dtype, fused=True).gradients(residual, tokens(2, 3, dtype=dtype)) for dtype in _WHOLE)

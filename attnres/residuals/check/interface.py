@@ -83,7 +83,8 @@ def learned(subject: Subject) -> str:
     the axes say."""
     names: list[str] = []
     for depth in subject.depths:
-        tables = subject.residual(depth).learned()
+        residual = subject.residual(depth)
+        tables, reads = residual.learned(), len(residual.layout())
         for name, table in tables.items():
             values, axes = table.values, table.axes
             expect(values.dtype is torch.float32 and values.device.type == "cpu", f"'{name}' is not fp32 on the CPU")
@@ -92,7 +93,7 @@ def learned(subject: Subject) -> str:
             unknown = [axis for axis in axes if axis not in _AXES]
             expect(not unknown, f"'{name}' has an axis {unknown[:1]}: expected of {', '.join(_AXES)}")
             for axis, size in zip(axes, values.shape):
-                sizes = {"read": (depth, depth + 1), "sublayer": (depth,)}.get(axis, (size,))
+                sizes = {"read": (reads - 1, reads), "sublayer": (depth,)}.get(axis, (size,))
                 expect(size in sizes, f"'{name}' has {size} entries along '{axis}' of {depth} sublayers")
             expect(bool(name and table.title), f"'{name}' has no name or no title")
             expect(name not in TAKEN, f"'{name}' is the name of something else in a run's metrics")

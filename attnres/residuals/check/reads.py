@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from attnres.residuals.base import Residual, State
+from attnres.residuals.base import Residual, State, Ways
 from attnres.residuals.check.subject import Network, Subject, close, collecting, distance, expect, tokens
-from attnres.residuals.layout import Read, Source, outputs
+from attnres.residuals.layout import Read, Source, depths, outputs, sublayer_name
 from attnres.residuals.registry import make_residual
 
 _CLOSE = 1e-6
@@ -74,7 +74,7 @@ def recorded(residual: Residual, network: Network, embedding: Tensor) -> Recordi
         network.run(residual, embedding)
     finally:
         residual.observer = None
-    expect(list(recording.reads) == list(range(network.depth + 1)), f"an observer sees reads {list(recording.reads)}")
+    expect(list(recording.reads) == list(range(len(residual.layout()))), f"an observer sees reads {[*recording.reads]}")
     return recording
 
 
@@ -82,8 +82,8 @@ def layout(subject: Subject) -> str:
     """It has a row for each read, whose sources have names of their own and are sums of outputs that were there."""
     most = 0
     for residual, network in subject.networks():
-        rows = residual.layout()
-        expect(len(rows) == network.depth + 1, f"{len(rows)} rows for {network.depth} sublayers: expected one more")
+        rows, written = residual.layout(), depths(residual.layout())
+        _expect_places(residual, network, rows)
         stored = tuple(Read.from_json(json.loads(json.dumps(read.to_json()))) for read in rows)
         expect(
             stored == rows == subject.residual(network.depth, stirred=False).layout(), "it is not the same each time"
@@ -98,12 +98,29 @@ def layout(subject: Subject) -> str:
                 word = re.fullmatch("[a-z][a-z0-9_]{0,31}", source.kind)
                 expect(word is not None, f"source kind '{source.kind}' is no word of small letters")
                 span = source.span or range(0)
-                late = span.step != 1 or span.start < 0 or span.stop > index + 1
-                expect(not late, f"{at} has source '{source.name}' over {span}, and only {index + 1} outputs are there")
+                late = span.step != 1 or span.start < 0 or span.stop > written[index] + 1
+                outputs_there = f"and only {written[index] + 1} outputs are there"
+                expect(not late, f"{at} has source '{source.name}' over {span}, {outputs_there}")
                 later = source.after is not None and not 0 <= source.after < index
                 expect(not later, f"{at} has source '{source.name}' after read {source.after}")
             most = max(most, len(names))
-    return f"{subject.depth + 1} reads of up to {most} sources" if most else "reads are no weighted sums"
+    return f"{len(rows)} reads of up to {most} sources" if most else "reads are no weighted sums"
+
+
+def _expect_places(residual: Residual, network: Network, rows: Sequence[Read]) -> None:
+    """Raise `Failed` unless rows belong to sublayers in order, and `read` gives what they are for."""
+    expected = [sublayer_name(index, residual.sublayers) for index in range(network.depth)]
+    sublayers = list(dict.fromkeys(read.sublayer for read in rows))
+    expect(sublayers == [*expected, "output"], f"rows are of {', '.join(sublayers)}, not of every sublayer in order")
+    expect(rows[-1].into is None, "the output has a read for a part of it")
+    state = residual("start", tokens(2, 3))
+    for index in range(network.depth):
+        ways = [read.into for read in rows if read.sublayer == expected[index]]
+        one, several = ways == [None], set(Ways._fields) <= {*ways} and len({*ways}) == len(ways)
+        expect(one or several, f"reads of {expected[index]} are for {ways}: expected one, or query, key and value each")
+        x, state = residual("read", state, index, network.norm(index))
+        expect(isinstance(x, Ways) == several, f"reads of {expected[index]} are for {ways}, and it gets {type(x)}")
+        state = residual("write", state, index, network.sublayer(index, x))
 
 
 def sources(subject: Subject) -> str:
@@ -111,8 +128,8 @@ def sources(subject: Subject) -> str:
     largest = 0.0
     for residual, network in subject.networks():
         rows: list[Tensor] = []
-        recording = recorded(residual, network, tokens(2, 3))
-        for index, read in enumerate(residual.layout()):
+        recording, layout = recorded(residual, network, tokens(2, 3)), residual.layout()
+        for index, (read, written) in enumerate(zip(layout, depths(layout))):
             if not read.sources:
                 continue
             h, weights, values = recording.reads[index]
@@ -124,10 +141,10 @@ def sources(subject: Subject) -> str:
             shape = (6, len(read.sources))
             expect(tuple(weights.shape) == shape, f"{at} shows weights {tuple(weights.shape)}, its layout says {shape}")
             one_by_one = tuple(source.span for source in read.sources) == tuple(
-                source.span for source in outputs(index + 1)
+                source.span for source in outputs(written + 1)
             )
             expect(bool(values) or one_by_one, f"{at} shows no values, and mixes other things than the outputs so far")
-            values = values or recording.outputs[: index + 1]
+            values = values or recording.outputs[: written + 1]
             expect(len(values) == shape[1], f"{at} shows {len(values)} values, its layout has {shape[1]} sources")
             if not residual.traits.linear:
                 continue
@@ -230,12 +247,13 @@ def mixing(subject: Subject) -> str:
 def queries(subject: Subject) -> str:
     """Where traits say has_query, reads have a direction and a sharpness that no logit passes; else none."""
     residual, depth = subject.residual(), subject.depth
-    asked = [index for index in range(depth + 1) if residual.direction(index) is not None]
+    reads = range(len(residual.layout()))
+    asked = [index for index in reads if residual.direction(index) is not None]
     if not residual.traits.has_query:
         expect(not asked, f"traits say no query, and read {asked[:1]} has a direction")
         return "none"
     expect(bool(asked), "traits say has_query, and no read has a direction")
-    for index in range(depth + 1):
+    for index in reads:
         expect(
             (residual.sharpness(index) is not None) == (index in asked),
             f"read {index} has a direction or a sharpness, expected both or neither",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from attnres.errors import UserError, first_line
 from attnres.ops import Norm
-from attnres.residuals.base import Residual, State
+from attnres.residuals.base import Residual, State, Ways
 from attnres.residuals.registry import make_residual, residual_class
 
 WIDTH = 16
@@ -143,6 +143,8 @@ def collecting(states: list[State]) -> Change:
 class Network:
     """L pre-norm sublayers f_l(x) = tanh(W_l x); their matrices and their norms' gains are drawn once and stay fixed.
 
+    Of `Ways`, f_l = tanh((W_l - K_l - V_l) query + K_l key + V_l value): the same where all three are one vector.
+
     Args:
         eps: of the norms.
         fused: hand norms over as values (`Norm`), as models do, instead of functions.
@@ -162,6 +164,8 @@ class Network:
         self.depth, self.eps, self.fused, self.outputs = depth, eps, fused, outputs
         self.matrices = torch.randn(depth, WIDTH, WIDTH, generator=draw, dtype=torch.float64).to(dtype) / 2
         self.gains = (torch.rand(depth + 1, WIDTH, generator=draw, dtype=torch.float64) + 0.5).to(dtype)
+        parts = torch.randn(2, depth, WIDTH, WIDTH, generator=draw, dtype=torch.float64) / 2
+        self.keys, self.values = parts.to(dtype)
 
     def norm(self, index: int) -> Any:
         """Return the norm of a read, as a value or as a function."""
@@ -170,9 +174,15 @@ class Network:
             return Norm(gain, eps=self.eps)
         return lambda h: gain * h * (h.square().mean(-1, keepdim=True) + self.eps).rsqrt()
 
-    def sublayer(self, index: int, x: Tensor) -> Tensor:
+    def sublayer(self, index: int, x: Tensor | Ways) -> Tensor:
         """Return what sublayer `index` writes."""
-        return torch.tanh(x @ self.matrices[index]) if self.outputs is None else self.outputs[index]
+        if self.outputs is not None:
+            return self.outputs[index]
+        whole = self.matrices[index]
+        if isinstance(x, Tensor):
+            return torch.tanh(x @ whole)
+        key, value = self.keys[index], self.values[index]
+        return torch.tanh(x.query @ (whole - key - value) + x.key @ key + x.value @ value)
 
     def step(self, residual: Residual, index: int, state: State) -> State:
         """Return the state after sublayer `index`."""

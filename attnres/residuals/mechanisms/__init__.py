@@ -7,6 +7,7 @@ from attnres.residuals.mechanisms.block import Block
 from attnres.residuals.mechanisms.boundary import Boundary, BoundaryNormed
 from attnres.residuals.mechanisms.completep import CompleteP
 from attnres.residuals.mechanisms.cumulative import Cumulative
+from attnres.residuals.mechanisms.dca import DeepCrossAttention
 from attnres.residuals.mechanisms.ddl import DeepDelta
 from attnres.residuals.mechanisms.deepnorm import DeepNorm
 from attnres.residuals.mechanisms.delta_attnres import DeltaAttnRes
@@ -18,6 +19,7 @@ from attnres.residuals.mechanisms.highway import Highway
 from attnres.residuals.mechanisms.hybrid_norm import HybridNorm
 from attnres.residuals.mechanisms.hyper_connections import HyperConnections
 from attnres.residuals.mechanisms.identity_hc import IdentityHC
+from attnres.residuals.mechanisms.inkling2 import Inkling2
 from attnres.residuals.mechanisms.keel import Keel
 from attnres.residuals.mechanisms.laurel import Laurel
 from attnres.residuals.mechanisms.layernorm_scaling import LayerNormScaling
@@ -26,6 +28,7 @@ from attnres.residuals.mechanisms.lr_attnres import LRAttnRes
 from attnres.residuals.mechanisms.mhc import MHC
 from attnres.residuals.mechanisms.mhc_lite import MHCLite
 from attnres.residuals.mechanisms.mrla_light import MRLALight
+from attnres.residuals.mechanisms.muddformer import MuddFormer
 from attnres.residuals.mechanisms.norm_preserving import NormPreserving
 from attnres.residuals.mechanisms.parallel_lanes import ParallelLanes
 from attnres.residuals.mechanisms.peri_ln import PeriLN
@@ -78,4 +81,8 @@ MECHANISMS: tuple[type[Residual], ...] = (
     MRLALight,
     DeltaAttnRes,
     LRAttnRes,
+    # A read of its own for queries, keys and values.
+    MuddFormer,
+    DeepCrossAttention,
+    Inkling2,
 )

@@ -1,0 +1,68 @@
+"""What mechanisms share that mix earlier outputs for each projection of an attention: their state, its cuts."""
+
+from collections.abc import Sequence
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attnres.ops import compute_dtype
+from attnres.residuals.base import Residual, Slot
+from attnres.residuals.settings import full_precision
+
+
+class Kept(NamedTuple):
+    """Finished sources (the embedding first, then what each layer gave), and what is unfinished; all (..., d)."""
+
+    past: tuple[Tensor, ...]
+    inside: tuple[Tensor, ...] = ()
+
+
+class Mixtures(Residual):
+    """x_c = sum_j w_cj y_j for each way c of a sublayer's input.
+
+    A subclass says the weights by `mix`. A sublayer's mixtures keep a copy of their sources for the backward pass
+    unless `recompute_reads` is set. Slots are those of layers; another unit has its own.
+    """
+
+    recompute_reads = False
+    carried: ClassVar[tuple[str, ...]]
+    """Names of what is unfinished between a layer's attention and its MLP."""
+
+    def mix(self, index: int, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the mixtures of the reads of sublayer `index` (L: of the head), (..., ways, d), and their weights.
+
+        Args:
+            values: the sources (..., n, d) in the compute dtype.
+        """
+        raise NotImplementedError
+
+    def mixed(self, index: int, sources: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Return the mixtures, (..., d) each in the sources' dtype, and their weights in that of computing."""
+
+        def make(first: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+            with full_precision(first):
+                values = torch.stack((first, *others), -2).to(compute_dtype(first.dtype))  # one copy for all ways
+                mixtures, weights = self.mix(index, values)
+            return mixtures.to(first.dtype), weights
+
+        if self.recompute_reads and torch.is_grad_enabled():
+            mixtures, weights = checkpoint(make, *sources, use_reentrant=False, preserve_rng_state=False)
+        else:
+            mixtures, weights = make(*sources)
+        return mixtures.unbind(-2), weights
+
+    def start(self, embedding: Tensor) -> Kept:
+        return Kept((embedding,))
+
+    def slots(self, index: int) -> tuple[Slot, ...]:
+        past = [Slot("embedding", True), *(Slot(f"layer {i}", True) for i in range(index // 2))]
+        return (*past, *(Slot(f"{name} {index}", False) for name in self.carried if index % 2))
+
+    def pack(self, state: Kept, index: int) -> tuple[Tensor, ...]:
+        return (*state.past, *state.inside)
+
+    def unpack(self, tensors: Sequence[Tensor], index: int) -> Kept:
+        count = 1 + index // 2
+        return Kept(tuple(tensors[:count]), tuple(tensors[count:]))

@@ -1,0 +1,118 @@
+"""MUDDFormer: after each layer, four mixtures of all layers' outputs so far, which each token weighs for itself."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnres.residuals.base import NormLike, Ways
+from attnres.residuals.layout import EMBEDDING, About, Learned, Source, Traits
+from attnres.residuals.mechanisms.mixtures import Kept, Mixtures
+from attnres.residuals.settings import positive, start_at, whole
+from attnres.residuals.watch import watched
+
+WAYS = (*Ways._fields, "stream")
+
+
+class MuddFormer(Mixtures):
+    """x_c = sum_{j <= i} (b_cj + [W2 GELU(W1 N(y_i))]_cj) y_j,    c = query, key, value, stream
+
+    after layer i, y_0 the embedding and y_j what layer j gave. The next attention projects N(x_c), c its query, key and
+    value; what it and its MLP write is added to the stream's. After the last layer there is one mixture, the head's.
+    N is an RMSNorm without gain. W1 is (C (i+2), d) with C = 4 or 1, from N(0, 1/d); W2 = 0; b = [0 .. 0, 1].
+
+    `last_layers` mixes after so many of the last layers alone. With 2 it is what held a speedrun's record, there of
+    values and stream only, over some of the sources. The publication norms queries, keys and values with a gain each:
+    here they share one, which the projection behind it can hold as well.
+
+    Source: Xiao et al., "MUDDFormer", arXiv 2502.12170; trimmed: github.com/KellerJordan/modded-nanogpt.
+    """
+
+    name = "muddformer"
+    traits = Traits(True, sums_to_one=False, has_query=False, starts_standard=True, colour="#cc79a7")
+    about = About(
+        "for q, k, v and the stream x = sum_j (b_j + [W2 GELU(W1 N(x))]_j) x_j over what layers gave",
+        "W1 normal, W2 = 0, b = [0 .. 0, 1]",
+        "5 + L/4",
+        "Xiao et al., arXiv 2502.12170",
+    )
+    carried = ("stream",)
+
+    def __init__(self, num_sublayers: int, width: int, *, last_layers: int | None = None, eps: float = 1e-6) -> None:
+        super().__init__(num_sublayers, width)
+        layers, self.eps = num_sublayers // 2, positive("eps", eps)
+        self.first = 0 if last_layers is None else max(0, layers - whole("last_layers", last_layers))
+        shapes = [(len(self.ways(2 * i + 2)), i + 2) for i in range(self.first, layers)]
+        self.inner = nn.ParameterList(torch.empty(ways * count, width) for ways, count in shapes)
+        self.outer = nn.ParameterList(torch.empty(ways * count, ways * count) for ways, count in shapes)
+        self.bias = nn.ParameterList(torch.empty(ways, count) for ways, count in shapes)
+        self.init_parameters()
+
+    def init_parameters(self) -> None:
+        for inner, outer, bias in zip(self.inner, self.outer, self.bias):
+            nn.init.normal_(inner, std=self.width**-0.5)
+            nn.init.zeros_(outer)
+            start_at(bias, torch.eye(bias.shape[1])[-1:].expand_as(bias))
+
+    def mixes(self, index: int) -> bool:
+        """Whether the reads of sublayer `index` (L: of the head) are mixtures: those behind a layer from `first` on."""
+        return index % 2 == 0 and index // 2 > self.first
+
+    def ways(self, index: int) -> tuple[str | None, ...]:
+        return WAYS if self.mixes(index) and index < self.num_sublayers else (None,)
+
+    def mix(self, index: int, values: Tensor) -> tuple[Tensor, Tensor]:
+        place = index // 2 - 1 - self.first
+        inner, outer, bias = (table[place].to(values.dtype) for table in (self.inner, self.outer, self.bias))
+        newest = F.rms_norm(values[..., -1, :], (self.width,), None, self.eps)
+        weights = bias + F.linear(F.gelu(F.linear(newest, inner)), outer).unflatten(-1, bias.shape)
+        return weights @ values, weights
+
+    def read(self, state: Kept, index: int, norm: NormLike) -> tuple[Tensor | Ways, Kept]:
+        past, row = state.past, self.first_row(index)
+        if not self.mixes(index):
+            stream = state.inside[0] if index % 2 else past[-1]
+            return self.normed(stream, row, norm, values=[stream]), Kept(past, (stream,))
+        (*inputs, stream), weights = self.mixed(index, past)
+        rows = weights.reshape(-1, *weights.shape[-2:]).unbind(-2)
+        ways = Ways(*(self.normed(h, row + way, norm, rows[way], past) for way, h in enumerate(inputs)))
+        if self.watched:
+            stream = watched(self, stream, row + len(inputs), rows[-1], past)
+        return ways, Kept(past, (stream,))
+
+    def write(self, state: Kept, index: int, output: Tensor) -> Kept:
+        stream = state.inside[0] + output
+        return Kept((*state.past, stream)) if index % 2 else Kept(state.past, (stream,))
+
+    def finish(self, state: Kept, norm: NormLike) -> Tensor:
+        past, last = state.past, self.num_sublayers
+        if not self.mixes(last):
+            stream = self.hidden_state(state)
+            return self.normed(stream, self.first_row(last), norm, values=[stream])
+        (h,), weights = self.mixed(last, past)
+        return self.normed(h, self.first_row(last), norm, weights.reshape(-1, len(past)), past)
+
+    def hidden_state(self, state: Kept) -> Tensor:
+        return (*state.past, *state.inside)[-1]
+
+    def sources(self, index: int) -> tuple[Source, ...]:
+        sublayer = self.places()[index][0]
+        if self.mixes(sublayer):
+            layers = (self._stream_before(2 * i + 2)._replace(kind="layer", number=i) for i in range(sublayer // 2))
+            return (EMBEDDING, *layers)
+        return (EMBEDDING if sublayer == 0 else self._stream_before(sublayer)._replace(open=True),)
+
+    def _stream_before(self, index: int) -> Source:
+        """Return the stream before sublayer `index`, unmixed: what it was before its layer, and the outputs since."""
+        begin = (index - 1) // 2 * 2
+        if not self.mixes(begin):
+            return Source("stream", None, range(index + 1))
+        return Source("stream", None, range(begin + 1, index + 1), after=self.first_row(begin) + len(Ways._fields))
+
+    @torch.no_grad()
+    def learned(self) -> dict[str, Learned]:
+        """Return b of each read, NaN for reads that are no mixture."""
+        table = torch.full((len(self.places()), self.num_sublayers // 2 + 1), torch.nan)
+        for i, bias in enumerate(self.bias, self.first):
+            row = self.first_row(2 * i + 2)
+            table[row : row + len(bias), : i + 2] = bias.float().cpu()
+        return {"bias": Learned(table, ("read", "source"), "coefficient of what the embedding and each layer gave")}
