@@ -96,7 +96,7 @@ QUANTITIES = {
     "recency_bias": Quantity("bias of the last source", "What is added to the last source's logit.", True),
     "gate": Quantity("gate: share of the read", "How much of the read is let through.", True),
     "alpha": Quantity("alpha", "The factor that the read is scaled by.", True),
-    "value_residual": Quantity("share of the first layer's values", "What values take from them.", False),
+    "value_residual": Quantity("share of layer 0's values", "What values take from the first layer's.", False),
     "gates": Quantity("gate of a block's end", "How far a block ends after each layer.", False),
 }
 """By the names under which runs record them and inspections have them, in the order in which they are drawn."""

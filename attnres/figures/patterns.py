@@ -77,7 +77,6 @@ def patterns(inspection: "Inspection", width: float = PAGE) -> Plot:
     """Draw reads before attention, and reads before MLPs with the output's below: side by side, or one above the other
     in a column's width; of several reads a sublayer a table for each. Raises NotShown."""
     routing = shares(inspection)
-    columns = routing.columns()
     kinds: dict[tuple[str, str | None], list[int]] = {}
     for row, read in enumerate(routing.layout):
         kinds.setdefault((read.kind, read.into), []).append(row)
@@ -87,6 +86,7 @@ def patterns(inspection: "Inspection", width: float = PAGE) -> Plot:
     if len(tables) > 2:  # some for a part of a sublayer: those of a single source say nothing beside them
         tables = [part for part in tables if any(len(routing.layout[row].sources) > 1 for row in part[1])] or tables
     tables[-1] = (tables[-1][0], tables[-1][1] + output)
+    columns = routing.columns(sorted(row for _, rows in tables for row in rows))
     most = max(len(rows) for _, rows in tables)
     row_inches = min(0.24, max(0.035, 4.2 / most))
     across = min(len(tables), 2 if len(tables) in (2, 4) else 3) if width > COLUMN else 1

@@ -77,9 +77,10 @@ class ValueResidual(nn.Module):
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:
-        """Return lambda by layer from the second, and by head; of `token` for a token of no effect, sigmoid(b)."""
-        values = self.share if self.bias is None else self.bias.sigmoid()
-        if values is None:
+        """Return lambda by layer, NaN for the first, and by head; of `token` for a token of no effect, sigmoid(b)."""
+        shares = self.share if self.bias is None else self.bias.sigmoid()
+        if shares is None:
             return {}
-        title = "share of the first layer's values" + (", without what the token adds" if self.kind == "token" else "")
-        return {"value_residual": Learned(values.float().cpu(), ("layer", "head")[: values.dim()], title)}
+        values = torch.cat([shares.new_full((1, *shares.shape[1:]), torch.nan), shares]).float().cpu()
+        title = "share of layer 0's values" + (", without what the token adds" if self.kind == "token" else "")
+        return {"value_residual": Learned(values, ("layer", "head")[: values.dim()], title)}

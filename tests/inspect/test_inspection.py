@@ -14,7 +14,7 @@ from attnres.inspect.inspector import inspect_model, show_example
 from attnres.inspect.kinds import KINDS, kinds_of
 from attnres.inspect.record import record
 from attnres.inspect.survey import encode, loss_change, survey
-from attnres.residuals import RESIDUALS
+from attnres.residuals import RESIDUALS, make_residual
 
 
 def look(model, tokenizer, documents, **options):
@@ -101,7 +101,7 @@ def test_every_residual_is_inspected_as_far_as_it_goes(make_model, tokenizer, do
     found = look(make_model(residual, scale=0.2), tokenizer, documents, example=documents[0])
     found.save(tmp_path / "inspection.json")
     assert Inspection.load(tmp_path / "inspection.json") == found
-    assert len(found.output_rms) == 6 and len(found.input_rms) == 7
+    assert len(found.output_rms) == 6 and len(found.input_rms) == len(make_residual(residual, 6, 8).layout())
     assert (found.routing is None) == (residual not in WEIGHED)
     assert (found.mixing is None) == (residual not in LINEAR)
     assert (found.sharpness is None) == (not RESIDUALS[residual].traits.has_query)

@@ -49,3 +49,8 @@ def test_dynamics_are_the_depth_lines_of_a_run_in_order_of_steps():
     # rows of different lengths for each read are no curves
     assert measures.dynamics(lines) == {"steps": [5, 10], "output_rms": [[2.0], [3.0]], "grad_rms": [[0.2], [0.3]]}
     assert measures.dynamics(lines[:1]) is None
+
+
+def test_distances_of_several_reads_a_sublayer_are_counted_from_what_was_written():
+    rows = np.array([[1.0, 0, 0], [1, 0, 0], [0, 1, 0], [0, 0, 1]])
+    assert measures.depth_distance(rows, [0, 1, 1, 2]) == pytest.approx([0, 1, 0, 0])

@@ -47,7 +47,7 @@ def test_projections_read_for_themselves_in_a_model_of_grouped_queries():
         for y, output in enumerate(outputs):
             normed = p["gain"][place] * output / (output.square().mean(-1, keepdim=True) + 1e-6).sqrt()
             logit = (normed * p[f"weight.{place}"][way]).sum(-1, keepdim=True)
-            total = total + (torch.where(logit > 0, logit, 0.0) + p[f"bias.{place}"][way, y]) * output
+            total = total + (torch.where(logit >= 0, logit, 0.0) + p[f"bias.{place}"][way, y]) * output
         return total
 
     def expected():

@@ -117,7 +117,8 @@ def test_shares_start_at_a_half_and_stand_in_the_residuals_group():
         first = parameters["weight" if kind == "token" else "share"]
         assert first.shape == shape and bool((first == (0.0 if kind == "token" else 0.5)).all())
         table = model.residual.tables()["value_residual"]
-        assert bool((table.values == 0.5).all()) and table.values.shape == shape[:2][: len(table.axes)]
+        assert table.values.shape == (3, *shape[1 : len(table.axes)]) and bool(table.values[0].isnan().all())
+        assert bool((table.values[1:] == 0.5).all())
         names = kinds(model)["residual"]
         assert names == [f"model.residual.value_residual.{name}" for name in parameters]
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from attnres.residuals import RESIDUALS, Read, Source, columns, layout_of, make_residual
+from attnres.residuals import RESIDUALS, Read, Source, columns, depths, layout_of, make_residual
 
 EVERY = pytest.mark.parametrize("name", sorted(RESIDUALS))
 
@@ -13,7 +13,7 @@ EVERY = pytest.mark.parametrize("name", sorted(RESIDUALS))
 @pytest.mark.parametrize("sublayers", [1, 2, 7, 12])
 def test_a_layout_survives_json(name, sublayers):
     layout = make_residual(name, sublayers, 8).layout()
-    assert len(layout) == sublayers + 1 and layout[-1].name == "output"
+    assert sorted(set(depths(layout))) == list(range(sublayers + 1)) and layout[-1].name == "output"
     assert tuple(Read.from_json(json.loads(json.dumps(read.to_json()))) for read in layout) == layout
 
 

@@ -22,7 +22,8 @@ class DeepCrossAttention(Mixtures):
 
     before each layer, y_0 the embedding and y_j the sum of what layer j's attention and MLP wrote; b_cj is a number a
     channel. The attention projects N(x_c); the MLP reads x_query plus what the attention wrote. One more mixture is the
-    head's. N is an RMSNorm whose gain the three ways of a layer share. w = 0, b = 1: the standard residual.
+    head's. N is an RMSNorm whose gain the three ways of a layer share. w = 0, b = 1: the standard residual. ReLU has
+    the derivative one at zero here: with torch's own, zero, w would never leave its start.
 
     `past_layers` k mixes the first k and the last k of y_0 .. y_l and, as one source, the sum of those between.
 
@@ -73,7 +74,7 @@ class DeepCrossAttention(Mixtures):
         place = (index + 1) // 2
         bias, query = self.bias[place].to(values.dtype), (self.weight[place] * self.gain[place]).to(values.dtype)
         scale = (values.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        dynamic = F.relu(F.linear(values, query) * scale)
+        dynamic = (F.linear(values, query) * scale).clamp_min(0.0)
         static = torch.stack([(values * row).sum(-2) for row in bias], -2)
         return static + dynamic.mT @ values, dynamic
 

@@ -21,7 +21,7 @@ def formula(k=None):
             for y, output in enumerate(outputs):
                 normed = p["gain"][place] * output / (output.square().mean(-1, keepdim=True) + 1e-6).sqrt()
                 logit = (normed * p[f"weight.{place}"][way]).sum(-1, keepdim=True)
-                total = total + (torch.where(logit > 0, logit, 0.0) + p[f"bias.{place}"][way, y]) * output
+                total = total + (torch.where(logit >= 0, logit, 0.0) + p[f"bias.{place}"][way, y]) * output
             return total
 
         written, index = [network.embedding], 0
@@ -54,6 +54,14 @@ def test_start_values_are_the_published_ones():
     assert [tuple(bias.shape) for bias in residual.bias] == [(3, 1, 8), (3, 2, 8), (3, 3, 8), (1, 4, 8)]
     assert all(bool((bias == 1).all()) for bias in residual.bias) and bool((residual.gain == 1).all())
     assert not any(weight.any() for weight in residual.weight)
+
+
+def test_weights_leave_their_start():
+    """ReLU's derivative at zero, where all of them start, must not be zero."""
+    residual, x = make_residual("dca", 2, 8), torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
+    ways, _ = residual.read(residual.start(x), 0, lambda h: h)
+    sum((way * x).sum() for way in ways).backward()
+    assert bool((residual.weight[0].grad != 0).all())
 
 
 def test_sources_are_what_layers_wrote():
