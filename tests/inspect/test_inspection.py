@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from mechanisms import LINEAR, WEIGHED
+from sample_mechanisms import LINEAR, WEIGHED
 
 from attnres.errors import UserError
 from attnres.inspect.inspection import Inspection

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from mechanisms import WEIGHED
+from sample_mechanisms import WEIGHED
 from tiny import SIZE
 
 from attnres import UserError

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mechanisms import LINEAR, WEIGHED
+from sample_mechanisms import LINEAR, WEIGHED
 from tiny import SIZE
 
 from attnres import RESIDUALS, UserError, depth_read_reference

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from mechanisms import Scaled
+from sample_mechanisms import Scaled
 from torch import nn
 
 from attnres.models.check import MODEL_CHECKS, check

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from mechanisms import Scaled
+from sample_mechanisms import Scaled
 from torch import Tensor, nn
 
 from attnres import UserError

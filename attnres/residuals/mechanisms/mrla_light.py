@@ -35,6 +35,9 @@ class MRLALight(Residual):
     A layer has `conv` (2, k), k about (log2 d + 1) / 2 and odd; `value` u, `decay` lambda (d,); gains of N and N'
     (2, d). Start, at random as there: conv uniform within 1/sqrt(k), u within 1, lambda normal(1); gains 1.
 
+    Args:
+        head_width: c; none is 16, or what divides the width of it.
+
     Source: Fang et al., "Cross-Layer Retrospective Retrieving via Layer Attention", arXiv 2302.03985;
     github.com/joyfang1106/MRLA.
     """
@@ -48,11 +51,12 @@ class MRLALight(Residual):
         "Fang et al., arXiv 2302.03985",
     )
 
-    def __init__(self, num_sublayers: int, width: int, *, head_dim: int = 16, eps: float = 1e-6) -> None:
+    def __init__(self, num_sublayers: int, width: int, *, head_width: int | None = None, eps: float = 1e-6) -> None:
         super().__init__(num_sublayers, width)
-        if width % whole("head_dim", head_dim):
-            raise UserError(f"head_dim is {head_dim}: expected a number that divides the width {width}")
-        self.head_dim, self.eps = head_dim, positive("eps", eps)
+        head_width = math.gcd(16, width) if head_width is None else whole("head_width", head_width)
+        if width % head_width:
+            raise UserError(f"head_width is {head_width}: expected a number that divides the width {width}")
+        self.head_width, self.eps = head_width, positive("eps", eps)
         layers, half = num_sublayers // 2, int((math.log2(width) + 1) / 2)
         self.gain = nn.Parameter(torch.empty(layers, 2, width))
         self.conv = nn.Parameter(torch.empty(layers, 2, half + 1 - half % 2))
@@ -86,8 +90,8 @@ class MRLALight(Residual):
             gain, conv = self.gain[layer].to(dtype), self.conv[layer].to(dtype)
             x = F.rms_norm(stream.to(dtype), (self.width,), gain[0], self.eps)
             pairs = F.conv1d(x.reshape(-1, 1, self.width), conv.unsqueeze(1), padding=conv.shape[-1] // 2)
-            query, key = pairs.unflatten(-1, (-1, self.head_dim)).unbind(1)
-            share = ((query * key).sum(-1, keepdim=True) * self.head_dim**-0.5).sigmoid()
+            query, key = pairs.unflatten(-1, (-1, self.head_width)).unbind(1)
+            share = ((query * key).sum(-1, keepdim=True) * self.head_width**-0.5).sigmoid()
             value = F.gelu(self.value[layer].to(dtype) * x)
             gated = (share * value.view(*query.shape)).view_as(x)
             kept = self.decay[layer].to(dtype) * F.rms_norm(before.to(dtype), (self.width,), gain[1], self.eps)

@@ -38,7 +38,7 @@ def test_each_layer_is_gated_by_its_own_query_and_key(shape):
                 x = before = x + attended + p["decay"][layer] * rms(before, p["gain"][layer, 1])
         return network.norm(network.sublayers, x)
 
-    check_formula("mrla_light", formula, shape, head_dim=4)
+    check_formula("mrla_light", formula, shape, head_width=4)
 
 
 def test_start_values_are_drawn_as_published():
@@ -51,5 +51,5 @@ def test_start_values_are_drawn_as_published():
 
 
 def test_heads_that_do_not_divide_the_width():
-    with pytest.raises(UserError, match="head_dim is 5: expected a number that divides the width 16"):
-        make_residual("mrla_light", 4, 16, head_dim=5)
+    with pytest.raises(UserError, match="head_width is 5: expected a number that divides the width 16"):
+        make_residual("mrla_light", 4, 16, head_width=5)
