@@ -1,13 +1,12 @@
 """Hyper-Connections: n parallel streams with learned, input-dependent mixing in and out of each sublayer."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.streams import ParallelStreams
-from attnres.residuals.settings import positive, start_at, true_or_false
+from attnres.residuals.settings import normed_product, positive, start_at, true_or_false
 
 
 class TanhConnections(Residual):
@@ -57,9 +56,11 @@ class TanhConnections(Residual):
 
         alpha, beta = row(self.static_alpha), row(self.static_beta)
         if self.dynamic:
-            keys = F.rms_norm(streams, streams.shape[-1:], row(self.gain), self.eps)
-            alpha = alpha + row(self.alpha_scale) * torch.tanh(keys @ row(self.alpha_weight))
-            beta = beta + row(self.beta_scale) * torch.tanh(keys @ row(self.beta_weight)).squeeze(-1)
+            weights = torch.cat([row(self.alpha_weight), row(self.beta_weight)], -1)
+            dynamic = normed_product(streams, row(self.gain).unsqueeze(-1) * weights, self.eps).tanh()
+            of_alpha, of_beta = dynamic.split((alpha.shape[-1], 1), -1)
+            alpha = alpha + row(self.alpha_scale) * of_alpha
+            beta = beta + row(self.beta_scale) * of_beta.squeeze(-1)
         return alpha, beta
 
 

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres.errors import UserError
@@ -12,7 +11,7 @@ from attnres.ops import compute_dtype
 from attnres.residuals.base import NormLike, Residual, Slot
 from attnres.residuals.layout import About, Traits, outputs
 from attnres.residuals.mechanisms.layers import weighted_sum
-from attnres.residuals.settings import full_precision, mean_or_sum, positive, whole
+from attnres.residuals.settings import full_precision, mean_or_sum, normed_product, positive, whole
 
 MOST_RANK = 64
 """The rank where none is given: the published one, or the width where that is less."""
@@ -80,9 +79,8 @@ class LRAttnRes(Residual):
         """Return the logits (..., L) of source `number` in reads 1 to L."""
         dtype = compute_dtype(value.dtype)
         with full_precision(value):
-            normed = F.rms_norm(value.to(dtype), (self.width,), eps=self.key_norm_eps)
-            key = F.rms_norm(normed @ self.projection[number].to(dtype), (self.rank,), eps=self.key_norm_eps)
-            return key @ (self.query.to(dtype).t() * self.rank**-0.5)
+            key = normed_product(value.to(dtype), self.projection[number].to(dtype), self.key_norm_eps)
+            return normed_product(key, self.query.to(dtype).t() * self.rank**-0.5, self.key_norm_eps)
 
     def start(self, embedding: Tensor) -> Keyed:
         return Keyed((embedding,), (self._logits(embedding, 0),))

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.streams import ParallelStreams
-from attnres.residuals.settings import positive, start_at
+from attnres.residuals.settings import normed_product, positive, start_at
 from attnres.residuals.sinkhorn import sinkhorn
 
 
@@ -76,11 +76,9 @@ class MHC(ParallelStreams):
         nn.init.constant_(self.scale, 0.01)
 
     def connections(self, streams: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        dtype, flat = streams.dtype, streams.flatten(-2)
+        dtype = streams.dtype
         weight = (self.gain[index].unsqueeze(-1) * self.weight[index]).to(dtype)
-        squares = torch.linalg.vector_norm(flat, dim=-1, keepdim=True).square()
-        inverse_rms = (squares / flat.shape[-1] + self.eps).rsqrt()
-        parts = ((flat @ weight) * inverse_rms).split(self.sizes, -1)  # N after the product: no normed copy of H
+        parts = normed_product(streams.flatten(-2), weight, self.eps).split(self.sizes, -1)
         scales = self.scale[index].to(dtype).unbind()
         statics = (self.static_read, self.static_write, *((self.static_carry,) if self.carries else ()))
         logits = [s[index].to(dtype) + scale * part for s, scale, part in zip(statics, scales, parts, strict=True)]

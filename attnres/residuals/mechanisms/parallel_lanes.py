@@ -3,12 +3,14 @@
 import torch
 from torch import Tensor, nn
 
+from attnres.residuals.base import NormLike, Residual
 from attnres.residuals.layout import About, Learned, Traits
-from attnres.residuals.mechanisms.streams import ParallelStreams
-from attnres.residuals.settings import start_at
+from attnres.residuals.settings import full_precision, start_at
+
+Lanes = tuple[Tensor, Tensor]
 
 
-class ParallelLanes(ParallelStreams):
+class ParallelLanes(Residual):
     """x = norm(H_r),  H' = c H + w (outer) f(x), over two lanes H (2, d): r = 1 for an MLP, 0 for any other sublayer.
 
     `carry` c is a number and `write` w two for each sublayer. c starts at sqrt(1.1), w at 1, but that of an attention
@@ -29,7 +31,7 @@ class ParallelLanes(ParallelStreams):
     )
 
     def __init__(self, num_sublayers: int, width: int) -> None:
-        super().__init__(num_sublayers, width, 2)
+        super().__init__(num_sublayers, width)
         self.carry = nn.Parameter(torch.empty(num_sublayers))
         self.write_share = nn.Parameter(torch.empty(num_sublayers, 2))
         self.init_parameters()
@@ -43,21 +45,34 @@ class ParallelLanes(ParallelStreams):
         shares = [[1.0, 1.0 if self.lane(index) else 1.5] for index in range(self.num_sublayers)]
         start_at(self.write_share, torch.tensor(shares))
 
-    def connections(self, streams: Tensor, index: int) -> tuple[Tensor, Tensor]:
-        eye = torch.eye(2, dtype=streams.dtype, device=streams.device)
-        alpha = torch.cat([eye[:, self.lane(index), None], self.carry[index].to(streams.dtype) * eye], -1)
-        return alpha, self.write_share[index].to(streams.dtype)
+    def start(self, embedding: Tensor) -> Lanes:
+        return embedding, embedding
 
-    def merged(self, streams: Tensor) -> Tensor:
-        return streams.mean(-2)
+    def read(self, state: Lanes, index: int, norm: NormLike) -> tuple[Tensor, Lanes]:
+        return self.normed(state[self.lane(index)], index, norm), state
+
+    def write(self, state: Lanes, index: int, output: Tensor) -> Lanes:
+        with full_precision(output):
+            carry, shares = self.carry[index], self.write_share[index]
+            one, other = (
+                torch.addcmul(lane * carry.to(lane), output, shares[place].to(lane)) for place, lane in enumerate(state)
+            )
+        return one, other
+
+    def hidden_state(self, state: Lanes) -> Tensor:
+        return torch.lerp(*state, 0.5)
+
+    def finish(self, state: Lanes, norm: NormLike) -> Tensor:
+        return self.normed(self.hidden_state(state), self.num_sublayers, norm)
 
     @torch.no_grad()
     def implied(self, index: int) -> Tensor:
-        made_of = torch.ones(2, 1)
+        rows = torch.eye(self.num_sublayers + 1)
+        state = self.start(rows[0])
         for sublayer in range(index):
-            carried = self.carry[sublayer].float().cpu() * made_of
-            made_of = torch.cat([carried, self.write_share[sublayer].float().cpu().unsqueeze(-1)], -1)
-        return made_of[self.lane(index)] if index < self.num_sublayers else self.merged(made_of)
+            state = self.write(state, sublayer, rows[sublayer + 1])
+        row = self.hidden_state(state) if index == self.num_sublayers else state[self.lane(index)]
+        return row[: index + 1]
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:

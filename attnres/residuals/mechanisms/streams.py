@@ -58,8 +58,10 @@ class ParallelStreams(Residual):
             mixed = (alpha.transpose(-1, -2) @ streams).to(state.streams.dtype)
             beta = beta.to(state.streams.dtype)
         weights = self._follow(index, alpha, beta) if self.watched else None
-        kept = mixed[..., 1:, :] if alpha.shape[-1] > 1 else state.streams
-        return self.normed(mixed[..., 0, :], index, norm, weights), Streams(kept, (beta,))
+        h, carried = mixed, state.streams
+        if alpha.shape[-1] > 1:
+            h, carried = mixed.split((1, self.num_streams), -2)
+        return self.normed(h.squeeze(-2), index, norm, weights), Streams(carried, (beta,))
 
     def _follow(self, index: int, alpha: Tensor, beta: Tensor) -> Tensor:
         """Return what read `index` is made of, (tokens, index + 1), and keep what the streams (..., n, outputs) will be
@@ -74,7 +76,7 @@ class ParallelStreams(Residual):
 
     def write(self, state: Streams, index: int, output: Tensor) -> Streams:
         (beta,) = state.beta  # a write follows its read
-        return Streams(state.streams + beta.unsqueeze(-1) * output.unsqueeze(-2))
+        return Streams(torch.addcmul(state.streams, beta.unsqueeze(-1), output.unsqueeze(-2)))
 
     def hidden_state(self, state: Streams) -> Tensor:
         return self.merged(state.streams)
