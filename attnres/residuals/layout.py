@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 _SHORT = {"embedding": "emb", "attention": "a", "mlp": "m", "block": "b", "state": "s", "partial": "part"}
-_SHORT |= {"stream": "str", "null": "0"}
+_SHORT |= {"stream": "str", "null": "0", "layer": "l", "middle": "mid"}
 _MEANING = {"partial": "the block in progress", "stream": "the running sum", "null": "nothing: a source of zeros"}
+_MEANING |= {"middle": "the sum of the layers between"}
 _OPEN = ("partial", "stream", "null")
 """Kinds whose sources are unfinished, or nothing: of use where a file of an earlier version names sources only."""
 

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 
 from attnres.inspect.inspection import Inspection
+from attnres.residuals import depths, make_residual
 
 TOKENS = ["def", " ", "f", "(x):", "\n", "    ", "return", " $x$", "\U0001f600", "\n", "\u4e2d"]
 
@@ -93,3 +94,28 @@ def inspection(residual: str = "block", layers: int = 4, **changes: Any) -> Insp
         },
     }
     return Inspection(**(values | changes))
+
+
+def of_several_reads(residual: str, layers: int) -> Inspection:
+    """One of a mechanism with several reads a sublayer, as its layout names them."""
+    random, layout = np.random.default_rng(5), make_residual(residual, 2 * layers, 16).layout()
+    weights = [random.dirichlet(np.ones(len(read.sources))).tolist() for read in layout]
+    mixing = random.random((len(layout), 2 * layers + 1)) + 0.01
+    for row, written in zip(mixing, depths(layout)):
+        row[written + 1 :] = 0.0
+    names = [read.name for read in layout]
+    return Inspection(
+        model={"name": residual, "residual": residual},
+        data={"tokens": 100},
+        reads=names,
+        routing={
+            "reads": names,
+            "sources": [[source.name for source in read.sources] for read in layout],
+            "layout": [read.to_json() for read in layout],
+            "weights": weights,
+        },
+        mixing=mixing.tolist(),
+        distance=random.random(len(layout)).tolist(),
+        input_rms=(random.random(len(layout)) + 0.5).tolist(),
+        output_rms=(random.random(2 * layers) + 0.5).tolist(),
+    )

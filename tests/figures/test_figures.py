@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from invented import TOKENS, inspection, names
+from invented import TOKENS, inspection, names, of_several_reads
 
 from attnres.errors import UserError
 from attnres.figures import (
@@ -30,6 +30,7 @@ from attnres.figures.patterns import at_boundaries, boundaries, by_kind, label_s
 from attnres.figures.plot import thin_ticks
 from attnres.figures.tokens import _layout, drawable, stacked, token_map
 from attnres.residuals import RESIDUALS, traits_of
+from attnres.residuals.mechanisms.muddformer import WAYS
 
 ALONE = [
     *("patterns", "boundaries", "layers", "kinds", "kinds-sources", "prompts", "queries", "keys", "learned"),
@@ -71,6 +72,47 @@ def test_a_cell_stands_in_the_column_of_its_source(residual):
         for read, cells in zip(reads, drawn_cells(ax), strict=True):
             expected = dict(zip(seen.routing["sources"][read], seen.routing["weights"][read], strict=True))
             assert {columns[c]: value for c, value in cells.items()} == pytest.approx(expected)
+
+
+def test_several_reads_of_a_sublayer_have_tables_of_their_own():
+    """Those of one source, the MLPs', say nothing beside them and are left out; the output's are below the last."""
+    seen = of_several_reads("muddformer", 4)
+    with style.style():
+        figure = patterns(seen).figure
+    tables = figure.axes[:4]
+    assert [ax.get_title("left") for ax in tables] == [f"before attention, {way}" for way in WAYS]
+    assert seen.routing is not None
+    for ax, way in zip(tables, WAYS):
+        reads = [row for row, read in enumerate(seen.layout) if read.into == way]
+        for read, cells in zip([*reads, len(seen.reads) - 1], drawn_cells(ax)):
+            assert cells == pytest.approx(dict(enumerate(seen.routing["weights"][read])))
+        assert len(drawn_cells(ax)) == len(reads) + (way == "stream")
+
+
+def test_several_reads_of_a_sublayer_stand_side_by_side_along_depth():
+    seen = of_several_reads("dca", 2)
+    with style.style():
+        ax = by_depth(models(seen), ["input_rms"], "depth", "depth").figure.axes[0]
+    line, attention, mlp, output = ax.get_lines()[:4]
+    values, own = seen.input_rms, [0, 0, 0, 1, 2, 2, 2, 3, 4]
+    means = [np.mean([value for value, place in zip(values, own) if place == index]) for index in range(5)]
+    assert line.get_xdata().tolist() == [0, 1, 2, 3, 4] and line.get_ydata().tolist() == pytest.approx(means)
+    assert attention.get_xdata() == pytest.approx([-1 / 3, 0, 1 / 3, 2 - 1 / 3, 2, 2 + 1 / 3])
+    assert attention.get_ydata() == pytest.approx([*values[0:3], *values[4:7]])
+    assert (mlp.get_xdata().tolist(), output.get_xdata().tolist()) == ([1, 3], [4])
+
+
+def test_reads_of_one_sublayer_count_as_one_in_a_layers_share():
+    seen = of_several_reads("muddformer", 2)
+    rows = np.array(seen.mixing)
+    rows /= rows.sum(1, keepdims=True)
+    one = [rows[0], rows[1], rows[2:6].mean(0), rows[6], rows[7]]
+    reads = np.stack([(one[0] + one[1]) / 2, (one[2] + one[3]) / 2, one[4]])
+    expected = np.stack([reads[:, 0], reads[:, 1] + reads[:, 2], reads[:, 3] + reads[:, 4]], 1)
+    expected[0, 2] = np.nan
+    np.testing.assert_allclose(layer_shares(seen), expected)
+    with style.style():
+        assert mixing(models(seen)).figure.axes[0].get_ylim() == (8, 0)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attnres import cli
+from attnres.errors import UserError
 from attnres.inspect.inspection import Inspection
 from attnres.studies.look import look
 from attnres.studies.look_config import InspectConfig
@@ -86,6 +87,15 @@ def test_of_all_attention_reads_only_those_with_a_choice_lose_a_source(make_mode
     edit = find_knock_out(*source_and_read(given), model)
     assert edit.reads == ["attention 1", "attention 2"]  # without it attention 0 had no input at all
     assert find_knock_out(*source_and_read("embedding@attention_0"), model).reads == ["attention 0"]
+
+
+def test_reads_of_one_sublayer_are_named_together_and_apart(make_model):
+    model = make_model("muddformer")
+    assert find_knock_out(*source_and_read("embedding@attention2key"), model).reads == ["attention 2 key"]
+    together = find_knock_out(*source_and_read("layer 0@Attention-2"), model).reads
+    assert together == [f"attention 2 {way}" for way in ("query", "key", "value", "stream")]
+    with pytest.raises(UserError, match="unknown read 'attention 2 keys': did you mean 'attention 2 key'"):
+        find_knock_out(*source_and_read("embedding@attention 2 keys"), model)
 
 
 def test_a_folder_that_cannot_be_written_is_found_before_anything_is_computed(run, folder_of, tmp_path):

@@ -8,7 +8,7 @@ from sample_mechanisms import Scaled
 from torch import Tensor, nn
 
 from attnres import UserError
-from attnres.residuals import Learned, Residual, Slot, outputs, register
+from attnres.residuals import Learned, Residual, Slot, Ways, outputs, register
 from attnres.residuals.check import CHECKS, check_network, outcomes
 from attnres.residuals.check.subject import Subject
 from attnres.residuals.mechanisms.block import Block
@@ -366,6 +366,59 @@ def test_sources_that_are_not_there_yet_or_share_a_name():
 
     assert "outputs are there" in failures(Late)["layout"]
     assert "two sources of one name" in failures(Twins)["layout"]
+
+
+class Split(Standard):
+    """h = h for queries, keys and values each."""
+
+    def ways(self, index):
+        return ("query", "key", "value") if index % 2 == 0 and index < self.num_sublayers else (None,)
+
+    def read(self, state, index, norm):
+        row, ways = self.first_row(index), self.ways(index)
+        parts = [self.normed(state, row + place, norm) for place in range(len(ways))]
+        return (parts[0] if len(parts) == 1 else Ways(*parts)), state
+
+    def implied(self, index):
+        return torch.ones(self.places()[index][0] + 1)
+
+    def finish(self, state, norm):
+        return self.normed(state, self.first_row(self.num_sublayers), norm)
+
+
+def test_a_sound_mechanism_of_several_reads_passes():
+    assert not failures(type("Same", (Split,), {"__doc__": "h = h."}), compiled=True)
+
+
+def test_reads_that_are_not_what_the_layout_says_they_are_for():
+    class OneVector(Split):
+        """h = h."""
+
+        def read(self, state, index, norm):
+            return self.normed(state, self.first_row(index), norm), state
+
+    class TwoWays(Split):
+        """h = h."""
+
+        def ways(self, index):
+            return super().ways(index)[:2]
+
+    class NumberedAsSublayers(Split):
+        """h = h."""
+
+        def first_row(self, index):
+            return index
+
+    class OneHeadTooMany(Split):
+        """h = h."""
+
+        def layout(self):
+            return (*super().layout()[:-1], *[read._replace(into="value") for read in super().layout()[-1:]])
+
+    assert "and it gets <class 'torch.Tensor'>" in failures(OneVector)["layout"]
+    assert "expected one, or query, key and value each" in failures(TwoWays)["layout"]
+    assert "is shown twice" in failures(NumberedAsSublayers)["sources"]
+    assert "the output has a read for a part of it" in failures(OneHeadTooMany)["layout"]
 
 
 def test_a_layout_that_forgets_an_earlier_read():

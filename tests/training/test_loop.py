@@ -267,8 +267,13 @@ def test_variants_share_their_first_weights_and_batches(configure: Configure, tm
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize(
     "extra",
-    [{}, {"optim": {"optimizer": "muon"}, "dtype": "bf16"}, {"model": {"residual": "adaptive", "num_blocks": None}}],
-    ids=["adamw", "muon-bf16", "annealed"],
+    [
+        {},
+        {"optim": {"optimizer": "muon"}, "dtype": "bf16"},
+        {"model": {"residual": "adaptive", "num_blocks": None}},
+        {"model": {"residual": "muddformer", "num_blocks": None, "settings": {"value_residual": "head"}}},
+    ],
+    ids=["adamw", "muon-bf16", "annealed", "values"],
 )
 def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, extra: dict[str, Any]
