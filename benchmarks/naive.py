@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from attnres.ops import Norm, compute_dtype
 from attnres.residuals import NormLike, Residual, register
+from attnres.residuals.arithmetic import full_precision
 from attnres.residuals.mechanisms.block import Block, resolve_block_sizes
-from attnres.residuals.settings import full_precision
 
 EPS = 1e-6
 """Of the key norm."""

@@ -29,9 +29,7 @@ def run(arguments: list[str]) -> None:
     from attnres.residuals.table import SUBLAYERS, WIDTH, as_markdown, mechanisms
 
     names = [residual_class(name).name for name in options.names]
-    rows = mechanisms()
-    if names:
-        rows = [row for row in rows if row.name in names]
+    rows = mechanisms(names)
     if options.format == "json":
         print(json.dumps([row.to_dict() for row in rows], indent=2))
         return

@@ -125,9 +125,9 @@ def rows(variant: Variant, key: str) -> np.ndarray | None:
 def sublayers(variant: Variant, count: int) -> list[int]:
     """Return which sublayer each of `count` values is of, reads' or sublayers' own; L is the output."""
     for inspection in variant.inspections.values():
-        own = depths(inspection.layout)
-        if len(own) == count:
-            return own
+        places = depths(inspection.layout)
+        if len(places) == count:
+            return places
     return list(range(count))
 
 
@@ -162,9 +162,9 @@ def panel(ax: Axes, comparison: Comparison, key: str) -> None:
     deepest = 0
     for variant, table, look in zip(comparison.variants, tables, comparison.looks(), strict=True):
         if table is not None:
-            own = sublayers(variant, table.shape[1])
-            depth_line(ax, table, own, **look)
-            deepest = max(deepest, own[-1] + 1)
+            places = sublayers(variant, table.shape[1])
+            depth_line(ax, table, places, **look)
+            deepest = max(deepest, places[-1] + 1)
     dotted: dict[str, Any] = {"color": style.MUTED, "linewidth": 0.9, "linestyle": ":", "zorder": 1}
     if what.plain is not None:
         ax.plot(np.arange(deepest), what.plain(np.arange(deepest)), **dotted)

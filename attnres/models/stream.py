@@ -16,6 +16,7 @@ from attnres.models.exchange import Exchanged, exchange, own_class
 from attnres.models.inputs import Inputs
 from attnres.ops.norms import Norm
 from attnres.residuals import Residual, Ways
+from attnres.residuals.base import as_it_is
 
 _ADDITIONS = frozenset(
     {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch._C.TensorBase.__add__}
@@ -60,7 +61,7 @@ class Stream:
 
     def read(self, norm: nn.Module | None) -> Tensor | Inputs:
         """The input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
-        spec = _as_it_is if norm is None else describe_norm(norm, self.like)
+        spec = as_it_is if norm is None else describe_norm(norm, self.like)
         inner: Residual = self.residual("itself")
         if self.index == inner.num_sublayers:
             return self.residual("finish", self.state, spec)
@@ -131,10 +132,6 @@ def _unflatten(parts: Any, context: tuple[nn.Module, int]) -> Stream:
 
 
 _pytree.register_pytree_node(Stream, _flatten, _unflatten)
-
-
-def _as_it_is(h: Tensor) -> Tensor:
-    return h
 
 
 def _forward(module: nn.Module) -> Callable:

@@ -34,6 +34,16 @@ class Slot(NamedTuple):
     axes: tuple[int, ...] = ()
 
 
+def slots_of(sources: Sequence[Source], index: int) -> tuple[Slot, ...]:
+    """Return the slots of a state before sublayer `index` that holds these sources; finished ones are kept."""
+    return tuple(Slot(f"{one.name} {index}" if one.open else one.name, not one.open) for one in sources)
+
+
+def as_it_is(h: Tensor) -> Tensor:
+    """The norm of a read that has none."""
+    return h
+
+
 def with_norm(h: Tensor, norm: NormLike) -> Tensor:
     """Return norm(h)."""
     return apply_norm(h, norm) if isinstance(norm, Norm) else norm(h)
@@ -253,7 +263,7 @@ class Residual(nn.Module):
         try:
             state = self.start(zeros)
             for sublayer in range(index):
-                _, state = self.read(state, sublayer, lambda h: h)
+                _, state = self.read(state, sublayer, as_it_is)
                 state = self.write(state, sublayer, zeros)
         finally:
             self.observer, self.editor = watchers

@@ -1,6 +1,7 @@
 """What reads mix and what a mechanism is, as data: everybody else asks these values, nobody parses a name."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -238,6 +239,23 @@ def outputs(count: int, kinds: Sequence[str] = ("attention", "mlp")) -> tuple[So
         EMBEDDING,
         *(Source(kinds[i % len(kinds)], i // len(kinds), range(i + 1, i + 2)) for i in range(count - 1)),
     )
+
+
+def block_sources(bounds: Sequence[int], index: int) -> tuple[Source, ...]:
+    """The embedding, the sums of the blocks that have ended before sublayer `index` (L: the head), and that of the one
+    in progress there.
+
+    Args:
+        bounds: how many sublayers have written where blocks end, from 0 on.
+
+    >>> [source.name for source in block_sources((0, 2, 4), 3)]
+    ['embedding', 'block 1', 'partial']
+    """
+    passed = [bound for bound in bounds if bound <= index]
+    spans = (range(start + 1, stop + 1) for start, stop in pairwise(passed))
+    blocks = (Source("block", number, span) for number, span in enumerate(spans, 1))
+    begun = range(passed[-1] + 1, index + 1)
+    return (EMBEDDING, *blocks, *([Source("partial", None, begun, open=True)] if begun else []))
 
 
 def columns(rows: Iterable[Sequence[Source]]) -> list[Source]:

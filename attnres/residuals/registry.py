@@ -179,8 +179,8 @@ def settings_of(name: str) -> dict[str, Any]:
     parameters = [
         p for maker in (mechanism, *mechanism.parts) for p in inspect.signature(maker.__init__).parameters.values()
     ]
-    own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    return own | {"value_residual": "none"}
+    settings = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    return settings | {"value_residual": "none"}
 
 
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:

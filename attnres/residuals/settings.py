@@ -1,4 +1,4 @@
-"""Checks of a mechanism's settings, start values of its parameters, and arithmetic that several share."""
+"""Checks of a mechanism's settings, and start values of its parameters."""
 
 import math
 from collections.abc import Sequence
@@ -67,18 +67,3 @@ def start_at(parameter: nn.Parameter, value: Tensor) -> None:
     if not getattr(parameter, "_is_hf_initialized", False) and not parameter.is_meta:
         with torch.no_grad():
             parameter.copy_(value)
-
-
-def normed_product(vectors: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return N(vectors) W for an RMSNorm N without gain, and keep no normed copy of the vectors.
-
-    Args:
-        vectors: (..., k). weight: (k, m), in the vectors' dtype as the result (..., m) is.
-    """
-    squares = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True).square()
-    return (vectors @ weight) * (squares / vectors.shape[-1] + eps).rsqrt()
-
-
-def full_precision(reference: Tensor) -> torch.autocast:
-    """Turn autocast off: depth mixing is a softmax or a sum of many terms, and bf16 loses it."""
-    return torch.autocast(reference.device.type, enabled=False)

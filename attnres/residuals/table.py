@@ -1,7 +1,11 @@
 """The table of mechanisms: what each is and costs, from the classes themselves."""
 
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
+import torch
+
+from attnres.residuals.layout import About
 from attnres.residuals.registry import RESIDUALS, make_residual, settings_of
 
 SUBLAYERS, WIDTH = 24, 256
@@ -36,30 +40,23 @@ class Row(NamedTuple):
         return self._asdict()
 
 
-def mechanisms() -> list[Row]:
+def mechanisms(names: Collection[str] = ()) -> list[Row]:
     """Return a row for each mechanism that is known: those that ship, and a user's own that were registered.
 
-    >>> [row.starts_standard for row in mechanisms() if row.name in ("full", "deepnorm")]
+    Args:
+        names: of those to leave the others out; none is all.
+
+    >>> [row.starts_standard for row in mechanisms(["full", "deepnorm"])]
     [True, False]
     """
     rows = []
-    for name, mechanism in RESIDUALS.items():
-        residual = make_residual(name, SUBLAYERS, WIDTH)
-        about = mechanism.about
-        words = ("", "", "", "") if about is None else (about.rule, about.start, about.moves, about.source)
+    for name in [name for name in RESIDUALS if name in names or not names]:
+        with torch.device("meta"):  # some have many parameters, and none is looked at
+            residual = make_residual(name, SUBLAYERS, WIDTH)
+        words, traits = residual.about or About("", "", "", ""), residual.traits
         parameters = sum(parameter.numel() for parameter in residual.parameters())
-        traits = residual.traits
-        rows.append(
-            Row(
-                name,
-                *words,
-                parameters,
-                traits.linear,
-                traits.starts_standard,
-                traits.is_control,
-                tuple(settings_of(name)),
-            )
-        )
+        starts, settings = traits.starts_standard, tuple(settings_of(name))
+        rows.append(Row(name, *words, parameters, traits.linear, starts, traits.is_control, settings))
     return rows
 
 

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from attnres.ops import compute_dtype
+from attnres.residuals.arithmetic import full_precision
 from attnres.residuals.layout import Learned
-from attnres.residuals.settings import full_precision
 
 VALUE_KINDS = ("none", "fixed", "layer", "head", "token", "first")
 """What the setting `value_residual` of a residual may be."""

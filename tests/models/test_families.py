@@ -2,11 +2,11 @@
 
 import copy
 import functools
-import warnings
 
 import pytest
 import torch
 import transformers
+from one_graph import check_one_graph
 from transformers import AutoModelForCausalLM
 
 from attnres import UserError
@@ -216,13 +216,7 @@ def test_checkpointed_gradients_are_the_gradients(family):
 
 @pytest.mark.parametrize("family", ["olmo2", "gemma2"])
 def test_a_whole_model_compiles_without_a_graph_break(family):
-    torch._dynamo.reset()
-    model = copy.deepcopy(stirred(family))
-    expected = model(input_ids=IDS, use_cache=False).logits
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own, about the machine
-        found = torch.compile(model, fullgraph=True, backend="aot_eager")(input_ids=IDS, use_cache=False).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    check_one_graph(copy.deepcopy(stirred(family)), lambda model: model(input_ids=IDS, use_cache=False).logits)
 
 
 @families

@@ -2,11 +2,11 @@
 
 import copy
 import pickle
-import warnings
 
 import pytest
 import torch
 from explicit import VOCAB, Explicit, check_same, grouped_llama
+from one_graph import check_one_graph
 from peft import LoraConfig, get_peft_model
 from test_families import FAMILIES, plain
 from tiny import SIZE
@@ -163,14 +163,7 @@ def test_copies_pickles_and_files_compute_the_same(name, tmp_path):
 
 @pytest.mark.parametrize("name", SEVERAL)
 def test_a_whole_model_compiles_without_a_graph_break(name):
-    torch._dynamo.reset()
-    model = stirred(name)
-    expected = logits(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own, about the machine
-        found = logits(torch.compile(model, fullgraph=True, backend="aot_eager"))
-    torch._dynamo.reset()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    check_one_graph(stirred(name), logits)
 
 
 @pytest.mark.parametrize("name", SEVERAL)

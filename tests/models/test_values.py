@@ -1,11 +1,11 @@
 """Value residuals (arXiv 2410.17897): values that take something from those of the first layer."""
 
 import copy
-import warnings
 
 import pytest
 import torch
 from explicit import HEAD, SHARED, VOCAB, Explicit, check_same, grouped_llama
+from one_graph import check_one_graph
 from peft import LoraConfig, get_peft_model
 from test_families import fields_of
 from test_inputs import IDS, OTHERS
@@ -170,14 +170,7 @@ def test_checkpointed_gradients_are_the_gradients(kind):
 
 @pytest.mark.parametrize("kind", ["fixed", "token", "first"])
 def test_a_whole_model_compiles_without_a_graph_break(kind):
-    torch._dynamo.reset()
-    model = small(kind)
-    expected = logits(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own, about the machine
-        found = logits(torch.compile(model, fullgraph=True, backend="aot_eager"))
-    torch._dynamo.reset()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    check_one_graph(small(kind), logits)
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it

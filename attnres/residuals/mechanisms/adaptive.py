@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype
+from attnres.residuals.arithmetic import full_precision, weighted_sum
 from attnres.residuals.layout import About, Learned
 from attnres.residuals.mechanisms.boundary import Boundary
-from attnres.residuals.settings import full_precision, number, one_of, positive, start_at
+from attnres.residuals.settings import number, one_of, positive, start_at
 
 SCHEDULES: dict[str, Callable[[float, float, Tensor], Tensor]] = {
     "linear": lambda first, last, part: first + (last - first) * part,
@@ -125,9 +126,7 @@ class Adaptive(Boundary):
             logits = [(v @ query) * (v.square().mean(-1) + self.key_norm_eps).rsqrt() for v in values]
             logits[:-1] = [logit + bias for logit, bias in zip(logits, held)]
             weights = torch.stack(logits).softmax(0)
-            h = values[0] * weights[0].unsqueeze(-1)
-            for value, weight in zip(values[1:], weights[1:]):
-                h = torch.addcmul(h, value, weight.unsqueeze(-1))
+            h = weighted_sum(values, weights.unsqueeze(-1))
         return h.to(sources[0].dtype), weights.detach(), sources
 
     @torch.no_grad()

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from attnres.ops import compute_dtype
+from attnres.residuals.arithmetic import weighted_sum
 from attnres.residuals.layout import About, Learned, Traits
-from attnres.residuals.mechanisms.layers import Layers, LayerSums, weighted_sum
+from attnres.residuals.mechanisms.layers import Layers, LayerSums
 from attnres.residuals.settings import positive
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from attnres.errors import UserError
-from attnres.residuals.layout import EMBEDDING, About, Source
+from attnres.residuals.layout import About, Source, block_sources
 from attnres.residuals.mechanisms.depth_attention import DepthAttention, DepthState, sizes_of_groups
 from attnres.residuals.settings import not_both, whole
 
@@ -110,9 +110,7 @@ class Block(DepthAttention):
         return state._replace(added=(output,)) if state.open else state._replace(open=(output,))
 
     def sealed(self, index: int) -> tuple[Source, ...]:
-        spans = (range(start + 1, stop + 1) for start, stop in pairwise(self.bounds) if stop <= self.group_start(index))
-        return (EMBEDDING, *(Source("block", number, span) for number, span in enumerate(spans, 1)))
+        return tuple(source for source in block_sources(self.bounds, index) if not source.open)
 
     def opens(self, index: int) -> tuple[Source, ...]:
-        start = self.group_start(index)
-        return () if index == start else (Source("partial", None, range(start + 1, index + 1), open=True),)
+        return tuple(source for source in block_sources(self.bounds, index) if source.open)

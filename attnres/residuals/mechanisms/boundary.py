@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.ops import Norm, apply_norm, compute_dtype, depth_read
-from attnres.residuals.base import NormLike, Residual, Slot, State
+from attnres.ops import compute_dtype, depth_read
+from attnres.residuals.arithmetic import full_precision
+from attnres.residuals.base import NormLike, Residual, Slot, State, with_norm
 from attnres.residuals.layout import EMBEDDING, About, Source, Traits
 from attnres.residuals.mechanisms.block import DEFAULT_BLOCKS
-from attnres.residuals.settings import full_precision, not_both, positive, whole
+from attnres.residuals.settings import not_both, positive, whole
 from attnres.residuals.watch import watched
 
 
@@ -83,7 +84,7 @@ class Boundary(Residual):
         stream, weights, values = self.mix(state.ends, len(state.ends) - 2)
         if self.watched:
             stream = watched(self, stream, index, weights.reshape(len(weights), -1).T, values)
-        return apply_norm(stream, norm) if isinstance(norm, Norm) else norm(stream), Boundaries(stream, state.ends)
+        return with_norm(stream, norm), Boundaries(stream, state.ends)
 
     def _inside(self, index: int) -> bool:
         """Whether read `index` is of the plain stream: no block ends before it."""

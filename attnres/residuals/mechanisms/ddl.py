@@ -6,10 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from attnres.ops import compute_dtype
+from attnres.residuals.arithmetic import full_precision
 from attnres.residuals.base import NormLike, State
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.token_mix import TokenMix
-from attnres.residuals.settings import full_precision, positive
+from attnres.residuals.settings import positive
 
 
 class Stepping(NamedTuple):

@@ -1,15 +1,15 @@
 """Delta Attention Residuals: a depth read that is added to the running stream instead of taking its place."""
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from attnres.ops import compute_dtype, depth_read
-from attnres.residuals.base import NormLike, Residual, Slot
-from attnres.residuals.layout import EMBEDDING, About, Source, Traits, outputs
+from attnres.residuals.base import NormLike, Residual, Slot, slots_of
+from attnres.residuals.layout import About, Source, Traits, block_sources, outputs
 from attnres.residuals.mechanisms.block import resolve_block_sizes
 from attnres.residuals.settings import positive
 
@@ -98,21 +98,13 @@ class DeltaAttnRes(Residual):
     def sources(self, index: int) -> tuple[Source, ...]:
         if len(self.bounds) > self.num_sublayers:  # blocks of one sublayer each
             return outputs(index + 1, self.sublayers)
-        passed = [bound for bound in self.bounds if bound <= index]
-        spans = (range(start + 1, stop + 1) for start, stop in pairwise(passed))
-        blocks = (Source("block", number, span) for number, span in enumerate(spans, 1))
-        begun = range(passed[-1] + 1, index + 1)
-        return (EMBEDDING, *blocks, *([Source("partial", None, begun, open=True)] if begun else []))
+        return block_sources(self.bounds, index)
 
     def direction(self, index: int) -> Tensor | None:
         return (self.query[index] * self.gain[index]).detach() if 0 < index < self.num_sublayers else None
 
     def slots(self, index: int) -> tuple[Slot, ...]:
-        sources = [
-            Slot(f"{source.name} {index}" if source.open else source.name, not source.open)
-            for source in self.sources(index)
-        ]
-        return (*sources, *([Slot(f"stream {index}", False)] if index else []))
+        return (*slots_of(self.sources(index), index), *([Slot(f"stream {index}", False)] if index else []))
 
     def pack(self, state: Deltas, index: int) -> tuple[Tensor, ...]:
         return (*state.finished, *state.partial, *([state.stream] if index else []))

@@ -3,8 +3,9 @@
 import torch
 from torch import nn
 
+from attnres.residuals.arithmetic import weighted_sum
 from attnres.residuals.layout import About, Learned, Traits
-from attnres.residuals.mechanisms.layers import Layers, LayerSums, weighted_sum
+from attnres.residuals.mechanisms.layers import Layers, LayerSums
 from attnres.residuals.settings import start_at
 
 

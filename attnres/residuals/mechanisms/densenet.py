@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.ops import compute_dtype
-from attnres.residuals.base import NormLike, Residual, Slot
+from attnres.residuals.base import NormLike, Residual, Slot, slots_of
 from attnres.residuals.layout import About, Traits, outputs
 from attnres.residuals.settings import start_at
 
@@ -60,7 +60,7 @@ class DenseNet(Residual):
         return (*state, output)
 
     def slots(self, index: int) -> tuple[Slot, ...]:
-        return tuple(Slot(source.name, True) for source in outputs(index + 1, self.sublayers))
+        return slots_of(outputs(index + 1, self.sublayers), index)
 
     def unpack(self, tensors: Sequence[Tensor], index: int) -> tuple[Tensor, ...]:
         return tuple(tensors)

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnres.ops import Norm, Plan, SealedRead, apply_norm, compute_dtype, explain, in_two_phases, merge, read_sealed
-from attnres.residuals.base import NormLike, Residual, Slot
+from attnres.ops import Norm, Plan, SealedRead, compute_dtype, explain, in_two_phases, merge, read_sealed
+from attnres.residuals.base import NormLike, Residual, Slot, slots_of, with_norm
 from attnres.residuals.layout import Learned, Source, Traits
 from attnres.residuals.mechanisms.gates import Gates
 from attnres.residuals.mechanisms.weighting import Weighting, settings_among
@@ -273,7 +273,7 @@ class DepthAttention(Residual):
         h = self.gates.hold(mixed.h, lambda: self._plain_stream(state), index).to(sources[0].dtype)
         if self.observer is not None:
             self.observer.on_read(index, h, mixed.weights, mixed.values)
-        return apply_norm(h, norm) if isinstance(norm, Norm) else norm(h), state
+        return with_norm(h, norm), state
 
     def _plain_stream(self, state: DepthState) -> Tensor:
         """Return the sum of all outputs so far in the compute dtype; `state` has nothing left to add."""
@@ -320,8 +320,7 @@ class DepthAttention(Residual):
         return self.gates.held_back(row, self.spanned(range(index + 1)).to(row), index)
 
     def slots(self, index: int) -> tuple[Slot, ...]:
-        sealed = (Slot(source.name, True) for source in self.sealed(index))
-        return (*sealed, *(Slot(f"{source.name} {index}", False) for source in self._crossing(index)))
+        return slots_of(self.sealed(index) + self._crossing(index), index)
 
     def _crossing(self, index: int) -> tuple[Source, ...]:
         """Return the open sources that a cut before sublayer `index` must carry beside the sealed ones."""

@@ -7,10 +7,11 @@ from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype
+from attnres.residuals.arithmetic import full_precision
 from attnres.residuals.base import NormLike
 from attnres.residuals.layout import About, Traits
 from attnres.residuals.mechanisms.hyper_connections import TanhConnections
-from attnres.residuals.settings import full_precision, whole
+from attnres.residuals.settings import whole
 
 
 class Slices(NamedTuple):

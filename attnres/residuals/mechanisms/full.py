@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from attnres.residuals.base import Slot
+from attnres.residuals.base import Slot, slots_of
 from attnres.residuals.layout import About, Source, outputs
 from attnres.residuals.mechanisms.depth_attention import DepthAttention, DepthState, sizes_of_groups
 from attnres.residuals.settings import whole
@@ -59,4 +59,4 @@ class Full(DepthAttention):
         return outputs(index + 1, self.sublayers)[self.group_start(index) + 1 :]
 
     def slots(self, index: int) -> tuple[Slot, ...]:
-        return tuple(Slot(source.name, True) for source in self._all_sources(index))  # open ones never change either
+        return slots_of(self._all_sources(index), index)  # the group's own never change either

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype
+from attnres.residuals.arithmetic import full_precision
 from attnres.residuals.layout import Learned
-from attnres.residuals.settings import full_precision, number, one_of, start_at, true_or_false
+from attnres.residuals.settings import number, one_of, start_at, true_or_false
 
 GateKind = Literal["none", "scalar", "vector"]
 AlphaKind = Literal["none", "learnable"]

@@ -3,10 +3,11 @@
 import torch
 from torch import Tensor, nn
 
+from attnres.residuals.arithmetic import normed_product
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.streams import ParallelStreams
-from attnres.residuals.settings import normed_product, positive, start_at, true_or_false
+from attnres.residuals.settings import positive, start_at, true_or_false
 
 
 class TanhConnections(Residual):

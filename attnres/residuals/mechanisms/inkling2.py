@@ -1,14 +1,14 @@
 """The depth reads of Inkling 2: block sums read as Block reads them, normed, by queries, keys and values each."""
 
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnres.residuals.base import NormLike, Slot, Ways, with_norm
-from attnres.residuals.layout import EMBEDDING, About, Source, Traits
+from attnres.residuals.base import NormLike, Slot, Ways, slots_of, with_norm
+from attnres.residuals.layout import About, Source, Traits, block_sources
 from attnres.residuals.mechanisms.block import resolve_block_sizes
 from attnres.residuals.mechanisms.mixtures import Kept, Mixtures
 from attnres.residuals.settings import positive, whole
@@ -98,12 +98,7 @@ class Inkling2(Mixtures):
         return torch.stack((*state.past, *state.inside)).sum(0)
 
     def sources(self, index: int) -> tuple[Source, ...]:
-        sublayer = self.places()[index][0]
-        passed = [bound for bound in self.bounds if bound <= sublayer]
-        spans = (range(start + 1, stop + 1) for start, stop in pairwise(passed))
-        blocks = (Source("block", number, span) for number, span in enumerate(spans, 1))
-        begun = range(passed[-1] + 1, sublayer + 1)
-        return (EMBEDDING, *blocks, *([Source("partial", None, begun, open=True)] if begun else []))
+        return block_sources(self.bounds, self.places()[index][0])
 
     @torch.no_grad()
     def direction(self, index: int) -> Tensor | None:
@@ -115,11 +110,8 @@ class Inkling2(Mixtures):
         return None if query is None else float(query.detach().double().norm())
 
     def slots(self, index: int) -> tuple[Slot, ...]:
-        finished = sum(0 < bound <= index for bound in self.bounds)
-        blocks = [Slot(f"block {i}", True) for i in range(1, finished + 1)]
-        partial = [] if index in self.bounds else [Slot(f"partial {index}", False)]
-        return (Slot("embedding", True), *blocks, *partial)
+        return slots_of(block_sources(self.bounds, index), index)
 
     def unpack(self, tensors: Sequence[Tensor], index: int) -> Kept:
-        count = 1 + sum(0 < bound <= index for bound in self.bounds)
+        count = sum(slot.kept for slot in self.slots(index))
         return Kept(tuple(tensors[:count]), tuple(tensors[count:]))

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnres.residuals.arithmetic import full_precision
 from attnres.residuals.base import NormLike, Residual, Slot
-from attnres.residuals.settings import full_precision
 
 
 class Layers(NamedTuple):
@@ -65,11 +65,3 @@ class LayerSums(Residual):
 
     def finish(self, state: Layers, norm: NormLike) -> Tensor:
         return self.normed(state.stream, self.num_sublayers, norm)
-
-
-def weighted_sum(values: Sequence[Tensor], weights: Sequence[Tensor] | Tensor) -> Tensor:
-    """Return sum_j weights[j] values[j] for n >= 1 values (..., d), and weights of shapes that fit them."""
-    total = values[0] * weights[0]
-    for j in range(1, len(values)):
-        total = torch.addcmul(total, values[j], weights[j])
-    return total

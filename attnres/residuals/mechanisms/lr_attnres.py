@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype
-from attnres.residuals.base import NormLike, Residual, Slot
+from attnres.residuals.arithmetic import full_precision, normed_product, weighted_sum
+from attnres.residuals.base import NormLike, Residual, Slot, slots_of
 from attnres.residuals.layout import About, Traits, outputs
-from attnres.residuals.mechanisms.layers import weighted_sum
-from attnres.residuals.settings import full_precision, mean_or_sum, normed_product, positive, whole
+from attnres.residuals.settings import mean_or_sum, positive, whole
 
 MOST_RANK = 64
 """The rank where none is given: the published one, or the width where that is less."""
@@ -101,7 +101,7 @@ class LRAttnRes(Residual):
         return Keyed((*state.values, output), (*state.logits, self._logits(output, index + 1)))
 
     def slots(self, index: int) -> tuple[Slot, ...]:
-        return tuple(Slot(source.name, True) for source in outputs(index + 1, self.sublayers))
+        return slots_of(outputs(index + 1, self.sublayers), index)
 
     def pack(self, state: Keyed, index: int) -> tuple[Tensor, ...]:
         return state.values

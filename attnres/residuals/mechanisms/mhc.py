@@ -5,9 +5,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from attnres.residuals.arithmetic import normed_product
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.streams import ParallelStreams
-from attnres.residuals.settings import normed_product, positive, start_at
+from attnres.residuals.settings import positive, start_at
 from attnres.residuals.sinkhorn import sinkhorn
 
 

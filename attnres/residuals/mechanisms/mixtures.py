@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attnres.ops import compute_dtype
+from attnres.residuals.arithmetic import full_precision
 from attnres.residuals.base import Residual, Slot
-from attnres.residuals.settings import full_precision
 
 
 class Kept(NamedTuple):

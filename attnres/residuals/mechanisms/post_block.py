@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from attnres.residuals.base import NormLike, Slot, State
-from attnres.residuals.layout import EMBEDDING, About, Source
+from attnres.residuals.layout import About, Source, block_sources
 from attnres.residuals.mechanisms.boundary import Boundary
 
 
@@ -56,10 +56,7 @@ class PostBlock(Boundary):
     def sources(self, index: int) -> tuple[Source, ...]:
         if self._inside(index):
             return super().sources(index)
-        spans = (
-            range(start + 1, min(start + self.block_size, index) + 1) for start in range(0, index, self.block_size)
-        )
-        return (EMBEDDING, *(Source("block", number, span) for number, span in enumerate(spans, 1)))
+        return block_sources((*range(0, self.num_sublayers, self.block_size), self.num_sublayers), index)
 
     def slots(self, index: int) -> tuple[Slot, ...]:
         slots = super().slots(index)

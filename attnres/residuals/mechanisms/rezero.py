@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from attnres.residuals.base import NormLike
+from attnres.residuals.base import NormLike, as_it_is
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.scalar_mix import ScalarMix
 from attnres.residuals.settings import true_or_false
@@ -37,7 +37,7 @@ class ReZero(ScalarMix):
         nn.init.zeros_(self.scale)
 
     def read(self, state: Tensor, index: int, norm: NormLike) -> tuple[Tensor, Tensor]:
-        return super().read(state, index, norm if self.prenorm else _as_it_is)
+        return super().read(state, index, norm if self.prenorm else as_it_is)
 
     def branch(self, index: int) -> Tensor:
         return self.scale[index]
@@ -45,7 +45,3 @@ class ReZero(ScalarMix):
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:
         return {"scale": Learned(self.scale.float().cpu(), ("sublayer",), "a, the factor of each output")}
-
-
-def _as_it_is(h: Tensor) -> Tensor:
-    return h

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from attnres.ops import compute_dtype
+from attnres.residuals.arithmetic import full_precision
 from attnres.residuals.base import NormLike, Residual
-from attnres.residuals.settings import full_precision, whole
+from attnres.residuals.settings import whole
 
 
 class Streams(NamedTuple):

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 from attnres.errors import UserError
 from attnres.ops import compute_dtype
-from attnres.residuals.settings import full_precision, one_of, positive, true_or_false, whole
+from attnres.residuals.arithmetic import full_precision, weighted_sum
+from attnres.residuals.settings import one_of, positive, true_or_false, whole
 
 QueryKind = Literal["static", "input"]
 WeightKind = Literal["softmax", "sigmoid"]
@@ -163,9 +164,7 @@ class Weighting(nn.Module):
                 rows, before = edit(rows), rows
                 factor = torch.where(before == rows, 1.0, rows / before).view(*weights.shape[:-2], 1, -1)
                 weights = weights * factor if self.heads > 1 else rows.view_as(weights)
-            h = values[0] * self._factor(weights[..., 0] * scale)
-            for i in range(1, len(values)):
-                h = torch.addcmul(h, values[i], self._factor(weights[..., i] * scale))
+            h = weighted_sum(values, [self._factor(weights[..., i] * scale) for i in range(len(values))])
             if self.null_source:
                 values = [*values, torch.zeros_like(values[0])]
         return Mixed(h, rows.detach(), values)
