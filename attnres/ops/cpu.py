@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from attnres.errors import UserError
 from attnres.ops.cpu_build import library
 from attnres.ops.eager import MergeGrads, MergeSaved, Sealed
 from attnres.ops.norms import Norm
@@ -20,6 +21,9 @@ LANES = 16
 """Widths must be a multiple of this: one vector register of fp32."""
 
 _DTYPES = (torch.float32, torch.bfloat16)
+
+_PLAIN = (Tensor, nn.Parameter)
+"""Types whose numbers lie where they say; other ones (sharded, in flight, fake) know better what is to be done."""
 
 _PROTOTYPES = {
     "attnres_read_sealed": "qqqq ppf ppppp i",
@@ -60,6 +64,8 @@ def why_not(tensors: Sequence[Tensor], compute: torch.dtype, outputs: Sequence[t
     for t in tensors:
         if not t.is_cpu:
             return f"the C kernels read tensors on a CPU, not on {t.device.type}"
+        if type(t) not in _PLAIN:
+            return f"the C kernels read plain tensors, not {type(t).__name__}"
         if t.dtype not in _DTYPES:
             return f"the C kernels read fp32 and bf16 vectors, not {_name(t.dtype)}"
         if t.shape[-1] % LANES or not t.shape[-1]:
@@ -80,16 +86,38 @@ def _vectors(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [t if t.stride(1) == 1 else t.contiguous() for t in readable]
 
 
-def _rows(*tensors: Tensor | None) -> array:
+def address(tensor: Tensor, *shape: int) -> int:
+    """Return where a tensor of this shape has its numbers: the one place from which addresses go to C.
+
+    Raises:
+        UserError: it has another shape, or no numbers on this CPU (on another device or on meta, offloaded, freed,
+            sharded, in flight).
+    """
+    try:
+        place = tensor.data_ptr()
+    except RuntimeError:  # what torch.func wraps, sparse ones
+        place = 0
+    if tensor.shape != shape:
+        raise UserError(f"a depth read got a tensor of shape {tuple(tensor.shape)}: expected {shape}")
+    if not tensor.is_cpu or not (place or 0 in shape):
+        raise UserError(
+            f"a depth read got a {type(tensor).__name__} on {tensor.device} that has no numbers on this CPU: it is "
+            "offloaded, sharded or on the meta device; load the residual whole, or let what offloads or shards it wrap "
+            "the module `residual` itself"
+        )
+    return place
+
+
+def _rows(shape: tuple[int, int], *tensors: Tensor | None) -> array:
     """The kernels' `rows` of each matrix: address, bytes from row to row, whether bf16; zeros for None."""
     words = []
     for t in tensors:
         if t is None:
             words += (0, 0, 0)
         elif t.dtype is torch.bfloat16:
-            words += (t.data_ptr(), 2 * t.stride(0), 1)
+            words += (address(t, *shape), 2 * t.stride(0), 1)
         else:
-            words += (t.data_ptr(), 4 * t.stride(0), 0)
+            words += (address(t, *shape), 4 * t.stride(0), 0)
     return array("q", words)
 
 
@@ -108,8 +136,8 @@ def _optional(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else _float(tensor)
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _pointer(tensor: Tensor | None, *shape: int) -> int | None:
+    return None if tensor is None else address(tensor, *shape)
 
 
 def _threads(tokens: int) -> int:
@@ -132,10 +160,10 @@ def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: t
     # Apart: what one read keeps must not keep the others alive.
     outputs = [_new(tokens, d, dtype=dtype) for _ in range(reads)]
     queries, sources = _float(queries), _vectors(sources)
-    source_rows, output_rows = _rows(*sources), _rows(*outputs)
+    source_rows, output_rows = _rows((tokens, d), *sources), _rows((tokens, d), *outputs)
     _call(
         "attnres_read_sealed",
-        *(tokens, n, reads, d, _at(source_rows), queries.data_ptr(), eps),
+        *(tokens, n, reads, d, _at(source_rows), address(queries, reads, d), eps),
         *(logits.data_ptr(), top.data_ptr(), total.data_ptr(), inv_rms.data_ptr(), _at(output_rows)),
         _threads(tokens),
     )
@@ -159,12 +187,13 @@ def read_sealed_backward(
     dsources = [_new(tokens, d, dtype=source.dtype) for source in sources]
     dqueries = _new(reads, d)
     source_rows, grad_rows, carried_rows, dsource_rows = (
-        _rows(*vectors) for vectors in (sources, grads, earlier, dsources)
+        _rows((tokens, d), *vectors) for vectors in (sources, grads, earlier, dsources)
     )
-    tops = array("q", [x.data_ptr() for x in dtop])
+    tops = array("q", [address(x, tokens) for x in dtop])
     _call(
         "attnres_read_sealed_backward",
-        *(tokens, n, reads, d, _at(source_rows), inv_rms.data_ptr(), queries.data_ptr(), logits.data_ptr()),
+        *(tokens, n, reads, d, _at(source_rows), address(inv_rms, tokens, n), address(queries, reads, d)),
+        address(logits, tokens, n, reads),
         *(_at(grad_rows), _at(tops), _at(carried_rows), _at(dsource_rows), dqueries.data_ptr()),
         _threads(tokens),
     )
@@ -213,13 +242,15 @@ def merge(
     if k:
         weights, scores, inv_rms = _new(tokens, k), _new(tokens, k), _new(tokens, k)
         sealed = None if output is None else _new(tokens)
-    open_rows, others = _rows(*opens), _rows(before, added, output, written, None if x is h else x)
+    open_rows = _rows((tokens, d), *opens)
+    others = _rows((tokens, d), before, added, output, written, None if x is h else x)
     _call(
         "attnres_merge",
-        *(tokens, k, d, _at(open_rows), _at(others), _at(others, 1), _pointer(query), eps),
-        *(_at(others, 2), _pointer(top), _pointer(total)),
-        *(_kind(norm), 0.0 if norm is None else norm.eps, _pointer(weight), _pointer(bias)),
-        *(_at(others, 3), _at(others, 4), *map(_pointer, (rstd, weights, sealed, scores, inv_rms))),
+        *(tokens, k, d, _at(open_rows), _at(others), _at(others, 1), _pointer(query, d), eps),
+        *(_at(others, 2), _pointer(top, tokens), _pointer(total, tokens)),
+        *(_kind(norm), 0.0 if norm is None else norm.eps, _pointer(weight, d), _pointer(bias, d)),
+        *(_at(others, 3), _at(others, 4), _pointer(rstd, tokens), _pointer(weights, tokens, k)),
+        *(_pointer(sealed, tokens), _pointer(scores, tokens, k), _pointer(inv_rms, tokens, k)),
         _threads(tokens),
     )
     return x, MergeSaved(h, rstd, weights, sealed, scores, inv_rms), partial
@@ -247,15 +278,16 @@ def merge_backward(
     dquery = _new(d) if k else None
     dweight = None if weight is None else _new(d)
     dbias = None if norm is None or norm.bias is None else _new(d)
-    open_rows, carried_rows, dopen_rows = _rows(*opens), _rows(*earlier), _rows(*dopens)
-    others = _rows(h, grad, doutput)
+    open_rows, carried_rows, dopen_rows = (_rows((tokens, d), *vectors) for vectors in (opens, earlier, dopens))
+    others = _rows((tokens, d), h, grad, doutput)
     _call(
         "attnres_merge_backward",
-        *(tokens, k, d, _at(open_rows), _at(carried_rows), _pointer(query)),
-        *map(_pointer, (weights, sealed, scores, inv_rms)),
-        *(_kind(norm), 0.0 if norm is None else norm.eps, _pointer(weight), _at(others), _pointer(rstd)),
-        *(_at(others, 1), _at(others, 2), _pointer(dtop), _at(dopen_rows)),
-        *map(_pointer, (dquery, dweight, dbias)),
+        *(tokens, k, d, _at(open_rows), _at(carried_rows), _pointer(query, d)),
+        *(_pointer(weights, tokens, k), _pointer(sealed, tokens)),
+        *(_pointer(scores, tokens, k), _pointer(inv_rms, tokens, k)),
+        *(_kind(norm), 0.0 if norm is None else norm.eps, _pointer(weight, d), _at(others), _pointer(rstd, tokens)),
+        *(_at(others, 1), _at(others, 2), _pointer(dtop, tokens), _at(dopen_rows)),
+        *(_pointer(dquery, d), _pointer(dweight, d), _pointer(dbias, d)),
         _threads(tokens),
     )
     return MergeGrads(doutput, dtop, dopens, dquery, dweight, dbias)
@@ -265,6 +297,7 @@ def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tenso
     """As `eager.mix`."""
     (tokens, d), n = sources[0].shape, len(sources)
     h, sources, weights = _new(tokens, d, dtype=dtype), _vectors(sources), _float(weights)
-    source_rows, out_rows = _rows(*sources), _rows(h)
-    _call("attnres_mix", tokens, n, d, _at(source_rows), weights.data_ptr(), _at(out_rows), _threads(tokens))
+    source_rows, out_rows = _rows((tokens, d), *sources), _rows((tokens, d), h)
+    places = _at(source_rows), address(weights, tokens, n), _at(out_rows)
+    _call("attnres_mix", tokens, n, d, *places, _threads(tokens))
     return h
