@@ -36,6 +36,7 @@ from attnres.ops.dispatch import backend_for, in_two_phases
 from attnres.ops.eager import MergeSaved
 from attnres.ops.norms import Norm
 from attnres.ops.reference import compute_dtype
+from attnres.ops.sharded import refuse_sharded, settled
 
 
 class SealedReads(NamedTuple):
@@ -90,8 +91,8 @@ class Merged(NamedTuple):
 
 
 def _flat(tensors: Sequence[Any]) -> list[Any]:
-    """(..., d) as (T, d), None as it is."""
-    return [t if t is None else t.reshape(-1, t.shape[-1]) for t in tensors]
+    """(..., d) as (T, d), None as it is, what a collective is still writing once it is there."""
+    return [t if t is None else settled(t).reshape(-1, t.shape[-1]) for t in tensors]
 
 
 def _handed_on(sources: Sequence[Tensor]) -> list[Tensor]:
@@ -114,6 +115,7 @@ class _Unrecorded:
 
 
 def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor, ...]:
+    refuse_sharded(arguments)
     if torch.is_grad_enabled():
         return function.apply(*arguments)
     return function.forward(_Unrecorded(), *arguments)
