@@ -75,7 +75,8 @@ def run(arguments: list[str]) -> None:
     defaults = fields_of(base, model=SharedModel(**fields_of(base.model)), **comparison)
     options = parse("compare", Compare, arguments, Compare(**defaults))
 
-    from attnres.studies.compare import CompareConfig, compare
+    from attnres.studies.compare import compare
+    from attnres.studies.plan import CompareConfig
 
     compare(
         CompareConfig(

@@ -24,7 +24,10 @@ COMPARED = (
 """Fields of the configuration in which variants may differ."""
 CHECKSUMS = ("windows_sha256", "tokenizer_sha256", "splits")
 """Keys of data.json that tell one text from another."""
-OWN = ("seed", "name", "out", "resume", "track", "device", "save_every", "val_every", "log_every", "depth_every")
+OWN = (
+    *("seed", "name", "out", "resume", "track", "device"),
+    *("save_every", "keep_at", "val_every", "log_every", "depth_every"),
+)
 """Fields that are no condition: each run's own, where it ran, and how often it was saved and measured."""
 
 

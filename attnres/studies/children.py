@@ -5,6 +5,7 @@ Each run has a process to itself so that its peak memory is its own.
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -13,10 +14,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
 
 import attnres
 from attnres.errors import Interrupted, UserError
+from attnres.progress import STEPS, Bar, Bars
 from attnres.residuals.registry import PLUGINS, plugins
+from attnres.text import duration
 from attnres.training.interrupt import Signals, caught_signals
 
 ERROR_FILE = "ATTNRES_ERROR_FILE"
@@ -34,18 +40,25 @@ class Child:
     folder: Path
     config: Path
     steps: int
+    threads: int = 1
     process: subprocess.Popen | None = None
     log: Path | None = None
     began: float = 0.0
 
-    def start(self, *, threads: int, log: Path | None) -> None:
-        """Start it with so many threads, its output in `log` (None: shown as it comes). Raises UserError."""
+    def environment(self) -> dict[str, str]:
+        """Return the environment of its process."""
         environment = {**os.environ, ERROR_FILE: str(self._error_file)}
         # The same package as this process's, wherever it was imported from.
         paths = [str(Path(attnres.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
-        environment["OMP_NUM_THREADS"] = str(threads)
+        environment["OMP_NUM_THREADS"] = str(self.threads)
         environment[PLUGINS] = plugins()  # a configuration names a file and runs none
+        return environment
+
+    def start(self, *, log: Path | None, gpu: str | None = None) -> None:
+        """Start it, its output in `log` (None: shown as it comes), seeing one GPU alone if one is named. Raises
+        UserError."""
+        environment = self.environment() | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
         self._error_file.unlink(missing_ok=True)
         self.log, self.began = log, time.monotonic()
         with contextlib.ExitStack() as stack:
@@ -69,6 +82,7 @@ class Child:
             )
 
     def command(self, *, quiet: bool) -> list[str]:
+        """Return the words of the command that does the run; `quiet` for one whose output nobody watches."""
         command = [sys.executable, "-m", "attnres", "train", "--config", str(self.config), "--resume"]
         return [*command, "--no-progress"] if quiet else command
 
@@ -119,17 +133,93 @@ class Child:
         return self.config.with_suffix(".error")
 
 
+def train_all(
+    children: list[Child],
+    walls: list[float],
+    *,
+    jobs: int,
+    say: Console,
+    run: "Runner | None" = None,
+    until: float = math.inf,
+) -> None:
+    """Run all of them, one line before each with the time left in all; of several at once there are bars.
+
+    Args:
+        walls: seconds that finished runs like these took.
+        run: what runs them; none is `run_children`.
+        until: none begins after this moment (`time.monotonic`).
+
+    Raises:
+        UserError, Interrupted: as `run_children`.
+    """
+    total, first, left = len(walls) + len(children), len(walls), len(children)
+    if first:
+        say.print(f"{first} of {total} runs are finished already", highlight=False)
+    if not children:
+        return
+    started, walls = 0, list(walls)
+    bars_of: dict[Path, Bar] = {}
+    with Bars(STEPS, shown=jobs > 1, stays=False, console=say) as bars:
+
+        def on_start(child: Child) -> None:
+            nonlocal started
+            started += 1
+            remaining = f", about {duration(sum(walls) / len(walls) * left / jobs)} left in all" if walls else ""
+            say.print(f"run {first + started}/{total} {child.name}{remaining}", style="bold", highlight=False)
+            bars_of[child.folder] = bars.add(child.name, child.steps, child.latest()[0])
+
+        def on_end(child: Child) -> None:
+            nonlocal left
+            left -= 1
+            walls.append(time.monotonic() - child.began)
+            bars_of.pop(child.folder).remove()
+            if jobs > 1:
+                say.print(f"{child.name} finished in {duration(walls[-1])}", highlight=False)
+
+        def on_poll(running: list[Child]) -> None:
+            for child in running:
+                step, loss = child.latest()
+                if loss is not None:
+                    bars_of[child.folder].update(step, f"loss {loss:.3f}")
+
+        (run or run_children)(
+            children,
+            jobs=jobs,
+            on_start=on_start,
+            on_end=on_end,
+            on_poll=on_poll,
+            log_of=lambda child: child.folder.parent / "logs" / f"{child.folder.name}.log" if jobs > 1 else None,
+            until=until,
+        )
+
+
+class Runner(Protocol):
+    """What runs children: in processes here, or as jobs of a cluster."""
+
+    def __call__(
+        self,
+        children: list[Child],
+        *,
+        jobs: int,
+        on_start: Callable[[Child], None],
+        on_end: Callable[[Child], None],
+        on_poll: Callable[[list[Child]], None],
+        log_of: Callable[[Child], Path | None],
+        until: float,
+    ) -> None: ...
+
+
 def run_children(
     children: list[Child],
     *,
     jobs: int,
-    threads: int,
     on_start: Callable[[Child], None],
     on_end: Callable[[Child], None],
     on_poll: Callable[[list[Child]], None],
     log_of: Callable[[Child], Path | None],
+    until: float = math.inf,
 ) -> None:
-    """Run all of them, `jobs` at once with `threads` each.
+    """Run all of them, `jobs` at once; none begins after the moment `until`. On several GPUs each has one to itself.
 
     Raises:
         UserError: one failed or could not be started; the others were told to save and stop.
@@ -137,14 +227,19 @@ def run_children(
     """
     waiting, running = list(children), []
     failed: Child | None = None
+    gpus, on = _gpus(), dict[Path, str | None]()
     with caught_signals() as signals:
         told = 0
         try:
             while running or (waiting and not told):
+                if time.monotonic() > until:
+                    waiting.clear()
                 while waiting and len(running) < jobs and not told:
                     child = waiting.pop(0)
                     on_start(child)
-                    child.start(threads=threads, log=log_of(child))
+                    taken = [on[other.folder] for other in running]
+                    on[child.folder] = min(gpus, key=taken.count, default=None)
+                    child.start(log=log_of(child), gpu=on[child.folder])
                     running.append(child)
                 time.sleep(POLL_S)
                 on_poll(running)
@@ -167,6 +262,16 @@ def run_children(
         if failed.code in (130, 143):
             raise Interrupted(f"{failed.name} was stopped and saved: give the same command to continue", failed.code)
         raise failed.failure()
+
+
+def _gpus() -> list[str]:
+    """The GPUs that runs may have, where there are several."""
+    import torch
+
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [str(index) for index in range(count)] if visible is None else visible.split(",")[:count]
+    return names if count > 1 else []
 
 
 def _wanted(signals: Signals, failed: Child | None) -> int:

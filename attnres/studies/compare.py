@@ -6,71 +6,65 @@ was interrupted is resumed. At the end the variants are timed in turn, and the t
 
 import dataclasses
 import os
-import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from attnres.device import pick_device
 from attnres.errors import Interrupted, UserError
 from attnres.files import LOCK, locked, read_json, write_json
-from attnres.progress import STEPS, Bar, Bars
 from attnres.report.runs import Study
 from attnres.report.show import show
-from attnres.residuals.registry import ships
-from attnres.studies.children import Child, run_children
+from attnres.studies.children import Child, train_all
+from attnres.studies.plan import CompareConfig, Plan, make_plan
 from attnres.studies.speed import step_times
-from attnres.studies.variants import TRAINING, Variant, parse_variants
+from attnres.studies.variants import Variant
 from attnres.text import duration
-from attnres.training.config import OptimConfig, TrainConfig, check, from_dict, resolve, size_of, to_dict
+from attnres.training.config import size_of, to_dict
 from attnres.training.data import data_record, held_out, prepare_from
-from attnres.training.environment import has_bf16
 from attnres.training.run_folder import claim, same_data
-from attnres.training.start import check_start, find_start, settle
+from attnres.training.start import find_start
 
 VERSION = 1
 
 
-@dataclass
-class CompareConfig:
-    """What is compared: every variant with every seed, everything else as in `base`."""
-
-    variants: list[str] = field(default_factory=lambda: ["standard", "rescaled", "block", "full"])
-    seeds: list[int] = field(default_factory=lambda: [0])
-    lrs: list[float] = field(default_factory=list)
-    base: TrainConfig = field(default_factory=TrainConfig)
-    out: str = "runs/compare"
-    jobs: int | None = None
-    timing_s: float = 20.0
-
-
 @dataclass(frozen=True)
-class Plan:
-    """The runs that a configuration asks for, by name (`LABEL-seedK`), and the label the others are held against."""
+class Work:
+    """A comparison whose folder is this process's: what is left to train in it, and what is finished.
 
-    variants: dict[str, Variant]
-    runs: dict[str, TrainConfig]
-    baseline: str
+    Attributes:
+        children: runs that are not finished, in order.
+        walls: seconds that the finished ones took.
+        jobs: runs to train at once.
+    """
+
+    out: Path
+    plan: Plan
+    children: list[Child]
+    walls: list[float]
+    jobs: int
+    vocabulary: int
 
 
-def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
-    """Train what is not trained yet, time it, and make table and report from what is then on disk.
+@contextmanager
+def opened(config: CompareConfig, say: Console, fill: Callable[[Plan], None] | None = None) -> Generator[Work]:
+    """Claim a comparison's folder, prepare its data and write its plan; other processes are kept out meanwhile.
 
-    Writes OUT/LABEL-seedK/, OUT/compare.json, OUT/speed.json, OUT/table.csv, OUT/curves.csv and OUT/report.html.
-    Progress goes to stderr, the table to stdout. How many runs train at once, and on how many threads each, is settled
-    the first time and kept in compare.json: with other threads a sum is rounded differently, and a resumed run would
-    not be the same.
+    How many runs train at once, and on how many threads each, is settled the first time and kept in compare.json: with
+    other threads a sum is rounded differently, and a resumed run would not be the same.
+
+    Args:
+        fill: may put run folders into it that were trained elsewhere, before it is looked at which are finished.
 
     Raises:
-        UserError: something cannot run, or a folder holds something else; what is finished stays.
-        Interrupted: Ctrl-C or SIGTERM; the same command continues.
+        UserError: something cannot run, or the folder holds something else.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("compare was started by torchrun, but it starts its runs itself: give attnres compare alone")
-    say = console or Console(stderr=True)
     plan = make_plan(config)
     out = Path(config.out)
     _refuse_other_folder(out)
@@ -93,104 +87,36 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
         )
         for name, run in plan.runs.items():
             write_json(out / "configs" / f"{name}.json", to_dict(run))
+        if fill is not None:
+            fill(plan)
+            finished = _claim(out, plan)
         children = [
-            Child(name, out / name, out / "configs" / f"{name}.json", run.steps)
+            Child(name, out / name, out / "configs" / f"{name}.json", run.steps, threads)
             for name, run in plan.runs.items()
             if name not in finished
         ]
-        if finished:
-            say.print(f"{len(finished)} of {len(plan.runs)} runs are finished already", highlight=False)
-        if children:
-            walls = [float(summary.get("wall_s") or 0) for summary in finished.values()]
-            _train(children, out, len(plan.runs), walls, jobs, threads, say)
+        walls = [float(summary.get("wall_s") or 0) for summary in finished.values()]
+        yield Work(out, plan, children, walls, jobs, vocabulary)
+
+
+def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
+    """Train what is not trained yet, time it, and make table and report from what is then on disk.
+
+    Writes OUT/LABEL-seedK/, OUT/compare.json, OUT/speed.json, OUT/table.csv, OUT/curves.csv and OUT/report.html.
+    Progress goes to stderr, the table to stdout.
+
+    Raises:
+        UserError: something cannot run, or a folder holds something else; what is finished stays.
+        Interrupted: Ctrl-C or SIGTERM; the same command continues.
+    """
+    say = console or Console(stderr=True)
+    with opened(config, say) as work:
+        train_all(work.children, work.walls, jobs=work.jobs, say=say)
         if config.timing_s > 0 and config.base.finetune.init_from is not None:
             say.print("no timing in turn for a pretrained model: the table has each run's own step time")
         elif config.timing_s > 0:
-            _time(out, plan, vocabulary, config.timing_s, say)
-        return show(out, out=out)
-
-
-def make_plan(config: CompareConfig) -> Plan:
-    """Every run's full configuration, checked: a mistake in the last variant shows before the first is trained."""
-    base = config.base
-    if not config.seeds or len(set(config.seeds)) < len(config.seeds) or min(config.seeds) < 0:
-        raise UserError(f"seeds are {config.seeds}: expected different whole numbers from 0, e.g. 0 1 2")
-    if config.jobs is not None and config.jobs < 1:
-        raise UserError(f"jobs is {config.jobs}: expected 1 or more runs at a time")
-    check(base)
-    variants = {variant.label: variant for variant in parse_variants(config.variants, config.lrs)}
-    for variant in variants.values():
-        if variant.file is None and not ships(variant.residual):
-            raise UserError(
-                f"residual '{variant.residual}' was registered in this process, and each run of a comparison has a "
-                "process of its own: give it as FILE.py:CLASS"
-            )
-    device = str(pick_device(base.device))
-    dtype = ("bf16" if has_bf16(torch.device(device)) else "fp32") if base.dtype == "auto" else base.dtype
-    runs = {}
-    for seed in config.seeds:  # seed by seed: what is there first is one whole comparison
-        for label, variant in variants.items():
-            name = f"{label}-seed{seed}"
-            model = dataclasses.replace(
-                base.model,
-                residual=variant.residual,
-                residual_file=variant.file,
-                settings={**variant.settings},
-                block_size=None,
-                num_blocks=None,
-            )
-            run = dataclasses.replace(
-                base,
-                model=model,
-                optim=_at_rate(base.optim, variant.lr),
-                seed=seed,
-                name=name,
-                out=str(Path(config.out) / name),
-                device=device,
-                dtype=dtype,
-                resume=True,
-            )
-            runs[name] = settle(resolve(from_dict(_training(variant), run)))
-            check(runs[name])
-    for label in variants:
-        if base.finetune.init_from is None:
-            _try_building(runs[f"{label}-seed{config.seeds[0]}"])
-        else:
-            check_start(runs[f"{label}-seed{config.seeds[0]}"])
-    baseline = next(
-        (label for label, variant in variants.items() if variant.residual == "standard"), next(iter(variants))
-    )
-    return Plan(variants, runs, baseline)
-
-
-def _training(variant: Variant) -> dict[str, dict[str, Any]]:
-    """What a variant trains in a way of its own, as values to lay over the base configuration."""
-    values: dict[str, dict[str, Any]] = {}
-    for name, value in variant.training.items():
-        values.setdefault(TRAINING[name], {})[name] = value
-    return values
-
-
-def _at_rate(optim: OptimConfig, lr: float | None) -> OptimConfig:
-    """`optim` at another peak learning rate: Muon's rate is scaled by the same factor."""
-    if lr is None:
-        return optim
-    muon_lr = optim.muon_lr * lr / optim.lr if optim.optimizer == "muon" else optim.muon_lr
-    return dataclasses.replace(optim, lr=lr, muon_lr=muon_lr)
-
-
-def _try_building(run: TrainConfig) -> None:
-    """Refuse settings that the residual or the model refuses; on the meta device, where a model costs no memory."""
-    from attnres.models import build
-
-    with torch.device("meta"):
-        build(
-            size=size_of(run.model),
-            residual=run.model.residual,
-            vocab_size=256,
-            max_positions=run.data.seq_len,
-            settings=run.model.settings,
-        )
+            _time(work.out, work.plan, work.vocabulary, config.timing_s, say)
+        return show(work.out, out=work.out)
 
 
 def _refuse_other_folder(out: Path) -> None:
@@ -239,54 +165,14 @@ def _share(out: Path, asked: int | None, plan: Plan, vocabulary: int) -> tuple[i
 
 def _jobs(plan: Plan, vocabulary: int) -> int:
     """Runs at once where none are asked for: on a CPU one a core (two small models on a thread each train faster than
-    one on two threads), as many as fit in memory and at most four; on a GPU one."""
+    one on two threads), as many as fit in memory and at most four; on GPUs one each."""
     if not next(iter(plan.runs.values())).device.startswith("cpu"):
-        return 1
+        return max(1, torch.cuda.device_count())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     jobs = min(cores, 4, len(plan.runs))
     while jobs > 1 and not _fits(jobs, plan, vocabulary):
         jobs -= 1
     return max(1, jobs)
-
-
-def _train(
-    children: list[Child], out: Path, total: int, walls: list[float], jobs: int, threads: int, say: Console
-) -> None:
-    """Run the children, one line before each with the time left in all; of several at once there are bars."""
-    first, started, left = total - len(children), 0, len(children)
-    bars_of: dict[str, Bar] = {}
-    with Bars(STEPS, shown=jobs > 1, stays=False, console=say) as bars:
-
-        def on_start(child: Child) -> None:
-            nonlocal started
-            started += 1
-            remaining = f", about {duration(sum(walls) / len(walls) * left / jobs)} left in all" if walls else ""
-            say.print(f"run {first + started}/{total} {child.name}{remaining}", style="bold", highlight=False)
-            bars_of[child.name] = bars.add(child.name, child.steps, child.latest()[0])
-
-        def on_end(child: Child) -> None:
-            nonlocal left
-            left -= 1
-            walls.append(time.monotonic() - child.began)
-            bars_of.pop(child.name).remove()
-            if jobs > 1:
-                say.print(f"{child.name} finished in {duration(walls[-1])}", highlight=False)
-
-        def on_poll(running: list[Child]) -> None:
-            for child in running:
-                step, loss = child.latest()
-                if loss is not None:
-                    bars_of[child.name].update(step, f"loss {loss:.3f}")
-
-        run_children(
-            children,
-            jobs=jobs,
-            threads=threads,
-            on_start=on_start,
-            on_end=on_end,
-            on_poll=on_poll,
-            log_of=lambda child: out / "logs" / f"{child.name}.log" if jobs > 1 else None,
-        )
 
 
 # ------------------------------------------------------------------ timing

@@ -10,6 +10,7 @@ The position in the data needs no state: a batch is a pure function of (seed, st
 
 import base64
 import random
+import shutil
 import zlib
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -48,6 +49,17 @@ def save(folder: str | Path, model: Any, optimizers: list[torch.optim.Optimizer]
         regimes.save_adapter(model, temporary)
         save_file(tensors, temporary / "optimizer.safetensors")
         write_json(temporary / "state.json", {"format": FORMAT, **state, "checksums": sums})
+
+
+def keep(run: Path, step: int) -> None:
+    """Copy the checkpoint of a run's folder to where `kept` says, whole or not at all. Raises UserError."""
+    with replaced_folder(kept(run, step)) as temporary:
+        shutil.copytree(run / "checkpoint", temporary, dirs_exist_ok=True)
+
+
+def kept(run: Path, step: int) -> Path:
+    """RUN/kept/STEP, the step in six digits or more."""
+    return run / "kept" / f"{step:06d}"
 
 
 def save_model(model: Any, folder: Path) -> None:

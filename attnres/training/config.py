@@ -15,7 +15,7 @@ from attnres.typed import leaves, overlay
 
 Setting = int | float | bool | str
 
-FREE = ("out", "name", "resume", "track", "save_every", "device")
+FREE = ("out", "name", "resume", "track", "save_every", "keep_at", "device")
 """Fields that may change between a run and its resumption; only `device` changes numbers, by their rounding."""
 
 
@@ -152,6 +152,8 @@ class TrainConfig:
     """Steps between measurements of magnitudes and gradients by depth; 0 turns them off."""
     save_every: int = 500
     """Steps between checkpoints (there is always one at the end and on Ctrl-C)."""
+    keep_at: tuple[int, ...] = ()
+    """Steps whose checkpoints stay, in RUN/kept, for runs that branch off there."""
     resume: bool = False
     """Continue the run in the folder from its checkpoint, or start it if there is none. The result is the same,
     bit for bit (on CUDA as far as its kernels repeat themselves)."""
@@ -218,7 +220,7 @@ BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "it must be a number above 0",
         lambda value: 0 < value < math.inf,
-        "steps batch_size accumulation val_every log_every save_every data.seq_len data.val_windows data.limit "
+        "steps batch_size accumulation keep_at val_every log_every save_every data.seq_len data.val_windows data.limit "
         "optim.lr optim.muon_lr optim.residual_lr finetune.lora_rank finetune.lora_alpha finetune.distill_temperature",
     ),
     (
@@ -289,7 +291,7 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
 def to_dict(config: TrainConfig) -> dict[str, Any]:
     """Nested plain dict, fit for JSON; `from_dict` undoes it."""
     values = dataclasses.asdict(config)
-    values["optim"]["betas"] = list(values["optim"]["betas"])
+    values["optim"]["betas"], values["keep_at"] = list(values["optim"]["betas"]), list(values["keep_at"])
     return values
 
 

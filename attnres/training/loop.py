@@ -66,7 +66,12 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
                     run.step(signals)
                     run.measure()
                     done = run.past.step == config.steps
-                    if run.past.step % config.save_every == 0 or run.signalled or done:
+                    if (
+                        run.past.step % config.save_every == 0
+                        or run.past.step in config.keep_at
+                        or run.signalled
+                        or done
+                    ):
                         run.save()
                     if run.signalled and not done:
                         raise Interrupted(
@@ -281,6 +286,8 @@ class Run:
                 "progress": dataclasses.asdict(self.past),
             }
             checkpoint.save(self.folder / "checkpoint", self.model, self.optimizers, state)
+            if self.past.step in self.config.keep_at:
+                checkpoint.keep(self.folder, self.past.step)
         self.saved = self.past.step
         self.who.wait()
 
@@ -349,6 +356,8 @@ class Run:
             trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
             write_json(self.folder / "start.json", {**self.start, "trainable": trainable})
         forget_after(self.folder, kept)
+        if kept in config.keep_at and not checkpoint.kept(self.folder, kept).exists():  # killed after it was saved
+            checkpoint.keep(self.folder, kept)
         tracker = None
         if config.track != "none":
             tracker = Tracker(config.track, self.folder, config.name or "", to_dict(config), self.past.step)

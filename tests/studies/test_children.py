@@ -1,6 +1,7 @@
 """Runs in processes of their own: how many at once, what a failure or a Ctrl-C does. Scripts stand for training."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -31,16 +32,16 @@ class Script(Child):
         return [sys.executable, "-S", "-c", self.source]
 
 
-def script(tmp_path, name, source):
-    return Script(name, tmp_path / name, tmp_path / f"{name}.json", steps=10, source=source)
+def script(tmp_path, name, source, threads=1):
+    return Script(name, tmp_path / name, tmp_path / f"{name}.json", steps=10, threads=threads, source=source)
 
 
-def run(children, jobs=1, threads=1, on_poll=lambda running: None, log_of=lambda child: None):
+def run(children, jobs=1, until=math.inf, on_poll=lambda running: None, log_of=lambda child: None):
     events = []
     run_children(
         children,
         jobs=jobs,
-        threads=threads,
+        until=until,
         on_start=lambda child: events.append(f"+{child.name}"),
         on_end=lambda child: events.append(f"-{child.name}"),
         on_poll=on_poll,
@@ -53,11 +54,29 @@ def test_one_after_the_other(tmp_path):
     assert run([script(tmp_path, name, "pass") for name in "ab"]) == ["+a", "-a", "+b", "-b"]
 
 
+def test_none_begins_when_the_time_is_over(tmp_path):
+    ready = tmp_path / "ready"
+    first = script(tmp_path, "a", f"import pathlib; pathlib.Path('{ready}').write_text('')")
+    assert run([first], until=time.monotonic() + 60) == ["+a", "-a"] and ready.exists()
+    assert run([script(tmp_path, "b", "pass")], until=time.monotonic() - 1) == []
+
+
+@pytest.mark.parametrize(("visible", "names"), [(None, ["0", "1", "2"]), ("5,6,7", ["5", "6", "7"])])
+def test_on_several_gpus_each_run_has_one(tmp_path, monkeypatch, visible, names):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    source = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    children = [script(tmp_path, name, source) for name in "abc"]
+    run(children, jobs=3, log_of=lambda child: tmp_path / f"{child.name}.log")
+    assert [(tmp_path / f"{name}.log").read_text().strip() for name in "abc"] == names
+
+
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_each_has_the_threads_it_is_given(tmp_path, jobs):
     source = "import os; print(os.environ['OMP_NUM_THREADS'])"
-    children = [script(tmp_path, name, source) for name in "abc"]
-    events = run(children, jobs=jobs, threads=5, log_of=lambda child: tmp_path / "logs" / f"{child.name}.log")
+    children = [script(tmp_path, name, source, threads=5) for name in "abc"]
+    events = run(children, jobs=jobs, log_of=lambda child: tmp_path / "logs" / f"{child.name}.log")
     assert events[:3] == (["+a", "+b", "+c"] if jobs == 3 else ["+a", "-a", "+b"])
     assert (tmp_path / "logs" / "b.log").read_text().strip() == "5"
 

@@ -12,7 +12,8 @@ from attnres.files import locked
 from attnres.report import load_study
 from attnres.residuals import register
 from attnres.residuals.mechanisms.standard import Standard
-from attnres.studies.compare import CompareConfig, compare, make_plan
+from attnres.studies.compare import compare
+from attnres.studies.plan import CompareConfig, make_plan
 from attnres.studies.speed import step_times
 from attnres.training.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, to_dict
 
@@ -118,10 +119,13 @@ def test_a_continued_comparison_keeps_its_threads(done, monkeypatch):
     path.write_text(json.dumps(json.loads(before) | {"jobs": 3, "threads": 5}))
     summary.unlink()
     asked = []
-    monkeypatch.setattr("attnres.studies.compare.run_children", lambda children, **given: asked.append(given))
+    monkeypatch.setattr(
+        "attnres.studies.compare.train_all",
+        lambda children, walls, **given: asked.append((given["jobs"], *{child.threads for child in children})),
+    )
     compare(dataclasses.replace(config, timing_s=0))
     compare(dataclasses.replace(config, timing_s=0, jobs=1))
-    assert [(given["jobs"], given["threads"]) for given in asked] == [(3, 5), (1, 5)]
+    assert asked == [(3, 5), (1, 5)]
     path.write_text('{"threads": "many"}')
     with pytest.raises(UserError, match=r"compare\.json is damaged"):
         compare(config)
@@ -160,7 +164,7 @@ def test_however_early_it_is_stopped_the_same_command_continues(done, tmp_path, 
         compare(config)
     assert not (tmp_path / "out" / "configs").exists()
     monkeypatch.undo()
-    monkeypatch.setattr("attnres.studies.compare._train", stop)
+    monkeypatch.setattr("attnres.studies.compare.train_all", stop)
     monkeypatch.setenv("ATTNRES_CACHE", str(tmp_path / "cache"))
     with pytest.raises(KeyboardInterrupt):  # comes to training: the folder is taken for a comparison
         compare(config)

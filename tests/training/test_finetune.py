@@ -20,7 +20,8 @@ from attnres.errors import UserError
 from attnres.flags import config_file
 from attnres.models import build, convert, load
 from attnres.report.stats import equal_conditions
-from attnres.studies.compare import CompareConfig, compare, make_plan
+from attnres.studies.compare import compare
+from attnres.studies.plan import CompareConfig, make_plan
 from attnres.studies.variants import parse_variants
 from attnres.training import TrainConfig, distill, from_dict, loop, regimes, to_dict, train
 from attnres.training.config import FinetuneConfig, OptimConfig, differences

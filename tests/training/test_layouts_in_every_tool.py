@@ -16,7 +16,8 @@ from attnres.evals.speaker import open_speaker
 from attnres.inspect import record
 from attnres.models import export_model, load
 from attnres.models.foreign import WRITTEN
-from attnres.studies.compare import CompareConfig, compare
+from attnres.studies.compare import compare
+from attnres.studies.plan import CompareConfig
 from attnres.training import TrainConfig, train
 
 Configure = Callable[..., TrainConfig]

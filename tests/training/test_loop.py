@@ -20,11 +20,12 @@ from safetensors.torch import load_file
 
 from attnres.data import Batches, open_tokens
 from attnres.errors import Interrupted, UserError
-from attnres.files import locked
+from attnres.files import locked, write_json
 from attnres.flags import config_file
 from attnres.models import build, load
 from attnres.residuals.check.interface import TAKEN
 from attnres.training import TrainConfig, from_dict, loop, to_dict, train, validate
+from attnres.training.branch import branch, branch_step
 from attnres.training.metrics import read
 from attnres.training.parallel import Processes
 
@@ -473,3 +474,53 @@ def test_plain_lines_where_there_is_no_terminal(configure: Configure, capsys: py
     train(configure())
     said = capsys.readouterr().err
     assert "block-seed0  step 8/8  loss" in said and "tokens/s" in said and "\x1b" not in said
+
+
+# ------------------------------------------------------------------ branches
+
+
+def wsd(steps: int, **values: Any) -> dict[str, Any]:
+    """Two steps of warm-up and a decay over the last quarter."""
+    return {"steps": steps, "optim": {"schedule": "wsd", "warmup": 2 / steps, "decay": 0.25, "lr": 0.01}, **values}
+
+
+def test_a_branch_ends_as_the_whole_run_does(configure: Configure, tmp_path: Path) -> None:
+    train(configure("trunk", **wsd(16, keep_at=(6,))), progress=False)
+    whole, short = configure("whole", **wsd(8)), loop.resolve(configure("short", **wsd(8, resume=True)))
+    train(whole, progress=False)
+    assert branch_step(short) == 6
+    branch(tmp_path / "trunk", 6, short)
+    assert read(tmp_path / "short" / "metrics.jsonl")[-1]["step"] == 16, "resuming forgets what the trunk did later"
+    train(short, progress=False)
+    assert_same_run(tmp_path / "short", tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("steps", "values", "message"),
+    [
+        (6, wsd(8, seed=1), "differs from it in seed: only the schedule may differ"),
+        (6, {**wsd(8), "optim": {"schedule": "wsd", "warmup": 0.5, "lr": 0.01}}, "another learning rate at step 1 of"),
+        (5, wsd(8), "kept no checkpoint of step 5: train it with keep_at 5"),
+        (6, wsd(7), "another learning rate at step 6 of the 6 before it branches off"),
+    ],
+)
+def test_a_branch_that_would_have_gone_another_way_is_refused(
+    configure: Configure, tmp_path: Path, steps: int, values: dict[str, Any], message: str
+) -> None:
+    kept = tmp_path / "trunk" / "kept" / "000006"
+    kept.mkdir(parents=True)
+    write_json(kept / "state.json", {"config": to_dict(loop.resolve(configure("trunk", **wsd(16, keep_at=(6,)))))})
+    with pytest.raises(UserError, match=message):
+        branch(tmp_path / "trunk", steps, loop.resolve(configure("short", **values)))
+    assert not (tmp_path / "short").exists()
+
+
+def test_an_annealed_residual_has_no_branches(configure: Configure, tmp_path: Path) -> None:
+    model = {"residual": "adaptive", "num_blocks": None}
+    kept = tmp_path / "trunk" / "kept" / "000006"
+    kept.mkdir(parents=True)
+    write_json(kept / "state.json", {"config": to_dict(loop.resolve(configure("trunk", **wsd(16, model=model))))})
+    with pytest.raises(UserError, match="annealed over a run's steps"):
+        branch(tmp_path / "trunk", 6, loop.resolve(configure("short", **wsd(8, model=model))))
+    with pytest.raises(UserError, match="only runs with wsd branch off"):
+        branch_step(configure())

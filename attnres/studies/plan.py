@@ -1,0 +1,121 @@
+"""The runs that a comparison asks for: every variant with every seed, each a whole configuration."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnres.device import pick_device
+from attnres.errors import UserError
+from attnres.residuals.registry import ships
+from attnres.studies.variants import TRAINING, Variant, parse_variants
+from attnres.training.config import OptimConfig, TrainConfig, check, from_dict, resolve, size_of
+from attnres.training.environment import has_bf16
+from attnres.training.start import check_start, settle
+
+
+@dataclass
+class CompareConfig:
+    """What is compared: every variant with every seed, everything else as in `base`."""
+
+    variants: list[str] = field(default_factory=lambda: ["standard", "rescaled", "block", "full"])
+    seeds: list[int] = field(default_factory=lambda: [0])
+    lrs: list[float] = field(default_factory=list)
+    base: TrainConfig = field(default_factory=TrainConfig)
+    out: str = "runs/compare"
+    jobs: int | None = None
+    timing_s: float = 20.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs that a configuration asks for, by name (`LABEL-seedK`), and the label the others are held against."""
+
+    variants: dict[str, Variant]
+    runs: dict[str, TrainConfig]
+    baseline: str
+
+
+def make_plan(config: CompareConfig) -> Plan:
+    """Every run's full configuration, checked: a mistake in the last variant shows before the first is trained."""
+    base = config.base
+    if not config.seeds or len(set(config.seeds)) < len(config.seeds) or min(config.seeds) < 0:
+        raise UserError(f"seeds are {config.seeds}: expected different whole numbers from 0, e.g. 0 1 2")
+    if config.jobs is not None and config.jobs < 1:
+        raise UserError(f"jobs is {config.jobs}: expected 1 or more runs at a time")
+    check(base)
+    variants = {variant.label: variant for variant in parse_variants(config.variants, config.lrs)}
+    for variant in variants.values():
+        if variant.file is None and not ships(variant.residual):
+            raise UserError(
+                f"residual '{variant.residual}' was registered in this process, and each run of a comparison has a "
+                "process of its own: give it as FILE.py:CLASS"
+            )
+    device = str(pick_device(base.device))
+    dtype = ("bf16" if has_bf16(torch.device(device)) else "fp32") if base.dtype == "auto" else base.dtype
+    runs = {}
+    for seed in config.seeds:  # seed by seed: what is there first is one whole comparison
+        for label, variant in variants.items():
+            name = f"{label}-seed{seed}"
+            model = dataclasses.replace(
+                base.model,
+                residual=variant.residual,
+                residual_file=variant.file,
+                settings={**variant.settings},
+                block_size=None,
+                num_blocks=None,
+            )
+            run = dataclasses.replace(
+                base,
+                model=model,
+                optim=_at_rate(base.optim, variant.lr),
+                seed=seed,
+                name=name,
+                out=str(Path(config.out) / name),
+                device=device,
+                dtype=dtype,
+                resume=True,
+            )
+            runs[name] = settle(resolve(from_dict(_training(variant), run)))
+            check(runs[name])
+    for label in variants:
+        if base.finetune.init_from is None:
+            _try_building(runs[f"{label}-seed{config.seeds[0]}"])
+        else:
+            check_start(runs[f"{label}-seed{config.seeds[0]}"])
+    baseline = next(
+        (label for label, variant in variants.items() if variant.residual == "standard"), next(iter(variants))
+    )
+    return Plan(variants, runs, baseline)
+
+
+def _training(variant: Variant) -> dict[str, dict[str, Any]]:
+    """What a variant trains in a way of its own, as values to lay over the base configuration."""
+    values: dict[str, dict[str, Any]] = {}
+    for name, value in variant.training.items():
+        values.setdefault(TRAINING[name], {})[name] = value
+    return values
+
+
+def _at_rate(optim: OptimConfig, lr: float | None) -> OptimConfig:
+    """`optim` at another peak learning rate: Muon's rate is scaled by the same factor."""
+    if lr is None:
+        return optim
+    muon_lr = optim.muon_lr * lr / optim.lr if optim.optimizer == "muon" else optim.muon_lr
+    return dataclasses.replace(optim, lr=lr, muon_lr=muon_lr)
+
+
+def _try_building(run: TrainConfig) -> None:
+    """Refuse settings that the residual or the model refuses; on the meta device, where a model costs no memory."""
+    from attnres.models import build
+
+    with torch.device("meta"):
+        build(
+            size=size_of(run.model),
+            residual=run.model.residual,
+            vocab_size=256,
+            max_positions=run.data.seq_len,
+            settings=run.model.settings,
+        )
