@@ -15,7 +15,7 @@ from attnres.models import build
 from attnres.timing import in_turn, seconds_of, spread
 from attnres.training.device import keep_freed_memory
 from attnres.training.environment import describe
-from attnres.training.validate import forward_losses
+from attnres.training.objective import Objective
 
 ROUNDS = 8
 
@@ -27,7 +27,8 @@ def precision(dtype: torch.dtype) -> torch.autocast:
 def step(model: Any, ids: Tensor, dtype: torch.dtype, attention: str) -> None:
     """Forward and backward with one of Transformers' attentions."""
     model.set_attn_implementation(attention)
-    forward_losses(model, ids[:, :-1], ids[:, 1:], partial(precision, dtype)).mean().backward()
+    sums = Objective(model, "whole", partial(precision, dtype))(ids[:, :-1], ids[:, 1:])
+    (sums.objective / ids[:, 1:].numel()).backward()
     model.zero_grad()
 
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
+from torch.utils.checkpoint import checkpoint
 
 from attnres.ops import Norm, apply_norm
 from attnres.residuals.layout import About, Learned, Read, Source, Traits, outputs
@@ -80,6 +81,8 @@ class Residual(nn.Module):
     """Classes whose keyword arguments are settings of the mechanism too, handed on to them."""
     sublayers: Sequence[str] = ("attention", "mlp")
     """The kinds of a layer's sublayers, in order; a network of other layers sets its own on the instance."""
+    recompute_reads: bool = False
+    """Keep nothing of what reads make for the backward pass, but make it again there: less memory, more time."""
 
     def __init__(self, num_sublayers: int, width: int) -> None:
         super().__init__()
@@ -93,10 +96,20 @@ class Residual(nn.Module):
     def forward(self, verb: str, *args: Any) -> Any:
         """Do one of start, read, write, finish, mix_values, or itself, which returns this module from under what wraps
         it."""
-        return getattr(self, verb)(*args)
+        call = getattr(self, verb)
+        if not (self.recompute_reads and verb in ("read", "finish") and torch.is_grad_enabled()):
+            return call(*args)
+        if self.heeds_recompute or self.observer is not None or self.editor is not None:  # these would see a read twice
+            return call(*args)
+        return checkpoint(call, *args, use_reentrant=False)
 
     def itself(self) -> "Residual":
         return self
+
+    @property
+    def heeds_recompute(self) -> bool:
+        """Whether the mechanism's own `read` keeps less where `recompute_reads` is set; else a read is checkpointed."""
+        return False
 
     def init_parameters(self) -> None:
         """Set every parameter of this module to its start value (through `torch.nn.init` or `start_at`)."""

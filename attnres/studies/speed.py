@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,8 +11,8 @@ from torch import nn
 from attnres.timing import device_name, in_turn, seconds_of, spread
 from attnres.training.config import OptimConfig
 from attnres.training.device import tune
+from attnres.training.objective import Objective, loss_kind
 from attnres.training.optim import build_optimizers
-from attnres.training.validate import forward_losses
 
 
 def step_times(
@@ -50,8 +50,9 @@ def step_times(
     baseline = baseline if baseline is not None else next(iter(variants))
     optim = optim or OptimConfig()
     on = torch.device(device)
+    tokens = batch_size // accumulation * seq_len
     steps = {
-        label: _step(_build(size, residual, settings, vocab_size, seq_len, on), optim, dtype, compile)
+        label: _step(_build(size, residual, settings, vocab_size, seq_len, on), optim, dtype, compile, tokens)
         for label, (residual, settings) in variants.items()
     }
     generator = torch.Generator().manual_seed(0)
@@ -100,20 +101,21 @@ def _build(
 
 
 def _step(
-    model: nn.Module, optim: OptimConfig, dtype: str, compile: bool
+    model: nn.Module, optim: OptimConfig, dtype: str, compile: bool, tokens: int
 ) -> Callable[[tuple[torch.Tensor, ...]], None]:
-    """One update, as training does it."""
+    """One update of micro-batches of so many tokens, as training does it."""
     optimizers = build_optimizers(model, optim)
-    forward = cast(nn.Module, torch.compile(model)) if compile else model
     kind = next(model.parameters()).device.type
 
     def precision() -> AbstractContextManager[Any]:
         return torch.autocast(kind, dtype=torch.bfloat16) if dtype == "bf16" else nullcontext()
 
+    objective = Objective(model, loss_kind("auto", model, tokens), precision, compiled=compile)
+
     def step(micro: tuple[torch.Tensor, ...]) -> None:
         for part in micro:
-            losses = forward_losses(forward, part[:, :-1], part[:, 1:], precision)
-            (losses.mean() / len(micro)).backward()
+            x, y = part[:, :-1], part[:, 1:]
+            (objective(x, y).objective / (y.numel() * len(micro))).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip or float("inf"))
         for optimizer in optimizers:
             optimizer.step()

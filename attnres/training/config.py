@@ -15,8 +15,12 @@ from attnres.typed import leaves, overlay
 
 Setting = int | float | bool | str
 
-FREE = ("out", "name", "resume", "track", "save_every", "keep_at", "device")
-"""Fields that may change between a run and its resumption; only `device` changes numbers, by their rounding."""
+FREE = (
+    *("out", "name", "resume", "track", "save_every", "keep_at", "device"),
+    *("gradient_checkpointing", "loss", "recompute_reads"),
+)
+"""Fields that may change between a run and its resumption; only `device`, `loss` and `gradient_checkpointing` change
+numbers, by their rounding. `recompute_reads` was an earlier version's `gradient_checkpointing` reads."""
 
 
 @dataclass
@@ -142,8 +146,12 @@ class TrainConfig:
     """auto (CUDA where there is one, else the CPU), cpu or cuda."""
     compile: bool = False
     """Compile the model with torch.compile."""
-    recompute_reads: bool = False
-    """Depth reads are made again in the backward pass instead of being kept: less memory, a little more time."""
+    gradient_checkpointing: Literal["none", "layer", "sublayer", "reads"] = "none"
+    """What is made again in the backward pass instead of being kept: each layer, each attention and MLP, or depth reads
+    alone (the least memory saved, for a little time)."""
+    loss: Literal["auto", "whole", "chunked", "liger"] = "auto"
+    """From all logits of a micro-batch (whole), from few rows of them at a time (chunked), or by Liger Kernel on CUDA;
+    auto is whole up to 33 million logits, else liger where it is installed, else chunked."""
     val_every: int = 100
     """Steps between validations (there is always one at the end)."""
     log_every: int = 10

@@ -8,25 +8,15 @@ same batches, is frozen, and makes its logits in evaluation mode and in the run'
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnres.errors import UserError
-from attnres.forward import token_losses
-from attnres.training import validate
 from attnres.training.config import TrainConfig
 from attnres.training.start import find_start, weights_crc32
-
-
-class Losses(NamedTuple):
-    """Of every token (B, T), fp32: what is minimised, the cross-entropy in it, and T^2 KL (None without a teacher)."""
-
-    objective: Tensor
-    cross_entropy: Tensor
-    divergence: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -43,20 +33,6 @@ def divergence(logits: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     ours = F.log_softmax(logits.float() / temperature, dim=-1)
     theirs = F.log_softmax(teacher.float() / temperature, dim=-1)
     return temperature**2 * F.kl_div(ours, theirs, reduction="none", log_target=True).sum(-1)
-
-
-def losses(model: nn.Module, x: Tensor, y: Tensor, cast: validate.Cast, teacher: Teacher | None) -> Losses:
-    """The losses of a batch: x, y (B, T) int64."""
-    if teacher is None:
-        plain = validate.forward_losses(model, x, y, cast)
-        return Losses(plain, plain)
-    with torch.no_grad(), cast():
-        wanted = teacher.model(input_ids=x, use_cache=False).logits
-    with cast():
-        logits = model(input_ids=x, use_cache=False).logits
-    entropy = token_losses(logits, y)
-    apart = divergence(logits, wanted, teacher.temperature)
-    return Losses((1 - teacher.weight) * entropy + teacher.weight * apart, entropy, apart)
 
 
 def load_teacher(config: TrainConfig, record: dict[str, Any], device: torch.device) -> Teacher | None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from attnres.forward import evaluating
 from attnres.training.config import TrainConfig
-from attnres.training.validate import Cast
+from attnres.training.objective import Cast
 
 if TYPE_CHECKING:
     from attnres.data import Prepared, Tokens

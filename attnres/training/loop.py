@@ -13,7 +13,7 @@ import time
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked, read_json, replaced_folder, write_json
+from attnres.models.checkpointing import checkpoint_activations
 from attnres.progress import STEPS, Bars
 from attnres.stats import or_none, standard_error
 from attnres.training import checkpoint, distill, environment, regimes, start, validate
@@ -30,6 +31,7 @@ from attnres.training.device import tune
 from attnres.training.inside import write_inside
 from attnres.training.interrupt import Signals, caught_signals
 from attnres.training.metrics import Metrics, Tracker, import_tracker
+from attnres.training.objective import Objective, loss_kind
 from attnres.training.optim import build_optimizers, set_learning_rate
 from attnres.training.parallel import Processes, join_processes
 from attnres.training.past import Past, past_of
@@ -133,12 +135,9 @@ class Run:
         random.seed(config.seed + who.rank)
         np.random.seed(config.seed + who.rank)  # noqa: NPY002 (for whatever draws from it)
         self.optimizers = build_optimizers(self.model, config.optim)
-        self.forward = who.wrap(self.model)
-        self.eager = self.forward
-        if config.recompute_reads:
-            self.model.residual.recompute_reads = True
-        if config.compile:
-            self.forward = cast(torch.nn.Module, torch.compile(self.forward))
+        checkpoint_activations(self.model, config.gradient_checkpointing)
+        self.kind = loss_kind(config.loss, self.model, self._rows() * config.data.seq_len, self.teacher)
+        self.objective = who.wrap(Objective(self.model, self.kind, self.cast, self.teacher, compiled=config.compile))
         if state:
             self.past, self.saved = checkpoint.as_saved(here, lambda: past_of(state)), state["step"]
             checkpoint.load_optimizers(here, state, self.optimizers)
@@ -196,17 +195,16 @@ class Run:
             last = index == len(parts) - 1
             with ExitStack() as stack:
                 trace = stack.enter_context(_record(self.model)) if by_depth and last else None
-                if not last and isinstance(self.eager, DistributedDataParallel):
-                    stack.enter_context(self.eager.no_sync())
-                forward = self.eager if trace else self.forward  # hooks would make torch.compile start again
-                losses = distill.losses(forward, inputs, targets, self.cast, self.teacher)
-                loss = losses.objective.sum() / y.numel()
+                if not last and isinstance(self.objective, DistributedDataParallel):
+                    stack.enter_context(self.objective.no_sync())
+                # Hooks would make torch.compile start again.
+                sums = self.objective(inputs, targets, eager=trace is not None)
+                loss = sums.objective / y.numel()
                 if last and (penalty := self.model.residual("penalty")) is not None:
                     loss, self.penalty = loss + penalty, penalty.detach()
                 loss.backward()  # DDP averages over the processes what `y.numel()` divides by this one's share
-            total += losses.cross_entropy.detach().sum() / y.numel()
-            if losses.divergence is not None:
-                apart += losses.divergence.detach().sum() / y.numel()
+            total += sums.cross_entropy / y.numel()
+            apart += sums.divergence / y.numel()
             if trace:
                 # `len(parts)`: to the gradient of the mean loss of the recorded micro-batch
                 self.depth = _by_depth(trace, self.model, len(parts))
@@ -337,7 +335,7 @@ class Run:
     def _validate(self) -> None:
         """The held-out loss, to metrics.jsonl and val/STEP.npy."""
         past = self.past
-        losses = validate.window_losses(self.model, self.windows, self.who, self.cast, self._rows())
+        losses = validate.window_losses(self.model, self.windows, self.who, self.cast, self._rows(), self.kind)
         past.val_loss = float(losses.mean())
         if not math.isfinite(past.val_loss):
             raise self._diverged(past.step, past.val_loss, self.norm)
@@ -350,7 +348,7 @@ class Run:
         config = self.config
         write_json(self.folder / "config.json", to_dict(config))  # first: it makes the folder one of ours
         write_json(self.folder / "data.json", self.record)
-        described = environment.describe(self.who.device, config.dtype)
+        described = environment.describe(self.who.device, config.dtype) | {"loss": self.kind}
         environment.record(self.folder / "environment.json", described, resumed=self.past.step > 0)
         if self.start is not None:
             trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)

@@ -1,42 +1,34 @@
 """The loss, window by window on held-out text."""
 
 import io
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from attnres.files import write_bytes
-from attnres.forward import evaluating, token_losses
+from attnres.forward import evaluating
+from attnres.training.objective import Cast, held_out_losses
 from attnres.training.parallel import Processes
-
-Cast = Callable[[], AbstractContextManager[Any]]
-"""Makes the context of a forward pass: bf16 autocast, or nothing."""
-
-
-def forward_losses(model: nn.Module, x: Tensor, y: Tensor, cast: Cast) -> Tensor:
-    """Cross-entropy in nats of every token: x, y (B, T) int64 -> (B, T) fp32, whatever the dtype of the forward."""
-    with cast():
-        logits = model(input_ids=x, use_cache=False).logits
-    return token_losses(logits, y)
 
 
 @torch.no_grad()
-def window_losses(model: nn.Module, windows: Tensor, who: Processes, cast: Cast, batch: int) -> np.ndarray:
+def window_losses(
+    model: nn.Module, windows: Tensor, who: Processes, cast: Cast, batch: int, kind: str = "whole"
+) -> np.ndarray:
     """Mean loss of each held-out window: (count, T + 1) int64 -> (count,) float64 in nats a token.
 
-    The processes share the windows out, `batch` at a time, and all get the whole result.
+    The processes share the windows out, `batch` at a time, and all get the whole result. `kind` is how losses are made,
+    see `loss_kind`.
     """
     losses = torch.zeros(len(windows), dtype=torch.float64, device=who.device)
     share = torch.arange(len(windows))[who.rank :: who.world_size]
     with evaluating(model):
         for part in share.split(batch) if len(share) else ():
             tokens = windows[part].to(who.device)
-            losses[part.to(who.device)] = forward_losses(model, tokens[:, :-1], tokens[:, 1:], cast).double().mean(1)
+            of_tokens = held_out_losses(model, tokens[:, :-1], tokens[:, 1:], cast, kind)
+            losses[part.to(who.device)] = of_tokens.double().mean(1)
     return who.sum(losses).cpu().numpy()
 
 

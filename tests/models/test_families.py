@@ -10,7 +10,9 @@ from one_graph import check_one_graph
 from transformers import AutoModelForCausalLM
 
 from attnres import UserError
+from attnres.head import is_apart
 from attnres.models import FAMILIES, build, load
+from attnres.models.checkpointing import checkpoint_activations
 from attnres.models.convert import convert
 from attnres.models.exactness import compare_logits
 from attnres.models.families import BOTH, PROBED, REFUSED, SUM, families_table
@@ -207,11 +209,10 @@ def test_checkpointed_gradients_are_the_gradients(family):
         return {name: parameter.grad for name, parameter in model.named_parameters()}
 
     expected = gradients()
-    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)(
-        {"use_reentrant": False}
-    )
-    for name, grad in gradients().items():
-        torch.testing.assert_close(grad, expected[name], rtol=0, atol=0, msg=name)
+    for how in ("sublayer", "layer"):  # one on top of the other, at last
+        checkpoint_activations(model, how)
+        for name, grad in gradients().items():
+            torch.testing.assert_close(grad, expected[name], rtol=0, atol=0, msg=name)
 
 
 @pytest.mark.parametrize("family", ["olmo2", "gemma2"])
@@ -222,6 +223,7 @@ def test_a_whole_model_compiles_without_a_graph_break(family):
 @families
 def test_saved_and_loaded_models_are_bit_equal(family, tmp_path):
     model = stirred(family)
+    assert is_apart(model), "its head is one of which losses are made in parts"
     model.save_pretrained(tmp_path)
     expected = model(input_ids=IDS, use_cache=False).logits
     for again in (load(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)):

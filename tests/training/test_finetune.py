@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tiny import narrow_llama
 from transformers import LlamaForCausalLM
 
-from attnres import cli
+from attnres import cli, head
 from attnres.data import prepare
 from attnres.errors import UserError
 from attnres.flags import config_file
@@ -238,6 +238,19 @@ def test_divergence_is_the_formula_and_zero_for_equals() -> None:
     p, q = torch.softmax(t / 2, -1), torch.softmax(z / 2, -1)
     torch.testing.assert_close(distill.divergence(z, t, 2.0), 4 * (p * (p / q).log()).sum(-1))
     assert not distill.divergence(z, z, 3.0).any()
+
+
+def test_a_large_vocabulary_is_taught_in_parts(
+    tune: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    distilled = {"distill_weight": 0.5, "distill_temperature": 2.0}
+    for out in ("whole", "chunked"):
+        train(tune(out=out, steps=4, loss=out, finetune=distilled), progress=False)
+        monkeypatch.setattr(head, "PART", 5 * 280)
+    found = [read(tmp_path / out / "metrics.jsonl") for out in ("whole", "chunked")]
+    for name in ("loss", "divergence", "grad_norm"):
+        left, right = ([line[name] for line in lines if name in line] for lines in found)
+        assert left and right == pytest.approx(left, rel=1e-4, abs=1e-7), name
 
 
 def test_distillation_pulls_towards_the_model_it_started_from(tune: Configure, tmp_path: Path) -> None:

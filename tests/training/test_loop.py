@@ -18,15 +18,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from attnres import head
 from attnres.data import Batches, open_tokens
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
 from attnres.flags import config_file
+from attnres.head import Sums
 from attnres.models import build, load
 from attnres.residuals.check.interface import TAKEN
-from attnres.training import TrainConfig, from_dict, loop, to_dict, train, validate
+from attnres.training import TrainConfig, from_dict, loop, objective, to_dict, train, validate
 from attnres.training.branch import branch, branch_step
 from attnres.training.metrics import read
+from attnres.training.objective import Objective, loss_kind
 from attnres.training.parallel import Processes
 
 Configure = Callable[..., TrainConfig]
@@ -55,18 +58,16 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
     """Send this process a signal during the given step."""
-    forward = validate.forward_losses
-    count = 0
+    forward, count = Objective.forward, 0
 
-    def with_signal(model: Any, x: Any, y: Any, cast: Any) -> torch.Tensor:
+    def with_signal(self: Objective, *batch: Any, **how: Any) -> Sums:
         nonlocal count
-        if torch.is_grad_enabled():
-            count += 1
-            if count == step:
-                signal.raise_signal(number)
-        return forward(model, x, y, cast)
+        count += 1
+        if count == step:
+            signal.raise_signal(number)
+        return forward(self, *batch, **how)
 
-    monkeypatch.setattr(validate, "forward_losses", with_signal)
+    monkeypatch.setattr(Objective, "forward", with_signal)
 
 
 # ------------------------------------------------------------------ what a run writes
@@ -198,6 +199,44 @@ def test_a_step_is_the_mean_over_all_tokens(configure: Configure, corpus: Path) 
 def test_accumulation_is_the_same_mean(configure: Configure, accumulation: int) -> None:
     one = first_step(configure(out="a"))
     assert first_step(configure(out="b", accumulation=accumulation)) == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_large_vocabulary_gets_its_losses_in_parts(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str
+) -> None:
+    """The losses of a run are those of all logits at once, held-out ones too; its record says how they were made."""
+    train(configure(out="whole", dtype=dtype, accumulation=2), progress=False)
+    monkeypatch.setattr(objective, "LARGE", 2 * 16 * 280 - 1)
+    monkeypatch.setattr(head, "PART", 5 * 280)
+    train(configure(out="parts", dtype=dtype, accumulation=2), progress=False)
+    found = [[line["loss"] for line in lines(tmp_path / out) if "loss" in line] for out in ("whole", "parts")]
+    assert len(found[0]) == 6 and found[1] == pytest.approx(found[0], rel=1e-5 if dtype == "fp32" else 1e-3)
+    said = [json.loads((tmp_path / out / "environment.json").read_text())["loss"] for out in ("whole", "parts")]
+    assert said == ["whole", "chunked"]
+
+
+def test_a_loss_that_cannot_be_made_so_is_refused(configure: Configure) -> None:
+    model = build(configure().model.size, "block", vocab_size=16, max_positions=8)
+    assert loss_kind("auto", model, objective.LARGE // 16) == "whole"
+    assert loss_kind("auto", model, objective.LARGE // 16 + 1) == "chunked"
+    with pytest.raises(UserError, match="loss is liger and it runs on CUDA, not on cpu: choose chunked or auto"):
+        loss_kind("liger", model, 1)
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    model.lm_head.weight = model.lm_head[0].weight
+    assert loss_kind("auto", model, objective.LARGE) == "whole"
+    with pytest.raises(UserError, match="does more than attnres knows of: choose whole"):
+        loss_kind("chunked", model, 1)
+
+
+@pytest.mark.parametrize("how", ["layer", "sublayer", "reads"])
+def test_checkpointing_changes_no_number(configure: Configure, tmp_path: Path, how: Any) -> None:
+    for out, kept in (("kept", "none"), ("remade", how)):
+        train(configure(out=out, steps=4, gradient_checkpointing=kept), progress=False)
+    losses = [[line.get("loss", 0.0) for line in lines(tmp_path / out)] for out in ("kept", "remade")]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    summary = train(configure(out="remade", resume=True, steps=4), progress=False)  # which may be changed underway
+    assert summary["step"] == 4
 
 
 GATED = {"residual": "adaptive", "num_blocks": None, "settings": {"target_count": 0, "target_weight": 30.0}}
@@ -427,14 +466,14 @@ def test_more_processes_than_held_out_windows(monkeypatch: pytest.MonkeyPatch) -
 def test_a_loss_that_is_not_finite_stops_the_run(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
-    forward, count = validate.forward_losses, 0
+    forward, count = Objective.forward, 0
 
-    def broken(model: Any, x: Any, y: Any, cast: Any) -> torch.Tensor:
+    def broken(self: Objective, *batch: Any, **how: Any) -> Sums:
         nonlocal count
-        count += torch.is_grad_enabled()
-        return forward(model, x, y, cast) * (value if count == 6 else 1)
+        count += 1
+        return Sums(*(one * (value if count == 6 else 1) for one in forward(self, *batch, **how)))
 
-    monkeypatch.setattr(validate, "forward_losses", broken)
+    monkeypatch.setattr(Objective, "forward", broken)
     with pytest.raises(
         UserError, match=r"step 6: the loss is (nan|inf) .*checkpoint of step 4 is kept.*try a lower"
     ) as e:

@@ -86,8 +86,6 @@ class DepthAttention(Residual):
         """The first read of the group of each read, and the one after its last; the output's has one of its own."""
         self.window = None if window is None else whole("window", window)
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
-        self.recompute_reads = False
-        """Keep no read for backward but make it again there: less memory, one more pass over its sources."""
         reads = num_sublayers + self.output_read
         self.query = nn.Parameter(torch.empty(reads, width))
         self.gain = nn.Parameter(torch.empty(reads, width))
@@ -120,6 +118,10 @@ class DepthAttention(Residual):
     def special(self) -> str | None:
         """What makes every read be made in plain torch, in words; None where the kernels and the schedule serve."""
         return self.weighting.special or (None if self.gates.idle else "gates")
+
+    @property
+    def heeds_recompute(self) -> bool:
+        return self.special is None
 
     def explain(self, embedding: Tensor, *, training: bool | None = None) -> Plan:
         """Say which path the reads of the last group take for sources like `embedding` (..., d), and why."""

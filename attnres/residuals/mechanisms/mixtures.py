@@ -26,7 +26,7 @@ class Mixtures(Residual):
     unless `recompute_reads` is set. Slots are those of layers; another unit has its own.
     """
 
-    recompute_reads = False
+    heeds_recompute = True
     carried: ClassVar[tuple[str, ...]]
     """Names of what is unfinished between a layer's attention and its MLP."""
 

@@ -1,0 +1,217 @@
+"""The output head of a language model apart from its body: losses of tokens from few rows of logits at a time.
+
+With a large vocabulary the logits of a batch are the largest tensor of a step, and a cross-entropy in fp32 holds
+several of that size: 8 x 2,048 tokens and 151,936 words make 10 GB each. Here a part of the tokens gets its logits, its
+losses and their gradient at once, in the forward pass, so that nothing of that size is kept for backward or made twice;
+the matrix products are those of the whole batch (as in Liger Kernel, arXiv 2410.10989).
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnres.forward import evaluating
+
+PART = 1 << 24
+"""Logits that are made at a time, at most (but a row of them at least)."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What makes logits of hidden states x: z = (W x + b) / scale and then, with a cap c, c tanh(z / c).
+
+    Attributes:
+        weight, bias: (V, d), and (V,) or None.
+        scale: Granite's, else 1.
+        cap: the bound of logits (Gemma 2), or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    cap: float | None = None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of (..., d) in fp32 (fp64 of fp64); the product itself follows autocast."""
+        z = F.linear(hidden, self.weight, self.bias)
+        return self.after(z.to(torch.promote_types(z.dtype, torch.float32)))
+
+    def after(self, z: Tensor) -> Tensor:
+        """Return the logits of W x + b."""
+        if self.scale != 1:
+            z = z / self.scale
+        return z if self.cap is None else self.cap * torch.tanh(z / self.cap)
+
+    def before(self, grad: Tensor, z: Tensor) -> Tensor:
+        """Return the gradient at W x + b of that at the logits z, which is changed in place."""
+        if self.cap is not None:
+            grad.mul_(1 - (z / self.cap).square_())
+        return grad if self.scale == 1 else grad.div_(self.scale)
+
+
+class Soft(NamedTuple):
+    """A teacher's part in the loss (1 - w) CE + w T^2 KL: its head and hidden states (..., d), w and T."""
+
+    head: Head
+    hidden: Tensor
+    weight: float
+    temperature: float
+
+
+class Sums(NamedTuple):
+    """Over tokens, in nats, fp32 scalars: what is minimised, the cross-entropy in it, and T^2 KL (0 without a teacher).
+    Only the first has a gradient."""
+
+    objective: Tensor
+    cross_entropy: Tensor
+    divergence: Tensor
+
+
+# ------------------------------------------------------------------ of a model
+
+
+def body_of(model: Any) -> nn.Module:
+    """Return the part of a causal language model that gives the head its hidden states."""
+    return getattr(model, model.base_model_prefix, model)
+
+
+def head_of(model: Any) -> Head | None:
+    """Return the head of a Hugging Face model; None where it is no `Head` as far as the config and the module tell."""
+    module = model.get_output_embeddings()
+    if type(module) is not nn.Linear or body_of(model) is model:
+        return None
+    scale, cap = (getattr(model.config, name, None) for name in ("logits_scaling", "final_logit_softcapping"))
+    return Head(module.weight, module.bias, 1.0 if scale is None else scale, cap)
+
+
+@torch.no_grad()
+def is_apart(model: Any) -> bool:
+    """Return whether the model's own forward pass is its body, then `head_of`: tried on a few tokens, and on values
+    from -200 to 200 in place of the head's output, which shows what is done with it."""
+    head = head_of(model)
+    if head is None:
+        return False
+    ids = torch.arange(min(8, len(head.weight)), device=head.weight.device)[None]
+    taken: list[Tensor] = []
+
+    def replace(module: nn.Module, args: tuple[Tensor, ...], z: Tensor) -> Tensor:
+        taken.extend((args[0], torch.linspace(-200, 200, z.numel(), device=z.device).view(z.shape).to(z.dtype)))
+        return taken[-1]
+
+    handle = model.get_output_embeddings().register_forward_hook(replace)
+    try:
+        with evaluating(model):
+            logits = model(input_ids=ids, use_cache=False).logits
+            hidden = body_of(model)(input_ids=ids, use_cache=False).last_hidden_state
+    finally:
+        handle.remove()
+    rtol, atol = (1e-2, 1e-2) if logits.element_size() < 4 else (1e-4, 1e-5)
+    pairs = ((hidden, taken[0]), (head.after(taken[1]), logits))
+    return all(torch.allclose(ours, theirs, rtol=rtol, atol=atol) for ours, theirs in pairs)
+
+
+# ------------------------------------------------------------------ losses in parts
+
+
+def parts(tokens: int, vocabulary: int) -> int:
+    """Return in how many parts the logits of so many tokens are made."""
+    return -(-tokens // max(1, PART // vocabulary))
+
+
+def losses_in_parts(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
+    """-ln p of every target in nats, without gradients: hidden (B, T, d), targets (B, T) -> (B, T) fp32 or fp64."""
+    count = parts(targets.numel(), len(head.weight))
+    pairs = zip(hidden.flatten(0, 1).chunk(count), targets.flatten().chunk(count), strict=True)
+    with torch.no_grad():
+        return torch.cat([F.cross_entropy(head.logits(x), y, reduction="none") for x, y in pairs]).view(targets.shape)
+
+
+def sums_in_parts(head: Head, hidden: Tensor, targets: Tensor, soft: Soft | None = None) -> Sums:
+    """Sum the losses of a batch: hidden (B, T, d), targets (B, T) int64. Their gradients are made here and now, once;
+    a second backward pass through them is refused."""
+    return Sums(*_InParts.apply(hidden, head.weight, head.bias, targets, head, soft))
+
+
+def sums_by_liger(head: Head, hidden: Tensor, targets: Tensor) -> Sums:
+    """The same without a teacher by Liger Kernel's fused kernel (CUDA), gradients summed in fp32."""
+    fused = importlib.import_module("liger_kernel.transformers.functional").liger_fused_linear_cross_entropy
+    x, bias = hidden.flatten(0, -2), head.bias
+    if head.scale != 1:
+        x, bias = x / head.scale, None if bias is None else bias / head.scale
+    options = {"bias": bias, "reduction": "sum", "softcap": head.cap, "accum_dtype": torch.float32}
+    objective = fused(x, head.weight, targets.flatten(), **options)
+    entropy = objective.detach()
+    return Sums(objective, entropy, torch.zeros_like(entropy))
+
+
+class _InParts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, soft: Soft | None
+    ) -> tuple[Tensor, ...]:
+        wanted = ctx.needs_input_grad[:3]
+        kind = hidden.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        exact = torch.promote_types(dtype, torch.float32)
+        cast = Head(weight.to(dtype), None if bias is None else bias.to(dtype), head.scale, head.cap)
+        sums = torch.zeros(3, dtype=exact, device=hidden.device)
+        count = parts(targets.numel(), len(weight))
+        to_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wanted[0] else None
+        to_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
+        to_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wanted[2] else None
+        x_parts, y_parts = hidden.flatten(0, -2).chunk(count), targets.flatten().chunk(count)
+        t_parts = [None] * len(x_parts) if soft is None else soft.hidden.flatten(0, -2).chunk(count)
+        begin = 0
+        for x, y, theirs in zip(x_parts, y_parts, t_parts, strict=True):
+            x = x.to(dtype)
+            grad, part = _part(cast, x, y, soft, theirs)
+            sums += part
+            grad = grad.to(dtype)
+            if to_hidden is not None:
+                to_hidden.flatten(0, -2)[begin : begin + len(y)] = grad @ cast.weight
+            if to_weight is not None:
+                if dtype == exact:
+                    to_weight.addmm_(grad.t(), x)
+                else:
+                    to_weight += grad.t() @ x
+            if to_bias is not None:
+                to_bias += grad.sum(0, dtype=exact)
+            begin += len(y)
+            del grad
+        ctx.gradients = [
+            None if one is None else one.to(of.dtype)
+            for one, of in ((to_hidden, hidden), (to_weight, weight), (to_bias, weight))
+        ]
+        entropy, divergence = sums[1], sums[2]
+        ctx.mark_non_differentiable(entropy, divergence)
+        return sums[0], entropy, divergence
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.gradients is None:
+            raise RuntimeError("the gradients of a loss made in parts were handed out already: do one backward pass")
+        gradients, ctx.gradients = ctx.gradients, None
+        return (*(None if one is None else one.mul_(grads[0]) for one in gradients), None, None, None)
+
+
+def _part(head: Head, x: Tensor, y: Tensor, soft: Soft | None, theirs: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return, for x (n, d) and y (n,), the gradient of the summed objective at W x + b, (n, V), and the three sums."""
+    z = head.logits(x)
+    here = torch.arange(len(y), device=y.device)
+    logp = F.log_softmax(z, -1)
+    entropy = -logp[here, y].sum()
+    grad = logp.exp_()
+    grad[here, y] -= 1
+    if soft is None or theirs is None:
+        return head.before(grad, z), torch.stack([entropy, entropy, torch.zeros_like(entropy)])
+    weight, temperature = soft.weight, soft.temperature
+    ours = F.log_softmax(z / temperature, -1)
+    wanted = F.log_softmax(soft.head.logits(theirs) / temperature, -1)
+    divergence = temperature**2 * F.kl_div(ours, wanted, reduction="sum", log_target=True)
+    grad.mul_(1 - weight).add_(ours.exp_().sub_(wanted.exp_()), alpha=weight * temperature)
+    objective = (1 - weight) * entropy + weight * divergence
+    return head.before(grad, z), torch.stack([objective, entropy, divergence])

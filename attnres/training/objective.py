@@ -1,0 +1,123 @@
+"""What a training step minimises, made in one forward pass of a module: what wraps that (DDP) sees the head too."""
+
+import importlib.util
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from attnres.errors import UserError
+from attnres.forward import token_losses
+from attnres.head import (
+    PART,
+    Head,
+    Soft,
+    Sums,
+    body_of,
+    head_of,
+    is_apart,
+    losses_in_parts,
+    sums_by_liger,
+    sums_in_parts,
+)
+from attnres.training.distill import Teacher, divergence
+
+Cast = Callable[[], AbstractContextManager[Any]]
+"""Makes the context of a forward pass: bf16 autocast, or nothing."""
+
+LARGE = 2 * PART
+"""Logits of a micro-batch beyond which a loss is not made of all of them at once."""
+
+
+def loss_kind(wanted: str, model: Any, tokens: int, teacher: Teacher | None = None) -> str:
+    """How the loss of a micro-batch of so many tokens is made: "whole", "chunked" or "liger".
+
+    Args:
+        wanted: one of these, or "auto": not whole beyond `LARGE` logits, where the model's head can be called apart;
+            then by Liger Kernel on CUDA where it is installed and no teacher takes part.
+
+    Raises:
+        UserError: what was asked for cannot be done with this model, here.
+    """
+    output = model.get_output_embeddings()
+    if wanted == "whole" or (wanted == "auto" and (output is None or tokens * len(output.weight) <= LARGE)):
+        return "whole"
+    apart = is_apart(model) and (teacher is None or is_apart(teacher.model))
+    why_not = _why_no_liger(next(model.parameters()).device, teacher)
+    if wanted == "auto":
+        return ("chunked" if why_not else "liger") if apart else "whole"
+    if not apart:
+        raise UserError(
+            f"loss is {wanted} and the head of {type(model).__name__} does more than attnres knows of: choose whole"
+        )
+    if wanted == "liger" and why_not:
+        raise UserError(f"loss is liger and {why_not}: choose chunked or auto")
+    return wanted
+
+
+def _why_no_liger(device: torch.device, teacher: Teacher | None) -> str | None:
+    if device.type != "cuda":
+        return f"it runs on CUDA, not on {device.type}"
+    if teacher is not None:
+        return "it knows no teacher"
+    return None if importlib.util.find_spec("liger_kernel") else "the package liger-kernel is not installed"
+
+
+class Objective(nn.Module):
+    """Gives the summed losses of a batch.
+
+    Args:
+        kind: of `loss_kind`.
+        cast: makes the precision of a forward pass.
+        compiled: the model, without what follows its logits or hidden states, runs through torch.compile.
+    """
+
+    def __init__(
+        self, model: Any, kind: str, cast: Cast, teacher: Teacher | None = None, *, compiled: bool = False
+    ) -> None:
+        super().__init__()
+        self.model, self.kind, self.cast, self.teacher = model, kind, cast, teacher
+        run = model if kind == "whole" else body_of(model)
+        self._runs = {"eager": run, "compiled": torch.compile(run) if compiled else run}  # no further submodules
+
+    def forward(self, x: Tensor, y: Tensor, *, eager: bool = False) -> Sums:
+        """Return the sums over a batch: x, y (B, T) int64; `eager` leaves the compiled form aside."""
+        theirs = None if self.teacher is None else self._teach(self.teacher, x)
+        run = self._runs["eager" if eager else "compiled"]
+        with self.cast():
+            output = run(input_ids=x, use_cache=False)
+            if self.kind == "liger":
+                return sums_by_liger(cast(Head, head_of(self.model)), output.last_hidden_state, y)
+            if self.kind == "chunked":
+                soft = None
+                if self.teacher is not None and theirs is not None:
+                    head = cast(Head, head_of(self.teacher.model))
+                    soft = Soft(head, theirs, self.teacher.weight, self.teacher.temperature)
+                return sums_in_parts(cast(Head, head_of(self.model)), output.last_hidden_state, y, soft)
+        entropy = token_losses(output.logits, y).sum()
+        if self.teacher is None or theirs is None:
+            return Sums(entropy, entropy.detach(), torch.zeros_like(entropy))
+        apart = divergence(output.logits, theirs, self.teacher.temperature).sum()
+        weight = self.teacher.weight
+        return Sums((1 - weight) * entropy + weight * apart, entropy.detach(), apart.detach())
+
+    @torch.no_grad()
+    def _teach(self, teacher: Teacher, x: Tensor) -> Tensor:
+        """Return the teacher's logits, or its hidden states where the loss is made of those."""
+        with self.cast():
+            if self.kind == "whole":
+                return teacher.model(input_ids=x, use_cache=False).logits
+            return body_of(teacher.model)(input_ids=x, use_cache=False).last_hidden_state
+
+
+@torch.no_grad()
+def held_out_losses(model: Any, x: Tensor, y: Tensor, cast_to: Cast, kind: str) -> Tensor:
+    """Cross-entropy in nats of every token: x, y (B, T) int64 -> (B, T) fp32, whatever the dtype of the forward."""
+    with cast_to():
+        if kind != "whole":
+            hidden = body_of(model)(input_ids=x, use_cache=False).last_hidden_state
+            return losses_in_parts(cast(Head, head_of(model)), hidden, y)
+        logits = model(input_ids=x, use_cache=False).logits
+    return token_losses(logits, y)

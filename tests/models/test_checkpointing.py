@@ -1,0 +1,69 @@
+"""Whatever is made again in the backward pass: the gradients stay, and less is kept."""
+
+import pytest
+import torch
+from tiny import NARROW
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from attnres.errors import UserError
+from attnres.models import build
+from attnres.models.checkpointing import checkpoint_activations
+from attnres.residuals import RESIDUALS
+
+IDS = torch.randint(30, (2, 8), generator=torch.Generator().manual_seed(0))
+
+
+def stirred(name, **settings):
+    """A small model whose residual is not at its start values."""
+    model = build(NARROW, name, vocab_size=30, max_positions=8, settings=settings).train()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.residual.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def gradients(model):
+    """Of every parameter, and the bytes that the forward pass kept for them."""
+    kept = {}
+
+    def keep(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+    grads = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    return grads, sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize("name", sorted(RESIDUALS))
+def test_gradients_stay_whatever_is_kept(name):
+    expected, all_of_it = gradients(stirred(name))
+    for how in ("layer", "sublayer", "reads"):
+        model = stirred(name)
+        checkpoint_activations(model, how)
+        ours, kept = gradients(model)
+        for left, right in zip(ours, expected, strict=True):
+            torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-7)
+        assert kept <= all_of_it if how == "reads" else kept < all_of_it, how
+
+
+@pytest.mark.parametrize("settings", [{"gate": "scalar"}, {"heads": 2}, {"value_residual": "head"}], ids=str)
+def test_settings_of_depth_reads_are_made_again_too(settings):
+    expected, all_of_it = gradients(stirred("block", num_blocks=2, **settings))
+    for how in ("layer", "sublayer", "reads"):
+        model = stirred("block", num_blocks=2, **settings)
+        checkpoint_activations(model, how)
+        ours, kept = gradients(model)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
+        assert kept < all_of_it, how
+
+
+def test_layers_that_know_no_checkpointing_are_named(monkeypatch):
+    model = stirred("standard")
+    monkeypatch.delattr(GradientCheckpointingLayer, "gradient_checkpointing")
+    for module in model.modules():
+        vars(module).pop("gradient_checkpointing", None)
+    with pytest.raises(UserError, match="layers of AttnResQwen3ForCausalLM know no checkpointing: choose sublayer"):
+        checkpoint_activations(model, "layer")

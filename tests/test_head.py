@@ -1,0 +1,138 @@
+"""Losses made from few rows of logits at a time are those of all logits, and so are their gradients."""
+
+import pytest
+import torch
+from tiny import SIZE
+from torch.nn import functional as F
+
+from attnres import head
+from attnres.head import Head, Soft, body_of, head_of, is_apart, losses_in_parts, sums_in_parts
+from attnres.models import build, build_plain
+
+V, D, B, T = 37, 12, 3, 7
+HEADS = {"plain": {}, "bias": {"bias": True}, "Granite's": {"bias": True, "scale": 3.0}, "Gemma's": {"cap": 2.0}}
+
+
+def drawn(kind, dtype=torch.float64):
+    """A head, hidden states and targets."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    options = {**HEADS[kind]}
+    bias = randn(V) if options.pop("bias", False) else None
+    return Head(randn(V, D), bias, **options), randn(B, T, D), torch.randint(V, (B, T), generator=generator)
+
+
+def whole(one, hidden, targets, soft=None):
+    """Torch's own losses of all logits: the objective, the cross-entropy, and the divergence."""
+    z = (hidden @ one.weight.T + (0 if one.bias is None else one.bias)) / one.scale
+    z = z if one.cap is None else one.cap * torch.tanh(z / one.cap)
+    entropy = F.cross_entropy(z.flatten(0, 1), targets.flatten(), reduction="sum")
+    if soft is None:
+        return entropy, entropy, torch.zeros_like(entropy)
+    t = soft.temperature
+    theirs = soft.head.after(soft.hidden @ soft.head.weight.T)
+    divergence = t**2 * F.kl_div((z / t).log_softmax(-1), (theirs / t).softmax(-1), reduction="sum")
+    return (1 - soft.weight) * entropy + soft.weight * divergence, entropy, divergence
+
+
+def gradients(one, hidden, objective):
+    """Of 0.3 times the objective, at all that it is made of."""
+    leaves = [leaf for leaf in (hidden, one.weight, one.bias) if leaf is not None]
+    return torch.autograd.grad(0.3 * objective, leaves)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 100])
+@pytest.mark.parametrize("taught", [False, True], ids=["alone", "taught"])
+@pytest.mark.parametrize("kind", HEADS)
+def test_parts_are_the_whole(kind, taught, rows, monkeypatch):
+    monkeypatch.setattr(head, "PART", rows * V)
+    one, hidden, targets = drawn(kind)
+    soft = None
+    if taught:
+        teacher, theirs, _ = drawn("Gemma's")
+        soft = Soft(Head(teacher.weight.detach() + 0.1, cap=2.0), theirs.detach() * 2, 0.7, 1.7)
+    ours, expected = sums_in_parts(one, hidden, targets, soft), whole(one, hidden, targets, soft)
+    torch.testing.assert_close(tuple(ours), expected)
+    assert not ours.cross_entropy.requires_grad and not ours.divergence.requires_grad
+    torch.testing.assert_close(gradients(one, hidden, ours.objective), gradients(one, hidden, expected[0]))
+    losses = losses_in_parts(one, hidden, targets)
+    assert losses.shape == targets.shape and not losses.requires_grad
+    torch.testing.assert_close(losses.sum(), expected[1])
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-2)])
+def test_rounding_is_that_of_the_precision(dtype, bound, monkeypatch):
+    """In fp32, and by autocast in bf16: no further from fp64 than torch's own losses are."""
+    monkeypatch.setattr(head, "PART", 5 * V)
+    exact, hidden, targets = drawn("bias")
+    expected = gradients(exact, hidden, whole(exact, hidden, targets)[0])
+    one, hidden, targets = drawn("bias", torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+        ours = sums_in_parts(one, hidden, targets).objective
+        logits = one.logits(hidden)
+    theirs = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    assert ours.dtype == torch.float32 and ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+    for a, b, c in zip(gradients(one, hidden, ours), gradients(one, hidden, theirs), expected, strict=True):
+        scale = c.abs().max()
+        error, eager = ((x.double() - c).abs().max() / scale for x in (a, b))
+        assert a.dtype == torch.float32 and error < bound and error <= 1.5 * eager + 1e-7
+
+
+def test_no_tensor_is_larger_than_a_part(monkeypatch):
+    """Counted in every operation, forward and backward; nothing of the size of a part is kept in between."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    monkeypatch.setattr(head, "PART", 4 * V)
+
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes = [
+                x.numel() for x in (out if isinstance(out, tuple | list) else [out]) if isinstance(x, torch.Tensor)
+            ]
+            Sizes.largest = max(Sizes.largest, *sizes, 0)
+            return out
+
+    one, hidden, targets = drawn("plain")
+    kept = []
+    with Sizes(), torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.numel()) or x, lambda x: x):
+        gradients(one, hidden, sums_in_parts(one, hidden, targets).objective)
+    assert B * T * V > 600 and Sizes.largest == V * D and max(kept, default=0) < 4 * V
+
+
+def test_frozen_weights_cost_no_gradient():
+    one, hidden, targets = drawn("bias")
+    frozen = Head(one.weight.detach(), one.bias.detach())
+    sums_in_parts(frozen, hidden, targets).objective.backward()
+    assert hidden.grad is not None
+    with pytest.raises(RuntimeError, match="do one backward pass"):
+        loss = sums_in_parts(one, hidden, targets).objective
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+
+def test_a_models_head_is_told_from_what_its_logits_are():
+    model = build_plain(SIZE, vocab_size=V, max_positions=16)
+    assert is_apart(model) and is_apart(build(SIZE, "full", vocab_size=V, max_positions=16).bfloat16())
+    ids = torch.arange(8)[None]
+    hidden = body_of(model)(input_ids=ids).last_hidden_state
+    torch.testing.assert_close(head_of(model).logits(hidden), model(input_ids=ids).logits)
+    forward = type(model).forward
+
+    class Bounded(type(model)):
+        """Does with its logits what no field of its config says."""
+
+        def forward(self, **inputs):
+            output = forward(self, **inputs)
+            output.logits = 30 * torch.tanh(output.logits / 30)
+            return output
+
+    model.__class__ = Bounded
+    assert not is_apart(model)
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    assert head_of(model) is None and not is_apart(model)
