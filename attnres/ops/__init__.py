@@ -2,7 +2,8 @@
 
 from attnres.ops.dispatch import Plan, explain, in_two_phases
 from attnres.ops.norms import Norm, inverse_rms
-from attnres.ops.reference import compute_dtype, depth_read_reference
+from attnres.ops.plain import plain_torch
+from attnres.ops.reference import compute_dtype, depth_read_reference, scaled_query
 from attnres.ops.two_phase import Merged, SealedRead, SealedReads, apply_norm, depth_read, merge, read_sealed
 
 __all__ = [
@@ -19,5 +20,7 @@ __all__ = [
     "in_two_phases",
     "inverse_rms",
     "merge",
+    "plain_torch",
     "read_sealed",
+    "scaled_query",
 ]

@@ -11,6 +11,13 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def scaled_query(query: Tensor, gain: Tensor | None) -> Tensor:
+    """Return w * g, what a read takes its logits with, in at least fp32: rounded to 16 bits it would move weights by a
+    percent."""
+    dtype = compute_dtype(query.dtype)
+    return query.to(dtype) if gain is None else query.to(dtype) * gain.to(dtype)
+
+
 def depth_read_reference(
     sources: Sequence[Tensor], query: Tensor, gain: Tensor | None = None, *, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor]:
@@ -32,6 +39,5 @@ def depth_read_reference(
     values = torch.stack(list(sources))
     values = values.to(compute_dtype(values.dtype))
     keys = values * (values.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
-    scaled = query if gain is None else query * gain
-    weights = (keys * scaled.to(keys.dtype)).sum(-1).softmax(0)
+    weights = (keys * scaled_query(query, gain).to(keys.dtype)).sum(-1).softmax(0)
     return (weights.unsqueeze(-1) * values).sum(0), weights

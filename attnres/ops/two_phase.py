@@ -29,13 +29,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from attnres.ops import registered
+from attnres.ops import plain, registered
 from attnres.ops.dispatch import backend_for, in_two_phases
 from attnres.ops.eager import MergeSaved
 from attnres.ops.norms import Norm
-from attnres.ops.reference import compute_dtype
+from attnres.ops.reference import compute_dtype, scaled_query
 from attnres.ops.sharded import refuse_sharded, settled
 
 
@@ -114,14 +113,24 @@ class _Unrecorded:
     def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
 
 
-def _apply(function: type[torch.autograd.Function], *arguments: Any) -> tuple[Tensor, ...]:
+def _apply(function: "type[_ReadSealed | _Merge]", *arguments: Any) -> tuple[Tensor, ...]:
     refuse_sharded(arguments)
+    if plain.is_needed():
+        return function.plainly(*arguments)
     if torch.is_grad_enabled():
         return function.apply(*arguments)
     return function.forward(_Unrecorded(), *arguments)
 
 
 class _ReadSealed(torch.autograd.Function):
+    @staticmethod
+    def plainly(
+        queries: Tensor, eps: float, dtype: torch.dtype, compute: torch.dtype, *sources: Tensor
+    ) -> tuple[Tensor, ...]:
+        """What `forward` returns, of operations that autograd itself differentiates."""
+        outputs, top, total, logits = plain.read_sealed(queries.to(compute), _flat(sources), eps, dtype)
+        return (*outputs, *top, *total, logits, *sources)
+
     @staticmethod
     def forward(
         ctx: Any, queries: Tensor, eps: float, dtype: torch.dtype, compute: torch.dtype, *sources: Tensor
@@ -137,8 +146,8 @@ class _ReadSealed(torch.autograd.Function):
         return (*outputs, *top.unbind(0), *totals, logits, *_handed_on(sources))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        plain.refuse_second_derivative()
         queries, logits, inv_rms, *sources = ctx.saved_tensors
         shape, sources = sources[0].shape, _flat(sources)
         reads, (tokens, d) = queries.shape[0], sources[0].shape
@@ -153,6 +162,30 @@ class _ReadSealed(torch.autograd.Function):
 
 
 class _Merge(torch.autograd.Function):
+    @staticmethod
+    def plainly(
+        k: int,
+        index: int,
+        recompute: bool,
+        dtype: torch.dtype,
+        eps: float,
+        norm: Norm | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        query: Tensor | None,
+        output: Tensor | None,
+        top: Tensor | None,
+        total: Tensor | None,
+        added: Tensor | None,
+        *rest: Tensor,
+    ) -> tuple[Tensor, ...]:
+        """What `forward` returns, of operations that autograd itself differentiates."""
+        norm = None if norm is None else norm._replace(weight=weight, bias=bias)
+        flat_output, flat_added, *flat = _flat((output, added, *rest[:k]))
+        x, h, sealed, weights, opens = plain.merge(flat, flat_added, query, eps, flat_output, top, total, norm, dtype)
+        shape = rest[0].shape if k else cast(Tensor, output).shape
+        return (x.view(shape), h, sealed, weights, *(source.view(shape) for source in opens))
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -198,8 +231,8 @@ class _Merge(torch.autograd.Function):
         return (x, h, sealed, weights, *_handed_on(scored))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        plain.refuse_second_derivative()
         k, count = ctx.k, len(MergeSaved._fields)
         weight, bias, query, *rest = ctx.saved_tensors
         saved, opens, recomputed = MergeSaved(*rest[:count]), _flat(rest[count : count + k]), rest[count + k :]
@@ -375,10 +408,11 @@ def depth_read(
     dtype, n = sources[0].dtype, len(sources)
     if n == 1:  # the source itself, exactly, and exactly no gradient for its query
         weights = torch.ones((1, *shape[:-1]), dtype=compute_dtype(dtype), device=sources[0].device)
-        h = sources[0] + (query * 0.0 if gain is None else query * gain * 0.0).sum().to(dtype)
+        h = sources[0] + (scaled_query(query, gain) * 0.0).sum().to(dtype)
         x = h if norm is None else apply_norm(h, norm)
         return (x, weights) if return_weights else x
-    scaled = query if gain is None else query * gain
+    scaled = scaled_query(query, gain)
+    sources = [source.reshape(-1, shape[-1]) for source in sources] if len(shape) == 1 else sources
     if norm is not None and norm.out_dtype is None:
         norm = norm._replace(out_dtype=dtype)
     how = {"eps": eps, "dtype": dtype, "recompute": bool(checkpoint_level)}

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnres.ops import plain
+
 
 def sinkhorn(logits: Tensor, steps: int = 20) -> Tensor:
     """Normalise the columns of exp(logits), then its rows, `steps` times.
@@ -30,7 +32,19 @@ def sinkhorn(logits: Tensor, steps: int = 20) -> Tensor:
     first = (logits - logits.logsumexp(-1, keepdim=True)).exp()
     if steps == 1:
         return first
-    return _Steps.apply(first.reshape(-1, *first.shape[-2:]), steps - 1).view_as(first)
+    matrix = first.reshape(-1, *first.shape[-2:])
+    balanced = _balanced(matrix, steps - 1)[0] if plain.is_needed() else _Steps.apply(matrix, steps - 1)
+    return balanced.view_as(first)
+
+
+def _balanced(matrix: Tensor, steps: int) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Return diag(u) K diag(v) of matrices K (B, n, n), and all u and v (B, n, 1) on the way; see `_Steps`."""
+    transposed = matrix.transpose(1, 2)
+    us, vs = [torch.ones_like(matrix[:, :, :1])], []
+    for _ in range(steps):
+        vs.append(torch.bmm(transposed, us[-1]).reciprocal())
+        us.append(torch.bmm(matrix, vs[-1]).reciprocal())
+    return matrix * us[-1] * vs[-1].transpose(1, 2), us, vs
 
 
 class _Steps(torch.autograd.Function):
@@ -38,16 +52,13 @@ class _Steps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, steps: int) -> Tensor:
-        transposed = matrix.transpose(1, 2)
-        us, vs = [torch.ones_like(matrix[:, :, :1])], []
-        for _ in range(steps):
-            vs.append(torch.bmm(transposed, us[-1]).reciprocal())
-            us.append(torch.bmm(matrix, vs[-1]).reciprocal())
+        balanced, us, vs = _balanced(matrix, steps)
         ctx.save_for_backward(matrix, torch.cat(us, -1), torch.cat(vs, -1))
-        return matrix * us[-1] * vs[-1].transpose(1, 2)
+        return balanced
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        plain.refuse_second_derivative()
         matrix, us, vs = ctx.saved_tensors  # (B, n, n), (B, n, steps + 1), (B, n, steps)
         transposed, steps = matrix.transpose(1, 2), vs.shape[-1]
         last_u, last_v = us[..., -1:], vs[..., -1:]

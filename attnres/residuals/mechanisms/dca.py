@@ -72,9 +72,9 @@ class DeepCrossAttention(Mixtures):
     def mix(self, index: int, values: Tensor) -> tuple[Tensor, Tensor]:
         """The weights are the part in which tokens differ, (..., n, ways)."""
         place = (index + 1) // 2
-        bias, query = self.bias[place].to(values.dtype), (self.weight[place] * self.gain[place]).to(values.dtype)
+        bias, weight, gain = (x[place].to(values.dtype) for x in (self.bias, self.weight, self.gain))
         scale = (values.square().mean(-1, keepdim=True) + self.eps).rsqrt()
-        dynamic = (F.linear(values, query) * scale).clamp_min(0.0)
+        dynamic = (F.linear(values, weight * gain) * scale).clamp_min(0.0)
         static = torch.stack([(values * row).sum(-2) for row in bias], -2)
         return static + dynamic.mT @ values, dynamic
 

@@ -8,7 +8,17 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnres.ops import Norm, Plan, SealedRead, compute_dtype, explain, in_two_phases, merge, read_sealed
+from attnres.ops import (
+    Norm,
+    Plan,
+    SealedRead,
+    compute_dtype,
+    explain,
+    in_two_phases,
+    merge,
+    read_sealed,
+    scaled_query,
+)
 from attnres.residuals.base import NormLike, Residual, Slot, slots_of, with_norm
 from attnres.residuals.layout import Learned, Source, Traits
 from attnres.residuals.mechanisms.gates import Gates
@@ -253,7 +263,7 @@ class DepthAttention(Residual):
 
     def _scaled_query(self, reads: int | slice) -> Tensor:
         """Return what the kernels take as the query: w * g / temperature."""
-        query, temperature = self.query[reads] * self.gain[reads], self.weighting.read_temperature
+        query, temperature = scaled_query(self.query[reads], self.gain[reads]), self.weighting.read_temperature
         return query if temperature == 1.0 else query / temperature
 
     def _read_plainly(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:

@@ -1,0 +1,118 @@
+"""Both phases as torch operations that autograd itself differentiates, where the kernels' own backward cannot serve.
+
+That is so in torch.func's transforms, forward-mode derivatives, exports and traces, which are recognised, and for
+derivatives of derivatives, which are refused unless they are asked for by `plain_torch`.
+"""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from attnres.errors import UserError
+from attnres.ops.norms import Norm
+from attnres.ops.reference import compute_dtype
+
+_asked: ContextVar[bool] = ContextVar("plain_torch", default=False)
+
+
+@contextmanager
+def plain_torch() -> Generator[None]:
+    """Make depth reads inside the block of plain torch operations: slower, and with derivatives of any order.
+
+    >>> import attnres
+    >>> v, w = torch.ones(2, 3, 4, requires_grad=True), torch.ones(4)
+    >>> with plain_torch():
+    ...     h = attnres.depth_read(list(v * torch.tensor([1.0, 2.0]).view(2, 1, 1)), w)
+    >>> (first,) = torch.autograd.grad(h.square().sum(), v, create_graph=True)
+    >>> torch.autograd.grad(first.square().sum(), v)[0].isfinite().all()
+    tensor(True)
+    """
+    token = _asked.set(True)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def is_needed() -> bool:
+    """Whether the kernels' own backward cannot serve here: see above."""
+    if torch.compiler.is_exporting():
+        return True
+    if torch.compiler.is_compiling():
+        return False
+    transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return transformed or torch.jit.is_tracing() or _asked.get()
+
+
+def refuse_second_derivative() -> None:
+    """In a backward of our own: raise a UserError where a graph of it is asked for, which would lack paths."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UserError(
+            "a derivative of a gradient was asked for (create_graph=True), which the backward of depth reads does not "
+            "have: run the forward pass inside `with attnres.ops.plain_torch():`, which has derivatives of any order"
+        )
+
+
+def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+    return (x.square().mean(-1) + eps).rsqrt()
+
+
+def read_sealed(
+    queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
+    """Return outputs, top, total and logits as `two_phase.SealedReads` has them, of sources (T, d); here `top` is the
+    whole log-sum-exp and `total` one."""
+    values = torch.stack([source.to(queries.dtype) for source in sources], 1)
+    logits = (values @ queries.t()) * _inverse_rms(values, eps).unsqueeze(-1)
+    outputs = (logits.softmax(1).transpose(1, 2) @ values).to(dtype)
+    top = logits.logsumexp(1)
+    return list(outputs.unbind(1)), list(top.unbind(1)), [torch.ones_like(x) for x in top.unbind(1)], logits
+
+
+def merge(
+    opens: Sequence[Tensor],
+    added: Tensor | None,
+    query: Tensor | None,
+    eps: float,
+    output: Tensor | None,
+    top: Tensor | None,
+    total: Tensor | None,
+    norm: Norm | None,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """Return (x, h, sealed, weights, opens) of one read, as `eager.merge` computes them; vectors are (T, d)."""
+    compute = compute_dtype(dtype)
+    if added is not None:
+        opens = [*opens[:-1], (opens[-1] + added).to(dtype)]
+    before: Any = output if output is not None else opens[0]
+    p = before.new_ones(before.shape[0], 1, dtype=compute)
+    h = before
+    if opens:
+        assert query is not None
+        values = [source.to(compute) for source in opens]
+        logits = [(v @ query.to(compute)) * _inverse_rms(v, eps) for v in values]
+        if output is not None:
+            assert top is not None and total is not None
+            values, logits = [output.to(compute), *values], [top + total.log(), *logits]
+        p = torch.stack(logits, 1).softmax(1)
+        h = (p.unsqueeze(-1) * torch.stack(values, 1)).sum(1)
+    h = h.to(dtype)
+    x = h if norm is None else apply(h.to(compute), norm).to(norm.out_dtype or dtype)
+    sealed, weights = (p[:, 0], p[:, 1:]) if output is not None else (p.new_zeros(p.shape[0]), p)
+    return x, h, sealed, weights, list(opens)
+
+
+def apply(h: Tensor, norm: Norm) -> Tensor:
+    """Return the norm of h (T, d), which is in the compute dtype."""
+    weight, bias = (None if v is None else v.to(h.dtype) for v in (norm.weight, norm.bias))
+    if norm.center:
+        return F.layer_norm(h, h.shape[-1:], weight, bias, norm.eps)
+    y = h * _inverse_rms(h, norm.eps).unsqueeze(-1)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias

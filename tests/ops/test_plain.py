@@ -1,0 +1,149 @@
+"""Reads of plain torch: transforms, derivatives of derivatives, exports; and their refusal elsewhere."""
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+from attnres import Norm, UserError, depth_read, depth_read_reference
+from attnres.ops import merge, plain_torch, read_sealed
+from attnres.residuals import make_residual
+from attnres.residuals.sinkhorn import sinkhorn
+
+WIDTH = 16
+
+
+def draw(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + len(shape)), dtype=dtype)
+
+
+def network(stack, query, gain, weight, residual="block"):
+    """Three sublayers of a Block network whose sublayers are fixed functions."""
+    with torch.device("meta"):
+        block = make_residual(residual, 4, WIDTH, **({"block_size": 2} if residual == "block" else {}))
+    norm = Norm(weight)
+
+    def run(module_parameters):
+        def pass_through(embedding):
+            state = block.start(embedding)
+            for index in range(4):
+                x, state = block.read(state, index, norm)
+                state = block.write(state, index, (x + index).sin())
+            return block.finish(state, norm)
+
+        return torch.func.functional_call(_Wrapped(block, pass_through), module_parameters, (stack,))
+
+    return run({"block.query": query, "block.gain": gain})
+
+
+class _Wrapped(torch.nn.Module):
+    def __init__(self, block, function):
+        super().__init__()
+        self.block, self.function = block, function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+ARGUMENTS = draw(3, WIDTH), 0.3 * draw(5, WIDTH), 1 + 0.1 * draw(5, WIDTH, seed=1), 1 + 0.1 * draw(WIDTH)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # by torch's own transforms
+@pytest.mark.parametrize("residual", ["block", "full"])
+def test_transforms_are_what_autograd_gives(residual):
+    def loss(*arguments):
+        return network(*arguments, residual=residual).square().sum() / 10
+
+    leaves = [x.clone().requires_grad_() for x in ARGUMENTS]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    ours = torch.func.grad(loss, argnums=(0, 1, 2, 3))(*ARGUMENTS)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    tangents = [draw(*x.shape, seed=9) for x in ARGUMENTS]
+    _, along = torch.func.jvp(loss, ARGUMENTS, tuple(tangents))
+    torch.testing.assert_close(along, sum((g * t).sum() for g, t in zip(expected, tangents)))
+    with forward_ad.dual_level():
+        dual = loss(*map(forward_ad.make_dual, ARGUMENTS, tangents))
+        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, along)
+
+
+def test_per_token_gradients_are_those_of_each_token(backend):
+    query = 0.4 * draw(WIDTH, dtype=torch.float32)
+    sources = draw(3, 5, WIDTH, dtype=torch.float32)
+
+    def one(query, token):
+        return depth_read(list(token), query, norm=Norm(eps=1e-3)).sin().sum()
+
+    ours = torch.func.vmap(torch.func.grad(one), (None, 1))(query, sources)
+    for token in range(5):
+        leaf = query.clone().requires_grad_()
+        (expected,) = torch.autograd.grad(one(leaf, sources[:, token]), leaf)
+        torch.testing.assert_close(ours[token], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_second_derivatives_are_right_where_they_are_asked_for():
+    def loss(*arguments):
+        with plain_torch():
+            return network(*arguments).square().sum() / 10
+
+    leaves = [x.clone().requires_grad_() for x in ARGUMENTS]
+    assert torch.autograd.gradgradcheck(loss, leaves, fast_mode=True)
+    matrices = (0.2 * draw(2, 3, 3)).requires_grad_()
+
+    def balanced(x):
+        with plain_torch():
+            return sinkhorn(x, 4).sin().sum()
+
+    assert torch.autograd.gradgradcheck(balanced, matrices, fast_mode=True)
+
+
+def test_a_second_derivative_is_refused_and_not_wrong(backend):
+    sources, query = list(draw(3, 4, WIDTH, dtype=torch.float32).requires_grad_().unbind()), draw(WIDTH).float()
+    says = "run the forward pass inside `with attnres.ops.plain_torch"
+    sealed = read_sealed(sources, query.view(1, -1).requires_grad_())
+    for loss in (
+        depth_read(sources, query, norm=Norm(eps=1e-3)).sum(),
+        depth_read(sources, query).square().sum(),
+        merge(sealed.read(0), (), None, None, Norm()).x.sum(),
+    ):
+        with pytest.raises(UserError, match=says):
+            torch.autograd.grad(loss, sources, create_graph=True, retain_graph=True)
+        with pytest.raises(UserError, match=says):
+            loss.backward(create_graph=True)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_export_needs_no_operator_of_ours(strict):
+    class Reads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.query = torch.nn.Parameter(0.3 * draw(WIDTH, dtype=torch.float32))
+
+        def forward(self, stack):
+            sealed = read_sealed(list(stack), self.query.view(1, -1))
+            return depth_read(list(stack), self.query), merge(sealed.read(0), (), None, None, Norm()).x
+
+    module, stack = Reads(), draw(3, 5, WIDTH, dtype=torch.float32)
+    exported = torch.export.export(module, (stack,), strict=strict)
+    assert not any("attnres" in str(node.target) for node in exported.graph.nodes)
+    for a, b in zip(exported.module()(stack), module(stack), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_query_and_gain_in_16_bits_are_multiplied_in_fp32(dtype, backend):
+    sources = list(draw(8, 64, 1024, dtype=torch.float32).to(dtype))
+    query, gain = (0.1 * draw(1024)).to(dtype), (1 + 0.3 * draw(1024, seed=5)).to(dtype)
+    _, expected = depth_read_reference([v.double() for v in sources], query.double(), gain.double())
+    _, weights = depth_read(sources, query, gain, return_weights=True)
+    assert ((weights - expected).abs() / expected).max() < 1e-5
+
+
+def test_sources_may_be_single_vectors(backend):
+    sources, query = list(draw(3, WIDTH, dtype=torch.float32)), draw(WIDTH, dtype=torch.float32)
+    expected, shares = depth_read_reference(sources, query)
+    for norm in (None, Norm(eps=1e-3)):
+        for level in (0, 1):
+            h, weights = depth_read(sources, query, norm=norm, return_weights=True, checkpoint_level=level)
+            assert h.shape == (WIDTH,) and weights.shape == (3,)
+            torch.testing.assert_close(weights, shares)
+    torch.testing.assert_close(depth_read(sources, query), expected)
