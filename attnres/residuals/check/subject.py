@@ -12,7 +12,7 @@ from attnres.residuals.base import Residual, State, Ways
 from attnres.residuals.registry import make_residual, residual_class
 
 WIDTH = 16
-DEPTHS = (1, 2, 5, 8)
+DEPTHS = (1, 2, 3, 8)
 """Sublayers of the networks that are checked, where the settings allow them."""
 MAX_DEPTH = 32
 """Where the settings allow none of `DEPTHS`, others up to this are looked for."""
