@@ -14,7 +14,7 @@ import sm90
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NARROW_ENOUGH = 4096
 
-# Each kernel at its narrowest width and at the widest that must not spill.
+# Each kernel at the widest width that must not spill; benchmarks/sm90.py compiles the others.
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -22,12 +22,11 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import sm90
 
-kernels = {}
+widest = {}
 for specimen in sm90.specimens():
-    if specimen.width <= int(sys.argv[3]):
-        kernels.setdefault(specimen.name, {})[specimen.width] = specimen
-chosen = [widths[w] for widths in kernels.values() for w in sorted({min(widths), max(widths)})]
-sm90.write(Path(sys.argv[2]), [sm90.build(specimen) for specimen in chosen])
+    if widest.get(specimen.name, specimen).width <= specimen.width <= int(sys.argv[3]):
+        widest[specimen.name] = specimen
+sm90.write(Path(sys.argv[2]), [sm90.build(specimen) for specimen in widest.values()])
 """
 
 
