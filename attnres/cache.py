@@ -3,11 +3,13 @@
 import os
 from pathlib import Path
 
+from attnres.paths import user_path
+
 
 def cache_dir() -> Path:
     """`$ATTNRES_CACHE`, or `attnres` under `$XDG_CACHE_HOME` or `~/.cache`. Not created here."""
     override = os.environ.get("ATTNRES_CACHE")
     if override:
-        return Path(override).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "attnres"
+        return user_path(override)
+    base = os.environ.get("XDG_CACHE_HOME") or user_path("~/.cache")
+    return Path(base) / "attnres"

@@ -1,17 +1,20 @@
 """The command `attnres`: finds the subcommand and turns errors into exit statuses.
 
 A subcommand is a file of `attnres/commands/` and a row of `COMMANDS`. Nothing heavy is imported before a subcommand has
-understood its flags, so that help and mistakes are quick. A user's mistake is one sentence on stderr and status 2.
+understood its flags, so that help and mistakes are quick. A user's mistake is one sentence on stderr and status 2. What
+nobody foresaw is one sentence too, with status 1 and where it happened; --debug shows the traceback of either.
 """
 
 import contextlib
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from attnres.errors import Interrupted, UserError, unknown
+from attnres.errors import DEBUG, ERROR_FILE, Interrupted, UserError, first_line, unknown
+from attnres.text import listed, one_line
 
 COMMANDS = {
     "train": "train one model",
@@ -39,7 +42,8 @@ Transformers whose sublayers read a learned softmax over earlier outputs.
 commands:
 {commands}
 
-attnres COMMAND --help shows a command's options.
+attnres COMMAND --help shows a command's options; with --debug, errors come with their traceback and libraries with
+what they report.
 
 examples:
   attnres compare
@@ -58,10 +62,14 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line (by default this process's); leaves with SystemExit when it fails."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if "--debug" in words:
+        os.environ[DEBUG] = "1"
+        words = [word for word in words if word != "--debug"]
     try:
-        _dispatch(list(sys.argv[1:] if arguments is None else arguments))
+        _dispatch(words)
     except UserError as error:
-        _fail(f"error: {error}", 2)
+        _fail(f"error: {one_line(str(error))}", 2)
     except Interrupted as error:
         _fail(str(error), error.code)
     except BrokenPipeError:  # the reader of a pipe went away
@@ -69,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         _fail("error: stopped", 130)
+    except Exception as error:
+        _fail(_unforeseen(error, words), 1)
 
 
 def _dispatch(arguments: list[str]) -> None:
@@ -88,9 +98,30 @@ def _dispatch(arguments: list[str]) -> None:
         raise unknown("command", name, COMMANDS)
 
 
+def _unforeseen(error: Exception, words: list[str]) -> str:
+    """A sentence for what no part of the program foresaw: what it is, where it is from, and what it was about."""
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "attnres" in Path(frame.filename).parts]
+    place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "a library"
+    files = [word for word in words[1:] if not word.startswith("-") and _is_there(word)]
+    about = f", with {listed(files)}" if files else ""
+    return (
+        f"error: unforeseen {type(error).__name__} at {place}{about} ({one_line(first_line(error))}): a file that is "
+        "damaged, or a mistake of attnres; the same command with --debug shows where, and a report of it is welcome"
+    )
+
+
+def _is_there(word: str) -> bool:
+    with contextlib.suppress(OSError, ValueError):
+        return Path(word).exists()
+    return False
+
+
 def _fail(message: str, code: int) -> None:
-    """Say it on stderr, or to the comparison that started this run (see studies/children.py)."""
-    file = os.environ.get("ATTNRES_ERROR_FILE")
+    """Say it on stderr, or to the comparison that started this run (see studies/children.py), with the traceback of
+    what is being handled where it was asked for or goes into that run's log."""
+    if os.environ.get(DEBUG) or (code == 1 and ERROR_FILE in os.environ):
+        traceback.print_exc()
+    file = os.environ.get(ERROR_FILE)
     if file:
         with contextlib.suppress(OSError):
             Path(file).write_text(message.removeprefix("error: "), encoding="utf-8")

@@ -1,7 +1,13 @@
 """The exceptions that the command line turns into one sentence and an exit status."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
+
+DEBUG = "ATTNRES_DEBUG"
+"""Environment variable that --debug sets: errors come with their traceback, libraries say what they report."""
+ERROR_FILE = "ATTNRES_ERROR_FILE"
+"""Environment variable: where `attnres` writes the sentence of an error instead of printing it."""
 
 
 class UserError(ValueError):
@@ -26,6 +32,29 @@ def first_line(error: BaseException) -> str:
     ('no such repository', 'KeyError')
     """
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".: ")
+
+
+@contextmanager
+def foreign(what: str, advice: str) -> Generator[None]:
+    """Raise whatever the block raises as a UserError: the block runs another library, or code, on what a user gave.
+
+    Args:
+        what: cannot be done, e.g. "config.json of gpt2 makes no config"; the cause's first line follows in brackets.
+        advice: what to do.
+
+    >>> with foreign("x makes no number", "write digits"):
+    ...     int("x")
+    Traceback (most recent call last):
+    attnres.errors.UserError: x makes no number (invalid literal for int() with base 10: 'x'): write digits
+    """
+    try:
+        yield
+    except (UserError, Interrupted):
+        raise
+    except RecursionError as error:
+        raise UserError(f"{what} (nested too deep): {advice}") from error
+    except Exception as error:
+        raise UserError(f"{what} ({first_line(error)}): {advice}") from error
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> UserError:

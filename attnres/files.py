@@ -4,18 +4,20 @@ A full disk, a missing permission or a killed process leaves what was there befo
 UserError, with the half-written file removed.
 """
 
+import glob
 import json
 import os
+import re
 import shutil
-from collections.abc import Generator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 from attnres.errors import UserError
+from attnres.locks import Taken, is_same_file, lock
 
 LOCK = ".lock"
 
@@ -25,13 +27,6 @@ def in_the_way(folder: Path) -> Path | None:
     this user may write into; None if nothing does. For finding out before hours are spent on what would be written."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     return None if there.is_dir() and os.access(there, os.W_OK | os.X_OK) else there
-
-
-def refuse_full(folder: str | Path) -> None:
-    """Raise UserError for a file, or a folder that is not empty, where a new folder is to be."""
-    folder = Path(folder)
-    if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
-        raise UserError(f"{folder} exists and is not empty: choose another folder, or empty it")
 
 
 @contextmanager
@@ -74,17 +69,6 @@ def write_json(path: str | Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
-def read_json(path: str | Path) -> Any:
-    """The value in a JSON file; a missing, unreadable or broken file is a UserError."""
-    path = Path(path)
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}): it is damaged or not one of ours") from error
-
-
 @contextmanager
 def replaced_folder(path: str | Path) -> Generator[Path]:
     """An empty folder to fill, which becomes `path` when the block ends and is removed when it raises.
@@ -117,39 +101,45 @@ def recover_folder(path: str | Path) -> None:
     """Undo what a kill in the middle of `replaced_folder` left: bring the old folder back, remove half-written ones."""
     path = Path(path)
     old = _old(path)
-    if old.exists():
-        if path.exists():
-            shutil.rmtree(old)
-        else:
-            old.rename(path)
-    for stray in path.parent.glob(f".{path.name}.*.new"):
-        if not _alive(stray):
-            shutil.rmtree(stray, ignore_errors=True)
+    if old.is_dir() and not path.exists():
+        old.rename(path)
+    _remove(old)
+    _remove_strays(path.parent.glob(f".{glob.escape(path.name)}.*.new"))
+
+
+def _remove_strays(files: Iterable[Path]) -> None:
+    """Remove what processes that are no more left half-written."""
+    for stray in files:
+        if (match := re.fullmatch(r"\..+\.([0-9]+)\.new", stray.name)) and not _alive(int(match[1])):
+            _remove(stray)
 
 
 @contextmanager
-def locked(folder: str | Path) -> Generator[None]:
+def locked(folder: str | Path) -> Generator[Callable[[], bool]]:
     """Keep other processes out of `folder`, which is made if it is missing and removed again if it stays empty.
 
-    The lock is on the file `.lock` in it; the system lets go of it when this process ends, however it ends. Raises
-    UserError while another process holds it.
+    The lock is on the file `.lock` in it; the system lets go of it when this process ends, however it ends. What killed
+    processes left half-written there is removed. Gives a function that says whether the folder is still the one that
+    was locked: it may be renamed or removed meanwhile. Raises UserError while another process holds the lock.
     """
     folder = Path(folder)
-    lock = FileLock(folder / LOCK)
 
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                handle = stack.enter_context(lock(folder / LOCK, wait=False))
+            except Taken:
+                raise UserError(
+                    f"another process is working in {folder}: wait for it, or choose another --out"
+                ) from None
+            _remove_strays(list(folder.rglob(".*.new")))
         try:
-            lock.acquire(timeout=0)
-        except Timeout:
-            raise UserError(f"another process is working in {folder}: wait for it, or choose another --out") from None
-    try:
-        yield
-    finally:
-        with suppress(OSError):
-            if os.listdir(folder) == [LOCK]:
-                shutil.rmtree(folder)
-        lock.release()
+            yield lambda: is_same_file(handle, folder / LOCK)
+        finally:
+            with suppress(OSError):
+                if os.listdir(folder) == [LOCK]:
+                    shutil.rmtree(folder)
 
 
 def _beside(path: Path) -> Path:
@@ -160,14 +150,22 @@ def _old(path: Path) -> Path:
     return path.with_name(f".{path.name}.old")
 
 
-def _alive(stray: Path) -> bool:
-    """Whether the process that is writing `stray` (its number is in the name) still runs, this one excepted."""
-    text = stray.name.split(".")[-2]
-    if not text.isdigit() or (number := int(text)) == os.getpid():
+def _remove(path: Path) -> None:
+    """A file or a folder, if it is there and can be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink()
+
+
+def _alive(process: int) -> bool:
+    """Whether a process still runs, this one excepted."""
+    if process == os.getpid():
         return False
     try:
-        os.kill(number, 0)
-    except ProcessLookupError:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
         return False
     except OSError:
         return True
@@ -175,8 +173,11 @@ def _alive(stray: Path) -> bool:
 
 
 def _sync(folder: Path) -> None:
-    """Force the folder's files to disk, so that the rename does not outrun them in a power cut."""
+    """Force the folder's files to disk, so that the rename does not outrun them in a power cut, and let them be read by
+    whom the umask lets: safetensors makes its files the owner's alone."""
+    mode = folder.stat().st_mode & 0o666
     for file in folder.rglob("*"):
         if file.is_file():
+            file.chmod(mode)
             with file.open("rb+") as handle:
                 os.fsync(handle.fileno())

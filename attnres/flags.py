@@ -5,16 +5,14 @@ import dataclasses
 import difflib
 import io
 import json
-import re
-import tomllib
-from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import tyro
-import yaml
 from tyro.constructors import PrimitiveConstructorSpec
 
 from attnres.errors import UserError
+from attnres.paths import user_path
+from attnres.reading import parse_yaml, read_config
 from attnres.training.config import Setting
 
 T = TypeVar("T")
@@ -22,23 +20,14 @@ Hidden = tyro.conf.Suppress
 """A field that is no flag of this command."""
 
 
-class YamlLoader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, as in YAML 1.2 and JSON; PyYAML's own takes it for text."""
-
-
-YamlLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789")
-)
-
-
 def _size_from(words: list[str]) -> str | dict[str, Any]:
     """A name, or a mapping as YAML."""
     if not words[0].startswith("{"):
         return words[0]
     try:
-        return yaml.load(words[0], YamlLoader)
-    except yaml.YAMLError:
-        raise ValueError(f"'{words[0]}' is no mapping such as {{family: qwen3, hidden_size: 64}}") from None
+        return parse_yaml(words[0], "it")
+    except UserError:
+        raise ValueError(f"'{words[0][:80]}' is no mapping such as {{family: qwen3, hidden_size: 64}}") from None
 
 
 def _settings_from(words: list[str]) -> dict[str, Setting]:
@@ -162,22 +151,4 @@ def config_file(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
             path = argument.removeprefix("--config=")
         else:
             rest.append(argument)
-    return ({} if path is None else _read_file(Path(path))), rest
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    """The keys and values of a configuration file."""
-    if path.suffix not in (".yaml", ".yml", ".json", ".toml"):
-        raise UserError(f"the configuration file {path} must end in .yaml, .yml, .json or .toml")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"cannot read the configuration file {path}: {reason}") from None
-    try:
-        values = tomllib.loads(text) if path.suffix == ".toml" else yaml.load(text, YamlLoader)
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-        raise UserError(f"the configuration file {path} is not valid {path.suffix[1:].upper()}: {error}") from None
-    if values is not None and not isinstance(values, dict):
-        raise UserError(f"the configuration file {path} holds a {type(values).__name__}: expected keys and values")
-    return values or {}
+    return ({} if path is None else read_config(user_path(path))), rest

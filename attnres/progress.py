@@ -1,5 +1,6 @@
 """What the user sees of long work: bars on a terminal, plain lines elsewhere, nothing if not wanted."""
 
+import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
+from attnres.errors import DEBUG
 from attnres.terminal import say
 from attnres.text import duration
 
@@ -114,13 +116,17 @@ def counting(what: str, total: int | None, unit: str, *, shown: bool = True) -> 
 
 @contextmanager
 def quiet_transformers() -> Generator[None]:
-    """Hides Transformers' own progress bars for a while; they would break into ours."""
+    """Hides Transformers' own progress bars for a while, which would break into ours, and what it reports of a model
+    that does not load, which comes out as one sentence; --debug shows it."""
     from transformers.utils import logging
 
-    shown = logging.is_progress_bar_enabled()
+    shown, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    if DEBUG not in os.environ:
+        logging.set_verbosity(logging.CRITICAL)
     try:
         yield
     finally:
+        logging.set_verbosity(level)
         if shown:
             logging.enable_progress_bar()

@@ -75,6 +75,16 @@ def duration(seconds: float) -> str:
     return f"{minutes} min" if minutes < 90 else f"{minutes // 60} h {minutes % 60} min"
 
 
+def one_line(text: str) -> str:
+    """Text on one line, with what moves the cursor spelt out.
+
+    >>> one_line("a\\nb\\tc\\x1b[1m")
+    'a b c\\\\x1b[1m'
+    """
+    spaced = " ".join(text.split())
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in spaced)
+
+
 def counted(count: int, what: str) -> str:
     """A number of things.
 

@@ -1,13 +1,46 @@
-"""Plain values, as files have them, as the fields of dataclasses: of the types they are declared with, or refused."""
+"""Plain values, as files have them, as the fields of dataclasses and records: of their declared types, or refused."""
 
 import dataclasses
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
 
 from attnres.errors import UserError, unknown
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Least:
+    """The smallest number that is one, in `Annotated[int, Least(0)]`."""
+
+    number: int
+
+
+Count = Annotated[int, Least(0)]
+"""How many there are."""
+
+
+class Misfit(Exception):
+    """A value that is not what was declared: where in the value it stands, and what was expected there."""
+
+    def __init__(self, value: Any, expected: str) -> None:
+        super().__init__(expected)
+        self.value, self.expected, self.names = value, expected, []
+
+    def sentence(self, prefix: str) -> str:
+        """What is wrong; `prefix` is the name of the whole."""
+        name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.names)
+        shown = repr(self.value)
+        shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+        return f"{f'{prefix}{name}'.lstrip('.')} is {shown}: expected {self.expected}"
+
+    def below(self, name: str | int) -> "Misfit":
+        """The same, said of what holds the value under `name`."""
+        self.names.insert(0, name)
+        return self
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -25,7 +58,7 @@ def overlay(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     Raises:
         UserError: an unknown key, with the nearest valid one; a value of a wrong type, with what was expected.
     """
-    hints = typing.get_type_hints(type(config))
+    hints = typing.get_type_hints(type(config), include_extras=True)
     changes: dict[str, Any] = {}
     for name, value in values.items():
         if name not in hints:
@@ -34,40 +67,128 @@ def overlay(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
             if not isinstance(value, Mapping):
                 raise UserError(f"{prefix}{name} is {value!r}: expected keys and values under it")
             changes[name] = overlay(getattr(config, name), value, f"{prefix}{name}.")
-        else:
-            changes[name] = _convert(f"{prefix}{name}", value, hints[name])
+            continue
+        try:
+            changes[name] = fit(value, hints[name])
+        except Misfit as error:
+            if typing.get_origin(hints[name]) is Literal and isinstance(value, str):
+                raise unknown(name, value, typing.get_args(hints[name])) from None
+            raise UserError(error.sentence(f"{prefix}{name}")) from None
     return dataclasses.replace(config, **changes)
 
 
-def _convert(name: str, value: Any, hint: Any) -> Any:
-    """`value` as the type `hint`, converted as files need it: whole numbers to floats, lists to tuples."""
+def checked(value: Any, kind: type[T], path: Any, advice: str) -> T:
+    """A value that a file holds, as `kind`.
+
+    Args:
+        kind: a TypedDict, or a dataclass, whose fields the value must have; a TypedDict keeps others that it has too.
+        path: of the file; `advice` is what to do if it is damaged.
+
+    Raises:
+        UserError: a field that is missing or of another type.
+    """
+    try:
+        return fit(value, kind)
+    except Misfit as error:
+        raise UserError(f"{path} is damaged ({error.sentence('') or 'its content'}): {advice}") from None
+
+
+def fit(value: Any, hint: Any) -> Any:
+    """`value` as the type `hint`, converted as files need it (whole numbers to floats, lists to tuples), or Misfit."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        value, least = fit(value, options[0]), options[1]
+        if value < least.number:
+            raise Misfit(value, f"{_describe(options[0])}, {least.number} or more")
+        return value
+    if origin in (typing.NotRequired, typing.Required):
+        return fit(value, options[0])
+    if typing.is_typeddict(hint):
+        return value | _fields(value, hint, required=hint.__required_keys__)
+    if dataclasses.is_dataclass(hint):
+        optional = {field.name for field in dataclasses.fields(hint) if not _is_required(field)}
+        names = {field.name for field in dataclasses.fields(hint)}
+        fields = _fields(value, hint, required=names - optional)
+        if strange := sorted(set(value) - names):
+            raise Misfit(value[strange[0]], "no such field").below(strange[0])
+        return hint(**fields)
     if origin in (typing.Union, types.UnionType):
+        errors = []
         for option in sorted(options, key=lambda option: option is not type(value)):
-            with suppress(UserError):
-                return _convert(name, value, option)
-    elif origin is Literal and isinstance(value, str):
-        if value not in options:
-            raise unknown(name.rpartition(".")[2], value, options)
+            try:
+                return fit(value, option)
+            except Misfit as error:
+                errors.append(error)
+        deepest = max(errors, key=lambda error: len(error.names))
+        raise deepest if deepest.names else Misfit(value, _describe(hint))
+    if origin is Literal and value in options:
         return value
-    elif origin is tuple and isinstance(value, list | tuple) and (options[1] is ... or len(value) == len(options)):
-        return tuple(_convert(name, part, options[0]) for part in value)
-    elif origin is dict and isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
-        return {key: _convert(f"{name}.{key}", part, options[1]) for key, part in value.items()}
-    elif type(value) is hint or (hint is Any and isinstance(value, bool | int | float | str | list | dict | None)):
+    if origin is tuple and isinstance(value, list | tuple) and (options[1] is ... or len(value) == len(options)):
+        return tuple(_parts(value, options[0]))
+    if origin is list and isinstance(value, list):
+        return _parts(value, options[0])
+    if hint in (Any, list) and isinstance(value, list):
+        return _parts(value, Any)
+    kind = options[1] if origin is dict else Any if hint in (Any, dict) else None
+    if kind is not None and isinstance(value, Mapping) and all(isinstance(key, str) and _is_text(key) for key in value):
+        return {key: _part(key, part, kind) for key, part in value.items()}
+    if hint in (int, Any) and type(value) is int and not -(2**63) <= value < 2**63:
+        raise Misfit(value, "a whole number of at most 64 bits")
+    if type(value) is hint or (hint is Any and isinstance(value, bool | int | float | str | None)):
+        if isinstance(value, str) and not _is_text(value):
+            raise Misfit(value, "text of whole characters")
         return value
-    elif hint is float and type(value) is int:
+    if hint is float and type(value) is int and abs(value) < 2**63:
         return float(value)
-    raise UserError(f"{name} is {value!r}: expected {_describe(hint)}")
+    raise Misfit(value, _describe(hint))
+
+
+def _fields(value: Any, hint: Any, *, required: typing.Collection[str]) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise Misfit(value, "keys and values")
+    for name in sorted(required - value.keys()):
+        raise Misfit(None, "it to be there").below(name)
+    hints = typing.get_type_hints(hint, include_extras=True)
+    return {name: _part(name, value[name], kind) for name, kind in hints.items() if name in value}
+
+
+def _parts(values: typing.Sequence[Any], hint: Any) -> list[Any]:
+    if hint is float and all(type(value) is float for value in values):  # most of what there is, and quick
+        return list(values)
+    return [_part(index, value, hint) for index, value in enumerate(values)]
+
+
+def _part(name: str | int, value: Any, hint: Any) -> Any:
+    try:
+        return fit(value, hint)
+    except Misfit as error:
+        raise error.below(name) from None
+
+
+def _is_required(field: dataclasses.Field) -> bool:
+    return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+
+
+def _is_text(value: str) -> bool:
+    """Whether it can be written as UTF-8: JSON's escapes can spell half a character."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _describe(hint: Any) -> str:
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_describe(option) for option in options)
+        return " or ".join(dict.fromkeys(_describe(option) for option in options))
     if origin is Literal:
         return f"one of {', '.join(options)}"
+    if origin is Annotated:
+        return _describe(options[0])
     if origin is tuple:
         return "a list" if options[1] is ... else f"a list of {len(options)} numbers"
+    if typing.is_typeddict(hint) or dataclasses.is_dataclass(hint):
+        return "keys and values"
     plain = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "nothing"}
-    return {**plain, Any: "a plain value", dict: "keys and values"}[origin or hint]
+    return {**plain, Any: "a plain value", dict: "keys and values", list: "a list"}[origin or hint]

@@ -17,7 +17,8 @@ from typing import Any
 import harness
 from harness import progress, table
 
-from attnres.files import read_json, write_json, write_text
+from attnres.files import write_json, write_text
+from attnres.reading import read_json
 
 HERE = Path(__file__).resolve().parent
 LARGE = ["--sizes", "100m", "0.6b", "deep-narrow"]

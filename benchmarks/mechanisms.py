@@ -24,8 +24,9 @@ import harness
 
 from attnres.commands.compare import Compare
 from attnres.figures.write import write_figures
-from attnres.files import read_json, write_json
+from attnres.files import write_json
 from attnres.inspect import Inspection
+from attnres.reading import read_json
 from attnres.report.page import write_report
 from attnres.report.runs import load_study
 from attnres.report.sections import slug

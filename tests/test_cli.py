@@ -59,7 +59,7 @@ def compared(monkeypatch):
         (["train", "--size", "{family: qwen3"], "Error parsing --size"),
         (["train", "here"], "unexpected argument 'here'"),
         (["train", "--config"], "--config needs a file"),
-        (["train", "--config", "absent.yaml"], "cannot read the configuration file absent.yaml: No such file"),
+        (["train", "--config", "absent.yaml"], "cannot read absent.yaml: No such file"),
         (["compare", "--variants", "standard", "blokc"], "unknown residual 'blokc': did you mean 'block'?"),
         (["compare", "--residual", "block"], "unknown option '--residual': did you mean '--variants'?"),
         (["compare", "--seed", "1"], "unknown option '--seed': did you mean '--seeds'?"),
@@ -75,12 +75,13 @@ def compared(monkeypatch):
         (["compare", "--batch-size", "3", "--accumulation", "2"], "batch_size 3 does not divide into accumulation 2"),
         (["compare", "--variants", "block:num_blocks=99"], "num_blocks is 99: expected 1 to"),
         (["compare", "--variants", "full:read_scale=../x"], "variant 'full:read_scale=../x': the value '../x' of"),
-        (["compare", "--out", "text.txt"], "text.txt is a file: choose another --out"),
-        (["compare", "--out", "."], ". is not empty and holds no comparison: choose another --out"),
+        (["compare", "--out", "text.txt"], "text.txt is a file: expected a folder to write into"),
+        (["compare", "--out", "."], ". is not empty and holds other files: expected an empty folder or a comparison"),
         (["compare", "--source", "absent.txt"], "source 'absent.txt' does not exist"),
         (["report"], "no folder given"),
         (["report", "text.txt"], "text.txt is not a folder"),
         (["report", "."], ". holds no runs"),
+        (["eval", "none", "--out", "other.json"], "other.json is there and is no earlier result of this command"),
         (["report", "absent"], "absent is not a folder"),
         (["report", ".", "--images", "pdf"], "unknown image format 'pdf'"),
         (["prepare", "--source", "absent.txt"], "source 'absent.txt' does not exist"),
@@ -99,6 +100,7 @@ def test_a_mistake_is_one_sentence_and_status_two(capsys, tmp_path, monkeypatch,
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ATTNRES_CACHE", str(tmp_path / "cache"))
     (tmp_path / "text.txt").write_text("a few words, again and again\n" * 2000)
+    (tmp_path / "other.json").write_text('{"of": "another command"}')
     if arguments[0] == "train":  # whatever reaches the data gets little of it
         arguments = [*arguments[:1], "--source", "text.txt", "--tokenizer", "bpe:260", *arguments[1:]]
     code, out, err = run(capsys, *arguments)
@@ -184,11 +186,11 @@ def test_compare_takes_lists_and_a_file(capsys, tmp_path, compared):
     ("text", "message"),
     [
         ("variants: block\n", "variants is 'block': expected a list"),
-        ("seeds: [a]\n", "seeds is 'a': expected a whole number"),
-        ("lrs: [fast]\n", "lrs is 'fast': expected a number"),
+        ("seeds: [a]\n", "seeds[0] is 'a': expected a whole number"),
+        ("lrs: [fast]\n", "lrs[0] is 'fast': expected a number"),
         ("jobs: two\n", "expected a whole number"),
         ("jobs: 2.5\n", "jobs is 2.5: expected a whole number"),
-        ("timing_s: yes\n", "timing_s is True: expected a number"),
+        ("timing_s: yes\n", "timing_s is 'yes': expected a number"),
         ("seed: 3\n", "give seeds, a list"),
         ("model: {residual: full}\n", "model.residual in a comparison belongs to a variant"),
     ],

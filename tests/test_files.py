@@ -10,7 +10,8 @@ import pytest
 from safetensors import SafetensorError
 
 from attnres.errors import UserError
-from attnres.files import locked, read_json, recover_folder, replaced_folder, write_bytes, write_json, write_text
+from attnres.files import locked, recover_folder, replaced_folder, write_bytes, write_json, write_text
+from attnres.reading import read_json
 
 
 def full(*_: object) -> None:

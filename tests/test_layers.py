@@ -13,7 +13,7 @@ import attnres
 ROOT = Path(attnres.__file__).parent
 
 ORDER = """
-    errors cache device files forward head hub lazy progress stats terminal text timing typed
+    errors cache device files folders forward head hub lazy locks paths progress reading stats terminal text timing typed
     ops
     residuals
     data

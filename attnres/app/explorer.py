@@ -16,7 +16,6 @@ from torch import Tensor
 from attnres.app.state import MAX_CHARACTERS
 from attnres.device import pick_device
 from attnres.errors import UserError
-from attnres.files import read_json
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import predict
 from attnres.inspect.geometry import query_cosine
@@ -24,6 +23,7 @@ from attnres.inspect.intervene import intervene, source_names
 from attnres.inspect.pieces import piece
 from attnres.inspect.record import find_residual, record
 from attnres.models.open import Checkpoint, open_checkpoint
+from attnres.reading import read_json
 from attnres.residuals import Read, Residual
 
 MAX_TOKENS = 512

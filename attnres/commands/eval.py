@@ -24,9 +24,11 @@ def run(arguments: list[str]) -> None:
     if options.out is not None and Path(options.out).suffix != ".json":
         raise UserError(f"--out is '{options.out}': expected the name of a .json file")
 
-    from attnres.evals.run import evaluate
+    from attnres.evals.run import evaluate, refuse_out
     from attnres.evals.table import show
 
+    if options.out is not None:
+        refuse_out(options.out)
     results = evaluate(EvalConfig(**fields_of(options, only=EvalConfig)), progress=options.progress)
     show(results.record)
     if options.out is not None:

@@ -17,7 +17,7 @@ class Report:
     dirs: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="RUNS ...")]
     """Run folders, or folders of runs as `attnres compare` makes them."""
     out: str | None = None
-    """Folder to write them into; none is the given folder, or the current one if several are given."""
+    """Folder to write them into; none is the folder of runs itself, or report/ here for several."""
     images: str | None = None
     """png or svg: also write every figure as a file of its own."""
 
@@ -30,7 +30,7 @@ def run(arguments: list[str]) -> None:
     if options.images not in (None, "png", "svg"):
         raise unknown("image format", options.images, ("png", "svg"))
     folders = tuple(Path(folder) for folder in options.dirs)
-    out = Path(options.out) if options.out else folders[0] if len(folders) == 1 else Path()
+    out = Path(options.out) if options.out else folders[0] if len(folders) == 1 else Path("report")
 
     from attnres.report.show import show
 

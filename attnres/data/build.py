@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 from rich.progress import DownloadColumn
 from tokenizers import Tokenizer
 
@@ -26,6 +25,9 @@ from attnres.data.tokenizer import (
 )
 from attnres.errors import UserError
 from attnres.files import replaced_folder, write_json, writing
+from attnres.folders import kind_of, refuse_other
+from attnres.locks import lock
+from attnres.paths import user_path
 from attnres.progress import Bars
 from attnres.text import memory
 
@@ -87,7 +89,7 @@ def prepare(
     """
     if not 0 <= held_out < 1:
         raise UserError(f"held_out is {held_out}, expected a share of the documents from 0 up to, not including, 1")
-    folder = Path(source).expanduser()
+    folder = user_path(source)
     settings = {"source": source, "tokenizer": tokenizer, "held_out": held_out, "limit": limit, "column": column}
     if all((folder / name).is_file() for name in ("header.json", "tokenizer.json")):
         return _prepared_before(folder, settings, out)
@@ -95,12 +97,12 @@ def prepare(
     text = open_source(source, column=column, limit=limit)
     known = {**settings, "version": VERSION, "text": text.fingerprint, "tokenizer_files": fingerprint(tokenizer)}
     key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
-    target = (cache_dir() / "data" / key[:16] if out is None else Path(out).expanduser()).absolute()
+    target = (cache_dir() / "data" / key[:16] if out is None else user_path(out)).absolute()
     if (existing := _existing(target, key)) is not None:
         return existing
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(target.parent / f".{target.name}.lock"):
+        with lock(target.parent / f".{target.name}.lock", wait=True):
             if (existing := _existing(target, key)) is not None:  # made by another process in the meantime
                 return existing
             loaded = load_with_end(tokenizer) if size is None else None
@@ -118,7 +120,7 @@ def _prepared_before(folder: Path, settings: dict[str, Any], out: str | Path | N
         UserError: it is not sound, or a setting that is not the default is not the one it was prepared with.
     """
     header = read_header(folder)
-    if out is not None and Path(out).expanduser().absolute() != folder.absolute():
+    if out is not None and user_path(out).absolute() != folder.absolute():
         raise UserError(
             f"{folder} is prepared already, so nothing is written to {out}: leave the folder out, or copy it"
         )
@@ -129,7 +131,7 @@ def _prepared_before(folder: Path, settings: dict[str, Any], out: str | Path | N
         value = settings[name]
         if value in (defaults[name].default, made_with.get(name)):
             continue
-        if name == "tokenizer" and Path(value).expanduser().exists():
+        if name == "tokenizer" and user_path(value).exists():
             open_tokens(folder, tokenizer=value, verify=False)  # which refuses another than the tokens were made with
             continue
         raise UserError(
@@ -145,12 +147,8 @@ def _existing(target: Path, key: str) -> Prepared | None:
     Raises:
         UserError: something else does.
     """
-    if target.is_dir() and not any(target.iterdir()):
+    if kind_of(refuse_other(target, "prepared data")) is None:
         return None
-    if not target.exists():
-        return None
-    if not (target / "header.json").is_file():
-        raise UserError(f"{target} exists and is no prepared data: choose another folder or remove it")
     header = read_header(target)
     if header.get("key") != key:
         raise UserError(

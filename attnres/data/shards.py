@@ -9,19 +9,50 @@
 Documents follow each other, each closed by the end-of-text id.
 """
 
-import json
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 
 from attnres.errors import UserError
+from attnres.reading import read_json
+from attnres.typed import Count, Least, checked
 
 VERSION = 1
 SPLITS = ("train", "val")
 FILE_TOKENS = 1 << 27
 VERIFY_BYTES = 256 * 1024 * 1024  # splits up to this size are checksummed whenever they are opened
+
+
+class ShardFile(TypedDict):
+    """Of a header: a file of ids."""
+
+    name: str
+    tokens: Annotated[int, Least(1)]
+    crc32: Count
+    max_id: Count
+
+
+class Split(TypedDict):
+    """Of a header: a split."""
+
+    files: list[ShardFile]
+    tokens: Count
+    documents: Count
+    documents_file: str
+
+
+class Header(TypedDict):
+    """header.json, as far as it is relied on."""
+
+    version: int
+    dtype: Literal["uint16", "uint32"]
+    vocab_size: Annotated[int, Least(1)]
+    eos_id: Count
+    tokenizer_sha256: str
+    splits: dict[str, Split]
+    settings: NotRequired[dict[str, Any]]
 
 
 class SplitWriter:
@@ -193,36 +224,18 @@ def read_header(folder: Path) -> dict[str, Any]:
         UserError: no header, or not one of this version and form.
     """
     path = folder / "header.json"
-    try:
-        header = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{folder} holds no prepared data ({path.name}: {error.strerror}): prepare it") from error
-    except ValueError as error:
-        raise UserError(f"{path} is damaged (not JSON): prepare the data again") from error
-    version = header.get("version") if isinstance(header, dict) else None
+    if not path.is_file():
+        raise UserError(f"{folder} holds no prepared data (it has no {path.name}): prepare it")
+    values = read_json(path)
+    version = values.get("version") if isinstance(values, dict) else None
     if version != VERSION:
         raise UserError(f"{path} has format version {version}, expected {VERSION}: prepare the data again")
-    wrong = [name for name, kind in _FORM.items() if not isinstance(header.get(name), kind)]
-    if wrong or header["dtype"] not in ("uint16", "uint32") or not all(map(_sound, header["splits"].values())):
-        raise UserError(f"{path} is damaged ({', '.join(wrong) or 'splits'}): prepare the data again")
-    return header
-
-
-_NUMBERS = ("tokens", "crc32", "max_id")
-_FORM = {"dtype": str, "vocab_size": int, "eos_id": int, "tokenizer_sha256": str, "splits": dict}
-
-
-def _sound(part: Any) -> bool:
-    return (
-        isinstance(part, dict)
-        and type(part.get("tokens")) is int
-        and type(part.get("documents")) is int
-        and _plain_name(part.get("documents_file"))
-        and isinstance(part.get("files"), list)
-        and all(isinstance(file, dict) and _plain_name(file.get("name")) for file in part["files"])
-        and all(type(file.get(name)) is int and file[name] >= 0 for file in part["files"] for name in _NUMBERS)
-        and all(file["tokens"] for file in part["files"])
-    )
+    header = checked(values, Header, path, "prepare the data again")
+    files = [file["name"] for part in header["splits"].values() for file in part["files"]]
+    names = [*files, *(part["documents_file"] for part in header["splits"].values())]
+    if header["eos_id"] >= header["vocab_size"] or not all(map(_plain_name, names)):
+        raise UserError(f"{path} is damaged (its names or its eos_id): prepare the data again")
+    return dict(header)
 
 
 def _plain_name(name: Any) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from attnres.data.hub import read_hub, resolve, revision_of
 from attnres.data.readers import SUFFIXES, read_documents, text_bytes
 from attnres.errors import UserError
+from attnres.paths import user_path
 
 # Not the library itself, or (the last) its own build: paths and flags of one machine.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "__pycache__"}
@@ -95,7 +96,7 @@ def stdlib_files() -> list[Path]:
 
 
 def _local(spec: str, column: str) -> Source:
-    path = Path(spec).expanduser()
+    path = user_path(spec)
     if path.is_dir():
         files = [file for file in _walk(path, {"__pycache__"}) if file.suffix in SUFFIXES]
         if not files:

@@ -12,8 +12,9 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from attnres.errors import UserError, first_line
-from attnres.files import read_json
 from attnres.hub import fetch, is_hub_name
+from attnres.paths import user_path
+from attnres.reading import read_json
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
 """Patterns of files of which a tokenizer has at least one."""
@@ -51,7 +52,7 @@ def load_with_end(spec: str | Path) -> tuple[Tokenizer, int]:
     Raises:
         UserError: nothing there, files that are no tokenizer, or a hub name that cannot be fetched.
     """
-    path = Path(spec).expanduser()
+    path = user_path(spec)
     if path.is_dir():
         tokenizer, end = _from_folder(path)
     elif path.is_file():
@@ -116,7 +117,7 @@ def file_sha256(path: Path) -> str:
 
 def fingerprint(spec: str) -> str:
     """Differs where the tokenizer may differ: the hash of the local files, otherwise the name."""
-    path = Path(spec).expanduser()
+    path = user_path(spec)
     if path.is_file():
         return file_sha256(path)
     if path.is_dir():

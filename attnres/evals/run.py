@@ -20,6 +20,7 @@ from attnres.evals.measures import Measure, difference
 from attnres.evals.scoring import Scored, cost, score
 from attnres.evals.tasks import LM_EVAL, TASKS, Task, read_task
 from attnres.files import write_json, write_text
+from attnres.folders import refuse_other_file
 from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.progress import Bars
 from attnres.training import environment
@@ -46,8 +47,8 @@ class Results:
 
     def save(self, path: str | Path) -> Path:
         """Write the record to `path`, and the items of our own tasks, a line each, to the file that is returned."""
-        path = Path(path)
-        items = path.with_name(f"{path.stem}.items.jsonl")
+        path = refuse_out(path)
+        items = path.with_name(_items_name(path))
         names = [model["name"] for model in self.record["models"]]
         lines = [
             json.dumps({"model": name, "task": task, **row}, ensure_ascii=False)
@@ -58,6 +59,15 @@ class Results:
         write_text(items, "".join(f"{line}\n" for line in lines))
         write_json(path, self.record)
         return items
+
+
+def refuse_out(path: str | Path) -> Path:
+    """The file that `Results.save` may write. Raises UserError where it or the one for the items is another's."""
+    return refuse_other_file(path, {"environment", "settings", "models", "tasks"}, _items_name(Path(path)))
+
+
+def _items_name(path: Path) -> str:
+    return f"{path.stem}.items.jsonl"
 
 
 def evaluate(config: EvalConfig, *, progress: bool = True) -> Results:

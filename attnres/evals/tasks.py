@@ -11,7 +11,6 @@ or it is plain text (.txt, .raw), whose perplexity is taken. Rows of the hub are
 from a file and from the hub differ where their texts do: some copies of BoolQ lack the passages' titles.
 """
 
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from typing import Any, Literal, NamedTuple
 
 from attnres.errors import UserError, unknown
 from attnres.hub import dataset_rows
+from attnres.paths import user_path
+from attnres.reading import parse_json, read_text
 from attnres.text import listed
 
 LM_EVAL = "lm-eval:"
@@ -174,14 +175,14 @@ def read_task(name: str, data: str | Path | None = None, limit: int | None = Non
     """
     if name in TASKS:
         known = TASKS[name]
-        path = None if data is None else _file_in(Path(data).expanduser(), known.files or f"{name}*.jsonl", name)
+        path = None if data is None else _file_in(user_path(data), known.files or f"{name}*.jsonl", name)
         if known.hub[0] == "Salesforce/wikitext":
             lines = [row["text"].rstrip("\n") for row in _hub_rows(name, known)] if path is None else None
             text = wikitext(lines if lines is not None else _text_of(path).splitlines())
             return Task(name, "text", _source(known, path), text=_some(text, str(path or name)))
         items = _hub_items(name, known) if path is None else _lines(path, known.query)
         return _task(name, _source(known, path), items, limit, norm=known.norm, per_token=known.per_token)
-    path = Path(name).expanduser()
+    path = user_path(name)
     if path.suffix == ".jsonl":
         return _task(path.stem, str(path), _lines(path, str), limit)
     if path.suffix in (".txt", ".raw"):
@@ -221,12 +222,7 @@ def _file_in(folder: Path, pattern: str, name: str) -> Path:
 
 def _text_of(path: Path | None) -> str:
     assert path is not None
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text ({error.reason}): convert it first") from error
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+    return read_text(path)
 
 
 def _some(text: str, source: str) -> str:
@@ -240,11 +236,7 @@ def _lines(path: Path, query: Callable[[str], str]) -> Iterator[Item]:
         if not line.strip():
             continue
         where = f"{path} line {number}"
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(f"{where} is not JSON ({error})") from error
-        yield _item(row, where, query)
+        yield _item(parse_json(line, where, ours=False), where, query)
 
 
 def _item(row: Any, where: str, query: Callable[[str], str]) -> Item:

@@ -11,7 +11,8 @@ from typing import Any, NotRequired, Self, TypedDict, get_args, get_origin, get_
 import numpy as np
 
 from attnres.errors import UserError
-from attnres.files import read_json, write_text
+from attnres.files import write_text
+from attnres.reading import read_json
 from attnres.residuals import Read, Traits, layout_of, traits_of
 from attnres.stats import plain
 

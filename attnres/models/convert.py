@@ -16,7 +16,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from attnres.errors import UserError, unknown
-from attnres.files import refuse_full
+from attnres.folders import refuse_other
 from attnres.models.classes import CLASSES, DepthMixin, register
 from attnres.models.exactness import compare_logits, fixed_tokens, logits
 from attnres.models.export import write_model
@@ -159,7 +159,7 @@ def convert(
     make_settings = _with_exact_scale(residual, settings)
     check_settings(residual, make_settings)
     if out is not None:
-        refuse_full(out)
+        out = refuse_other(out)
     if not isinstance(source, str | Path):
         if dtype is not None:
             raise UserError(

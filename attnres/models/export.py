@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig
 
 from attnres.errors import UserError, unknown
-from attnres.files import refuse_full, replaced_folder, write_json
+from attnres.files import replaced_folder, write_json
+from attnres.folders import refuse_other
 from attnres.models.classes import DepthMixin
 from attnres.models.foreign import WRITTEN, formats_of
 from attnres.models.foreign.format import WrittenFormat, cannot
@@ -42,7 +43,7 @@ def export_model(model: DepthMixin | str | Path, out: str | Path, to: str | None
     """
     if to is not None and to not in WRITTEN:
         raise unknown("format to write", to, WRITTEN)
-    refuse_full(out)
+    out = refuse_other(out)
     name, extra_files = type(model).__name__, dict[str, Path]()
     if isinstance(model, str | Path):
         checkpoint = open_checkpoint(model)

@@ -28,12 +28,13 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from attnres.data.tokenizer import TOKENIZER_FILES, holds_tokenizer
 from attnres.errors import UserError, first_line, unknown
-from attnres.files import read_json
 from attnres.hub import fetch, is_hub_name
 from attnres.models.classes import register_stored
 from attnres.models.foreign import formats_of
 from attnres.models.foreign.weights import assemble, foreign_config
+from attnres.paths import user_path
 from attnres.progress import quiet_transformers
+from attnres.reading import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -81,7 +82,7 @@ class Checkpoint:
 
     def title(self, parts: int = 1) -> str:
         """A hub name as it is; else the last `parts` parts of the path of the run or folder, and which checkpoint."""
-        if not Path(self.name).expanduser().exists():
+        if not user_path(self.name).exists():
             return self.name
         path = [part for part in self.folder.absolute().parts if part != "model"]
         return "/".join(path[-parts - (path[-1] == "checkpoint") :])
@@ -306,7 +307,7 @@ def open_checkpoint(name: str | Path, *, trust_remote_code: bool = False) -> Che
     Raises:
         UserError: nothing there, an unfinished run, no config.json of a model, or no weights in safetensors.
     """
-    path = Path(name).expanduser()
+    path = user_path(name)
     run = tokenizer_folder = None
     if not path.exists() and is_hub_name(str(name)):
         folder = _fetched(str(name), code=trust_remote_code)

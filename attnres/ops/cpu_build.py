@@ -10,14 +10,15 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
-import tempfile
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 
 from attnres.cache import cache_dir
+from attnres.errors import UserError
+from attnres.locks import lock
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp", "-fPIC")
@@ -46,17 +47,28 @@ def library() -> ctypes.CDLL | str:
         target = cache_dir() / "kernels" / f"{_key(compiler, runtimes)}.so"
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(f"{target}.lock"):
+            with lock(target.with_suffix(".lock"), wait=True):
                 if not target.exists():  # another process may have built it meanwhile
                     _build(target, compiler, link_openmp=not runtimes)
+        if stranger := _stranger(target):
+            return f"the C kernels in {stranger} could have been put there by another user"
         for runtime in runtimes:
             ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(target))
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.decode(errors="replace").splitlines() if "error" in line]
         return f"the C kernels do not build with {compiler}: {lines[0] if lines else error}"
-    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # no home, no space, not executable
+    except (OSError, RuntimeError, UserError, subprocess.SubprocessError) as error:  # no home, no space, not executable
         return f"the C kernels cannot be built or loaded ({type(error).__name__}: {error})"
+
+
+def _stranger(library: Path) -> Path | None:
+    """The library or its folder, if somebody other than this user and the administrator may change it."""
+    for path in (library, library.parent):
+        status = path.stat()
+        if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
+            return path
+    return None
 
 
 def torch_openmp() -> list[Path]:
@@ -82,11 +94,16 @@ def _processor() -> str:
 
 
 def _build(target: Path, compiler: str, *, link_openmp: bool) -> None:
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        built, obj = Path(folder) / "kernels.so", Path(folder) / "kernels.o"
+    folder = target.with_suffix(".build")
+    shutil.rmtree(folder, ignore_errors=True)  # of a build that was killed
+    folder.mkdir()
+    try:
+        built, obj = folder / "kernels.so", folder / "kernels.o"
         _run(compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(obj))
         _run(compiler, "-shared", str(obj), *(["-fopenmp"] if link_openmp else []), "-o", str(built), "-lm")
         built.replace(target)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _run(*command: str) -> bytes:

@@ -17,10 +17,13 @@ from typing import Any
 import numpy as np
 
 from attnres.errors import UserError
-from attnres.files import read_json
 from attnres.inspect.inspection import Inspection
+from attnres.reading import read_json
 from attnres.residuals import Traits, traits_of
 from attnres.training import metrics
+from attnres.training.records import ADVICE, Compared, Environment, RunConfig, RunData, Summary, Timing
+from attnres.training.validate import read_windows, windows_files
+from attnres.typed import checked
 
 RUN_NAME = re.compile(r"(?P<label>.+)-seed(?P<seed>\d+)")
 
@@ -112,9 +115,7 @@ def load_run(folder: Path | str) -> Run:
         raise UserError(f"{folder} is not a folder; give a run folder, or a folder of runs as `attnres compare` makes")
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is not a run folder: it has no config.json")
-    config = _read_object(folder / "config.json")
-    if not isinstance(config.get("model"), dict) or "residual" not in config["model"]:
-        raise UserError(f"{folder}/config.json is not the configuration of a training run: it has no model.residual")
+    config = _read(folder / "config.json", RunConfig)
     seed = int(config.get("seed") or 0)
     names = (folder.resolve().name, str(config.get("name") or ""))  # the folder may have been renamed: it counts first
     matches = (RUN_NAME.fullmatch(name) for name in names)
@@ -127,15 +128,15 @@ def load_run(folder: Path | str) -> Run:
         label=label,
         seed=seed,
         config=config,
-        data=_read_object(folder / "data.json"),
+        data=_read(folder / "data.json", RunData),
         environments=_read_environments(folder / "environment.json"),
         train=records["train"],
         val=records["val"],
         depth=records["depth"],
-        windows=_read_windows(folder / "val"),
+        windows={step: read_windows(path) for step, path in windows_files(folder).items()},
         inspection=inspection,
         unread=unread,
-        summary=_read_object(folder / "summary.json") or None,
+        summary=_read(folder / "summary.json", Summary) or None,
     )
 
 
@@ -169,9 +170,7 @@ def _load_folder(folder: Path) -> Study:
     runs = [load_run(child) for child in sorted(folder.iterdir()) if (child / "config.json").is_file()]
     if not runs:
         raise UserError(f"{folder} holds no runs: expected run folders such as standard-seed0, each with a config.json")
-    plan = _read_object(folder / "compare.json")
-    if not isinstance(plan.get("labels", []), list) or not isinstance(plan.get("seeds", []), list):
-        raise UserError(f"{folder}/compare.json is damaged: labels and seeds must be lists")
+    plan = _read(folder / "compare.json", Compared)
     labels = list(dict.fromkeys(run.label for run in runs))
     planned = [label for label in plan.get("labels", []) if label in labels]
     # Without a plan: standard first, its control next, the rest by name.
@@ -183,7 +182,7 @@ def _load_folder(folder: Path) -> Study:
         labels=planned + rest,
         runs=runs,
         baseline=_baseline(runs, planned + rest, plan.get("baseline")),
-        speed=_read_object(folder / "speed.json") or None,
+        speed=_read(folder / "speed.json", Timing) or None,
         missing=[
             f"{label}-seed{seed}"
             for label in plan.get("labels", [])
@@ -224,19 +223,14 @@ def _prefixed(study: Study, name: str) -> Study:
     )
 
 
-def _read_object(path: Path) -> dict[str, Any]:
-    """A JSON object, empty where there is no such file."""
-    value = read_json(path) if path.is_file() else {}
-    if not isinstance(value, dict):
-        raise UserError(f"{path} is damaged: expected a JSON object, found {type(value).__name__}")
-    return value
+def _read(path: Path, kind: Any) -> dict[str, Any]:
+    """A JSON object of this kind, empty where there is no such file. Raises UserError."""
+    return checked(read_json(path), kind, path, ADVICE) if path.exists() else {}
 
 
 def _read_environments(path: Path) -> list[dict[str, Any]]:
-    first = _read_object(path)
+    first = _read(path, Environment)
     later = first.pop("resumed", [])
-    if not isinstance(later, list) or not all(isinstance(part, dict) for part in later):
-        raise UserError(f"{path} is damaged: `resumed` should be a list of objects")
     return [part for part in (first, *later) if part]
 
 
@@ -247,23 +241,6 @@ def _read_metrics(path: Path) -> dict[str, list[dict[str, Any]]]:
         if line["kind"] in by_kind:
             by_kind[line["kind"]][line["step"]] = line
     return {kind: [records[step] for step in sorted(records)] for kind, records in by_kind.items()}
-
-
-def _read_windows(folder: Path) -> dict[int, np.ndarray]:
-    windows = {}
-    for path in sorted(folder.glob("*.npy")):
-        if not path.stem.isdigit():
-            continue
-        try:
-            losses = np.load(path, allow_pickle=False)
-        except (ValueError, OSError, EOFError) as error:
-            raise UserError(f"{path} is damaged ({error}); delete that run folder and run it again") from None
-        if losses.ndim != 1 or not losses.size or losses.dtype.kind != "f":
-            raise UserError(
-                f"{path} should hold one loss for each held-out window, found {losses.dtype} {losses.shape}"
-            )
-        windows[int(path.stem)] = losses.astype(np.float64)
-    return windows
 
 
 def _read_inspection(folder: Path, residual: str) -> tuple[Inspection | None, str]:

@@ -6,11 +6,11 @@ import inspect
 import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from attnres.errors import UserError, unknown
+from attnres.paths import user_path
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import Traits
 from attnres.residuals.mechanisms import MECHANISMS
@@ -144,7 +144,7 @@ def traits_of(name: str, stored: Mapping[str, Any] | None = None) -> Traits:
 
 def _from_file(entry: str) -> type[Residual]:
     file, _, label = entry.rpartition(":")
-    path = Path(file).expanduser().resolve()
+    path = user_path(file).resolve()
     if not path.is_file():
         raise UserError(f"residual '{entry}': there is no file {path}; expected FILE.py:CLASS")
     # A name of its own for each file and content, so that a class is made once and can be pickled in this process.

@@ -19,14 +19,12 @@ from typing import Protocol
 from rich.console import Console
 
 import attnres
-from attnres.errors import Interrupted, UserError
+from attnres.errors import ERROR_FILE, Interrupted, UserError
 from attnres.progress import STEPS, Bar, Bars
 from attnres.residuals.registry import PLUGINS, plugins
 from attnres.text import duration
 from attnres.training.interrupt import Signals, caught_signals
 
-ERROR_FILE = "ATTNRES_ERROR_FILE"
-"""Environment variable: where `attnres` writes the sentence of a user error instead of printing it."""
 POLL_S = 0.2
 PATIENCE_S = 10.0
 """How long a child that was told to end may take when its parent fails, before it is killed."""

@@ -16,7 +16,9 @@ import torch
 from rich.console import Console
 
 from attnres.errors import Interrupted, UserError
-from attnres.files import LOCK, locked, read_json, write_json
+from attnres.files import locked, write_json
+from attnres.folders import refuse_other
+from attnres.reading import read_json
 from attnres.report.runs import Study
 from attnres.report.show import show
 from attnres.studies.children import Child, train_all
@@ -26,8 +28,10 @@ from attnres.studies.variants import Variant
 from attnres.text import duration
 from attnres.training.config import size_of, to_dict
 from attnres.training.data import data_record, held_out, prepare_from
+from attnres.training.records import Compared
 from attnres.training.run_folder import claim, same_data
 from attnres.training.start import find_start
+from attnres.typed import checked
 
 VERSION = 1
 
@@ -66,8 +70,7 @@ def opened(config: CompareConfig, say: Console, fill: Callable[[Plan], None] | N
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("compare was started by torchrun, but it starts its runs itself: give attnres compare alone")
     plan = make_plan(config)
-    out = Path(config.out)
-    _refuse_other_folder(out)
+    out = refuse_other(config.out, "comparison")
     with locked(out):
         finished = _claim(out, plan)
         vocabulary = _prepare(out, plan, say)
@@ -119,13 +122,6 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
         return show(work.out, out=work.out)
 
 
-def _refuse_other_folder(out: Path) -> None:
-    if out.exists() and not out.is_dir():
-        raise UserError(f"{out} is a file: choose another --out")
-    if out.is_dir() and {path.name for path in out.iterdir()} - {LOCK} and not (out / "compare.json").is_file():
-        raise UserError(f"{out} is not empty and holds no comparison: choose another --out")
-
-
 def _claim(out: Path, plan: Plan) -> dict[str, dict[str, Any]]:
     """Summaries of the runs that are finished; refuses other configurations."""
     summaries = {name: claim(out / name, to_dict(run), resume=True) for name, run in plan.runs.items()}
@@ -154,11 +150,7 @@ def _prepare(out: Path, plan: Plan, say: Console) -> int:
 def _share(out: Path, asked: int | None, plan: Plan, vocabulary: int) -> tuple[int, int]:
     """How many runs train at once and with how many threads each: as before if this continues a comparison."""
     path = out / "compare.json"
-    before = read_json(path) if path.is_file() else {}
-    if not isinstance(before, dict) or not all(
-        isinstance(before.get(name, 1), int) and before.get(name, 1) >= 1 for name in ("jobs", "threads")
-    ):
-        raise UserError(f"{path} is damaged: jobs and threads must be whole numbers from 1; choose another --out")
+    before: Compared = checked(read_json(path), Compared, path, "choose another --out") if path.is_file() else {}
     jobs = asked or before.get("jobs") or _jobs(plan, vocabulary)
     return jobs, before.get("threads") or max(1, torch.get_num_threads() // jobs)
 

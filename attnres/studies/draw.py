@@ -8,8 +8,10 @@ from rich.console import Console
 from attnres.errors import UserError
 from attnres.figures import Comparison, Plot, draw_comparison, draw_model, save_all
 from attnres.figures.write import Drawn, check_formats
-from attnres.files import in_the_way, write_text
+from attnres.files import write_text
+from attnres.folders import refuse_other
 from attnres.inspect.inspection import Inspection
+from attnres.paths import user_path
 from attnres.report.runs import load_study
 from attnres.report.variants import comparison_of
 from attnres.studies.look import look
@@ -30,8 +32,9 @@ def draw(sources: Sequence[str], out: Path | str, formats: Sequence[str], option
         UserError: something given is none of these, `out` is a file or holds a model, or a file cannot be written.
     """
     check_formats(formats)
-    out = Path(out).expanduser()
-    _refuse_out(out)
+    if Path(out).suffix == ".json":
+        raise UserError(f"the last argument is the folder to write figures into, it is the file {out}")
+    out = refuse_other(out, "figures")
     models, studies = _expand(sources)
     inspections = [_inspection(name, options) for name in models]
     names = _distinct([str(inspection.model["name"]) for inspection in inspections])
@@ -58,23 +61,12 @@ def draw(sources: Sequence[str], out: Path | str, formats: Sequence[str], option
     return written
 
 
-def _refuse_out(out: Path) -> None:
-    """Find out before models are run whether figures can go there, and whether a model was given in its place."""
-    if out.is_file() or out.suffix == ".json":
-        raise UserError(f"the last argument is the folder to write figures into, found the file {out}")
-    held = [name for name in ("config.json", "compare.json") if (out / name).is_file()]
-    if held:
-        raise UserError(f"the last argument is the folder to write figures into, found the model or runs in {out}")
-    if in_the_way(out):
-        raise UserError(f"cannot write into {out}: choose a folder that this user may write")
-
-
 def _expand(paths: Sequence[str]) -> tuple[list[str], list[Path]]:
     """What to inspect, and the folders that training runs are read from."""
     models: list[str] = []
     studies: list[Path] = []
     for name in paths:
-        path = Path(name).expanduser()
+        path = user_path(name)
         if path.is_dir() and not (path / "config.json").is_file():
             study = load_study(path)
             finished = [next((run for run in study.of(label) if run.finished), None) for label in study.labels]
@@ -91,18 +83,16 @@ def _expand(paths: Sequence[str]) -> tuple[list[str], list[Path]]:
 
 
 def _inspection(name: str, options: dict[str, object]) -> Inspection:
-    if Path(name).suffix == ".json" or Path(name).expanduser().is_file():
-        return Inspection.load(Path(name).expanduser())
+    if Path(name).suffix == ".json" or user_path(name).is_file():
+        return Inspection.load(user_path(name))
     settings: dict = {"model": name, **options}
     return look(InspectConfig(**settings), Console(quiet=True))
 
 
 def _write(console: Console, name: str, drawn: Drawn, folder: Path, formats: Sequence[str]) -> list[Path]:
-    files = save_all(drawn.plots, folder, formats)
-    if drawn.plots:
-        path = folder / "captions.md"
-        write_text(path, "\n".join(_caption(plot) for plot in drawn.plots))
-        files.append(path)
+    captions = folder / "captions.md"
+    write_text(captions, "\n".join(_caption(plot) for plot in drawn.plots))  # first: the folder is known by it
+    files = [*save_all(drawn.plots, folder, formats), captions]
 
     def say(line: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=True)

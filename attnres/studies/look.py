@@ -12,7 +12,8 @@ from attnres.data.sources import open_source
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.evals.scoring import LOGIT_BYTES
-from attnres.files import in_the_way, read_json, write_json
+from attnres.files import write_json
+from attnres.folders import refuse_other
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.inspection import Inspection
 from attnres.inspect.inspector import inspect_model
@@ -22,7 +23,9 @@ from attnres.inspect.prune import check_prunable, prune_report
 from attnres.inspect.survey import Survey, encode, front, survey
 from attnres.inspect.tables import show
 from attnres.models.open import Checkpoint, open_checkpoint
+from attnres.paths import refuse_special, user_path
 from attnres.progress import counting
+from attnres.reading import read_json
 from attnres.residuals import traits_of
 from attnres.studies.look_config import InspectConfig
 from attnres.studies.removals import (
@@ -36,6 +39,8 @@ from attnres.studies.removals import (
 )
 from attnres.terminal import say, wide
 from attnres.training.metrics import read as read_metrics
+from attnres.training.records import ADVICE, RunConfig
+from attnres.typed import checked
 
 LARGEST_WINDOW = 2048
 """Tokens in a window where none is given: attention over more costs more than it shows."""
@@ -71,7 +76,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
         raise UserError("--attribute looks at the prediction after one text: give it with --text or --file")
     if config.prune:
         check_prunable(checkpoint.residual, traits_of(checkpoint.residual), config.threshold)
-    out = None if config.out is None else _folder(config.out)
+    out = None if config.out is None else refuse_other(config.out, "inspection")
     model = checkpoint.load(config.dtype, str(pick_device(config.device)))
 
     knock_outs = [(request, find_knock_out(source, read, model)) for request, source, read in wanted]
@@ -154,10 +159,10 @@ def _text(config: InspectConfig, run: Path | None) -> _Text:
     if config.text is not None:
         return _alone("the text", config.text)
     if config.file is not None:
-        return _alone(config.file, _read(Path(config.file).expanduser()))
+        return _alone(config.file, _read(user_path(config.file)))
     spec, column = config.corpus, config.column
     if spec is None and run is not None:
-        data = read_json(run / "config.json").get("data", {})
+        data = checked(read_json(run / "config.json"), RunConfig, run / "config.json", ADVICE).get("data", {})
         spec, column = data.get("source"), data.get("column", column)
     if spec is None:
         raise UserError("there is no text to look at: give --text TEXT, --file FILE or --corpus SOURCE")
@@ -174,6 +179,7 @@ def _alone(name: str, text: str) -> _Text:
 
 
 def _read(path: Path) -> str:
+    refuse_special(path)
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -199,15 +205,6 @@ def _remarks(config: InspectConfig, checkpoint: Checkpoint, text: _Text, inspect
         if count := int((ids == unknown_id).sum()):
             remarks.append(f"{count} of {len(ids)} tokens are what the tokenizer has for characters it does not know")
     return remarks
-
-
-def _folder(out: str) -> Path:
-    """A folder to write to, new or not. Raises UserError before anything is computed for it."""
-    path = Path(out).expanduser()
-    barrier = in_the_way(path)
-    if barrier or not out.strip():
-        raise UserError(f"--out is '{out}': expected a folder that can be written to; '{barrier or path}' is none")
-    return path
 
 
 def _encoded(checkpoint: Checkpoint, text: _Text, limit: int) -> Iterator[Any]:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from attnres.errors import UserError
-from attnres.files import read_json, replaced_folder, write_json
+from attnres.files import replaced_folder, write_json
 from attnres.residuals import Residual, residual_class
-from attnres.training.checkpoint import kept
+from attnres.training.checkpoint import kept, stored_state
 from attnres.training.config import OptimConfig, TrainConfig, differences, from_dict, to_dict
 from attnres.training.schedule import fraction_of_peak, residual_fraction
 
@@ -36,7 +36,7 @@ def branch(trunk: Path, step: int, config: TrainConfig) -> None:
     there = kept(trunk, step)
     if not there.is_dir():
         raise UserError(f"{trunk} kept no checkpoint of step {step}: train it with keep_at {step}, from the beginning")
-    state = read_json(there / "state.json")
+    state = stored_state(there)
     _same_until(step, config, state["config"], trunk)
     with replaced_folder(config.out or ".") as folder:
         shutil.copytree(there, folder / "checkpoint")

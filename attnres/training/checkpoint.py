@@ -23,16 +23,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.files import read_json, recover_folder, replaced_folder, write_json
+from attnres.files import recover_folder, replaced_folder, write_json
 from attnres.progress import quiet_transformers
+from attnres.reading import read_json
 from attnres.training import regimes
 from attnres.training.config import differences
 from attnres.training.optim import load_state_tensors, state_tensors
+from attnres.training.records import ADVICE, Checkpointed
+from attnres.typed import checked
 
 T = TypeVar("T")
 
 FORMAT = "attnres-checkpoint-1"
-_FORM = {"step": int, "config": dict, "data": dict, "random": list, "progress": dict, "checksums": dict}
 
 
 def save(folder: str | Path, model: Any, optimizers: list[torch.optim.Optimizer], state: dict[str, Any]) -> None:
@@ -77,11 +79,7 @@ def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any])
     recover_folder(folder)
     if not folder.exists():
         return None
-    state = read_json(folder / "state.json")
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        raise UserError(f"{folder} is not a checkpoint of attnres (expected format {FORMAT} in state.json)")
-    if wrong := [name for name, kind in _FORM.items() if not isinstance(state.get(name), kind)]:
-        raise UserError(f"{folder}/state.json lacks {', '.join(wrong)}, or they are of another form: {_DAMAGED}")
+    state = stored_state(folder)
     same_configuration(config, state["config"], f"the checkpoint {folder}")
     if state["data"] != data:
         raise UserError(
@@ -89,6 +87,14 @@ def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any])
             "source have changed since; restore them or start a new run in another folder"
         )
     return state
+
+
+def stored_state(folder: Path) -> dict[str, Any]:
+    """What state.json of a checkpoint holds. Raises UserError if it is damaged or not one of ours."""
+    values = read_json(folder / "state.json")
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise UserError(f"{folder} is not a checkpoint of attnres (expected format {FORMAT} in state.json)")
+    return dict(checked(values, Checkpointed, folder / "state.json", ADVICE))
 
 
 def as_saved(folder: str | Path, restore: Callable[[], T]) -> T:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attnres.errors import UserError, unknown
+from attnres.paths import user_path
 from attnres.typed import leaves, overlay
 
 Setting = int | float | bool | str
@@ -215,7 +216,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
         block_size=None,
         num_blocks=None,
     )
-    config = dataclasses.replace(config, model=model, name=name, out=str(config.out or Path("runs") / name))
+    config = dataclasses.replace(config, model=model, name=name, out=str(user_path(config.out or Path("runs") / name)))
     if config.finetune.init_from is not None:
         return config
     data = dataclasses.replace(config.data, tokenizer=tokenizer_of(config.data))

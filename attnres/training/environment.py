@@ -15,7 +15,10 @@ from typing import Any
 import torch
 
 import attnres
-from attnres.files import read_json, write_json
+from attnres import typed
+from attnres.files import write_json
+from attnres.reading import read_json
+from attnres.training.records import ADVICE, Environment
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -52,10 +55,10 @@ def record(path: Path, environment: dict[str, Any], *, resumed: bool) -> None:
 
     Those stand under the key `resumed`, each once however often the run was resumed there in a row.
     """
-    first = read_json(path) if resumed and path.exists() else None
-    if not isinstance(first, dict):
+    if not (resumed and path.exists()):
         write_json(path, environment)
         return
+    first: dict[str, Any] = dict(typed.checked(read_json(path), Environment, path, ADVICE))
     later = first.get("resumed", [])
     last = later[-1] if later else first
     if any(last.get(name) != value for name, value in environment.items() if name != "date"):

@@ -20,9 +20,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from attnres.errors import Interrupted, UserError
-from attnres.files import locked, read_json, replaced_folder, write_json
+from attnres.files import locked, replaced_folder, write_json
 from attnres.models.checkpointing import checkpoint_activations
 from attnres.progress import STEPS, Bars
+from attnres.reading import read_json
 from attnres.stats import or_none, standard_error
 from attnres.training import checkpoint, distill, environment, regimes, start, validate
 from attnres.training.config import TrainConfig, check, resolve, to_dict
@@ -303,7 +304,7 @@ class Run:
             checkpoint.save_model(self.model, temporary)
             for name, file in start.kept_files(config, self.prepared).items():
                 shutil.copyfile(file, temporary / name)
-        losses = np.load(validate.windows_path(self.folder, past.step), allow_pickle=False)
+        losses = validate.read_windows(validate.windows_path(self.folder, past.step))
         seconds = statistics.median(past.times or [past.last_s])
         tokens = config.batch_size * config.data.seq_len
         summary = {

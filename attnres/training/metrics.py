@@ -13,6 +13,9 @@ from typing import Any
 
 from attnres.errors import UserError, unknown
 from attnres.files import write_text
+from attnres.reading import parse_json, read_text
+from attnres.training.records import ADVICE, LINES, Line
+from attnres.typed import checked
 
 
 class Metrics:
@@ -58,19 +61,13 @@ class Metrics:
 
 def read(path: str | Path) -> list[dict[str, Any]]:
     """The complete lines of a metrics file; a missing file has none. Raises UserError for one that is not ours."""
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except FileNotFoundError:
+    if not Path(path).exists():
         return []
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error
     lines = []
-    for number, line in enumerate(text.split("\n")[:-1], start=1):  # what follows the last newline was cut short
-        try:
-            value = json.loads(line)
-            lines.append({**value, "kind": value["kind"], "step": int(value["step"])})
-        except (ValueError, TypeError, KeyError) as error:
-            raise UserError(f"line {number} of {path} is not one of our metrics: the file is damaged") from error
+    for number, text in enumerate(read_text(path).split("\n")[:-1], start=1):  # the last one may have been cut short
+        where = f"line {number} of {path}"
+        line: dict[str, Any] = dict(checked(parse_json(text, where), Line, where, ADVICE))
+        lines.append(checked(line, LINES.get(line["kind"], Line), where, ADVICE))
     return lines
 
 

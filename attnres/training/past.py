@@ -3,12 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from attnres.typed import Count, Misfit, fit
+
 
 @dataclass
 class Past:
     """Where a run is and what it measured; saved with every checkpoint."""
 
-    step: int = 0
+    step: Count = 0
     wall_s: float = 0.0
     train_loss: float | None = None
     """Of the last training line."""
@@ -19,15 +21,16 @@ class Past:
     """Seconds of the last steps, without validation, saving and the first steps."""
     last_s: float = 0.0
     """Seconds of the last step."""
-    peak_memory_bytes: int = 0
+    peak_memory_bytes: Count = 0
     """The most that any process took in any session up to the checkpoint."""
 
 
 def past_of(state: dict[str, Any]) -> Past:
-    """A checkpoint's `progress`; one that the run could not go on from raises ValueError or TypeError."""
-    past = Past(**state["progress"])
-    numbers = [past.step, past.wall_s, past.last_s, past.peak_memory_bytes, past.train_loss or 0, past.val_loss or 0]
-    numbers += [*past.losses, *past.times]
-    if past.step != state["step"] or not all(type(number) in (int, float) for number in numbers):
+    """A checkpoint's `progress`; one that the run could not go on from raises ValueError."""
+    try:
+        past: Past = fit(state["progress"], Past)
+    except Misfit as error:
+        raise ValueError(error.sentence("progress")) from error
+    if past.step != state["step"]:
         raise ValueError("its progress is not that of its step")
     return past

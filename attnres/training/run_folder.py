@@ -4,8 +4,12 @@ from pathlib import Path
 from typing import Any
 
 from attnres.errors import UserError
-from attnres.files import LOCK, read_json
+from attnres.folders import kind_of, refuse_other
+from attnres.reading import read_json
 from attnres.training.checkpoint import same_configuration
+from attnres.training.records import ADVICE, RunConfig, Summary
+from attnres.training.validate import windows_files
+from attnres.typed import checked
 
 
 def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[str, Any] | None:
@@ -14,23 +18,18 @@ def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[s
     Raises UserError for a folder that holds something else, a run of another configuration, or a run and no `resume`.
     Changes nothing, for another process may be working there: see `attnres.files.locked`.
     """
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"{folder} is a file: choose another --out")
-    if not folder.exists() or not any(path.name != LOCK for path in folder.iterdir()):
+    folder = refuse_other(folder, "run")
+    if kind_of(folder) is None:
         return None
-    if not (folder / "config.json").exists():
-        raise UserError(f"{folder} is not empty and holds no run of ours: choose another --out")
     summary = folder / "summary.json"
     if not resume:
         state = "a finished run" if summary.exists() else "an unfinished run"
         advice = "choose another --out" if summary.exists() else "continue it with --resume, choose another --out"
         raise UserError(f"{folder} holds {state}: {advice}, or remove the folder")
-    theirs = read_json(folder / "config.json")
-    if not isinstance(theirs, dict) or "optim" not in theirs:
-        raise UserError(f"{folder}/config.json is not the configuration of a run of ours: choose another --out")
+    path = folder / "config.json"
+    theirs = dict(checked(read_json(path), RunConfig, path, ADVICE))
     same_configuration(config, theirs, f"the run in {folder}")
-    return read_json(summary) if summary.exists() else None
+    return dict(checked(read_json(summary), Summary, summary, ADVICE)) if summary.exists() else None
 
 
 def same_data(folder: str | Path, record: dict[str, Any]) -> None:
@@ -48,6 +47,6 @@ def same_data(folder: str | Path, record: dict[str, Any]) -> None:
 
 def forget_after(folder: str | Path, step: int) -> None:
     """Remove the held-out losses measured past `step`; metrics.jsonl does the same for its lines."""
-    for path in (Path(folder) / "val").glob("*.npy"):
-        if path.stem.isdigit() and int(path.stem) > step:
+    for measured, path in windows_files(folder).items():
+        if measured > step:
             path.unlink()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from attnres.errors import UserError
+from attnres.paths import user_path
 from attnres.residuals import make_residual
 from attnres.residuals import settings_of as settings_with_defaults
 from attnres.training.config import ModelConfig, TrainConfig, size_of, tokenizer_of
@@ -90,7 +91,7 @@ def settle(config: TrainConfig) -> TrainConfig:
         exact = {"read_scale": "sum"} if "read_scale" in settings_with_defaults(model.residual) else {}
         settings = {**exact, **model.settings}
     data = config.data
-    prepared = (Path(data.source).expanduser() / "header.json").is_file()
+    prepared = (user_path(data.source) / "header.json").is_file()
     if data.tokenizer is None:
         data = dataclasses.replace(data, tokenizer=tokenizer_of(data) if prepared else str(_tokenizer_folder(start)))
     return dataclasses.replace(config, model=dataclasses.replace(model, settings=settings), data=data)

@@ -1,16 +1,20 @@
 """The loss, window by window on held-out text."""
 
 import io
+import re
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from attnres.errors import UserError, first_line
 from attnres.files import write_bytes
 from attnres.forward import evaluating
+from attnres.paths import refuse_special
 from attnres.training.objective import Cast, held_out_losses
 from attnres.training.parallel import Processes
+from attnres.training.records import ADVICE
 
 
 @torch.no_grad()
@@ -37,6 +41,26 @@ def save_windows(folder: str | Path, step: int, losses: np.ndarray) -> None:
     buffer = io.BytesIO()
     np.save(buffer, losses, allow_pickle=False)
     write_bytes(windows_path(folder, step), buffer.getvalue())
+
+
+def read_windows(path: Path) -> np.ndarray:
+    """What `save_windows` wrote: (windows,) float64. Raises UserError."""
+    refuse_special(path)
+    try:
+        losses = np.load(path, allow_pickle=False)
+    except (ValueError, OSError, EOFError, SyntaxError, MemoryError) as error:  # NumPy's header is a Python literal
+        raise UserError(f"{path} is damaged ({first_line(error)}): {ADVICE}") from None
+    if not isinstance(losses, np.ndarray) or losses.ndim != 1 or not losses.size or losses.dtype.kind != "f":
+        raise UserError(f"{path} should hold one loss for each held-out window: {ADVICE}")
+    if not np.isfinite(losses).all():
+        raise UserError(f"{path} holds losses that are not finite: {ADVICE}")
+    return losses.astype(np.float64)
+
+
+def windows_files(folder: str | Path) -> dict[int, Path]:
+    """The files that `save_windows` wrote into RUN/val, by step."""
+    files = sorted((Path(folder) / "val").glob("*.npy"))
+    return {int(path.stem): path for path in files if re.fullmatch("[0-9]{1,18}", path.stem) and path.is_file()}
 
 
 def windows_path(folder: str | Path, step: int) -> Path:

@@ -189,7 +189,9 @@ def test_processes_that_prepare_at_once_agree(corpus: Path, own_cache: Path):
 def test_folder_that_holds_something_else_is_left_alone(corpus: Path, tmp_path: Path, prepared: Prepared):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
-    with pytest.raises(UserError, match="exists and is no prepared data"):
+    with pytest.raises(
+        UserError, match="is not empty and holds other files: expected an empty folder or prepared data"
+    ):
         prepare(str(corpus), "bpe:300", out=tmp_path / "mine", progress=False)
     before = (prepared.path / "header.json").read_bytes()
     with pytest.raises(UserError, match="other settings"):

@@ -119,7 +119,7 @@ GOOD = '{"query": "q", "choices": ["a", "b"], "gold": 0}'
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (f"{GOOD}\n{{\n", r"mine.jsonl line 2 is not JSON"),
+        (f"{GOOD}\n{{\n", r"mine.jsonl line 2 is not valid JSON"),
         (f"{GOOD}\n[1]\n", r"mine.jsonl line 2: expected query \(text\)"),
         (f'{GOOD}\n\n{{"query": "q", "choices": ["a", "b"], "gold": 2}}', "mine.jsonl line 3: expected"),
         ('{"query": "q", "choices": ["a", "b"], "gold": true}', "line 1: expected"),
@@ -151,7 +151,7 @@ def test_other_mistakes(tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"cannot read .*absent.jsonl: No such file"):
         read_task(str(tmp_path / "absent.jsonl"))
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(UserError, match=r"bad.txt is not UTF-8"):
+    with pytest.raises(UserError, match=r"bad.txt is not valid UTF-8"):
         read_task(str(tmp_path / "bad.txt"))
     (tmp_path / "empty.txt").write_text(" \n")
     with pytest.raises(UserError, match=r"holds no text"):

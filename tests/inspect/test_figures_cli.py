@@ -103,10 +103,10 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(run, saved, folder_of, tmp
         ([tmp_path / "none.json", out], "cannot read"),
         ([old, out], "is no inspection of format 1"),
         ([broken, out], "is not valid JSON"),
-        ([saved, old], "the last argument is the folder to write figures into, found the file"),
+        ([saved, old], "the last argument is the folder to write figures into, it is the file"),
         ([saved, tmp_path / "new.json"], "the last argument is the folder to write figures into"),
-        ([saved, folder_of("block")], "the last argument is the folder to write figures into, found the model or runs"),
-        ([saved, old / "figures"], "choose a folder that this user may write"),
+        ([saved, folder_of("block")], "holds a model: expected an empty folder or figures"),
+        ([saved, old / "figures"], "is no folder that this user may write into"),
     ]
     for arguments, message in mistakes:
         code, said, err = run(*arguments)

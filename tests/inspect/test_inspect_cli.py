@@ -100,9 +100,14 @@ def test_reads_of_one_sublayer_are_named_together_and_apart(make_model):
 
 def test_a_folder_that_cannot_be_written_is_found_before_anything_is_computed(run, folder_of, tmp_path):
     (tmp_path / "file").write_text("")
-    for out in (tmp_path / "file", tmp_path / "file" / "below"):
+    refused = {
+        tmp_path / "file": "is a file: expected a folder to write into",
+        tmp_path / "file" / "below": "is no folder that this user may write into",
+        folder_of("full"): "holds a model: expected an empty folder or an inspection",
+    }
+    for out, message in refused.items():
         code, said, err = run(folder_of("full"), "--text", TEXT, "--out", out)
-        assert (code, said) == (2, "") and "expected a folder that can be written to" in err
+        assert (code, said) == (2, "") and message in err
 
 
 def test_what_a_token_holds_in_brackets_is_no_markup(capsys):
@@ -157,7 +162,7 @@ def test_a_file_is_a_text(run, folder_of, tmp_path):
         ("full", ["--file", "/absent.txt"], "/absent.txt cannot be read: No such file"),
         ("full", ["--file", ""], "--file is empty"),
         ("full", ["--corpus", ""], "--corpus is empty"),
-        ("full", ["--text", TEXT, "--out", ""], "--out is ''"),
+        ("full", ["--text", TEXT, "--out", ""], "the name of the folder to write into is empty"),
         ("full", ["--text", TEXT, "--knock-out", "embedding@atention"], "did you mean 'attention'?"),
         ("full", ["--file", "/"], "a folder of texts is a --corpus"),
         ("full", ["--corpus", "/absent"], "source '/absent' does not exist"),

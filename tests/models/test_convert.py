@@ -393,7 +393,7 @@ def test_a_folder_that_is_not_empty_is_left_alone(plain, tmp_path):
     (tmp_path / "out").mkdir()
     convert(plain, out=tmp_path / "out")
     files = {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
-    with pytest.raises(UserError, match="exists and is not empty: choose another folder"):
+    with pytest.raises(UserError, match=r"is not empty and holds .*: expected an empty folder"):
         convert(plain, "full", out=tmp_path / "out")
     assert files == {path: path.read_bytes() for path in (tmp_path / "out").iterdir()}
 

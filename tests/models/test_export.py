@@ -60,8 +60,8 @@ def test_what_a_format_cannot_say_is_not_written(capsys, tmp_path):
         (["ours", "out", "--to", "flaa"], "unknown format to write 'flaa': did you mean 'fla'?"),
         (["plain", "out", "--to", "fla"], "is a plain model, which has no depth reads to write"),
         (["no/where/at/all", "out", "--to", "fla"], "does not exist: expected a run folder"),
-        (["theirs", "full"], "exists and is not empty"),
-        (["ours", "full", "--to", "fla"], "exists and is not empty"),
+        (["theirs", "full"], "is not empty and holds"),
+        (["ours", "full", "--to", "fla"], "is not empty and holds"),
     ],
 )
 def test_mistakes_are_one_sentence_and_write_nothing(arguments, message, folders, capsys, tmp_path, monkeypatch):

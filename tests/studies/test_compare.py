@@ -96,7 +96,7 @@ def test_another_configuration_in_the_same_folder_is_refused(done):
 
 def test_a_folder_of_something_else_is_refused(done):
     config, _, folder = done
-    with pytest.raises(UserError, match="is not empty and holds no comparison"):
+    with pytest.raises(UserError, match="is not empty and holds other files"):
         compare(dataclasses.replace(config, out=str(folder / "text")))
     with pytest.raises(UserError, match="is a file"):
         compare(dataclasses.replace(config, out=str(folder / "text" / "0.txt")))

@@ -112,7 +112,7 @@ def test_another_configuration_is_refused_naming_the_difference(configure: Confi
     with pytest.raises(UserError, match=r"another configuration: optim.lr is 0.5 here, 0.01 there; seed is 3 here, 0"):
         train(configure(resume=True, optim={"lr": 0.5}, seed=3), progress=False)
     (stopped.parent / "config.json").unlink()
-    with pytest.raises(UserError, match="holds no run of ours"):
+    with pytest.raises(UserError, match="is not empty and holds other files"):
         train(configure(resume=True), progress=False)
     assert checkpoint.FORMAT in (stopped / "state.json").read_text()
 

@@ -75,7 +75,7 @@ def test_a_size_has_the_nested_fields_of_a_hugging_face_config(tmp_path: Path) -
     size = {"family": "qwen3", "rope_parameters": {"rope_theta": 1e6}, "layer_types": ["full_attention"]}
     assert config.model.size == size and from_dict(to_dict(config)) == config
     with pytest.raises(UserError, match=r"model\.size is .*: expected text or keys and values or nothing"):
-        (tmp_path / "a.yaml").write_text("model: {size: {day: 2024-01-01}}", encoding="utf-8")
+        (tmp_path / "a.yaml").write_text("model: {size: {1: 2}}", encoding="utf-8")
         from_dict(config_file(["--config", str(tmp_path / "a.yaml")])[0])
 
 

@@ -389,7 +389,7 @@ def test_a_finished_run_is_not_run_again(configure: Configure, tmp_path: Path, m
 def test_a_folder_with_something_else_is_left_alone(configure: Configure, tmp_path: Path, resume: bool) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("years of work")
-    with pytest.raises(UserError, match="holds no run of ours"):
+    with pytest.raises(UserError, match="is not empty and holds other files"):
         train(configure(resume=resume), progress=False)
     assert os.listdir(tmp_path / "run") == ["thesis.txt"]
     (tmp_path / "file").write_text("")

@@ -168,7 +168,7 @@ def test_folders(
         refused(capsys, "No space left on device; what was there before is intact", *flags())
     refused(capsys, "holds an unfinished run: continue it with --resume", *flags())
     refused(capsys, "optim.lr is 0.5 here, 0.01 there", *flags("--resume", "--lr", "0.5"))
-    refused(capsys, "holds no run of ours", *flags("--out", str(tmp_path)))
+    refused(capsys, "is not empty and holds other files", *flags("--out", str(tmp_path)))
 
     whole = state.read_text()
     state.write_text(json.dumps({**json.loads(whole), "progress": {}}))

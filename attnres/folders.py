@@ -1,0 +1,103 @@
+"""What a folder is, and the rule of what may be written into it.
+
+A command writes into a folder that is not there yet, is empty, or is of its own kind: nothing of another kind
+is replaced.
+"""
+
+from pathlib import Path
+from typing import Literal
+
+from attnres.errors import UserError
+from attnres.files import LOCK, in_the_way
+from attnres.paths import refuse_special, user_path
+from attnres.reading import read_json
+
+Kind = Literal["comparison", "prepared data", "run", "model", "inspection", "figures", "report", "other"]
+
+_NAMES: dict[Kind, str] = {
+    "comparison": "a comparison of runs",
+    "prepared data": "prepared data",
+    "run": "a training run",
+    "model": "a model",
+    "inspection": "an inspection",
+    "figures": "figures",
+    "report": "a report",
+    "other": "other files",
+}
+_MARKS: dict[str, Kind] = {
+    "compare.json": "comparison",
+    "header.json": "prepared data",
+    "config.json": "model",
+    "inspection.json": "inspection",
+    "captions.md": "figures",
+    "report.html": "report",
+}
+"""Files by which a folder is known, the first one that is there: a run with a report in it is a run."""
+
+
+def kind_of(folder: Path) -> Kind | None:
+    """What a folder holds; None where it is not there or has nothing but a lock in it.
+
+    Raises:
+        UserError: a file, or a folder that cannot be looked into.
+    """
+    refuse_special(folder)
+    if not folder.exists():
+        return None
+    if not folder.is_dir():
+        raise UserError(f"{folder} is a file: expected a folder to write into, choose another")
+    try:
+        names = {path.name for path in folder.iterdir()} - {LOCK}
+    except OSError as error:
+        raise UserError(f"cannot look into {folder}: {error.strerror or error}") from error
+    kind: Kind = next((kind for name, kind in _MARKS.items() if name in names), "other")
+    if kind == "model":
+        fields = read_json(folder / "config.json", ours=False)
+        if isinstance(fields, dict) and "optim" in fields:
+            return "run"
+    return kind if names else None
+
+
+def refuse_other(folder: str | Path, *kinds: Kind) -> Path:
+    """The folder, if a command that writes one of these kinds may write into it; none is what needs an empty one.
+
+    Raises:
+        UserError: it holds something else, or cannot be written to.
+    """
+    path = user_path(folder)
+    if not str(folder).strip():
+        raise UserError("the name of the folder to write into is empty: give one")
+    here = kind_of(path)
+    if here is not None and here not in kinds:
+        what = " or ".join(["an empty folder", *(_NAMES[kind] for kind in kinds)])
+        raise UserError(f"{path} is not empty and holds {_NAMES[here]}: expected {what}, choose another folder")
+    if barrier := in_the_way(path):
+        raise UserError(f"cannot write into {path}: {barrier} is no folder that this user may write into")
+    return path
+
+
+def refuse_other_file(path: str | Path, keys: set[str], beside: str | None = None) -> Path:
+    """The path of a JSON file to write, if nothing is there or an earlier file of its kind, which has `keys`.
+
+    Args:
+        beside: the name of a second file, which may be there only together with the first.
+
+    Raises:
+        UserError: another file, or the folder cannot be written into.
+    """
+    target = user_path(path)
+    refuse_special(target)
+    if target.is_dir():
+        raise UserError(f"{target} is a folder: give the name of a file to write")
+    if target.is_file():
+        try:
+            fields = read_json(target)
+        except UserError:
+            fields = None
+        if not isinstance(fields, dict) or not keys <= set(fields):
+            raise UserError(f"{target} is there and is no earlier result of this command: choose another name")
+    elif beside is not None and target.with_name(beside).exists():
+        raise UserError(f"{target.with_name(beside)} is there and would be replaced: choose another name")
+    if barrier := in_the_way(target.parent):
+        raise UserError(f"cannot write into {target.parent}: {barrier} is no folder that this user may write into")
+    return target
