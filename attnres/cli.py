@@ -119,7 +119,7 @@ def _is_there(word: str) -> bool:
 def _fail(message: str, code: int) -> None:
     """Say it on stderr, or to the comparison that started this run (see studies/children.py), with the traceback of
     what is being handled where it was asked for or goes into that run's log."""
-    if os.environ.get(DEBUG) or (code == 1 and ERROR_FILE in os.environ):
+    if DEBUG in os.environ or (code == 1 and ERROR_FILE in os.environ):
         traceback.print_exc()
     file = os.environ.get(ERROR_FILE)
     if file:

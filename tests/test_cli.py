@@ -1,6 +1,7 @@
 """The command line: flags over files over defaults; a mistake is one sentence on stderr and exit status 2."""
 
 import json
+import re
 import subprocess
 import sys
 
@@ -8,7 +9,7 @@ import pytest
 
 import attnres
 from attnres import cli
-from attnres.errors import Interrupted
+from attnres.errors import DEBUG, Interrupted
 from attnres.training.config import TrainConfig
 
 
@@ -244,13 +245,22 @@ def test_a_run_started_by_a_comparison_leaves_its_error_in_the_file(capsys, tmp_
     assert "Error parsing --steps" in (tmp_path / "error").read_text()
 
 
-def test_other_exceptions_are_not_hidden(monkeypatch):
+def test_what_nobody_foresaw_is_a_sentence_that_says_where_and_its_traceback_if_asked_for(
+    capsys, monkeypatch, tmp_path
+):
     def train(config, *, progress):
-        raise RuntimeError("a bug")
+        raise RuntimeError("a bug\nin two lines")
 
     monkeypatch.setattr("attnres.training.train", train)
-    with pytest.raises(RuntimeError, match="a bug"):
-        cli.main(["train"])
+    monkeypatch.delenv(DEBUG, raising=False)
+    code, out, err = run(capsys, "train", "--out", str(tmp_path))
+    assert (code, out, err.count("\n")) == (1, "", 1)
+    assert re.search(rf"error: unforeseen RuntimeError at train.py:\d+, with {tmp_path} \(a bug\): a file", err)
+    monkeypatch.setenv(DEBUG, "0")  # so that it is put back
+    code, _, err = run(capsys, "train", "--debug")
+    assert code == 1 and "Traceback" in err and "in two lines" in err
+    code, _, err = run(capsys, "trian", "--debug")
+    assert code == 2 and "Traceback" in err and err.splitlines()[-1].startswith("attnres: error: unknown command")
 
 
 def test_prepare_says_what_it_made(capsys, tmp_path):

@@ -13,7 +13,8 @@ import attnres
 ROOT = Path(attnres.__file__).parent
 
 ORDER = """
-    errors cache device files folders forward head hub lazy locks paths progress reading stats terminal text timing typed
+    errors locks paths
+    cache device files folders forward head hub lazy progress reading stats terminal text timing typed
     ops
     residuals
     data

@@ -61,18 +61,32 @@ def test_header_that_disagrees_is_refused(prepared: Prepared, edit_header: Calla
     ("change", "message"),
     [
         (lambda header: header.update(version=99), "format version 99, expected 1"),
-        (lambda header: header.pop("vocab_size"), r"is damaged \(vocab_size\)"),
+        (lambda header: header.pop("vocab_size"), r"is damaged \(vocab_size is None: expected it to be there\)"),
+        (lambda header: header.update(eos_id=10**9), "its names or its eos_id"),
+        (lambda header: header.update(eos_id=-1), "eos_id is -1: .*, 0 or more"),
         (lambda header: header.update(dtype="int8"), "is damaged"),
-        (lambda header: header["splits"].update(train={}), r"is damaged \(splits\)"),
-        (lambda header: header["splits"]["train"].update(documents_file="../a.bin"), r"is damaged \(splits\)"),
-        (lambda header: header["splits"]["train"].update(documents_file=".."), r"is damaged \(splits\)"),
-        (lambda header: header["splits"]["train"].update(tokens=True), r"is damaged \(splits\)"),
-        (lambda header: header["splits"]["train"]["files"][0].update(name="/etc/passwd"), r"is damaged \(splits\)"),
-        (lambda header: header["splits"]["train"]["files"][0].update(name="a\\b"), r"is damaged \(splits\)"),
-        (lambda header: header["splits"]["train"]["files"][0].update(name=7), r"is damaged \(splits\)"),
-        (lambda header: header["splits"]["train"]["files"][0].update(tokens=0), r"is damaged \(splits\)"),
-        (lambda header: header["splits"]["train"]["files"][0].update(max_id="9"), r"is damaged \(splits\)"),
-        (lambda header: header["splits"]["train"]["files"][0].update(crc32=-1), r"is damaged \(splits\)"),
+        (lambda header: header["splits"].update(train={}), "splits.train.documents is None: expected it to be there"),
+        (lambda header: header["splits"]["train"].update(documents_file="../a.bin"), "its names or its eos_id"),
+        (lambda header: header["splits"]["train"].update(documents_file=".."), "its names or its eos_id"),
+        (
+            lambda header: header["splits"]["train"].update(tokens=True),
+            "tokens is True: expected a whole",
+        ),
+        (lambda header: header["splits"]["train"]["files"][0].update(name="/etc/passwd"), "its names or its eos_id"),
+        (lambda header: header["splits"]["train"]["files"][0].update(name="a\\b"), "its names or its eos_id"),
+        (lambda header: header["splits"]["train"]["files"][0].update(name=7), "name is 7: expected text"),
+        (
+            lambda header: header["splits"]["train"]["files"][0].update(tokens=0),
+            "tokens is 0: .*, 1 or more",
+        ),
+        (
+            lambda header: header["splits"]["train"]["files"][0].update(max_id="9"),
+            "max_id is '9': expected",
+        ),
+        (
+            lambda header: header["splits"]["train"]["files"][0].update(crc32=-1),
+            "crc32 is -1: .*, 0 or more",
+        ),
     ],
 )
 def test_damaged_header_is_refused(prepared: Prepared, edit_header: Callable, change: Callable, message: str):
@@ -83,7 +97,7 @@ def test_damaged_header_is_refused(prepared: Prepared, edit_header: Callable, ch
 
 def test_header_that_is_not_json_is_refused(prepared: Prepared):
     (prepared.path / "header.json").write_text("{")
-    with pytest.raises(UserError, match="not JSON"):
+    with pytest.raises(UserError, match="is not valid JSON"):
         open_tokens(prepared.path)
 
 

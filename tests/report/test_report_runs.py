@@ -62,10 +62,14 @@ def test_a_run_trained_alone_takes_its_label_from_its_name(tmp_path):
     ("file", "content", "message"),
     [
         ("config.json", "{", "damaged"),
-        ("config.json", "[]", "expected a JSON object"),
-        ("config.json", '{"model_type": "llama"}', "not the configuration of a training run"),
+        ("config.json", "[]", r"damaged \(is \[\]: expected keys and values"),
+        ("config.json", '{"model_type": "llama"}', r"damaged \(model is None: expected it to be there\)"),
         ("summary.json", "not json", "damaged"),
-        ("metrics.jsonl", '{"step": 1}\n{"kind": "val", "step": 2}\n', "line 1 of .* the file is damaged"),
+        ("metrics.jsonl", '{"step": 1}\n{"kind": "val", "step": 2}\n', "line 1 of .* is damaged"),
+        ("metrics.jsonl", '{"step": 1, "kind": "val", "loss": null}\n', r"damaged \(loss is None: expected a number\)"),
+        ("summary.json", '{"parameters": "x"}', r"damaged \(parameters is 'x': expected a whole number\)"),
+        ("summary.json", '{"val_loss": NaN}', "NaN is no number of JSON"),
+        ("summary.json", "[" * 3000, "nested more than 64 deep"),
         ("val/000100.npy", "not an array", "damaged"),
     ],
 )
