@@ -26,7 +26,7 @@ from attnres.flags import config_file
 from attnres.head import Sums
 from attnres.models import build, load
 from attnres.residuals.check.interface import TAKEN
-from attnres.training import TrainConfig, from_dict, loop, objective, to_dict, train, validate
+from attnres.training import TrainConfig, checkpoint, from_dict, loop, objective, to_dict, train, validate
 from attnres.training.branch import branch, branch_step
 from attnres.training.metrics import read
 from attnres.training.objective import Objective, loss_kind
@@ -106,7 +106,7 @@ def test_a_run_leaves_what_was_promised(configure: Configure, tmp_path: Path) ->
     assert summary["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert summary["extra_parameters"] == sum(p.numel() for p in model.get_submodule("residual").parameters())
     assert (run / "model" / "tokenizer.json").exists() and (run / "inspection.json").exists()
-    assert [path.name for path in run.rglob(".*")] == [".lock"]
+    assert [path.name for path in run.rglob(".*")] == []
     data = json.loads((run / "data.json").read_text())
     assert list(data) == ["tokenizer_sha256", "vocab_size", "splits", "windows_sha256"]
     assert data["splits"]["train"]["tokens"] > data["splits"]["val"]["tokens"] > 0
@@ -548,7 +548,9 @@ def test_a_branch_that_would_have_gone_another_way_is_refused(
 ) -> None:
     kept = tmp_path / "trunk" / "kept" / "000006"
     kept.mkdir(parents=True)
-    write_json(kept / "state.json", {"config": to_dict(loop.resolve(configure("trunk", **wsd(16, keep_at=(6,)))))})
+    trunk = to_dict(loop.resolve(configure("trunk", **wsd(16, keep_at=(6,)))))
+    state = {"step": 6, "config": trunk, "data": {}, "random": [], "progress": {}, "checksums": {}}
+    write_json(kept / "state.json", {"format": checkpoint.FORMAT, **state})
     with pytest.raises(UserError, match=message):
         branch(tmp_path / "trunk", steps, loop.resolve(configure("short", **values)))
     assert not (tmp_path / "short").exists()
