@@ -89,7 +89,9 @@ class Bench:
         folder = self.runs / slug(label)
         model = dataclasses.replace(self.base.model, residual=residual, settings=dict(settings))
         config = to_dict(dataclasses.replace(self.base, model=model, out=str(folder), name=label))
-        file = self.runs / "configs" / f"{slug(label)}.json"
+        file, result = (self.runs / kind / f"{slug(label)}.json" for kind in ("configs", "results"))
+        if result.is_file() and (row := read_json(result))["config"] == config:
+            return row["row"]
         write_json(file, config)
         command = [sys.executable, "-m", "attnres", "train", "--config", str(file), "--resume", "--no-progress"]
         done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -98,7 +100,9 @@ class Bench:
             return {"reason": (said[-1] if said else f"status {done.returncode}")[:200]}
         summary = read_json(folder / "summary.json")
         row = {key: summary[key] for key in ("val_loss", "val_se", "train_loss", "extra_parameters")}
-        return row | {"peak_bytes": summary["peak_memory_bytes"], "tools": tools(folder)}
+        row |= {"peak_bytes": summary["peak_memory_bytes"], "tools": tools(folder)}
+        write_json(result, {"config": config, "row": row})
+        return row
 
     def times(self, group: Rows) -> dict[str, dict[str, Any]]:
         """Time steps of a group; label -> `ratio` to the standard residual's and `plain_ratio`, with quartiles."""

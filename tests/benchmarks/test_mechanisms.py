@@ -1,5 +1,6 @@
 """The benchmark of all mechanisms, on a tiny model and two steps."""
 
+import dataclasses
 import json
 
 import mechanisms
@@ -118,9 +119,11 @@ def test_the_command_writes_json_and_a_chart(bench, results, tmp_path, monkeypat
 
 
 @pytest.mark.slow
-def test_a_finished_row_is_not_trained_again(bench, results, monkeypatch):
+def test_a_finished_row_is_not_trained_again_and_one_of_another_configuration_is_refused(bench, results, monkeypatch):
     rows, _ = results
-    monkeypatch.setattr(mechanisms, "tools", lambda folder: {})
-    before = (bench.runs / "standard" / "summary.json").stat().st_mtime_ns
-    assert bench.train("standard", "standard", {})["val_loss"] == rows["standard"]["val_loss"]
-    assert (bench.runs / "standard" / "summary.json").stat().st_mtime_ns == before
+    with monkeypatch.context() as patch:
+        patch.setattr(mechanisms.subprocess, "run", None)
+        row = bench.train("standard", "standard", {})
+    assert row == {key: rows["standard"][key] for key in row} and row["tools"]["report"] is None
+    other = dataclasses.replace(bench, base=dataclasses.replace(bench.base, steps=3))
+    assert "steps" in other.train("standard", "standard", {})["reason"]
