@@ -19,7 +19,7 @@ from attnres.report.example import example
 from attnres.report.runs import Run, Study
 from attnres.report.sections import Section, sections
 from attnres.report.stats import equal_conditions
-from attnres.report.table import SHOWN, Row, Table, build_table, to_csv
+from attnres.report.table import Row, Table, build_table, shown, to_csv
 from attnres.report.variants import comparison_of
 from attnres.report.verdict import verdict
 from attnres.typed import leaves
@@ -149,7 +149,7 @@ def _figures(plots: Sequence[Plot]) -> str:
 
 def _table(table: Table, comparison: Comparison) -> str:
     colours = {one.label: look["color"] for one, look in zip(comparison.variants, comparison.looks(), strict=True)}
-    head = "".join(f'<th scope="col">{escape(column.title)}</th>' for column in SHOWN)
+    head = "".join(f'<th scope="col">{escape(column.title)}</th>' for column in shown(table))
     body = "".join(f"<tr>{_row(table, row, colours[row.label])}</tr>\n" for row in table.rows)
     notes = "".join(f"<li>{_prose(note)}</li>" for note in table.notes)
     return (
@@ -162,7 +162,7 @@ def _row(table: Table, row: Row, colour: str) -> str:
     star = "" if row.complete else ' <span class="err">unfinished</span>'
     swatch = f'<span class="swatch" style="background: {theme.variable(colour)}"></span>'
     out = [f'<th scope="row">{swatch}<span class="name">{escape(row.label)}{star}</span></th>']
-    for column in SHOWN[1:]:
+    for column in shown(table)[1:]:
         number, sign, error = column.text(row, table).partition(" ± ")
         text = escape(number) + (f' <span class="err">± {escape(error)}</span>' if sign else "")
         if column.name == "difference":

@@ -67,6 +67,16 @@ class Row:
         return math.exp(min(self.loss, 700.0))  # what fp64 can hold
 
     @property
+    def flops_per_s(self) -> float:
+        """Operations of the plain model's work a second, see `attnres.models.flops`."""
+        return self.tokens_per_s * self.largest("flops_per_token")
+
+    @property
+    def mfu(self) -> float:
+        """What share of the device's operations that is."""
+        return self.flops_per_s / self.largest("peak_flops")
+
+    @property
     def start_loss(self) -> float:
         """Mean over seeds of the held-out loss before the first step, of runs that begin from a trained model."""
         first = [next((float(line["loss"]) for line in run.val if line["step"] == 0), math.nan) for run in self.runs]
@@ -239,6 +249,7 @@ class Column:
         value: what stands there; NaN and None are empty.
         title: heading in the table, which does not have the column without one. short: in the terminal.
         text: what stands in the table.
+        optional: the table has it only where it is known of a variant.
     """
 
     name: str
@@ -246,6 +257,7 @@ class Column:
     title: str = ""
     text: Callable[[Row, Table], str] = lambda row, table: UNKNOWN
     short: str = ""
+    optional: bool = False
 
 
 def _of_pair(name: str, value: Callable[[Paired], Any], **shown: Any) -> Column:
@@ -304,9 +316,23 @@ COLUMNS = (
         short="Extra\nparams",
     ),
     Column("start_loss", lambda row, _: row.start_loss),
+    Column("flops_per_s", lambda row, _: row.flops_per_s),
+    Column(
+        *("mfu", lambda row, _: row.mfu, "MFU"),
+        text=lambda row, _: UNKNOWN if math.isnan(row.mfu) else f"{row.mfu:.1%}",
+        optional=True,
+    ),
 )
 """All there is to say of a variant: in this order in the CSV file, those with a title in the table."""
-SHOWN = tuple(column for column in COLUMNS if column.title)
+
+
+def shown(table: Table) -> list[Column]:
+    """The columns of a table that is printed."""
+
+    def known(column: Column) -> bool:
+        return not column.optional or any(column.text(row, table) != UNKNOWN for row in table.rows)
+
+    return [column for column in COLUMNS if column.title and known(column)]
 
 
 def print_table(table: Table, verdict: str, console: "Console | None" = None) -> None:
@@ -318,13 +344,14 @@ def print_table(table: Table, verdict: str, console: "Console | None" = None) ->
 
     console = console or Console()
     grid = Grid(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    for column in SHOWN:
-        first = column is SHOWN[0]
+    columns = shown(table)
+    for column in columns:
+        first = column is columns[0]
         heading = column.short or column.title.replace(" ", "\n")
         grid.add_column(heading, justify="left" if first else "right", no_wrap=not first, overflow="fold")
     for row in table.rows:
         cells = {}
-        for column in SHOWN:  # eighty columns: what is in brackets or can be had from the CSV is left out
+        for column in columns:  # eighty columns: what is in brackets or can be had from the CSV is left out
             text = column.text(row, table).split(" (")[0]
             cells[column.name] = Text(text if column.name == "difference" else text.split(" ± ")[0])
         if row.paired and row.paired.decided and row.complete:

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked, replaced_folder, write_json
 from attnres.models.checkpointing import checkpoint_activations
+from attnres.models.flops import forward_flops, peak_flops, step_flops
 from attnres.progress import STEPS, Bars
 from attnres.reading import read_json
 from attnres.stats import or_none, standard_error
@@ -139,6 +140,10 @@ class Run:
         checkpoint_activations(self.model, config.gradient_checkpointing)
         self.kind = loss_kind(config.loss, self.model, self._rows() * config.data.seq_len, self.teacher)
         self.objective = who.wrap(Objective(self.model, self.kind, self.cast, self.teacher, compiled=config.compile))
+        taught = 0.0 if self.teacher is None else forward_flops(self.teacher.model, config.data.seq_len)
+        self.flops = step_flops(self.model, config.data.seq_len) + taught  # a token
+        peak = peak_flops(who.device, config.dtype)
+        self.peak = None if peak is None else peak * who.world_size  # a second
         if state:
             self.past, self.saved = checkpoint.as_saved(here, lambda: past_of(state)), state["step"]
             checkpoint.load_optimizers(here, state, self.optimizers)
@@ -258,6 +263,8 @@ class Run:
                 grad_norm=self.norm,
                 tokens_per_s=tokens / seconds,
                 step_s=seconds,
+                flops_per_s=self.flops * tokens / seconds,
+                **({} if self.peak is None else {"mfu": self.flops * tokens / seconds / self.peak}),
                 **({"divergence": self.divergence} if self.teacher else {}),
                 **({} if self.penalty is None else {"penalty": self.penalty.item()}),
             )
@@ -316,6 +323,8 @@ class Run:
             "train_loss": past.train_loss,
             "tokens_per_s": tokens / seconds,
             "step_s": seconds,
+            "flops_per_token": self.flops,
+            "peak_flops": self.peak,
             "peak_memory_bytes": memory,
             "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
             "extra_parameters": sum(parameter.numel() for parameter in self.model.residual.parameters()),

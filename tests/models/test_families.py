@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 from one_graph import check_one_graph
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM
 
 from attnres import UserError
@@ -16,6 +17,7 @@ from attnres.models.checkpointing import checkpoint_activations
 from attnres.models.convert import convert
 from attnres.models.exactness import compare_logits
 from attnres.models.families import BOTH, PROBED, REFUSED, SUM, families_table
+from attnres.models.flops import forward_flops, step_flops
 from attnres.models.probe import probe
 
 VOCAB = 61
@@ -218,6 +220,23 @@ def test_checkpointed_gradients_are_the_gradients(family):
 @pytest.mark.parametrize("family", ["olmo2", "gemma2"])
 def test_a_whole_model_compiles_without_a_graph_break(family):
     check_one_graph(copy.deepcopy(stirred(family)), lambda model: model(input_ids=IDS, use_cache=False).logits)
+
+
+@families
+def test_operations_are_those_that_torch_counts(family):
+    """Of a forward and a backward pass; a recurrence of linear attention, which does not count, is more."""
+    model = copy.deepcopy(plain(family)).train()
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+    ours, counted = step_flops(model, IDS.shape[1]), counter.get_total_flops() / IDS.numel()
+    if "linear_attention" in (getattr(model.config, "layer_types", None) or ()):
+        assert 0.1 * counted < ours < counted
+    else:
+        assert ours == pytest.approx(counted, rel=0.02)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(input_ids=IDS, use_cache=False)
+        assert forward_flops(model, IDS.shape[1]) == pytest.approx(counter.get_total_flops() / IDS.numel(), rel=0.02)
 
 
 @families

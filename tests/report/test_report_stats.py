@@ -14,7 +14,7 @@ from synthetic import write_run, write_study
 from attnres.report import load_study
 from attnres.report.page import write_report
 from attnres.report.stats import paired, paired_curve, strongest_baseline
-from attnres.report.table import SHOWN, build_table, print_table, to_csv
+from attnres.report.table import build_table, print_table, shown, to_csv
 from attnres.report.verdict import verdict
 from attnres.stats import standard_error, t_975
 
@@ -186,7 +186,7 @@ def test_a_loss_that_is_no_number_is_shown_as_unknown(tmp_path):
     np.save(folder / "val" / "000200.npy", np.full(64, math.nan))
     study, table = both(tmp_path)
     row = table.row("block")
-    assert [column.text(row, table) for column in SHOWN][1:4] == ["–", "–", "–"]
+    assert [column.text(row, table) for column in shown(table)][1:4] == ["–", "–", "–"]
     assert row.paired is not None and not row.paired.decided
     write_report(study, tmp_path)
 
@@ -364,10 +364,10 @@ def test_csv_has_a_line_a_variant_and_plain_numbers(tmp_path):
 
 
 def test_a_column_keeps_its_name_and_place_in_the_csv(tmp_path):
-    """What was written earlier is read beside what is written now."""
+    """What was written earlier is read beside what is written now; a new column is the last."""
     earlier = Path(__file__).parents[2] / "docs" / "data" / "demo" / "table.csv"
     _, table = both(write_study(tmp_path))
-    assert to_csv(table).splitlines()[0] == earlier.read_text().splitlines()[0]
+    assert to_csv(table).splitlines()[0].startswith(earlier.read_text().splitlines()[0])
 
 
 def test_the_loss_before_the_first_step_is_told_where_runs_begin_from_a_model(tmp_path):
@@ -395,4 +395,17 @@ def test_a_loss_beyond_all_bounds_has_a_row(tmp_path):
     path = write_run(tmp_path, "standard") / "summary.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"val_loss": 1e4}))
     _, table = both(tmp_path)
-    assert SHOWN[2].text(table.rows[0], table) == "1.01e+304"
+    assert shown(table)[2].text(table.rows[0], table) == "1.01e+304"
+
+
+def test_the_share_of_the_device_is_shown_where_it_is_known(tmp_path):
+    for name in ("standard", "block"):
+        path = write_run(tmp_path, name) / "summary.json"
+        known = {"flops_per_token": 1e6, "peak_flops": 1e10 if name == "block" else None}
+        path.write_text(json.dumps(json.loads(path.read_text()) | known))
+    _, table = both(tmp_path)
+    (column,) = [column for column in shown(table) if column.title == "MFU"]
+    rows = {row.label: column.text(row, table) for row in table.rows}
+    assert rows == {"standard": "–", "block": f"{2048 / 0.43 * 1e6 / 1e10:.1%}"}
+    assert to_csv(table).splitlines()[1].endswith(f",{2048 / 0.4 * 1e6:.10g},")
+    assert "MFU" not in [column.title for column in shown(both(write_study(tmp_path / "other"))[1])]

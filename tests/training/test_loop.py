@@ -33,7 +33,7 @@ from attnres.training.objective import Objective, loss_kind
 from attnres.training.parallel import Processes
 
 Configure = Callable[..., TrainConfig]
-TIMES = ("tokens_per_s", "step_s")
+TIMES = ("tokens_per_s", "step_s", "flops_per_s")
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
@@ -80,6 +80,7 @@ def test_a_run_leaves_what_was_promised(configure: Configure, tmp_path: Path) ->
     assert json.loads((run / "summary.json").read_text()) == summary
     assert set(summary) == {
         *("step", "tokens", "val_loss", "val_se", "perplexity", "train_loss", "tokens_per_s", "step_s"),
+        *("flops_per_token", "peak_flops"),
         *("peak_memory_bytes", "parameters", "extra_parameters", "wall_s", "windows", "traits"),
     }
     assert (summary["step"], summary["tokens"], summary["windows"]) == (8, 8 * 4 * 16, 6)
@@ -89,7 +90,9 @@ def test_a_run_leaves_what_was_promised(configure: Configure, tmp_path: Path) ->
     steps = {kind: [line["step"] for line in found if line["kind"] == kind] for kind in ("train", "val", "depth")}
     assert steps == {"train": [2, 4, 6, 8], "val": [4, 8], "depth": [4, 8]}
     train_line, val_line = found[0], next(line for line in found if line["kind"] == "val")
-    assert list(train_line) == ["kind", "step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "step_s"]
+    assert list(train_line) == ["kind", "step", "tokens", "loss", "lr", "grad_norm", *TIMES]
+    assert train_line["flops_per_s"] == pytest.approx(summary["flops_per_token"] * train_line["tokens_per_s"])
+    assert summary["peak_flops"] is None  # of this processor
     losses = np.load(run / "val" / "000004.npy")
     assert losses.dtype == np.float64 and losses.shape == (6,)
     assert val_line["loss"] == losses.mean() and val_line["se"] == pytest.approx(losses.std(ddof=1) / math.sqrt(6))

@@ -42,7 +42,7 @@ assert train(parts, progress=False)["val_loss"] == summary["val_loss"]
 
 
 def lines(folder: Path) -> list[dict[str, Any]]:
-    clock = ("tokens_per_s", "step_s")
+    clock = ("tokens_per_s", "step_s", "flops_per_s")
     return [{key: line[key] for key in line if key not in clock} for line in read(folder / "metrics.jsonl")]
 
 
