@@ -28,7 +28,7 @@ from attnres.training.environment import describe
 CHARACTERS = 720
 """Of Python source: about 200 tokens of the demo's tokenizer."""
 SHOWS = "start => document.querySelector('#pane-0 .text').textContent.replace(/[\\s↵]/g, '').startsWith(start)"
-EDGE = "#pane-0 .weights [data-read='6'][data-source='0']"
+EDGE = "#pane-0 .contributions [data-read='6'][data-source='0']"
 
 
 def seconds(act: Callable[[], Any], done: Callable[[], Any]) -> float:
@@ -56,7 +56,7 @@ def measure(page: Page, rounds: int) -> dict[str, Any]:
                 lambda i=i: page.click(f"#pane-0 [data-token='{20 + i}']"),
                 lambda i=i: page.wait_for_selector(f"#pane-0 [data-token='{20 + i}'][aria-pressed]"),
             ),
-            "edge": seconds(lambda: page.click(EDGE), lambda: page.wait_for_selector("#pane-0 .weights .gone")),
+            "edge": seconds(lambda: page.click(EDGE), lambda: page.wait_for_selector("#pane-0 .contributions .gone")),
         }
         tokens.append(page.locator("#pane-0 [data-token]").count())
         page.click("#reset")

@@ -46,7 +46,7 @@ class Reading:
     Attributes:
         ids: of the T tokens; `pieces` what each says.
         layout: the reads and what they mix; `reads` and `sources` are their names.
-        weights: for each read (T, sources).
+        weights, contributions: for each read (T, sources); what each source is of the read, by projection on it.
         log_probs: (T, V): of the token after each.
         losses: (T-1,) nats: of each token but the first.
         notes: what a reader should know of this text, one sentence each.
@@ -56,6 +56,7 @@ class Reading:
     pieces: list[str]
     layout: tuple[Read, ...]
     weights: list[np.ndarray]
+    contributions: list[np.ndarray]
     log_probs: Tensor
     losses: np.ndarray
     notes: list[str]
@@ -86,6 +87,11 @@ class Reading:
     def means(self) -> list[np.ndarray]:
         """For each read (sources,): weights averaged over the tokens."""
         return [row.mean(0) for row in self.weights]
+
+    @property
+    def mean_contributions(self) -> list[np.ndarray]:
+        """For each read (sources,): contributions averaged over the tokens."""
+        return [row.mean(0) for row in self.contributions]
 
 
 @dataclass(frozen=True)
@@ -261,6 +267,7 @@ class Opened:
             [self.piece(token) for token in ids],
             trace.layout,
             [weights[0].numpy() for weights in trace.token_weights],
+            [contributions[0].numpy() for contributions in trace.token_contributions],
             prediction.log_probs,
             prediction.losses.double().numpy(),
             [],

@@ -10,7 +10,7 @@ from html import escape
 
 import numpy as np
 
-from attnres.app.colours import GRID, INK, MUTED, OUT, PAPER, ink_on, signed_colour, weight_colour
+from attnres.inspect.colours import GRID, INK, LESS, MUTED, PAPER, ink_on, signed_colour
 from attnres.residuals import Read, columns
 
 WIDTH = 370.0
@@ -53,17 +53,18 @@ def _spacing(cell: float) -> int:
 
 def heatmap(
     layout: Sequence[Read],
-    means: Sequence[np.ndarray],
+    contributions: Sequence[np.ndarray],
+    weights: Sequence[np.ndarray],
     out: frozenset[tuple[int, int]],
     title: str,
 ) -> str:
-    """Mean weights: a row for each read, a column for each source, with a cross on what is knocked out."""
+    """Mean contributions, and weights in words: a row for each read, a column for each source, with a cross on what is
+    knocked out."""
     across = columns(read.sources for read in layout)
     place = {source.name: i for i, source in enumerate(across)}
     wide = (WIDTH - LABEL - RIGHT) / len(across)
     tall = min(14.0, max(9.0, wide))
     top = 30.0
-    largest = max(1.0, max(float(np.abs(row).max(initial=0)) for row in means))
     parts, crosses = [], []
     every = _spacing(wide)
     for i, source in enumerate(across):
@@ -77,15 +78,15 @@ def heatmap(
             parts.append(_text(LABEL - 5, y + tall / 2 + 3.3, row_name(read), "end"))
         for i, source in enumerate(read.sources):
             x = LABEL + place[source.name] * wide
-            weight = float(means[r][i])
+            part = float(contributions[r][i])
             box = (x, y, wide - 0.6, tall - 0.6)
             gone = (r, i) in out
-            words = f"{read.name} reads {source.name}: {weight:.3f}"
-            parts.append(_edge(r, i, box, weight_colour(weight, largest), words, gone))
+            words = f"{read.name} reads {source.name}: contribution {part:.3f}, weight {float(weights[r][i]):.3f}"
+            parts.append(_edge(r, i, box, _colour(part), words, gone))
             crosses += [_cross(box)] * gone
     bottom = top + len(layout) * tall + 8
-    parts.append(_scale(bottom, largest))
-    return svg("weights", title, bottom + 22, parts + crosses)
+    parts.append(_scale(bottom))
+    return svg("contributions", title, bottom + 22, parts + crosses)
 
 
 Box = tuple[float, float, float, float]
@@ -111,23 +112,28 @@ def _cross(box: Box) -> str:
     x, y, width, height = box
     lines = f'd="M{x:.2f} {y:.2f}l{width:.2f} {height:.2f}m0 {-height:.2f}l{-width:.2f} {height:.2f}"'
     return (
-        f'<g pointer-events="none" fill="none"><rect {_place(box)} stroke="{OUT}" stroke-width="1.4"/>'
-        f'<path {lines} stroke="{PAPER}" stroke-width="2.6"/><path {lines} stroke="{OUT}" stroke-width="1.4"/></g>'
+        f'<g pointer-events="none" fill="none"><rect {_place(box)} stroke="{LESS}" stroke-width="1.4"/>'
+        f'<path {lines} stroke="{PAPER}" stroke-width="2.6"/><path {lines} stroke="{LESS}" stroke-width="1.4"/></g>'
     )
 
 
-def _scale(y: float, largest: float) -> str:
-    """The scale of weights: colours over the square root, with the numbers themselves below."""
+def _colour(part: float) -> str:
+    """Of a contribution: more or less over the root of its size."""
+    return signed_colour(float(np.sign(part)) * abs(part) ** 0.5)
+
+
+def _scale(y: float) -> str:
+    """The scale of contributions from -1 to 1: colours over the square root, with the numbers themselves below."""
     steps, width = 40, WIDTH - LABEL - RIGHT
-    parts = [_text(LABEL - 5, y + 6, "weight", "end")]
-    parts += [
+    places = [(i + 0.5) / steps * 2 - 1 for i in range(steps)]
+    parts = [
         f'<rect x="{LABEL + i * width / steps:.2f}" y="{y:.1f}" width="{width / steps + 0.3:.2f}" height="6" '
-        f'fill="{weight_colour(((i + 0.5) / steps) ** 2)}"/>'
-        for i in range(steps)
+        f'fill="{signed_colour(place)}"/>'
+        for i, place in enumerate(places)
     ]
-    for share in (0.0, 0.05, 0.25, 0.5, 1.0):
-        anchor = "start" if share == 0 else "end" if share == 1 else "middle"
-        parts.append(_text(LABEL + share**0.5 * width, y + 16, f"{share * largest:g}", anchor))
+    for part in (-1.0, -0.25, 0.0, 0.05, 0.25, 0.5, 1.0):
+        anchor = "start" if part == -1 else "end" if part == 1 else "middle"
+        parts.append(_text(LABEL + (1 + np.sign(part) * abs(part) ** 0.5) / 2 * width, y + 16, f"{part:g}", anchor))
     return "".join(parts)
 
 
@@ -154,7 +160,7 @@ def stack(
             width = abs(weight) / total * wide
             box = (x, y, width - 0.4, tall - 2)
             gone = (r, i) in out
-            parts.append(_edge(r, i, box, colour, f"{read.name} reads {source.name}: {weight:.3f}", gone))
+            parts.append(_edge(r, i, box, colour, f"{read.name} reads {source.name}: weight {weight:.3f}", gone))
             crosses += [_cross(box)] * gone
             if width > 6 + 5.2 * len(source.short):
                 size = 'font-size="8.5" pointer-events="none"'

@@ -7,9 +7,9 @@ from html import escape
 import numpy as np
 
 from attnres.app import figures
-from attnres.app.colours import BETTER, MUTED, OUT, blend, ink_on, source_colours
 from attnres.app.explorer import Candidate, Effect, Reading
 from attnres.app.state import HEAVIEST, LOSS
+from attnres.inspect.colours import LESS, MORE, MUTED, blend, colours_by_name, ink_on
 from attnres.residuals import Read
 
 PAPER = "#ffffff"
@@ -61,21 +61,27 @@ def message(text: str, kind: str = "error") -> str:
 def pane(p: Pane) -> str:
     """Everything the page shows of one model."""
     token, title = visible(p.reading.pieces[p.token]), visible(p.title)
-    colours = source_colours(p.reading.layout)
+    colours = colours_by_name(p.reading.layout)
     row = [weights[p.token] for weights in p.reading.weights]
     of_token = f"“{token}” (token {p.token})"
-    bars = figures.stack(p.reading.layout, row, colours, p.edges, f"Where {of_token} reads from, {title}")
-    cells = figures.heatmap(p.reading.layout, p.reading.means, p.edges, f"Mean weights of this text, {title}")
+    bars = figures.stack(p.reading.layout, row, colours, p.edges, f"Weights of the reads of {of_token}, {title}")
+    cells = figures.heatmap(
+        p.reading.layout,
+        p.reading.mean_contributions,
+        p.reading.means,
+        p.edges,
+        f"What reads are made of, mean over this text, {title}",
+    )
     short = f"Rows are reads, bars their sources: {figures.key(p.reading.layout)}."
     left = [
         _section("next", f"Next token after {of_token}", _next(p)),
-        _section("stack", f"Where {of_token} reads from, through depth", bars, short, save=True),
+        _section("stack", f"Weights of the reads of {of_token}, through depth", bars, short, save=True),
     ]
     click = (
-        "Rows are reads, columns sources; all weights are those with every edge in place. Click a cell to knock its "
-        "edge out, again to bring it back."
+        "Rows are reads, columns sources: how much of the read a source is, by projection on it, with every edge in "
+        "place. Pointing at a cell tells its weight too. Click a cell to knock its edge out, again to bring it back."
     )
-    right = [_section("weights", "Weights, mean over the text", cells, click, save=True)]
+    right = [_section("contributions", "What reads are made of, mean over the text", cells, click, save=True)]
     if p.similarity is not None:
         reads, cosines = p.similarity
         queries = figures.similarity(reads, cosines, f"Cosines between pseudo-queries, {title}")
@@ -119,7 +125,7 @@ def _colouring(p: Pane) -> str:
     if p.source == LOSS:
         return "Tokens by the change of their loss"
     if p.source == HEAVIEST:
-        return f"Tokens by the heaviest source of {read}"
+        return f"Tokens by the source of the largest weight in {read}"
     return f"Tokens by the weight of {p.source} in {read}"
 
 
@@ -155,7 +161,7 @@ def _fills(p: Pane, colours: dict[str, str]) -> list[str]:
     if p.source == LOSS:
         change = _loss_change(p)
         largest = float(np.abs(change).max(initial=0)) or 1.0
-        return [PAPER] + [blend(PAPER, OUT if x > 0 else BETTER, 0.7 * abs(x) / largest) for x in change]
+        return [PAPER] + [blend(PAPER, LESS if x > 0 else MORE, 0.7 * abs(x) / largest) for x in change]
     weights, names = p.reading.weights[p.read], p.reading.sources[p.read]
     if p.source == HEAVIEST or p.source not in names:
         if _alike(weights):
@@ -163,7 +169,7 @@ def _fills(p: Pane, colours: dict[str, str]) -> list[str]:
         return [colours[names[j]] for j in np.abs(weights).argmax(1)]
     column = np.abs(weights[:, names.index(p.source)])
     largest = float(column.max()) or 1.0
-    return [blend(PAPER, "#0072b2", 0.65 * float(x) / largest) for x in column]
+    return [blend(PAPER, MORE, 0.65 * float(x) / largest) for x in column]
 
 
 def _alike(weights: np.ndarray) -> bool:
@@ -182,7 +188,7 @@ def _legend(p: Pane, colours: dict[str, str]) -> str:
         if p.effect is None:
             return '<p class="legend">Nothing is knocked out: no loss has changed. Click a cell of the weights.</p>'
         largest = float(np.abs(_loss_change(p)).max(initial=0))
-        worse, better = (_swatch(blend(PAPER, colour, 0.7)) for colour in (OUT, BETTER))
+        worse, better = (_swatch(blend(PAPER, colour, 0.7)) for colour in (LESS, MORE))
         return f'<p class="legend">{worse} loss up, by {largest:.2f} nats at most {better} loss down</p>'
     if p.source == HEAVIEST or p.source not in names:
         if _alike(p.reading.weights[p.read]):
@@ -199,7 +205,7 @@ def _legend(p: Pane, colours: dict[str, str]) -> str:
         )
         return f'<p class="legend">{missing}{" ".join(f"<span>{word}</span>" for word in words)}</p>'
     column = np.abs(p.reading.weights[p.read][:, names.index(p.source)])
-    ramp = f"linear-gradient(90deg,{PAPER},{blend(PAPER, '#0072b2', 0.65)})"
+    ramp = f"linear-gradient(90deg,{PAPER},{blend(PAPER, MORE, 0.65)})"
     return (
         f'<p class="legend">0 <i class="ramp" style="background:{ramp}"></i> {float(column.max()):.2f}; mean '
         f"{float(column.mean()):.2f}</p>"
@@ -219,7 +225,7 @@ def _next(p: Pane) -> str:
         words = f"{c.before:.3f}"
         if c.after is not None:
             same = abs(c.after - c.before) < 0.0005  # in the digits that are shown
-            bars += _bar(c.after, largest, BEFORE if same else OUT if c.after < c.before else BETTER)
+            bars += _bar(c.after, largest, BEFORE if same else LESS if c.after < c.before else MORE)
             words = f"{c.before:.3f} → {c.after:.3f}"
         rows.append(
             f'<tr><th scope="row">{escape(visible(c.piece))}</th><td class="bars">{bars}</td>'
@@ -232,7 +238,7 @@ def _next(p: Pane) -> str:
     change = "Click a bar or a cell to see what it changes here."
     if p.effect is not None:
         kl = f'<span data-tip="sum p ln(p/q), p before and q after">KL {kl_divergence(p):.3f} nats</span>'
-        change = f"{_swatch(BEFORE)} before {_swatch(BETTER)} risen {_swatch(OUT)} fallen; {kl}"
+        change = f"{_swatch(BEFORE)} before {_swatch(MORE)} risen {_swatch(LESS)} fallen; {kl}"
     return f'<p class="note">{escape(line)}</p><p class="note">{change}</p><table>{"".join(rows)}</table>'
 
 
@@ -261,6 +267,7 @@ def export(panes: Sequence[Pane]) -> dict[str, object]:
                 "reads": p.reading.reads,
                 "sources": p.reading.sources,
                 "weights": [np.round(row.astype(float), 6).tolist() for row in p.reading.weights],
+                "mean_contributions": [np.round(row.astype(float), 6).tolist() for row in p.reading.mean_contributions],
                 "mean_weights": [np.round(row.astype(float), 6).tolist() for row in p.reading.means],
                 "losses": np.round(p.reading.losses, 6).tolist(),
                 "knocked_out": [

@@ -1,7 +1,7 @@
 """`attnres figures`: figures of models and runs."""
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -21,6 +21,8 @@ class Figures(LookConfig):
     """Run folders, folders of runs, model folders, hub names or files of attnres inspect; last the folder to write."""
     formats: tuple[str, ...] = ("pdf", "png")
     """Of pdf, png and svg."""
+    by: Literal["contribution", "weight"] = "contribution"
+    """What sources are shown by: how much of a read they are, or the weight that they are given."""
 
 
 def run(arguments: list[str]) -> None:
@@ -31,4 +33,4 @@ def run(arguments: list[str]) -> None:
 
     from attnres.studies.draw import draw
 
-    draw(options.paths[:-1], options.paths[-1], options.formats, fields_of(options, only=LookConfig))
+    draw(options.paths[:-1], options.paths[-1], options.formats, fields_of(options, only=LookConfig), options.by)

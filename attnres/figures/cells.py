@@ -6,16 +6,31 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import Collection, PolyCollection
-from matplotlib.colors import Normalize, PowerNorm
+from matplotlib.colors import FuncNorm, LinearSegmentedColormap, Normalize, PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from attnres.figures import style
 from attnres.figures.plot import SMALL, number, plain, thin_ticks
+from attnres.inspect.colours import DIVERGING
+from attnres.inspect.routing import By
 
 COLOURMAP = "viridis"  # even in lightness for every kind of colour vision
 SHARES = PowerNorm(0.5, vmin=0.0, vmax=1.0)  # square root: with twenty sources a weight of 0.05 is the even share
-SIGNED, SIGNED_MAP = Normalize(-1.0, 1.0), "RdBu_r"  # red and blue are told apart by nearly everybody
+SIGNED_MAP = LinearSegmentedColormap.from_list("less or more", DIVERGING)
+SIGNED = Normalize(-1.0, 1.0)
+
+
+def _root(x: Any) -> Any:
+    return np.sign(x) * np.sqrt(np.abs(x))
+
+
+CONTRIBUTIONS = FuncNorm((_root, lambda x: np.sign(x) * np.square(x)), vmin=-1.0, vmax=1.0)  # square root, either way
+LOOKS: dict[By, dict[str, Any]] = {
+    "contribution": {"norm": CONTRIBUTIONS, "colourmap": SIGNED_MAP},
+    "weight": {"norm": SHARES, "colourmap": COLOURMAP},
+}
+"""The scale of each of the numbers that sources have, for `cells`."""
 VECTOR_CELLS = 1600  # beyond that the cells are one embedded image: lines between them would cover them
 
 
@@ -25,7 +40,7 @@ def cells(
     *,
     tops: np.ndarray | None = None,
     norm: Normalize = SHARES,
-    colourmap: str = COLOURMAP,
+    colourmap: Any = COLOURMAP,
     hatched: bool = True,
 ) -> Collection:
     """Draw (rows, columns) `values` downwards, row r from `tops[r]` to one below; NaN is hatched or left out."""
@@ -90,6 +105,10 @@ def scale(figure: Figure, mesh: Collection, axes: Any, label: str, **options: An
     bar = figure.colorbar(mesh, ax=axes, **settings)
     if mesh.norm is SHARES:
         bar.set_ticks([0, 0.05, 0.2, 0.5, 1], labels=["0", ".05", ".2", ".5", "1"])
+    if mesh.norm is CONTRIBUTIONS:
+        lowest = float(np.nanmin(np.asarray(mesh.get_array(), dtype=float)))
+        bar.ax.set_ylim(-0.1 if lowest > -0.1 else -0.5 if lowest > -0.5 else -1, 1)
+        bar.set_ticks([-1, -0.5, -0.1, 0, 0.1, 0.5, 1], labels=["−1", "−.5", "−.1", "0", ".1", ".5", "1"])
     bar.set_label(label, fontsize=SMALL)
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0, labelsize=SMALL)

@@ -81,9 +81,15 @@ QUANTITIES = {
         lambda one: one.distance,
         plain=lambda depth: depth / 2,
     ),
+    "embedding": Quantity(
+        "embedding's contribution",
+        "Embedding's contribution: the part of each read that is the token embedding, by projection.",
+        True,
+        lambda one: None if one.mixing_contribution is None else [row[0] for row in one.mixing_contribution],
+    ),
     "persistence": Quantity(
-        "share of the embedding",
-        "Share of the embedding: its part of each read's coefficients.",
+        "embedding's coefficient",
+        "Embedding's coefficient: its share of each read's coefficients, whatever the outputs' lengths.",
         True,
         lambda one: one.persistence,
         log=15.0,
@@ -100,7 +106,7 @@ QUANTITIES = {
     "gates": Quantity("gate of a block's end", "How far a block ends after each layer.", False),
 }
 """By the names under which runs record them and inspections have them, in the order in which they are drawn."""
-CHOICE = ("effective", "distance", "persistence", "sharpness")
+CHOICE = ("effective", "distance", "embedding", "persistence", "sharpness")
 """How reads choose."""
 MAGNITUDES = ("output_rms", "input_rms", "grad_rms")
 

@@ -1,46 +1,53 @@
-"""Where reads come from: mean weights before attention and before MLPs (the paper's Fig. 8), where blocks begin (the
-heatmaps of the nanoGPT study), and by kind of token."""
+"""What reads are made of: what each source contributes, or its weight, before attention and before MLPs (the paper's
+Fig. 8), where blocks begin (the heatmaps of the nanoGPT study), and by kind of token."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.colors import Normalize
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from attnres.figures.cells import cell_numbers, cells, named, scale
+from attnres.figures.cells import LOOKS, SIGNED_MAP, cell_numbers, cells, named, scale
 from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label, plain
-from attnres.inspect.routing import Routing
+from attnres.inspect.colours import MORE
+from attnres.inspect.routing import By, Routing, amounts
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import ByLabel, Inspection
 
 
-def shares(inspection: "Inspection") -> Routing:
-    """Mean weights of the reads that weigh something, each row as shares |weight| / sum |weights|.
+FLOOR = 0.02
+"""The least that a scale of differences runs to: what is smaller is no news, and stays pale."""
+TITLES: dict[By, str] = {"contribution": "what reads are made of", "weight": "weights of reads"}
+"""What a figure of these numbers shows."""
 
-    A softmax's rows are shares already. Raises `NotShown` for a residual that weighs nothing.
+
+def shares(inspection: "Inspection", by: By = "contribution") -> Routing:
+    """What each source is of the reads that weigh something, means over tokens; see `Routing.of`.
+
+    Raises:
+        NotShown: a residual that weighs nothing.
     """
-    if inspection.routing is None:
+    routing = Routing.of(inspection, by)
+    if routing is None:
         raise NotShown(f"{inspection.model['residual']} weighs nothing")
-    weights = inspection.routing["weights"]
-    kept = [r for r, row in enumerate(weights) if row]
-    return Routing([inspection.layout[r] for r in kept], [share(weights[r]).tolist() for r in kept])
+    return routing
 
 
-def share(row: Sequence[float]) -> np.ndarray:
-    """|weight| / sum |weights| of one row."""
-    sizes = np.abs(np.asarray(row, dtype=float))
-    return sizes / (sizes.sum() or 1.0)
-
-
-def what_shares_are(inspection: "Inspection") -> str:
-    """How a caption names the weights of this residual."""
+def what_numbers_are(inspection: "Inspection", routing: Routing) -> str:
+    """How a caption names the numbers."""
+    if routing.by == "contribution":
+        return "Mean contribution (a weighted source's projection on the read; rows sum to one, negative against it)"
     assert inspection.routing is not None
     rows = [row for row in inspection.routing["weights"] if row]
     if all(min(row) >= 0 and abs(sum(row) - 1) < 1e-3 for row in rows):
-        return "Mean weight"
-    return "Share |weight| / sum |weights|"
+        return "Mean weight (not how much of the read a source is: sources differ in length)"
+    return "Share |weight| / sum |weights| (not how much of the read a source is: sources differ in length)"
+
+
+def axis(routing: Routing) -> str:
+    """The numbers' name beside a scale."""
+    return "contribution to the read" if routing.by == "contribution" else "weight"
 
 
 def boundaries(routing: Routing, most: int = 7) -> list[int]:
@@ -73,10 +80,10 @@ def last_mix(routing: Routing) -> int:
     raise NotShown("every read has one source")
 
 
-def patterns(inspection: "Inspection", width: float = PAGE) -> Plot:
+def patterns(inspection: "Inspection", by: By = "contribution", width: float = PAGE) -> Plot:
     """Draw reads before attention, and reads before MLPs with the output's below: side by side, or one above the other
     in a column's width; of several reads a sublayer a table for each. Raises NotShown."""
-    routing = shares(inspection)
+    routing = shares(inspection, by)
     kinds: dict[tuple[str, str | None], list[int]] = {}
     for row, read in enumerate(routing.layout):
         kinds.setdefault((read.kind, read.into), []).append(row)
@@ -100,30 +107,30 @@ def patterns(inspection: "Inspection", width: float = PAGE) -> Plot:
         tops = np.arange(len(reads), dtype=float)
         if len(reads) > 1 and reads[-1].kind == "output":
             tops[-1] += 0.5
-        mesh = cells(ax, values, tops=tops)
+        mesh = cells(ax, values, tops=tops, **LOOKS[routing.by])
         if panel / len(columns) > 0.17 and row_inches > 0.12:
             cell_numbers(ax, mesh, values, tops, size=SMALL - 0.5)
         names = ["output" if read.number is None else f"layer {read.number}" for read in reads]
         named(ax, [label(source) for source in columns], names, tops, panel, row_inches * len(reads))
         titles = {"attention": "before attention", "mlp": "before the MLP", "output": "at the output"}
         head(ax, titles.get(kind, f"before {kind}") + (f", {into}" if into else ""))
-    scale(figure, mesh, [ax for ax in axes.flat if ax.figure is not None], "share of the read", aspect=22 * down)
-    caption = f"{what_shares_are(inspection)} of each source (columns) in each read (rows)"
+    scale(figure, mesh, [ax for ax in axes.flat if ax.figure is not None], axis(routing), aspect=22 * down)
+    caption = f"{what_numbers_are(inspection, routing)} of each source (columns) in each read (rows)"
     caption += f" over {inspection.data['tokens']:,} tokens." if "tokens" in inspection.data else "."
     caption += " Hatched: no source of that read."
     caption += "".join(f" {label(source).capitalize()}: {source.meaning}." for source in columns if source.open)
-    return Plot("patterns", f"{inspection.model['name']}: where reads come from", caption, figure)
+    return Plot("patterns", f"{inspection.model['name']}: {TITLES[routing.by]}", caption, figure)
 
 
-def differ(inspection: "Inspection") -> bool:
-    """Whether some read weighs one source more than another, to two digits, as no plain sum does."""
-    rows = inspection.routing["weights"] if inspection.routing is not None else []
-    return any(np.ptp(share(row)) > 0.005 for row in rows if row)
+def differ(inspection: "Inspection", by: By) -> bool:
+    """Whether some source of a read has another number than the others, to two digits, as no plain sum's weights do."""
+    routing = Routing.of(inspection, by)
+    return routing is not None and any(np.ptp(row) > 0.005 for row in routing.values)
 
 
-def at_boundaries(inspection: "Inspection") -> Plot:
+def at_boundaries(inspection: "Inspection", by: By = "contribution") -> Plot:
     """One table: the reads with which blocks begin, and the output's."""
-    routing = shares(inspection)
+    routing = shares(inspection, by)
     if not any(map(routing.composites, range(len(routing.layout)))):
         raise NotShown("no blocks, so no block boundaries")
     rows = boundaries(routing, most=24)
@@ -133,99 +140,108 @@ def at_boundaries(inspection: "Inspection") -> Plot:
     height = min(0.24, 4.2 / len(reads)) * len(reads)
     figure, axes = canvas(width, height + 0.85)
     ax, tops = axes[0, 0], np.arange(len(reads), dtype=float)
-    mesh = cells(ax, values)
+    mesh = cells(ax, values, **LOOKS[routing.by])
     if (width - 1.2) / len(columns) > 0.22:
         cell_numbers(ax, mesh, values, tops, size=SMALL - 0.5)
     named(ax, [label(source) for source in columns], [label(read) for read in reads], tops, width - 1.2, height)
-    scale(figure, mesh, ax, "share of the read", fraction=0.05)
-    caption = f"{what_shares_are(inspection)} of each source in the reads with which blocks begin, and at the output."
-    return Plot("boundaries", f"{inspection.model['name']}: reads at block boundaries", caption, figure)
+    scale(figure, mesh, ax, axis(routing), fraction=0.05)
+    caption = f"{what_numbers_are(inspection, routing)} of each source in the reads with which blocks begin, "
+    caption += "and at the output."
+    title = f"{inspection.model['name']}: {TITLES[routing.by]} at block boundaries"
+    return Plot("boundaries", title, caption, figure)
 
 
-def by_label(inspection: "Inspection", part: "ByLabel | None", name: str, what: str) -> Plot:
-    """The weight of one source by label, a panel for each boundary, with standard errors; a line at their mean
-    over all these tokens."""
+def by_label(inspection: "Inspection", part: "ByLabel | None", name: str, what: str, by: By) -> Plot:
+    """One source by label, a panel for each boundary, with standard errors; a line at the mean over all these tokens.
+    The source is the embedding for weights, and for contributions the one in which labels differ most."""
     if part is None:
         raise NotShown(f"the inspection has no weights by {what}")
-    routing = shares(inspection)
-    assert inspection.routing is not None
-    _refuse_constant(part)
-    source = "embedding"
-    rows = [row for row in boundaries(routing, most=6) if routing.weighs(row, source)]
+    routing = shares(inspection, by)
+    _refuse_constant(part, routing.by)
+    rows = [row for row in boundaries(routing, most=6) if routing.weighs(row, "embedding")]
     if not rows:
         raise NotShown("no read weighs the embedding beside another source")
     names = part["names"]
     height = 0.15 * len(names) + 0.75
     figure, axes = canvas(PAGE, height, 1, len(rows), sharey=True)
     for ax, row in zip(axes[0], rows, strict=True):
-        read, column = inspection.layout.index(routing.layout[row]), routing.place(row, source)
-        values, errors = [], []
-        for weights, error in zip(part["weights"], part.get("error") or [None] * len(names), strict=True):
-            size = sum(abs(value or 0.0) for value in weights[read]) or 1.0
-            values.append(abs(weights[read][column] or 0.0) / size)
-            spread = None if error is None or not error[read] else error[read][column]
-            errors.append(np.nan if spread is None else spread / size)
+        read = inspection.layout.index(routing.layout[row])
+        table, error = label_rows(part, read, routing.by)
+        spread = np.sqrt(np.average((table - table.mean(0)) ** 2, axis=0, weights=part["tokens"]))
+        column = int(spread.argmax()) if routing.by == "contribution" else routing.place(row, "embedding")
+        values, errors = table[:, column], error[:, column]
         places = np.arange(len(names))
         mean = float(np.average(values, weights=part["tokens"]))
         ax.axvline(mean, color="#4a5260", linewidth=0.9)
-        ax.errorbar(values, places, xerr=errors, fmt="o", color="#0072b2", markersize=3, linewidth=1.2)
-        head(ax, label(routing.layout[row]))
-        ax.set_xlim(0, 1.12 * max([mean, *np.add(values, np.nan_to_num(errors)).tolist()]) or 1)
+        ax.errorbar(values, places, xerr=errors, fmt="o", color=MORE, markersize=3, linewidth=1.2)
+        head(ax, f"{label(routing.layout[row])} ← {label(routing.layout[row].sources[column])}")
+        ends = np.concatenate([[mean, 0.0], values + np.nan_to_num(errors), values - np.nan_to_num(errors)])
+        ax.set_xlim(1.12 * min(ends.min(), 0.0), 1.12 * ends.max() or 1)
         ax.xaxis.set_major_locator(MaxNLocator(nbins=3 if len(rows) < 4 else 2, steps=[1, 2, 5, 10]))
         ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}".replace("0.", ".", 1)))
         ax.set_yticks(places, [plain(name) for name in names], fontsize=SMALL)
         ax.set_ylim(len(names) - 0.5, -0.5)
         ax.tick_params(axis="y", length=0)
-    figure.supxlabel("weight of the embedding", fontsize=SMALL + 0.5)
+    figure.supxlabel(axis(routing), fontsize=SMALL + 0.5)
     over = "prompts" if what == "prompt category" else "documents"
+    of = "of the embedding" if routing.by == "weight" else "of the source in which they differ most"
     caption = (
-        f"{what_shares_are(inspection)} of the embedding by {what}, {which_reads(routing)}. "
+        f"{what_numbers_are(inspection, routing)} {of}, by {what}, {which_reads(routing)}. "
         f"Bars: standard error over {over}; line: all of these tokens."
     )
-    return Plot(name, f"{inspection.model['name']}: the embedding's weight by {what}", caption, figure)
+    return Plot(name, f"{inspection.model['name']}: {TITLES[routing.by]}, by {what}", caption, figure)
 
 
-def _refuse_constant(part: "ByLabel") -> None:
-    """Raise `NotShown` where weights by label are no news: a residual whose weights are the same for every token."""
-    first, *others = [[value for read in weights for value in read] for weights in part["weights"]]
+def label_rows(part: "ByLabel", read: int, by: By) -> tuple[np.ndarray, np.ndarray]:
+    """(labels, sources) numbers of one read and their standard errors, NaN where these are not known."""
+    means = part.get("contribution", []) if by == "contribution" else part["weights"]
+    errors = part.get("contribution_error", []) if by == "contribution" else part["error"]
+    sums = [sum(abs(value or 0.0) for value in row[read]) or 1.0 if by == "weight" else 1.0 for row in means]
+    spreads = [np.array(row[read], dtype=float) / total for row, total in zip(errors, sums, strict=True)]
+    return np.stack([amounts(row[read], by) for row in means]), np.stack(spreads)
+
+
+def _refuse_constant(part: "ByLabel", by: By) -> None:
+    """Raise `NotShown` where numbers by label are no news: a residual whose weights are the same for every token."""
+    rows = part.get("contribution", []) if by == "contribution" else part["weights"]
+    first, *others = [[value for read in one for value in read] for one in rows]
     if all(np.allclose(np.array(first, float), np.array(other, float), atol=1e-6, equal_nan=True) for other in others):
-        raise NotShown("its weights are the same for every token")
+        raise NotShown(f"its {by}s are the same for every token")
 
 
-def by_kind(inspection: "Inspection") -> Plot:
-    """Embedding weight by kind of token."""
-    return by_label(inspection, inspection.kinds, "kinds", "kind of token")
+def by_kind(inspection: "Inspection", by: By = "contribution") -> Plot:
+    """One source by kind of token."""
+    return by_label(inspection, inspection.kinds, "kinds", "kind of token", by)
 
 
-def by_prompt(inspection: "Inspection") -> Plot:
-    """Embedding weight by category of prompt."""
-    return by_label(inspection, inspection.prompts, "prompts", "prompt category")
+def by_prompt(inspection: "Inspection", by: By = "contribution") -> Plot:
+    """One source by category of prompt."""
+    return by_label(inspection, inspection.prompts, "prompts", "prompt category", by)
 
 
-def label_sources(inspection: "Inspection") -> Plot:
+def label_sources(inspection: "Inspection", by: By = "contribution") -> Plot:
     """Kinds of token against the sources of the last read that has several: how much more or less than all tokens
     read each."""
     part = inspection.kinds
     if part is None:
         raise NotShown("the inspection has no weights by kind of token")
-    routing = shares(inspection)
-    assert inspection.routing is not None
-    _refuse_constant(part)
+    routing = shares(inspection, by)
+    _refuse_constant(part, routing.by)
     row = last_mix(routing)
     read = inspection.layout.index(routing.layout[row])
-    all_tokens = np.array(routing.weights[row])
-    values = np.stack([share([value or 0.0 for value in weights[read]]) for weights in part["weights"]]) - all_tokens
+    values = label_rows(part, read, routing.by)[0] - np.array(routing.values[row])
     columns, names = routing.layout[row].sources, part["names"]
-    largest = max(0.01, float(np.abs(values).max()))
+    largest = max(FLOOR, float(np.abs(values).max()))
     height = 0.17 * len(names)
     figure, axes = canvas(COLUMN if len(columns) <= 10 else PAGE, height + 0.95)
     width = figure.get_figwidth() - 1.9
     ax, tops = axes[0, 0], np.arange(len(names), dtype=float)
-    mesh = cells(ax, values, norm=Normalize(-largest, largest), colourmap="RdBu_r")
+    mesh = cells(ax, values, norm=Normalize(-largest, largest), colourmap=SIGNED_MAP)
     named(ax, [label(source) for source in columns], names, tops, width, height)
     scale(figure, mesh, ax, "less or more than all tokens", fraction=0.05)
     caption = (
-        f"{what_shares_are(inspection)} of each source at the read '{routing.layout[row].name}' by kind of token, less "
-        "that of all tokens."
+        f"{what_numbers_are(inspection, routing)} of each source at the read '{routing.layout[row].name}' by kind of "
+        "token, less that of all tokens."
     )
-    return Plot("kinds-sources", f"{inspection.model['name']}: sources by kind of token", caption, figure)
+    title = f"{inspection.model['name']}: {TITLES[routing.by]} by kind of token, less all tokens"
+    return Plot("kinds-sources", title, caption, figure)

@@ -19,6 +19,8 @@ COLUMN, PAGE = 3.3, 6.9
 """Inches: a column and the full width of a two-column paper. Text in figures of this width is 5.5 to 8 points."""
 SMALL = 7.0
 """Points: tick labels and legends of a figure in a paper."""
+SMALLEST = 4.6
+"""Points: the least that tick labels shrink to before some are left out."""
 _LABELS = {"embedding": "emb", "attention": "attn", "output": "out"}
 
 
@@ -89,12 +91,15 @@ def label(part: Read | Source) -> str:
 
 
 def thin_ticks(axis: Axis, places: Sequence[float], names: Sequence[str], inches: float, size: float = SMALL) -> None:
-    """Ticks at `places`, named where there is room: every name, or every second, third, ...; the last one always.
+    """Ticks at `places`, each with its name: of letters as small as `SMALLEST` where that makes room for all, else
+    every third, fifth, ... place has a tick, so that attention and MLPs are both named; the last one always.
 
     `inches`: room along the axis. A name beside an axis needs the height of its letters, whichever way it is turned.
     """
     room = inches / max(1, len(places))
-    every = max(1, math.ceil(1.25 * size / 72 / room))
+    size = min(size, max(SMALLEST, 72 * room / 1.25))
+    every = max(1, math.ceil(1.25 * size / 72 / room - 1e-9))
+    every += every % 2 == 0
     shown = list(range(0, len(places), every))
     last = len(places) - 1
     if shown and shown[-1] != last:

@@ -7,15 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
-from matplotlib.colors import LinearSegmentedColormap, Normalize
+from matplotlib.colors import Normalize
 from matplotlib.font_manager import FontProperties, findfont
 from matplotlib.ft2font import FT2Font
 from matplotlib.patches import Rectangle
 
 from attnres.figures import style
-from attnres.figures.patterns import boundaries, last_mix, share, shares, which_reads
+from attnres.figures.cells import SIGNED_MAP
+from attnres.figures.patterns import FLOOR, TITLES, axis, boundaries, last_mix, shares, what_numbers_are, which_reads
 from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label, number, plain
-from attnres.residuals import Read, Source
+from attnres.inspect.colours import ink_on, source_colours
+from attnres.inspect.routing import FIELD, By, Routing, amounts
+from attnres.residuals import Source
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
@@ -23,71 +26,102 @@ if TYPE_CHECKING:
 BARS = 44  # tokens in a row of bars: their names still fit below
 ROWS = 4
 LINES = 84  # of text below one another: nine inches, a page
+HATCH = "////"  # every second source of a kind: told from its neighbours by more than shade
 LETTERS = 68  # in a line: at 3.1 inches each is 3.3 points wide
-MAP = LinearSegmentedColormap.from_list("reads", [style.PAPER, "#9fd0f0", "#0072b2", "#06304d"])
-_DARK = 0.55
 
 
-def stacked(inspection: "Inspection", read: str | None = None) -> Plot:
-    """Bars of a read's sources, one for each token of the example; by default of the last read that has several.
+def stacked(inspection: "Inspection", by: By = "contribution", read: str | None = None) -> Plot:
+    """Bars of a read's sources, one for each token of the example; by default of the last read that has several. What
+    points against the read hangs below zero.
 
     Raises:
         NotShown: there is no example, or the read has one source.
     """
-    tokens, weights, shown_read = _example(inspection, read)
+    tokens, routing, row, values = _example(inspection, by, read)
+    shown_read = routing.layout[row]
     groups = _grouped(shown_read.sources)
-    parts = np.stack([weights[:, members].sum(1) for members in groups])
+    parts = np.stack([values[:, members].sum(1) for members in groups])
     firsts, lasts = ([shown_read.sources[members[i]] for members in groups] for i in (0, -1))
     titles = [label(a) if a == b else f"{label(a)} – {label(b)}" for a, b in zip(firsts, lasts)]
+    kinds = [{shown_read.sources[place].kind for place in members} for members in groups]
+    looks = [Source("block", i) if len(of) > 1 else one for i, (of, one) in enumerate(zip(kinds, firsts))]
     count = min(len(tokens), BARS * ROWS)
     rows = -(-count // BARS)
     figure, axes = canvas(PAGE, 1.4 * rows + 0.45, rows, 1)
-    colours = _colours(firsts)
-    for row, ax in enumerate(axes[:, 0]):
-        span = slice(row * BARS, min((row + 1) * BARS, count))
-        places, floor = np.arange(span.stop - span.start), np.zeros(span.stop - span.start)
-        for title, part, colour in zip(titles, parts, colours, strict=True):
-            ax.bar(places, part[span], 0.92, floor, color=colour, label=title, linewidth=0)
-            floor = floor + part[span]
+    hatches = [HATCH if source.number is not None and source.number % 2 else "" for source in looks]
+    lowest = min(0.0, float(np.minimum(parts, 0)[:, :count].sum(0).min()))
+    highest = float(np.maximum(parts, 0)[:, :count].sum(0).max())
+    for line, ax in enumerate(axes[:, 0]):
+        span = slice(line * BARS, min((line + 1) * BARS, count))
+        places = np.arange(span.stop - span.start)
+        floors = {True: np.zeros(len(places)), False: np.zeros(len(places))}
+        for title, part, colour, hatch in zip(titles, parts, source_colours(looks), hatches, strict=True):
+            for up in (True, False):
+                height = np.where((part[span] >= 0) == up, part[span], 0.0)
+                look: dict[str, Any] = {"color": colour, "hatch": hatch, "edgecolor": "#ffffff59", "linewidth": 0}
+                ax.bar(places, height, 0.92, floors[up], label=title if up else None, **look)
+                floors[up] = floors[up] + height
+        ax.axhline(0, color=style.MUTED, linewidth=0.5)
         ax.set_xlim(-0.6, max(BARS, 1) - 0.4 if rows > 1 else len(places) - 0.4)
-        ax.set_ylim(0, 1)
+        ax.set_ylim(1.02 * lowest, max(1.0, 1.02 * highest))
         ax.set_yticks([0, 0.5, 1], ["0", ".5", "1"])
         ax.set_xticks(places, [_label(token) for token in tokens[span]], rotation=90, family="DejaVu Sans Mono")
         ax.tick_params(axis="x", labelsize=6, length=0)
         ax.grid(visible=False)
-    figure.supylabel("share of the read", fontsize=SMALL + 0.5, color=style.MUTED)
+    figure.supylabel(axis(routing), fontsize=SMALL + 0.5, color=style.MUTED)
     handles, labels = axes[0, 0].get_legend_handles_labels()
     columns = max(1, min(len(labels), int(PAGE * 72 / ((max(map(len, labels)) * 0.6 + 3.6) * SMALL))))
     figure.legend(handles, labels, loc="outside upper left", ncols=columns, fontsize=SMALL, handlelength=1)
     cut = f" Shown: the first {count} tokens." if count < len(tokens) else ""
     caption = f"Sources of the read '{shown_read.name}' at each token of the example"
+    caption += ", what points against it below zero" if lowest < 0 else ""
     caption += f"; \N{OPEN BOX}: space, ↵: line break.{cut}"
-    return Plot("tokens", f"{inspection.model['name']}: where each token reads from", caption, figure)
+    return Plot("tokens", f"{inspection.model['name']}: {TITLES[routing.by]}, token by token", caption, figure)
 
 
-def token_map(inspection: "Inspection", source: str = "embedding") -> Plot:
-    """The example laid out as it was written, one panel for each read with which a block begins, each token on the
-    colour of the source's weight.
+def most_varied(values: np.ndarray) -> int:
+    """The source, of (tokens, sources) numbers, that differs most from token to token."""
+    return int(values.std(0).argmax())
+
+
+def example_columns(inspection: "Inspection", by: By, most: int) -> list[tuple[Routing, int, int, np.ndarray]]:
+    """Reads with which blocks begin, `most` at most, and one source of each, token by token: the routing, the row, the
+    source's place and (tokens,) numbers. By weight the embedding; by contribution the source that differs most from
+    token to token.
 
     Raises:
-        NotShown: there is no example, or no such read weighs the source beside another.
+        NotShown: there is no example, or no such read weighs the embedding beside another source.
     """
-    routing = shares(inspection)
-    example = inspection.example
+    routing = shares(inspection, by)
+    example: Any = inspection.example
     if example is None:
         raise NotShown("the inspection has no example text")
-    assert inspection.routing is not None
-    rows = [row for row in boundaries(routing, most=6) if routing.weighs(row, source)]
-    if not rows:
-        raise NotShown(f"no read weighs {source} beside another source")
-    columns = 1 if len(rows) == 1 else 2
-    height = -(-len(rows) // columns)
-    fragments, lines, letters, shown = _layout(example["tokens"], min(44, LINES // height))
-    panels = {}
-    for row in rows:
-        read, column = inspection.layout.index(routing.layout[row]), routing.place(row, source)
-        panels[routing.layout[row]] = np.array([share(token)[column] for token in example["weights"][read]])
-    _refuse_constant(np.stack(list(panels.values()), axis=1))
+    columns = []
+    for row in boundaries(routing, most=most):
+        if routing.weighs(row, "embedding"):
+            read = inspection.layout.index(routing.layout[row])
+            values = np.stack([amounts(token, routing.by) for token in example[FIELD[routing.by]][read]])
+            place = most_varied(values) if routing.by == "contribution" else routing.place(row, "embedding")
+            columns.append((routing, row, place, values[:, place]))
+    if not columns:
+        raise NotShown("no read weighs the embedding beside another source")
+    _refuse_constant(np.stack([values for *_, values in columns], axis=1))
+    return columns
+
+
+def token_map(inspection: "Inspection", by: By = "contribution") -> Plot:
+    """The example laid out as it was written, one panel for each read with which a block begins, each token on the
+    colour of one source (`example_columns`).
+
+    Raises:
+        NotShown: there is no example, or no such read weighs its sources.
+    """
+    panels = example_columns(inspection, by, most=6)
+    tokens = inspection.example["tokens"] if inspection.example is not None else []
+    routing = panels[0][0]
+    columns = 1 if len(panels) == 1 else 2
+    height = -(-len(panels) // columns)
+    fragments, lines, letters, shown = _layout(tokens, min(44, LINES // height))
     letter = min(4.2, 72 * (3.05 if columns == 2 else 2.75) / letters)  # points
     page = 72 * (9 / height - 0.3) / 1.28 / lines
     size = min(letter / 0.602, page)  # DejaVu Sans Mono's advance is 0.602 of its size
@@ -95,11 +129,11 @@ def token_map(inspection: "Inspection", source: str = "embedding") -> Plot:
     figure, axes = canvas(PAGE if columns == 2 else COLUMN, height * (panel + 0.3) + 0.1, height, columns)
     for ax in list(axes.flat)[len(panels) :]:
         ax.remove()
-    for ax, (read, weights) in zip(axes.flat, panels.items()):
-        top = float(weights[:shown].max()) or 1.0
+    for ax, (_, row, place, values) in zip(axes.flat, panels):
+        top = max(FLOOR, float(np.abs(values[:shown]).max()))
         for token, line, start, text in fragments:
-            value = weights[token] / top
-            ax.add_patch(Rectangle((start, line), len(text), 1, color=MAP(value), linewidth=0))
+            colour = matplotlib.colors.to_hex(SIGNED_MAP(0.5 + 0.5 * values[token] / top))
+            ax.add_patch(Rectangle((start, line), len(text), 1, color=colour, linewidth=0))
             if text.strip():
                 ax.text(
                     start,
@@ -107,7 +141,7 @@ def token_map(inspection: "Inspection", source: str = "embedding") -> Plot:
                     text,
                     fontsize=size,
                     family="DejaVu Sans Mono",
-                    color="#fefefe" if value > _DARK else style.INK,
+                    color=ink_on(colour).replace("000000", "101010").replace("ffffff", "fefefe"),
                     parse_math=False,
                     clip_on=True,
                 )
@@ -118,41 +152,50 @@ def token_map(inspection: "Inspection", source: str = "embedding") -> Plot:
         ax.grid(visible=False)
         for spine in ax.spines.values():
             spine.set_visible(False)
-        head(ax, f"{label(read)}: mean {number(float(weights.mean()))}, largest {number(top)}", pad=3)
-    colours = matplotlib.cm.ScalarMappable(Normalize(0, 1), MAP)
+        read, source = routing.layout[row], routing.layout[row].sources[place]
+        ends = f"{number(float(values[:shown].min()))} to {number(float(values[:shown].max()))}"
+        head(ax, f"{label(read)} ← {label(source)}: mean {number(float(values.mean()))}, {ends}", pad=3)
+    signed = any(values.min() < -FLOOR / 2 for *_, values in panels)
+    colours = matplotlib.cm.ScalarMappable(Normalize(-1, 1), SIGNED_MAP)
     bar = figure.colorbar(colours, ax=axes[0].tolist() if height > 1 else list(axes.flat), fraction=0.02, pad=0.01)
-    bar.set_ticks([0, 1], labels=["0", "largest"])
-    if height * panel > 1.2:
-        bar.set_label(f"weight of {source}", fontsize=SMALL)
+    bar.ax.set_ylim(-1 if signed else 0, 1)
+    bar.set_ticks([-1, 0, 1] if signed else [0, 1], labels=["−largest", "0", "largest"][not signed :])
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0, labelsize=SMALL)
-    cut = f" Shown: the first {shown} tokens." if shown < len(example["tokens"]) else ""
-    caption = (
-        f"Each token of the example on the colour of its weight of the {source}, {which_reads(routing)}, each panel "
-        f"from zero to its largest. After a line: its line break.{cut}"
+    cut = f" Shown: the first {shown} tokens." if shown < len(tokens) else ""
+    what = what_numbers_are(inspection, routing)
+    which = (
+        "one source, that which differs most from token to token" if routing.by == "contribution" else "the embedding"
     )
-    return Plot("token-map", f"{inspection.model['name']}: the {source}'s weight in a text", caption, figure)
+    caption = (
+        f"Each token of the example on the colour of {which}, {which_reads(routing)}: "
+        f"{what[0].lower()}{what[1:]}. Each panel from zero"
+        f" to its largest, {FLOOR:g} at least. After a line: its line break.{cut}"
+    )
+    return Plot("token-map", f"{inspection.model['name']}: {TITLES[routing.by]}, in a text", caption, figure)
 
 
 # ------------------------------------------------------------------ tokens as text
 
 
-def _example(inspection: "Inspection", name: str | None) -> tuple[list[str], np.ndarray, Read]:
-    """Tokens, (tokens, sources) shares, and the read (by default the last with several sources)."""
-    if inspection.example is None:
+def _example(inspection: "Inspection", by: By, name: str | None) -> tuple[list[str], Routing, int, np.ndarray]:
+    """Tokens, the routing, the row of the read (by default the last with several sources) and (tokens, sources)
+    numbers."""
+    example: Any = inspection.example
+    if example is None:
         raise NotShown("the inspection has no example text")
-    routing = shares(inspection)
-    read = next((read for read in routing.layout if read.name == name), None)
-    if name is None:
-        read = routing.layout[last_mix(routing)]
-    if read is None:
+    routing = shares(inspection, by)
+    names = [read.name for read in routing.layout]
+    if name is not None and name not in names:
         raise NotShown(f"there is no read '{name}' that weighs its sources")
-    index = inspection.layout.index(read)
+    row = last_mix(routing) if name is None else names.index(name)
+    read = routing.layout[row]
     if len(read.sources) < 2:
         raise NotShown(f"the read '{read.name}' has one source")
-    weights = np.stack([share(token) for token in inspection.example["weights"][index]])
-    _refuse_constant(weights)
-    return inspection.example["tokens"], weights, read
+    rows = example[FIELD[routing.by]][inspection.layout.index(read)]
+    values = np.stack([amounts(token, routing.by) for token in rows])
+    _refuse_constant(values)
+    return example["tokens"], routing, row, values
 
 
 def _refuse_constant(weights: np.ndarray) -> None:
@@ -219,13 +262,3 @@ def _grouped(sources: Sequence[Source]) -> list[list[int]]:
     inner = [i for i in range(len(sources)) if [i] not in first + last]
     parts = np.array_split(inner, min(len(inner), 9)) if inner else []
     return [*first, *(part.tolist() for part in parts), *last]
-
-
-def _colours(groups: Sequence[Source]) -> list[Any]:
-    """The embedding orange, what is open grey, the rest from dark to light by depth; one source of each group."""
-    fixed = {"embedding": "#d55e00", "null": "#d9dde2"}
-    inner = [source for source in groups if source.kind != "embedding" and not source.open]
-    scale = matplotlib.colormaps["viridis"](np.linspace(0.05, 0.95, max(1, len(inner))))
-    return [
-        tuple(scale[inner.index(source)]) if source in inner else fixed.get(source.kind, "#9aa3ad") for source in groups
-    ]

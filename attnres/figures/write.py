@@ -17,6 +17,7 @@ from attnres.figures.mixing import layers, mixing
 from attnres.figures.patterns import at_boundaries, by_kind, by_prompt, label_sources, patterns
 from attnres.figures.plot import COLUMN, NotShown, Plot
 from attnres.figures.tokens import stacked, token_map
+from attnres.inspect.routing import By
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
@@ -32,6 +33,8 @@ class Figure:
         section: of the report's page, which leaves out a figure without one; `SECTIONS` in `attnres.report.sections`.
         paper: `attnres figures` writes it.
         mean: it shows means over seeds, which its caption says; of one variant else the first seed.
+        folded: the title of the fold that it is in, on the page; of figures of single variants else the variant's.
+        by: it can be drawn by contribution or by weight.
     """
 
     name: str
@@ -40,6 +43,12 @@ class Figure:
     section: str = ""
     paper: bool = True
     mean: bool = False
+    folded: str = ""
+    by: bool = False
+
+    def asked(self, by: By) -> dict[str, By]:
+        """What tells it which numbers to draw, where it can be told."""
+        return {"by": by} if self.by else {}
 
 
 def _alone(key: str, section: str) -> Figure:
@@ -50,8 +59,8 @@ def _alone(key: str, section: str) -> Figure:
 
 
 FIGURES = (
-    Figure("patterns", patterns),
-    Figure("boundaries", at_boundaries),
+    Figure("patterns", patterns, by=True),
+    Figure("boundaries", at_boundaries, by=True),
     Figure("held-out-loss", held_out_loss, "held_out", "Training"),
     Figure("train-loss", train_loss, "train", "Training"),
     Figure("difference", difference, "held_out", "Training"),
@@ -59,13 +68,20 @@ FIGURES = (
     Figure("learning-rates", learning_rates, "finals", "Training"),
     Figure(
         *("patterns", partial(patterns, width=COLUMN)),
-        section="Where each sublayer reads from",
+        section="What each read is made of",
         paper=False,
         mean=True,
     ),
+    Figure(
+        *("patterns-weight", partial(patterns, by="weight", width=COLUMN)),
+        section="What each read is made of",
+        paper=False,
+        mean=True,
+        folded="Weights",
+    ),
     *(_alone(key, "Magnitudes by depth") for key in MAGNITUDES),
-    Figure("mixing", mixing, "inspections", "How much of each output is in each read", mean=True),
-    Figure("layers", layers),
+    Figure("mixing", mixing, "inspections", "What each output is of each read", mean=True, by=True),
+    Figure("layers", layers, by=True),
     Figure("depth", partial(by_depth, keys=CHOICE, name="depth", title="reads by depth"), "inspections"),
     *(_alone(key, "How reads choose, by depth") for key in CHOICE),
     Figure(
@@ -75,14 +91,14 @@ FIGURES = (
     Figure("source-norms", source_norms, "inspections", "How large the sources are", mean=True),
     Figure("dynamics", dynamics, "held_out"),
     Figure("dynamics-steps", over_steps, "dynamics", "Training by depth", mean=True),
-    Figure("kinds", by_kind, section="What kinds of token read"),
-    Figure("kinds-sources", label_sources, section="What kinds of token read"),
-    Figure("prompts", by_prompt),
+    Figure("kinds", by_kind, section="What kinds of token read", by=True),
+    Figure("kinds-sources", label_sources, section="What kinds of token read", by=True),
+    Figure("prompts", by_prompt, by=True),
     Figure("queries", queries, section="Which reads ask alike"),
     Figure("keys", keys),
     Figure("learned", learned, section="What is learned besides queries"),
-    Figure("tokens", stacked),
-    Figure("token-map", token_map),
+    Figure("tokens", stacked, by=True),
+    Figure("token-map", token_map, by=True),
 )
 """In the order in which they are drawn. A new figure is a function and a line here."""
 
@@ -106,21 +122,21 @@ class Drawn:
         return Drawn(self.plots + other.plots, self.left_out + other.left_out)
 
 
-def draw_model(inspection: "Inspection") -> Drawn:
-    """Draw every figure of one model alone."""
+def draw_model(inspection: "Inspection", by: By = "contribution") -> Drawn:
+    """Draw every figure of one model alone; `by` says which numbers of sources are shown."""
     drawn = Drawn()
     for figure in FIGURES:
         if figure.paper and not figure.needs:
-            drawn.add(figure.name, partial(figure.draw, inspection))
+            drawn.add(figure.name, partial(figure.draw, inspection, **figure.asked(by)))
     return drawn
 
 
-def draw_comparison(comparison: Comparison) -> Drawn:
+def draw_comparison(comparison: Comparison, by: By = "contribution") -> Drawn:
     """Draw every figure of models or runs side by side, or of a single one, for which it has the numbers."""
     drawn = Drawn()
     for figure in FIGURES:
         if figure.paper and figure.needs and (having := comparison.having(figure.needs)).variants:
-            drawn.add(figure.name, partial(figure.draw, having))
+            drawn.add(figure.name, partial(figure.draw, having, **figure.asked(by)))
     return drawn
 
 
@@ -145,13 +161,16 @@ def save_all(plots: Sequence[Plot], out: Path | str, formats: Sequence[str] = ("
     return written
 
 
-def write_figures(inspection: "Inspection", out: Path | str, formats: Sequence[str] = ("pdf", "png")) -> list[Path]:
+def write_figures(
+    inspection: "Inspection", out: Path | str, formats: Sequence[str] = ("pdf", "png"), by: By = "contribution"
+) -> list[Path]:
     """Draw all figures of a model that apply and write them into `out`; what does not apply is left out.
 
     Args:
         inspection: what was measured of the model.
         out: folder, made if it is missing.
         formats: of pdf, png and svg.
+        by: the numbers of sources that are shown.
 
     Returns:
         The files. The same inspection gives the same bytes.
@@ -160,5 +179,5 @@ def write_figures(inspection: "Inspection", out: Path | str, formats: Sequence[s
         UserError: an unknown format, or a file cannot be written.
     """
     check_formats(formats)
-    comparison = draw_comparison(Comparison.of_models([inspection]))
-    return save_all([*draw_model(inspection).plots, *comparison.plots], out, formats)
+    comparison = draw_comparison(Comparison.of_models([inspection]), by)
+    return save_all([*draw_model(inspection, by).plots, *comparison.plots], out, formats)

@@ -23,28 +23,34 @@ DIGITS = 6
 
 
 class Weights(TypedDict):
-    """Mean weights over tokens of every read's sources; rows are parallel. `layout` is of `Read.to_json`."""
+    """Means over tokens for every read's sources: weights, and what the sources are of the read, `contribution` and
+    `size` (`attnres.inspect.contribution`); rows are parallel. `layout` is of `Read.to_json`."""
 
     reads: list[str]
     sources: list[list[str]]
     layout: NotRequired[list[Any]]
     weights: list[list[float]]
+    contribution: NotRequired[list[list[float]]]
+    size: NotRequired[list[list[float]]]
     high: NotRequired[list[list[float]]]
     largest: NotRequired[list[list[float]]]
 
 
 class ByLabel(TypedDict):
-    """Mean weights by label, read and source with their standard errors; of how many tokens and documents."""
+    """Mean weights and contributions by label, read and source with their standard errors; of how many tokens and
+    documents."""
 
     names: list[str]
     tokens: list[int]
     documents: list[int]
     weights: list[list[list[float]]]
     error: list[list[list[float]]]
+    contribution: NotRequired[list[list[list[float]]]]
+    contribution_error: NotRequired[list[list[list[float]]]]
 
 
 class Example(TypedDict):
-    """A text token by token: weights by read, token and source."""
+    """A text token by token: weights and contributions by read, token and source."""
 
     text: str
     tokens: list[str]
@@ -53,6 +59,7 @@ class Example(TypedDict):
     losses: list[float | None]
     sources: list[list[str]]
     weights: list[list[list[float]]]
+    contribution: NotRequired[list[list[list[float]]]]
 
 
 class Table(TypedDict):
@@ -74,19 +81,22 @@ class Inspection:
         model: `name`, `residual`, `traits`, `settings`, `num_sublayers` L, `width`, `parameters`.
         data: `source`, `documents`, `windows`, `tokens`, `context`, `kind`.
         reads: names of the L+1 reads.
-        routing: `reads`, `sources` (names), `layout` (as data), `weights` (mean over tokens); and of the shares
-            |weight| / sum |weights| `high`, what 99% of tokens are below, and `largest`, the most that any token had. A
-            residual without a softmax has the weights that it implies.
+        routing: `reads`, `sources` (names), `layout` (as data); means over tokens of `weights`, of `contribution`, what
+            a source is of its read by projection on it (signed, rows sum to one), and of `size`, |weight| times the
+            source's RMS (`attnres.inspect.contribution`; files of earlier versions have the weights alone); and of the
+            shares |weight| / sum |weights| `high`, what 99% of tokens are below, and `largest`, the most that any token
+            had. A residual without a softmax has the weights that it implies.
         entropy: `nats` (L+1) mean over tokens, `effective` exp of it, `most` how many sources there are.
         mixing: (R, L+1) for R reads of L sublayers, see `measures`. distance, persistence: (R) of it.
+        mixing_contribution: (R, L+1) what each single output is of each read, by projection on it.
         sharpness, query_cosine, query_pca: see `geometry`. learned: what `Residual.learned` says, by name.
         output_rms: (L). input_rms: (R).
         source_rms, source_cosine: rows parallel to `routing["sources"]`; key_cosine (n, n) of the output's sources.
         kinds: `names`, `tokens`, `documents`; `weights` and `error`, by kind, read and source: standard errors over
-            documents.
+            documents; `contribution` and `contribution_error` likewise.
         prompts: the same for the prompts that come with the package, by category; errors over prompts.
         example: `text`, `tokens` (strings), `ids`, `kinds`, `losses` (of the next token; the last is None), and
-            `weights` by read, token and source.
+            `weights` and `contribution` by read, token and source.
         losses: `mean` in nats per token, `error` over documents, `tokens` predicted.
         dynamics: of the run that trained the model, see `measures.dynamics`.
     """
@@ -97,6 +107,7 @@ class Inspection:
     routing: Weights | None = None
     entropy: dict[str, list[float | None]] = field(default_factory=dict)
     mixing: list[list[float]] | None = None
+    mixing_contribution: list[list[float]] | None = None
     distance: list[float] | None = None
     persistence: list[float] | None = None
     sharpness: list[float | None] | None = None
@@ -188,17 +199,23 @@ class Inspection:
         if described is None or not {"name", "residual"} <= set(self.model):
             wrong.append("model or routing")
         elif self.routing and not (
-            described == rows and len(self.reads) == len(rows) and fit([self.routing["weights"]])
+            described == rows
+            and len(self.reads) == len(rows)
+            and fit([row for row in map(self.routing.get, ("weights", *MEASURES)) if row is not None])
         ):
             wrong.append("routing")
         for name, part in (("kinds", self.kinds), ("prompts", self.prompts)):
             if part is not None:
                 even = len({len(part[key]) for key in ("names", "tokens", "documents", "weights")}) == 1
-                wrong += [name] * (not even or not fit(part["weights"]) or not fit(part["error"]))
+                tables = [part["weights"], part["error"], part.get("contribution"), part.get("contribution_error")]
+                wrong += [name] * (not even or not all(fit(table) for table in tables if table is not None))
         if self.example is not None:
-            tokens, weights = len(self.example["tokens"]), self.example["weights"]
-            if [(len(read), {len(row) for row in read}) for read in weights] != [(tokens, {row}) for row in rows]:
-                wrong.append("example")
+            tokens = len(self.example["tokens"])
+            for values in (self.example["weights"], self.example.get("contribution")):
+                each = [(len(read), {len(row) for row in read}) for read in values or []]
+                if values is not None and each != [(tokens, {row}) for row in rows]:
+                    wrong.append("example")
+                    break
         return wrong
 
 
@@ -230,11 +247,24 @@ def mean_inspection(inspections: Sequence[Inspection], name: str) -> Inspection:
     means = {name: _mean([getattr(one, name) for one in inspections]) for name in MEANS}
     routings = [one.routing for one in inspections if one.routing is not None]
     if routings and all(one["sources"] == routings[0]["sources"] for one in routings):
-        means["routing"] = {**routings[0], "weights": _mean([one["weights"] for one in routings])}
+        of_all = [name for name in ("weights", *MEASURES) if all(name in one for one in routings)]
+        means["routing"] = {**routings[0], **{name: _mean([one.get(name) for one in routings]) for name in of_all}}
     return dataclasses.replace(first, model=model, **means)
 
 
-MEANS = ("entropy", "mixing", "distance", "persistence", "sharpness", "input_rms", "output_rms", "source_rms")
+MEASURES = ("contribution", "size")
+"""What there is of a read's sources beside their weights."""
+MEANS = (
+    "entropy",
+    "mixing",
+    "mixing_contribution",
+    "distance",
+    "persistence",
+    "sharpness",
+    "input_rms",
+    "output_rms",
+    "source_rms",
+)
 MEANS += ("source_cosine", "key_cosine")
 """Fields of which several seeds have a mean."""
 

@@ -124,6 +124,7 @@ def from_survey(
             "most": [len(names) or None for names in trace.sources],
         },
         mixing=None if mixing is None else mixing.tolist(),
+        mixing_contribution=None if trace.mixing_contribution is None else trace.mixing_contribution.tolist(),
         distance=None if mixing is None else measures.depth_distance(mixing, depths(trace.layout)).tolist(),
         persistence=None if mixing is None else measures.embedding_persistence(mixing).tolist(),
         sharpness=geometry.sharpness(residual),
@@ -169,6 +170,7 @@ def show_example(
         "losses": [*losses[len(before) :].tolist(), None],
         "sources": trace.sources,
         "weights": [row[0, len(before) :].tolist() for row in trace.token_weights],
+        "contribution": [row[0, len(before) :].tolist() for row in trace.token_contributions],
     }
 
 
@@ -223,6 +225,8 @@ def _routing(measured: Survey) -> Weights | None:
         "sources": trace.sources,
         "layout": [read.to_json() for read in trace.layout],
         "weights": trace.weights,
+        "contribution": trace.contribution,
+        "size": trace.size,
         "high": measured.high,
         "largest": measured.largest,
     }
@@ -230,13 +234,16 @@ def _routing(measured: Survey) -> Weights | None:
 
 def _by_label(measured: Survey, names: Sequence[str]) -> ByLabel | None:
     """Means of the labels that occurred."""
-    means = [(name, mean) for name, mean in zip(names, measured.by_label) if mean.total]
+    pairs = zip(names, measured.by_label, measured.contributions_by_label)
+    means = [(name, weights, contributions) for name, weights, contributions in pairs if weights.total]
     if not means:
         return None
     return {
-        "names": [name for name, _ in means],
-        "tokens": [int(mean.total) for _, mean in means],
-        "documents": [mean.items for _, mean in means],
-        "weights": [measured.rows(mean.mean) for _, mean in means],
-        "error": [measured.rows(mean.error) for _, mean in means],
+        "names": [name for name, _, _ in means],
+        "tokens": [int(weights.total) for _, weights, _ in means],
+        "documents": [weights.items for _, weights, _ in means],
+        "weights": [measured.rows(weights.mean) for _, weights, _ in means],
+        "error": [measured.rows(weights.error) for _, weights, _ in means],
+        "contribution": [measured.rows(contributions.mean) for _, _, contributions in means],
+        "contribution_error": [measured.rows(contributions.error) for _, _, contributions in means],
     }

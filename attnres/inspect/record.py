@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
+from attnres.inspect.contribution import Contributions
 from attnres.ops import compute_dtype
 from attnres.residuals import Residual, Source
 
@@ -39,8 +40,10 @@ class Trace:
 
     Args:
         residual: whose reads are recorded.
-        tokens: keep the weights of every token of the last forward pass.
+        tokens: keep the weights and contributions of every token of the last forward pass.
         labels: number of labels of tokens; the mean weights of each are kept (see `label`).
+        contributions: measure what each source is of each read (`attnres.inspect.contribution`); needs the outputs of
+            a pass to be held until it ends.
 
     Attributes:
         num_sublayers: L. width: d. residual: its name.
@@ -49,7 +52,9 @@ class Trace:
         tokens: tokens recorded so far.
     """
 
-    def __init__(self, residual: Residual, *, tokens: bool = False, labels: int = 0) -> None:
+    def __init__(
+        self, residual: Residual, *, tokens: bool = False, labels: int = 0, contributions: bool = True
+    ) -> None:
         self.num_sublayers, self.width, self.residual = residual.num_sublayers, residual.width, residual.name
         self.layout = residual.layout()
         self.reads = [read.name for read in self.layout]
@@ -67,6 +72,8 @@ class Trace:
         self._source_squares: list[Any] = [0.0] * reads
         self._cosines: list[Any] = [0.0] * reads
         self._key_cosine: Any = 0.0
+        mixes = contributions and all(read.sources for read in self.layout)
+        self._contributions = Contributions(reads, tokens) if mixes else None
         self._rows: list[Tensor] = []
         self._lengths: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}
         self._keep, self._labels = tokens, labels
@@ -99,6 +106,8 @@ class Trace:
         self.tokens += self._shape.numel()
         self._rows.clear()
         self._lengths.clear()
+        if self._contributions is not None:
+            self._contributions.start(embedding)
         if self._labels:
             self._label_ids, self._coming_labels = self._coming_labels, None  # of this pass alone
             if self._label_ids is None or len(self._label_ids) != self._shape.numel():
@@ -124,11 +133,15 @@ class Trace:
         self._weights[index] += weights.sum(0, dtype=torch.float64).cpu()
         shares = weights.abs() / weights.abs().sum(1, keepdim=True).clamp_min(1e-30)  # an emptied read has no entropy
         self._entropy[index] += torch.special.entr(shares).sum(dtype=torch.float64).item()
-        if self._feeds_back:
+        contributions = self._contributions
+        row = None
+        if self._feeds_back or contributions is not None:
             row = self._mechanism.mixing_row(index, weights, self._rows)
-            if row is not None:
-                self._rows.append(row)
-                self._mixing[index] += row.sum(0, dtype=torch.float64).cpu()
+        if self._feeds_back and row is not None:
+            self._rows.append(row)
+            self._mixing[index] += row.sum(0, dtype=torch.float64).cpu()
+        if contributions is not None:
+            contributions.read(index, h, weights, values, row)
         if values:
             self._geometry(index, values)
         if self._keep:
@@ -173,6 +186,8 @@ class Trace:
         if _in_backward():
             return
         self._output_squares[index] += _sum_of_squares(output)
+        if self._contributions is not None:
+            self._contributions.write(output)
         if output.requires_grad and torch.is_grad_enabled():
             output.register_hook(lambda grad: self._on_grad(index, grad))
 
@@ -270,6 +285,32 @@ class Trace:
         """(n, n) mean cosine between the sources of the output's read; empty where it has no softmax."""
         return (self._key_cosine / self.tokens).tolist() if torch.is_tensor(self._key_cosine) else []
 
+    # -- contributions ---------------------------------------------------------------------------------------------
+    @property
+    def contribution(self) -> list[list[float]]:
+        """Mean over tokens of what each source is of each read, by projection on it: signed, rows sum to one; see
+        `attnres.inspect.contribution`. Rows are empty where `weights` are, or where it was not asked for."""
+        return self._of_contributions("shares")
+
+    @property
+    def size(self) -> list[list[float]]:
+        """Mean over tokens of |weight| times the RMS of each source of each read."""
+        return self._of_contributions("sizes")
+
+    def _of_contributions(self, name: str) -> list[list[float]]:
+        if self._contributions is None:
+            return [[] for _ in self.layout]
+        return [_mean(row, self.tokens) for row in getattr(self._contributions, name)]
+
+    @property
+    def mixing_contribution(self) -> np.ndarray | None:
+        """(R, L+1): mean over tokens of what each single output is of each read, by projection on it; rows sum to one.
+        None where `mixing` is, or where it was not asked for."""
+        rows = self._of_contributions("output_shares")
+        if not all(rows):
+            return None
+        return np.stack([np.pad(row, (0, self.num_sublayers + 1 - len(row))) for row in rows])
+
     # -- by label -------------------------------------------------------------------------------------------------
     @property
     def label_tokens(self) -> np.ndarray:
@@ -288,6 +329,12 @@ class Trace:
     def token_weights(self) -> list[Tensor]:
         """Weights (B, T, sources) of every read of the last forward pass, fp32 on the CPU; for `tokens=True`."""
         return [self._token_weights[index] for index in sorted(self._token_weights)]
+
+    @property
+    def token_contributions(self) -> list[Tensor]:
+        """What each source is (B, T, sources) of every read of the last forward pass, as `token_weights`."""
+        rows = {} if self._contributions is None else self._contributions.tokens
+        return [rows[index].view(*self._shape, -1) for index in sorted(rows)]
 
     @property
     def token_norms(self) -> Tensor:
@@ -325,7 +372,7 @@ def _sum_of_squares(x: Tensor) -> float:
 
 
 @contextmanager
-def record(model: nn.Module, *, tokens: bool = False, labels: int = 0) -> Generator[Trace]:
+def record(model: nn.Module, *, tokens: bool = False, labels: int = 0, contributions: bool = True) -> Generator[Trace]:
     """Record what `model`'s residual does while the block runs; logits and gradients stay bit for bit the same.
 
     Models compiled by `torch.compile` run uncompiled meanwhile: each recorded sum would cut their graph.
@@ -333,6 +380,7 @@ def record(model: nn.Module, *, tokens: bool = False, labels: int = 0) -> Genera
     Args:
         tokens: keep the weights of every token of the last forward pass (`Trace.token_weights` and others).
         labels: keep mean weights by label, of so many labels (`Trace.label`).
+        contributions: measure what each source is of each read, beside its weight (`Trace.contribution`).
 
     >>> with record(model) as trace:  # doctest: +SKIP
     ...     model(input_ids=ids)
@@ -344,7 +392,7 @@ def record(model: nn.Module, *, tokens: bool = False, labels: int = 0) -> Genera
     residual = find_residual(model)
     if residual.observer is not None:
         raise UserError("this model is being recorded already: leave the first `record` block before a second")
-    trace = Trace(residual, tokens=tokens, labels=labels)
+    trace = Trace(residual, tokens=tokens, labels=labels, contributions=contributions)
     residual.observer = trace
     # Only where something may be compiled: importing torch._dynamo takes seconds.
     uncompiled = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()

@@ -63,6 +63,7 @@ class Survey:
         high, largest: for each read and source the share |weight| / sum |weights| that a fraction `HIGH` of tokens are
             below, and the largest that any token had.
         by_label: for each label the mean weights of all reads, one after the other, with errors over documents.
+        contributions_by_label: the same of what sources are of reads (`Trace.contribution`).
     """
 
     trace: Trace
@@ -73,6 +74,7 @@ class Survey:
     high: list[list[float]]
     largest: list[list[float]]
     by_label: list[Ratio]
+    contributions_by_label: list[Ratio]
 
     def rows(self, values: np.ndarray) -> list[list[float]]:
         """Numbers of all reads, cut into one row a read."""
@@ -243,6 +245,11 @@ def _shares(weights: Tensor) -> Tensor:
     return size / size.sum(-1, keepdim=True).clamp_min(torch.finfo(size.dtype).tiny)
 
 
+def _half(both: Ratio, half: int) -> Ratio:
+    """The first or second half of a ratio's numbers."""
+    return both._replace(mean=np.split(both.mean, 2)[half], error=np.split(both.error, 2)[half])
+
+
 class _Sums:
     """Sums by document while it runs, then by label over documents."""
 
@@ -253,7 +260,7 @@ class _Sums:
         self.losses: dict[int, np.ndarray] = {}  # (1 + labels, 2) of each document
         self.largest: Tensor | None = None
         self.histogram: Tensor | None = None  # (sources of all reads, BINS)
-        self.weights: RatioSums | None = None
+        self.sums: RatioSums | None = None  # of weights, then of contributions
 
     def opened(self, windows: Iterable[_Window | None]) -> Iterator[_Window]:
         """Hands windows on, and notes which documents they belong to and where these end."""
@@ -280,11 +287,10 @@ class _Sums:
             for label in range(self.labels):
                 document.losses[1 + label] += (marks == label).sum(), row[marks == label].sum()
         if trace.token_weights:
-            flat = torch.cat(trace.token_weights, -1)  # (B, T, sources of all reads)
             shares = [_shares(row) for row in trace.token_weights]
             self._spread(torch.cat(shares, -1).flatten(0, 1))
-            if self.labels:
-                self._by_label(batch, flat[:, skip:])
+            if self.labels:  # (B, T, twice the sources of all reads)
+                self._by_label(batch, torch.cat([*trace.token_weights, *trace.token_contributions], -1)[:, skip:])
         for number in {window.document for window in batch}:
             self._close(number)
 
@@ -297,10 +303,10 @@ class _Sums:
         bins = (shares * BINS).long().clamp_(max=BINS - 1) + torch.arange(shares.shape[1]) * BINS
         self.histogram += torch.bincount(bins.flatten(), minlength=self.histogram.numel()).view_as(self.histogram)
 
-    def _by_label(self, batch: list[_Window], weights: Tensor) -> None:
-        if self.weights is None:
-            self.weights = RatioSums(self.labels, weights.shape[-1])
-        for window, row in zip(batch, weights, strict=True):
+    def _by_label(self, batch: list[_Window], values: Tensor) -> None:
+        if self.sums is None:
+            self.sums = RatioSums(self.labels, values.shape[-1])
+        for window, row in zip(batch, values, strict=True):
             labels = torch.from_numpy(window.labels)
             known = labels >= 0
             tokens = torch.bincount(labels[known], minlength=self.labels)
@@ -318,15 +324,16 @@ class _Sums:
         del self.open[number]
         self.documents += 1
         self.losses[number] = document.losses
-        if self.weights is not None and not np.isscalar(document.tokens):
-            self.weights.add(document.tokens, document.sums)
+        if self.sums is not None and not np.isscalar(document.tokens):
+            self.sums.add(document.tokens, document.sums)
 
     def survey(self, trace: Trace) -> Survey:
         empty: list[list[float]] = [[] for _ in trace.sources]
-        by_label = [] if self.weights is None else [self.weights.ratio(label) for label in range(self.labels)]
+        ratios = [] if self.sums is None else [self.sums.ratio(label) for label in range(self.labels)]
+        halves = [[_half(one, half) for one in ratios] for half in (0, 1)]
         losses = np.array([self.losses[number] for number in sorted(self.losses)]).reshape(-1, 1 + self.labels, 2)
         loss = ratio(losses[:, 0, 1], losses[:, 0, 0])
-        result = Survey(trace, self.documents, self.windows, loss, losses, empty, empty, by_label)
+        result = Survey(trace, self.documents, self.windows, loss, losses, empty, empty, *halves)
         if self.largest is not None and self.histogram is not None:
             below = self.histogram.cumsum(1) / self.histogram.sum(1, keepdim=True)
             high = ((below < HIGH).sum(1) + 1) / BINS  # the upper end of the bin that holds it

@@ -9,6 +9,7 @@ from rich.table import Table
 from attnres.inspect.inspection import ByLabel, Example, Inspection, Weights
 from attnres.inspect.measures import source_spike
 from attnres.inspect.pieces import spelled
+from attnres.inspect.routing import FIELD, By, by_in
 from attnres.residuals import Read, depths
 from attnres.terminal import grid, say, wide
 from attnres.text import counted, short, with_error
@@ -23,29 +24,35 @@ NARROW = 110
 """Columns of a terminal below which a token's row names one source."""
 FEW = 5
 """Documents from which an error over documents is worth something."""
+LONG = ("is made of", "weighs most")
+"""Columns of names, which may take several lines."""
 CLEAR = 3.0
 """Standard errors from which a kind of token counts as unlike the average: about 300 weights are looked through."""
 
 
-def show(inspection: Inspection, console: Console | None = None, *, example: bool = True) -> None:
-    """Print what was measured: the model, a row a read, a row a kind of token, the example token by token."""
+def show(
+    inspection: Inspection, console: Console | None = None, *, example: bool = True, by: By = "contribution"
+) -> None:
+    """Print what was measured: the model, a row a read, a row a kind of token, the example token by token; `by` says
+    which numbers of sources are shown."""
+    by = by_in(by, inspection.routing, inspection.kinds, inspection.prompts, inspection.example)
     console = wide(console)
     say(console, _heading(inspection))
-    for table in _reads(inspection, console.width):
+    for table in _reads(inspection, console.width, by):
         console.print(table)
-    for line in _notes(inspection):
+    for line in _notes(inspection, by):
         say(console, line)
     for title, part in (("kind of token", inspection.kinds), ("kind of prompt", inspection.prompts)):
         if part is not None and inspection.routing is not None and max(part["documents"]) > 1:
             console.print()
-            console.print(_labels(title, part, inspection.routing))
+            console.print(_labels(title, part, inspection.routing, by))
     if example and inspection.example is not None:
         console.print()
-        console.print(_example(inspection.example, inspection.layout, console.width))
+        console.print(_example(inspection.example, inspection.layout, console.width, by))
 
 
 def top(names: Sequence[str], weights: Sequence[float | None], count: int = TOP) -> str:
-    """The heaviest sources and their weights: "embedding .41, block 2 .30"."""
+    """The largest sources and their numbers: "embedding .41, block 2 .30"."""
     pairs = [(name, weight) for name, weight in zip(names, weights, strict=True) if weight is not None]
     if len(pairs) > 1 and all(abs(weight - pairs[0][1]) < 1e-6 for _, weight in pairs):
         return f"all {len(pairs)} alike, {short(pairs[0][1])} each"
@@ -66,20 +73,24 @@ def _heading(inspection: Inspection) -> str:
     )
 
 
-def _reads(inspection: Inspection, width: int) -> list[Table]:
+def _reads(inspection: Inspection, width: int, by: By) -> list[Table]:
     """A row a read: where it comes from and what it is; two tables where one is wider than the terminal."""
     routing, sharpness = inspection.routing, inspection.sharpness
     where: dict[str, list[str]] = {}
     what: dict[str, list[str]] = {}
     if routing is not None:
-        pairs = zip(routing["sources"], routing["weights"], strict=True)
-        where["reads most from"] = [top(sources, weights) for sources, weights in pairs]
+        pairs = zip(routing["sources"], routing[FIELD[by]], strict=True)
+        where["is made of" if by == "contribution" else "weighs most"] = [
+            top(sources, weights) for sources, weights in pairs
+        ]
         where["entropy"] = [short(value) for value in inspection.entropy["nats"]]
         where["effective"] = [short(value, 1) for value in inspection.entropy["effective"]]
         where["of"] = [str(len(sources)) for sources in routing["sources"]]
     if inspection.distance is not None and inspection.persistence is not None:
         what["distance"] = [short(value, 1) for value in inspection.distance]
-        what["embedding"] = [short(value) for value in inspection.persistence]
+        shares = inspection.mixing_contribution if by == "contribution" else None
+        embedding = inspection.persistence if shares is None else [row[0] for row in shares]
+        what["embedding"] = [short(value) for value in embedding]
     if sharpness is not None:
         what["sharpness"] = [short(value) for value in sharpness]
     what["rms read"] = [short(value) for value in inspection.input_rms]
@@ -95,26 +106,32 @@ def _table(reads: Sequence[str], columns: dict[str, list[str]]) -> Table:
     table = grid()
     table.add_column("read", no_wrap=True)
     for title in columns:
-        table.add_column(title, justify="left" if title.startswith("reads") else "right", no_wrap=title[0] != "r")
+        table.add_column(title, justify="left" if title in LONG else "right", no_wrap=title not in LONG)
     for cells in zip(reads, *columns.values(), strict=True):
         table.add_row(*cells)
     return table
 
 
-def _notes(inspection: Inspection) -> list[str]:
+def _notes(inspection: Inspection, by: By) -> list[str]:
     """What the columns mean, and the largest source."""
     lines = [""]
     if inspection.routing is not None:
+        numbers = (
+            "contribution: what a source is of the read, its weighted vector's projection on it, mean over tokens; "
+            "rows sum to one, negative points against the read (the weights: --by weight)"
+            if by == "contribution"
+            else "weight: mean over tokens; not how much of the read a source is, since sources differ in length"
+        )
         lines.append(
-            "weights: mean over tokens; entropy: mean over tokens, in nats; effective: exp of it, the number of sources"
-            " that an even read of that entropy has"
+            f"{numbers}; entropy: of the weights, mean over tokens, in nats; effective: exp of it, the number of "
+            "sources that an even read of that entropy has"
         )
     else:
         lines.append(f"residual '{inspection.model['residual']}' weighs no sources: there are magnitudes alone")
     if inspection.distance is not None:
         lines.append(
-            "distance: how many sublayers back the read reaches on average (0: the newest output); embedding: the "
-            "share of the token embedding in it; both by the coefficients of single outputs, blocks taken apart"
+            "distance: how many sublayers back the weights reach on average (0: the newest output), by the "
+            f"coefficients of single outputs, blocks taken apart; embedding: the token embedding's {by}"
         )
     if inspection.sharpness is not None:
         lines.append("sharpness: the largest logit that the pseudo-query can give, |w g| sqrt(d); 0 reads evenly")
@@ -134,14 +151,17 @@ def _notes(inspection: Inspection) -> list[str]:
     return lines
 
 
-def _labels(title: str, part: ByLabel, routing: Weights) -> Table:
-    """For each label the weights that are furthest from the average of all labelled tokens, beyond `CLEAR` errors."""
+def _labels(title: str, part: ByLabel, routing: Weights, by: By) -> Table:
+    """For each label the numbers that are furthest from the average of all labelled tokens, beyond `CLEAR` errors."""
     table = grid(title)
     table.add_column("tokens", justify="right")
-    table.add_column("reads unlike the average token (weight ± standard error, average)")
+    table.add_column(f"reads unlike the average token ({by} ± standard error, average)")
+    rows, errors = part["weights"], part["error"]
+    if by == "contribution":
+        rows, errors = part["contribution"], part["contribution_error"]
     averages = [
         [float(np.average(weights, weights=part["tokens"])) for weights in zip(*of_labels, strict=True)]
-        for of_labels in zip(*part["weights"], strict=True)
+        for of_labels in zip(*rows, strict=True)
     ]
     for k, name in enumerate(part["names"]):
         if part["documents"][k] < FEW:
@@ -150,7 +170,7 @@ def _labels(title: str, part: ByLabel, routing: Weights) -> Table:
         cells = []
         for r, read in enumerate(routing["reads"]):
             for s, source in enumerate(routing["sources"][r]):
-                weight, error, average = part["weights"][k][r][s], part["error"][k][r][s], averages[r][s]
+                weight, error, average = rows[k][r][s], errors[k][r][s], averages[r][s]
                 if weight is None or error is None or abs(weight - average) <= CLEAR * error:
                     continue
                 text = f"{read} ← {source} {with_error(weight, error, form=short, digits=2)} ({short(average)})"
@@ -160,7 +180,7 @@ def _labels(title: str, part: ByLabel, routing: Weights) -> Table:
     return table
 
 
-def _example(example: Example, layout: Sequence[Read], width: int) -> Table:
+def _example(example: Example, layout: Sequence[Read], width: int, by: By) -> Table:
     """For each token its kind, how badly the next was predicted, and where its reads came from."""
     table = grid()
     titles = (
@@ -169,8 +189,9 @@ def _example(example: Example, layout: Sequence[Read], width: int) -> Table:
         "loss of\nthe next",
         "embedding in\nattention reads",
         "in MLP\nreads",
-        "output reads most from",
+        f"output, by {by}",
     )
+    rows = example["contribution"] if by == "contribution" else example["weights"]
     for title in titles:
         table.add_column(title, justify="right" if title[0] in "lei" else "left", no_wrap=title[0] == "k")
     most = TOP if width >= NARROW else 1
@@ -184,12 +205,12 @@ def _example(example: Example, layout: Sequence[Read], width: int) -> Table:
         cells.append(short(example["losses"][t]))
         for where in of_kind.values():
             weights = [
-                example["weights"][i][t][example["sources"][i].index("embedding")]
+                rows[i][t][example["sources"][i].index("embedding")]
                 for i in where
                 if "embedding" in example["sources"][i]
             ]
             cells.append(short(sum(weights) / len(weights) if weights else None))
-        cells.append(top(example["sources"][-1], example["weights"][-1][t], most))
+        cells.append(top(example["sources"][-1], rows[-1][t], most))
         table.add_row(*cells)
     if count > TOKENS:
         table.add_row(f"… {count - TOKENS} more")

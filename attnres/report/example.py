@@ -1,13 +1,15 @@
-"""One held-out text in the page, each token on the colour of how much it reads of the embedding."""
+"""One held-out text in the page, each token on the colour of what one source is of its read."""
 
 from collections.abc import Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnres.figures.patterns import boundaries, share, shares
+from attnres.figures.patterns import FLOOR
 from attnres.figures.plot import NotShown, number
+from attnres.figures.tokens import example_columns
+from attnres.inspect.routing import FIELD, amounts
 from attnres.residuals import Source
 
 if TYPE_CHECKING:
@@ -16,40 +18,43 @@ if TYPE_CHECKING:
 READS = 4
 """Reads of a model that are shown."""
 DEEPEST = 65
-"""Percent of the colour at the largest weight: text stays readable on it."""
+"""Percent of the colour at the largest value: text stays readable on it."""
 NAMED = 2
 """Sources that a token's title names."""
 
 
-def example(inspection: "Inspection", source: str = "embedding") -> str:
-    """The text once for each of the reads with which blocks begin and the output's, as HTML; empty where the model has
-    no such read, or one whose weights are the same for every token."""
+def example(inspection: "Inspection") -> str:
+    """The text once for each of the reads with which blocks begin and the output's, as HTML, on the colour of one
+    source (`attnres.figures.tokens.example_columns`); empty where the model has no such read, or one whose numbers
+    are the same for every token."""
     try:
-        routing = shares(inspection)
+        columns = example_columns(inspection, "contribution", READS + 1)[-READS:]
     except NotShown:
         return ""
-    words = inspection.example
-    if words is None:
-        return ""
-    rows = [row for row in boundaries(routing, most=READS + 1) if routing.weighs(row, source)]
+    words: Any = inspection.example
     blocks = []
-    for row in rows[-READS:]:
-        read, column = routing.layout[row], routing.place(row, source)
-        weights = np.stack([share(token) for token in words["weights"][inspection.layout.index(read)]])
-        if len(weights) > 1 and np.ptp(weights, axis=0).max() < 1e-6:
+    for routing, row, place, values in columns:
+        if len(values) > 1 and np.ptp(values) < 1e-6:
             continue
-        top = float(weights[:, column].max()) or 1.0
+        read = routing.layout[row]
+        top = max(FLOOR, float(np.abs(values).max()))
+        rows = words[FIELD[routing.by]][inspection.layout.index(read)]
+        parts = zip(words["tokens"], words["kinds"], rows, values, strict=True)
         tokens = [
-            _token(text, kind, token, read.sources, float(token[column]) / top)
-            for text, kind, token in zip(words["tokens"], words["kinds"], weights, strict=True)
+            _token(text, kind, amounts(row, routing.by), read.sources, float(value) / top)
+            for text, kind, row, value in parts
         ]
-        mean = float(weights[:, column].mean())
-        lead = f"{read.name}: mean {number(mean)}, largest {number(top)}"
+        what = f"{routing.by} of {read.sources[place].name}"
+        lead = (
+            f"{read.name}, {what}: mean {number(float(values.mean()))}, largest {number(float(np.abs(values).max()))}"
+        )
         blocks.append(f'<div><h3>{escape(lead)}</h3><pre class="tokens">{"".join(tokens)}</pre></div>')
     return f'<div class="figures texts">{"".join(blocks)}</div>' if blocks else ""
 
 
-def _token(text: str, kind: str, weights: np.ndarray, sources: Sequence[Source], part: float) -> str:
-    most = np.argsort(-weights)[:NAMED]
-    title = f"{kind}: " + ", ".join(f"{sources[i].name} {number(float(weights[i]))}" for i in most)
-    return f'<span style="--w:{DEEPEST * part:.0f}%" title="{escape(title, quote=True)}">{escape(text)}</span>'
+def _token(text: str, kind: str, values: np.ndarray, sources: Sequence[Source], part: float) -> str:
+    most = np.argsort(-np.abs(values))[:NAMED]
+    title = f"{kind}: " + ", ".join(f"{sources[i].name} {number(float(values[i]))}" for i in most)
+    sign = ' class="less"' if part < 0 else ""
+    size = f"--w:{DEEPEST * abs(part):.0f}%"
+    return f'<span{sign} style="{size}" title="{escape(title, quote=True)}">{escape(text)}</span>'

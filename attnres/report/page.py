@@ -122,8 +122,9 @@ def _examples(comparison: Comparison) -> str:
     folded = (_details(label, text, open_=i == 0) for i, (label, text) in enumerate(texts.items()))
     lead = (
         "The first tokens of the held-out text, in reads with which blocks begin (of a residual without blocks in some "
-        "through its depth) and at the output. The stronger its colour, the more of the embedding a token reads, from "
-        "zero to the largest; pointing at a token names its kind and its largest sources."
+        "through its depth) and at the output. Of each read the source that differs most from token to token: the "
+        "stronger the colour, the more of the read it is, from zero to the largest; orange points against the read. "
+        "Pointing at a token names its kind and its largest sources."
     )
     if any(len(one.seeds) > 1 for one in variants if one.label in texts):
         lead += " Of each variant the first seed."

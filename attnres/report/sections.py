@@ -7,22 +7,25 @@ from dataclasses import dataclass, field
 
 from attnres.figures import FIGURES, Comparison, NotShown, Plot, Variant
 from attnres.figures.patterns import differ
+from attnres.inspect.inspection import Inspection
+from attnres.inspect.routing import by_in
 from attnres.text import listed
 
 SECTIONS = {
     "Training": "",
-    "Where each sublayer reads from": (
-        "Weights over earlier outputs, averaged over held-out tokens. A column is the same source in every row. "
-        "Colours run over the square root of the weight."
+    "What each read is made of": (
+        "How much of each sublayer's input each earlier output is: the projection of the weighted source on the read, "
+        "averaged over held-out tokens. Rows sum to one; orange is what points against the read. The weights "
+        "are folded below: a weight is not how much of a read a source is, since sources differ in length."
     ),
     "Magnitudes by depth": "How large values and gradients are along the depth.",
-    "How much of each output is in each read": (
-        "Weights of blocks and partial sums, taken apart into what each sublayer wrote: so that a plain residual "
+    "What each output is of each read": (
+        "Contributions of blocks and partial sums, taken apart into what each sublayer wrote: so that a plain residual "
         "stands on the same scale as depth attention."
     ),
     "How reads choose, by depth": (
-        "Over how many sources a read spreads, how far back it reaches, what is left of the embedding and how strongly "
-        "its query can choose, on the held-out windows."
+        "Over how many sources a read's weights spread, how far back they reach, what is left of the embedding (by "
+        "contribution and by coefficient) and how strongly its query can choose, on the held-out windows."
     ),
     "How large the sources are": (
         "Keys are normed and values are not: a source that is large fills a read that hardly weighs it."
@@ -31,7 +34,7 @@ SECTIONS = {
         "What each sublayer writes, the gradient that reaches it and how its read chooses, from the first steps."
     ),
     "What kinds of token read": (
-        "Held-out tokens, told apart by what they are: how much they read of the embedding and of other sources."
+        "Held-out tokens, told apart by what they are: what their reads are made of, compared with one another."
     ),
     "Which reads ask alike": (
         "The learned queries, compared with one another: two reads with like queries choose alike."
@@ -45,7 +48,8 @@ SECTIONS = {
 
 @dataclass(frozen=True)
 class Section:
-    """A heading, what is said under it, and figures; by variant and folded those of which each variant has its own."""
+    """A heading, what is said under it, and figures; folded, by the title of their fold, those of which each variant
+    has its own."""
 
     title: str
     lead: str
@@ -74,12 +78,19 @@ def sections(comparison: Comparison) -> list[Section]:
             continue
         for variant in comparison.having("inspections").variants:
             with suppress(NotShown):
-                if figure.mean and not differ(variant.mean):  # a plain sum, where there is nothing to see
+                if figure.mean and _says_nothing(variant.mean, figure.folded):
                     continue
                 plot = _noted(figure.draw(variant.mean), [variant], mean=figure.mean)
-                plot = dataclasses.replace(plot, name=f"{plot.name}-{slug(variant.label)}")
-                (section.plots if figure.mean else section.folded.setdefault(variant.label, [])).append(plot)
+                plot = dataclasses.replace(plot, name=f"{figure.name}-{slug(variant.label)}")
+                fold = figure.folded or ("" if figure.mean else variant.label)
+                (section.folded.setdefault(fold, []) if fold else section.plots).append(plot)
     return [section for section in result.values() if section.every]
+
+
+def _says_nothing(inspection: Inspection, folded: str) -> bool:
+    """Whether a plain sum's weights would be drawn, all alike, or those of a file without contributions twice."""
+    by = by_in("contribution", inspection.routing)
+    return not differ(inspection, "weight" if folded else by) or (bool(folded) and by == "weight")
 
 
 def _noted(plot: Plot, variants: Sequence[Variant], mean: bool) -> Plot:

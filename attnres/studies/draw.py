@@ -11,6 +11,7 @@ from attnres.figures.write import Drawn, check_formats
 from attnres.files import write_text
 from attnres.folders import refuse_other
 from attnres.inspect.inspection import Inspection
+from attnres.inspect.routing import By
 from attnres.paths import user_path
 from attnres.report.runs import load_study
 from attnres.report.variants import comparison_of
@@ -18,7 +19,13 @@ from attnres.studies.look import look
 from attnres.studies.look_config import InspectConfig
 
 
-def draw(sources: Sequence[str], out: Path | str, formats: Sequence[str], options: dict[str, object]) -> list[Path]:
+def draw(
+    sources: Sequence[str],
+    out: Path | str,
+    formats: Sequence[str],
+    options: dict[str, object],
+    by: By = "contribution",
+) -> list[Path]:
     """Write every figure that applies, and `captions.md`; print what was written and what does not apply, and why.
 
     Args:
@@ -27,6 +34,7 @@ def draw(sources: Sequence[str], out: Path | str, formats: Sequence[str], option
         out: folder; with several models each has a folder of its own in it, and what compares them lies above.
         formats: of pdf, png and svg.
         options: fields of `InspectConfig`, for those that are models.
+        by: the numbers of sources that are shown.
 
     Raises:
         UserError: something given is none of these, `out` is a file or holds a model, or a file cannot be written.
@@ -44,18 +52,18 @@ def draw(sources: Sequence[str], out: Path | str, formats: Sequence[str], option
     runs = comparison_of(load_study(*studies)) if studies else Comparison([])
     if studies:  # what these say of training is of all seeds
         models = models.without("dynamics")
-    side_by_side = draw_comparison(models)
+    side_by_side = draw_comparison(models, by)
     training = draw_comparison(runs.without("inspections"))
     console = Console()
     written = []
     if len(inspections) == 1:
-        drawn = draw_model(inspections[0])
+        drawn = draw_model(inspections[0], by)
         written += _write(console, names[0], drawn + side_by_side + training, out, formats)
     else:
         for inspection, name, folder in zip(
             inspections, names, _distinct([_file_name(name) for name in names]), strict=True
         ):
-            written += _write(console, name, draw_model(inspection), out / folder, formats)
+            written += _write(console, name, draw_model(inspection, by), out / folder, formats)
         written += _write(console, "side by side", side_by_side + training, out, formats)
     console.print(f"{len(written)} files in {out}", highlight=False, markup=False, soft_wrap=True)
     return written

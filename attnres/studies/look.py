@@ -97,7 +97,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
     )
     if run is not None:
         inspection.dynamics = dynamics(read_metrics(run / "metrics.jsonl"))
-    show(inspection, console, example=text.alone is not None)
+    show(inspection, console, example=text.alone is not None, by=config.by)
     for remark in _remarks(config, checkpoint, text, inspection):
         say(console, remark)
     files = []
@@ -136,7 +136,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
     if out is not None:
         from attnres.figures import write_figures
 
-        figures = write_figures(inspection, out)
+        figures = write_figures(inspection, out, by=config.by)
         say(console, f"\n{out}: {', '.join(file.name for file in files)}; figures: {len(figures)}")
         earlier = [out / f"{name}.json" for name in ("prune", "knock_out", "attribution")]
         if left := [file.name for file in earlier if file.exists() and file not in files]:

@@ -41,6 +41,8 @@ class InspectConfig(LookConfig):
     """A run folder, a model folder or a hub name; with depth reads, or another residual of attnres."""
     kind: Literal["auto", "code", "prose"] = "auto"
     """What the text is: decides the kinds of tokens that are told apart."""
+    by: Literal["contribution", "weight"] = "contribution"
+    """What sources are shown by: how much of a read they are, or the weight that they are given."""
     out: str | None = None
     """Folder for inspection.json, the figures, and a JSON file for each of the options below."""
     prune: bool = False

@@ -399,7 +399,7 @@ def _folder(config: TrainConfig) -> Path:
 def _record(model: Any) -> AbstractContextManager[Any]:
     from attnres.inspect import record
 
-    return record(model)
+    return record(model, contributions=False)  # a step's memory stays what it is
 
 
 def _by_depth(trace: Any, model: Any, unit: int) -> dict[str, Any]:

@@ -123,15 +123,17 @@ def test_type_click_knock_out_compare_save_and_restore(tab, address):
     tab.keyboard.press("Enter")
     tab.wait_for_selector("#pane-0 [data-token='3'][aria-pressed]")
 
-    tab.hover("#pane-0 .weights [data-read='3'][data-source='1']")
-    assert re.fullmatch(r"mlp 1 reads block 1: [01]\.\d{3}", tab.inner_text("#attnres-tip"))
+    tab.hover("#pane-0 .contributions [data-read='3'][data-source='1']")
+    assert re.fullmatch(
+        r"mlp 1 reads block 1: contribution -?[01]\.\d{3}, weight [01]\.\d{3}", tab.inner_text("#attnres-tip")
+    )
 
     before = loss(tab)
-    cell = tab.locator("#pane-0 .weights [data-read='6'][data-source='0']")
+    cell = tab.locator("#pane-0 .contributions [data-read='6'][data-source='0']")
     cell.hover()
     place = cell.bounding_box()
     cell.click()
-    tab.wait_for_selector("#pane-0 .weights .gone")
+    tab.wait_for_selector("#pane-0 .contributions .gone")
     assert "without 1 edge" in loss(tab) and "→" in tab.inner_text("#pane-0 .next table")
     assert "without" not in loss(tab, "#pane-1")
     # What changed is in sight, and the cell is where it was.
@@ -139,17 +141,17 @@ def test_type_click_knock_out_compare_save_and_restore(tab, address):
     change = tab.locator("#pane-0 .next").bounding_box()
     assert change["y"] >= 0 and change["y"] + change["height"] <= 900
     tab.click("#pane-0 .stack [data-read='2'][data-source='0']")
-    tab.wait_for_function("document.querySelectorAll('#pane-0 .weights .gone').length === 2")
+    tab.wait_for_function("document.querySelectorAll('#pane-0 .contributions .gone').length === 2")
     assert "without 2 edges" in loss(tab)
 
     tab.click("#source input")
     tab.click("[role=option] >> text=change in loss")
     tab.wait_for_selector("text=Tokens by the change of their loss")
 
-    name, figure = saved(tab, "#pane-0 .weights [data-save=svg]")
-    assert name == "attnres-weights.svg" and b"<script" not in figure and b"var(" not in figure
+    name, figure = saved(tab, "#pane-0 .contributions [data-save=svg]")
+    assert name == "attnres-contributions.svg" and b"<script" not in figure and b"var(" not in figure
     assert len(ET.fromstring(figure).findall(".//{*}rect[@data-read]")) == len(
-        tab.query_selector_all("#pane-0 .weights .edge")
+        tab.query_selector_all("#pane-0 .contributions .edge")
     )
     name, picture = saved(tab, "#pane-0 .stack [data-save=png]")
     assert name == "attnres-stack.png" and picture.startswith(b"\x89PNG") and len(picture) > 5000
@@ -177,13 +179,13 @@ def test_keys_do_what_clicks_do(tab):
     for key, place in [("ArrowRight", "1"), ("End", None), ("Home", "0"), ("ArrowDown", None), ("ArrowUp", "0")]:
         tab.keyboard.press(key)
         assert tab.evaluate(at) == place or place is None
-    tab.focus("#pane-0 .weights [tabindex='0']")
+    tab.focus("#pane-0 .contributions [tabindex='0']")
     for key, place in [("ArrowDown", "1 0"), ("ArrowRight", "1 1"), ("End", "6 3"), ("ArrowUp", "5 2")]:
         tab.keyboard.press(key)
         assert tab.evaluate(at) == place
     assert tab.inner_text("#attnres-tip").startswith("mlp 2 reads ")
     tab.keyboard.press("Enter")
-    tab.wait_for_selector("#pane-0 .weights .gone")
+    tab.wait_for_selector("#pane-0 .contributions .gone")
     assert tab.evaluate(at) == "5 2"
     tab.keyboard.press(" ")
     tab.wait_for_function("!document.querySelector('.gone')")
@@ -194,7 +196,7 @@ def test_one_model_or_both(tab):
     tab.click("[role=option] >> nth=1")
     tab.wait_for_selector("#pane-1", state="hidden")
     assert "full" in tab.inner_text("#pane-0 h2")
-    left, right = (tab.locator(f"#pane-0 .{name}").bounding_box() for name in ("next", "weights"))
+    left, right = (tab.locator(f"#pane-0 .{name}").bounding_box() for name in ("next", "contributions"))
     assert right["x"] > left["x"] + left["width"] and abs(right["y"] - left["y"]) < 20
     tab.click("#models input")
     tab.click("[role=option] >> nth=2")

@@ -10,9 +10,9 @@ import torch
 
 from attnres.app import figures
 from attnres.app import view as html
-from attnres.app.colours import contrast, ink_on, source_colours, weight_colour
 from attnres.app.explorer import Candidate, Effect, Reading
 from attnres.app.state import LOSS
+from attnres.inspect.colours import DIVERGING, colours_by_name, contrast, ink_on, signed_colour
 from attnres.residuals import make_residual
 
 EVIL = '<script>alert("1")</script>\x00\u202e\'&'
@@ -25,7 +25,7 @@ def reading(pieces=("def", " x", "\n", EVIL)):
     count = len(pieces)
     weights = [g.dirichlet(np.ones(len(row)), count) for row in SOURCES]
     log_probs = torch.randn(count, 7, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
-    return Reading(tuple(range(count)), list(pieces), LAYOUT, weights, log_probs, g.random(count - 1) + 1, [])
+    return Reading(tuple(range(count)), list(pieces), LAYOUT, weights, weights, log_probs, g.random(count - 1) + 1, [])
 
 
 def pane(**changes):
@@ -72,11 +72,13 @@ def test_typed_text_stays_text(made):
 def test_every_token_and_every_edge_can_be_clicked():
     tree = parsed(html.pane(pane()))
     assert [e.get("data-token") for e in tree.iter("span") if e.get("data-token")] == ["0", "1", "2", "3"]
-    cells = [e for e in tree.find(".//section[@class='weights']").iter("rect") if e.get("data-read")]
+    cells = [e for e in tree.find(".//section[@class='contributions']").iter("rect") if e.get("data-read")]
     assert [(int(e.get("data-read")), int(e.get("data-source"))) for e in cells] == [
         (r, i) for r, row in enumerate(SOURCES) for i in range(len(row))
     ]
-    assert cells[2].get("aria-label") == f"mlp 0 reads attention 0: {reading().means[1][1]:.3f}"
+    assert cells[2].get("aria-label") == "mlp 0 reads attention 0: contribution {0:.3f}, weight {0:.3f}".format(
+        reading().means[1][1]
+    )
 
 
 def test_the_tabulator_key_stops_once_a_figure_and_at_the_chosen_token():
@@ -129,10 +131,12 @@ def test_a_text_reads_as_it_is():
 
 
 def test_colours_are_apart_and_even():
-    colours = source_colours(make_residual("full", 24, 8).layout())
+    colours = colours_by_name(make_residual("full", 24, 8).layout())
     assert len(set(colours.values())) == 25
-    assert weight_colour(0.0) == "#440154" and weight_colour(1.0) == weight_colour(3.0) == "#fde725"
-    assert all(re.fullmatch("#[0-9a-f]{6}", weight_colour(w)) for w in (-0.5, 0.2, 0.9999))
+    assert (
+        signed_colour(-3.0) == DIVERGING[0] and signed_colour(0.0) == DIVERGING[3] and signed_colour(1) == DIVERGING[6]
+    )
+    assert all(re.fullmatch("#[0-9a-f]{6}", signed_colour(value)) for value in (-0.5, 0.2, 0.9999))
     assert contrast("#000000", "#ffffff") == pytest.approx(21) and contrast("#777777", "#ffffff") == pytest.approx(
         4.48, abs=0.01
     )
@@ -141,7 +145,7 @@ def test_colours_are_apart_and_even():
 
 def test_tokens_have_the_colours_of_the_bars():
     made = pane()
-    tree, colours = parsed(html.pane(made)), source_colours(LAYOUT)
+    tree, colours = parsed(html.pane(made)), colours_by_name(LAYOUT)
     for i, e in enumerate(e for e in tree.iter("span") if e.get("data-token")):
         fill = colours[SOURCES[2][made.reading.weights[2][i].argmax()]]
         assert e.get("style") == f"background:{fill};color:{ink_on(fill)}"
@@ -149,13 +153,13 @@ def test_tokens_have_the_colours_of_the_bars():
 
 def test_the_last_column_has_room_for_its_name():
     output = make_residual("full", 24, 8).layout()[-1]
-    svg = figures.heatmap([output], [np.full(25, 0.04)], frozenset(), "title")
+    svg = figures.heatmap([output], [np.full(25, 0.04)], [np.full(25, 0.04)], frozenset(), "title")
     x = max(float(x) for x in re.findall(r'<text x="([\d.]+)"[^>]*rotate', svg))
     assert x + 3 * 5.5 * 0.5 < figures.WIDTH  # three letters at 60 degrees
 
 
 def test_weights_that_do_not_sum_to_one_still_make_bars_of_one_length():
     reads = [make_residual("full", 2, 8).layout()[1]]
-    svg = figures.stack(reads, [np.array([3.0, -1.0])], source_colours(reads), frozenset(), "title")
+    svg = figures.stack(reads, [np.array([3.0, -1.0])], colours_by_name(reads), frozenset(), "title")
     widths = [float(x) for x in re.findall(r'width="([\d.]+)" height="11', svg)]
     assert widths[0] / sum(widths) == pytest.approx(0.75, abs=1e-3)

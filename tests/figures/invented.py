@@ -37,11 +37,17 @@ def inspection(residual: str = "block", layers: int = 4, **changes: Any) -> Insp
             return [[1.0] * len(row) for row in sources]
         return [random.dirichlet(np.ones(len(row))).tolist() for row in sources]
 
+    def contributions() -> list[list[float]]:
+        rows = [random.normal(0.5, 0.5, len(row)) for row in sources]
+        return [(row / row.sum()).tolist() if abs(row.sum()) > 0.1 else [1.0] + [0.0] * (len(row) - 1) for row in rows]
+
     softmax = residual != "standard"
     kinds = ["statement start", "identifier", "literal"]
     labels = {"names": kinds, "tokens": [40, 50, 60], "documents": [4, 4, 4], "weights": [weights() for _ in kinds]}
-    labels["error"] = [[[0.01] * len(row) for row in sources] for _ in kinds]
+    labels["error"] = labels["contribution_error"] = [[[0.01] * len(row) for row in sources] for _ in kinds]
+    labels["contribution"] = [contributions() for _ in kinds]
     mixing = np.tril(random.random((count + 1, count + 1)) + 0.01)
+    parts = np.tril(random.random((count + 1, count + 1)) + 0.01)
     cosine = np.clip(random.normal(0, 0.4, (count + 1, count + 1)), -1, 1)
     cosine[0] = np.nan
     cosine[:, 0] = np.nan
@@ -59,13 +65,14 @@ def inspection(residual: str = "block", layers: int = 4, **changes: Any) -> Insp
         },
         "data": {"source": "text", "documents": 4, "windows": 4, "tokens": 150, "context": 64, "kind": "code"},
         "reads": reads,
-        "routing": {"reads": reads, "sources": sources, "weights": weights()},
+        "routing": {"reads": reads, "sources": sources, "weights": weights(), "contribution": contributions()},
         "entropy": {
             "nats": random.random(count + 1).tolist(),
             "effective": (1 + random.random(count + 1)).tolist(),
             "most": [len(row) for row in sources],
         },
         "mixing": mixing.tolist(),
+        "mixing_contribution": (parts / parts.sum(1, keepdims=True)).tolist(),
         "distance": random.random(count + 1).tolist(),
         "persistence": random.random(count + 1).tolist(),
         "sharpness": [None, *random.random(count).tolist()] if softmax else None,
@@ -91,6 +98,7 @@ def inspection(residual: str = "block", layers: int = 4, **changes: Any) -> Insp
             "kinds": [],
             "losses": [1.0] * len(TOKENS),
             "weights": per_token,
+            "contribution": [list(rows) for rows in zip(*(contributions() for _ in TOKENS))],
         },
     }
     return Inspection(**(values | changes))

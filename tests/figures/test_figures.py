@@ -27,8 +27,9 @@ from attnres.figures.dynamics import over_steps
 from attnres.figures.geometry import learned
 from attnres.figures.mixing import layer_shares, mixing
 from attnres.figures.patterns import at_boundaries, boundaries, by_kind, label_sources, patterns, shares
-from attnres.figures.plot import thin_ticks
+from attnres.figures.plot import label, thin_ticks
 from attnres.figures.tokens import _layout, drawable, stacked, token_map
+from attnres.inspect.routing import FIELD
 from attnres.residuals import RESIDUALS, traits_of
 from attnres.residuals.mechanisms.muddformer import WAYS
 
@@ -57,11 +58,11 @@ def drawn_cells(ax):
     return [rows[top] for top in sorted(rows)]
 
 
-@pytest.mark.parametrize("residual", ["block", "full"])
-def test_a_cell_stands_in_the_column_of_its_source(residual):
+@pytest.mark.parametrize(("residual", "by"), [("block", "contribution"), ("full", "contribution"), ("full", "weight")])
+def test_a_cell_stands_in_the_column_of_its_source(residual, by):
     seen = inspection(residual, layers=3)
     with style.style():
-        figure = patterns(seen).figure
+        figure = patterns(seen, by).figure
     columns = [source.name for source in shares(seen).columns()]
     assert columns[0] == "embedding"
     assert ("partial" in columns) == (residual == "block")
@@ -70,7 +71,7 @@ def test_a_cell_stands_in_the_column_of_its_source(residual):
     assert seen.routing is not None
     for ax, reads in ((attention, [0, 2, 4]), (mlp, [1, 3, 5, 6])):
         for read, cells in zip(reads, drawn_cells(ax), strict=True):
-            expected = dict(zip(seen.routing["sources"][read], seen.routing["weights"][read], strict=True))
+            expected = dict(zip(seen.routing["sources"][read], seen.routing[FIELD[by]][read], strict=True))
             assert {columns[c]: value for c, value in cells.items()} == pytest.approx(expected)
 
 
@@ -110,7 +111,7 @@ def test_reads_of_one_sublayer_count_as_one_in_a_layers_share():
     reads = np.stack([(one[0] + one[1]) / 2, (one[2] + one[3]) / 2, one[4]])
     expected = np.stack([reads[:, 0], reads[:, 1] + reads[:, 2], reads[:, 3] + reads[:, 4]], 1)
     expected[0, 2] = np.nan
-    np.testing.assert_allclose(layer_shares(seen), expected)
+    np.testing.assert_allclose(layer_shares(seen)[0], expected)
     with style.style():
         assert mixing(models(seen)).figure.axes[0].get_ylim() == (8, 0)
 
@@ -129,10 +130,8 @@ def test_every_depth_is_drawn(residual, layers):
         assert set(left_out) == {"learned"} and not beside.left_out
     if residual == "standard":
         assert left_out["queries"] and dict(beside.left_out)["source-norms"]
-        assert left_out.get("tokens", "no example") in (
-            "its weights are the same for every token",
-            "the inspection has no example text",
-        )
+        assert "tokens" not in left_out, "contributions differ from token to token where weights do not"
+        assert dict(draw_model(seen, "weight").left_out)["tokens"] == "its weights are the same for every token"
 
 
 def test_no_two_names_beside_an_axis_overlap():
@@ -167,31 +166,37 @@ def test_boundaries_are_the_reads_with_which_blocks_begin():
 
 def test_matrices_have_rows_that_sum_to_one_and_layers_hold_both_sublayers():
     seen = inspection("full", 3)
-    values = layer_shares(seen)
-    assert np.nansum(values, 1) == pytest.approx(np.ones(4))
-    raw = np.array(seen.mixing)
-    raw /= raw.sum(1, keepdims=True)
-    assert values[2, 1] == pytest.approx((raw[4, 1:3].sum() + raw[5, 1:3].sum()) / 2)  # layer 2 reads layer 0
+    for by, raw in (("contribution", seen.mixing_contribution), ("weight", seen.mixing)):
+        values, shown = layer_shares(seen, by)
+        assert shown == by and np.nansum(values, 1) == pytest.approx(np.ones(4))
+        raw = np.array(raw)
+        raw /= raw.sum(1, keepdims=True)
+        assert values[2, 1] == pytest.approx((raw[4, 1:3].sum() + raw[5, 1:3].sum()) / 2)  # layer 2 reads layer 0
     assert values[3, 0] == pytest.approx(raw[6, 0])
     with style.style():
         figure = mixing(models(seen, inspection("standard", 2), inspection("block", 2, mixing=None))).figure
     assert len([ax for ax in figure.axes if ax.get_title(loc="left")]) == 2
 
 
-def test_shares_of_a_token_sum_to_one():
+@pytest.mark.parametrize("by", ["contribution", "weight"])
+def test_the_bars_of_a_token_sum_to_one(by):
+    """What points against the read hangs below zero."""
     seen = inspection("full", 8)
     with style.style():
-        figure = stacked(seen).figure
+        figure = stacked(seen, by).figure
     heights = np.zeros(len(TOKENS))
     for container in figure.axes[0].containers:
         heights += [bar.get_height() for bar in container]
-    assert heights == pytest.approx(np.ones(len(TOKENS)))
+    assert heights == pytest.approx(np.ones(len(TOKENS)), abs=1e-5)
+    below = [bar.get_height() for container in figure.axes[0].containers for bar in container if bar.get_height() < 0]
+    assert bool(below) == (by == "contribution") and figure.axes[0].get_ylim()[0] <= min(below, default=0.0)
 
 
 def test_the_token_map_colours_each_token_by_its_own_weight():
     seen = inspection("block", 4)
     with style.style():
-        figure = token_map(seen).figure
+        figure = token_map(seen, "weight").figure
+        others = token_map(seen).figure
     fragments, lines, _, shown = _layout(TOKENS)
     assert (lines, shown) == (3, len(TOKENS))
     assert [(line, start) for token, line, start, _ in fragments if TOKENS[token] in ("return", "\u4e2d")] == [
@@ -204,6 +209,13 @@ def test_the_token_map_colours_each_token_by_its_own_weight():
     patches = sorted(range(len(fragments)), key=lambda i: weights[fragments[i][0]])
     darkness = [sum(last.patches[i].get_facecolor()[:3]) for i in patches]
     assert darkness == sorted(darkness, reverse=True)
+    parts = np.array(seen.example["contribution"][-1])
+    place = parts.std(0).argmax()
+    last = others.axes[[ax.get_title(loc="left")[:3] for ax in others.axes].index("out")]
+    assert f"← {label(seen.layout[-1].sources[place])}:" in last.get_title(loc="left")
+    blue = [last.patches[i].get_facecolor()[2] - last.patches[i].get_facecolor()[0] for i in range(len(fragments))]
+    signs = [parts[fragment[0], place] for fragment in fragments]
+    assert all((tint > 0) == (value > 0) for tint, value in zip(blue, signs) if abs(value) > 0.1)
 
 
 def test_long_lines_and_letters_without_a_glyph_are_drawn():
@@ -365,7 +377,8 @@ def test_points_far_from_zero_are_not_cut():
     with style.style():
         seen = inspection("full", 2, sharpness=[20.0, 21.0, 22.0, 20.5, 21.5])
         figure = by_depth(models(seen), CHOICE, "depth", "reads").figure
-        kinds = by_kind(inspection("full", 2)).figure
+        kinds = by_kind(inspection("full", 2), "weight").figure
+        signed = by_kind(inspection("full", 2)).figure
     for ax in figure.axes:
         assert ax.get_ylim()[1] > 1.02 * max(
             np.nanmax(line.get_ydata()) for line in ax.get_lines() if len(line.get_ydata())
@@ -373,11 +386,16 @@ def test_points_far_from_zero_are_not_cut():
     for ax in kinds.axes:
         points = ax.containers[0].lines[0].get_xdata()
         assert ax.get_xlim()[0] == 0 and ax.get_xlim()[1] > 1.1 * max(points)
+    for ax in signed.axes:
+        points = ax.containers[0].lines[0].get_xdata()
+        assert ax.get_xlim()[0] <= 1.1 * min(0, *points) and ax.get_xlim()[1] >= max(0, *points)
 
 
 def test_a_network_whose_output_has_one_source_shows_its_last_mix():
     seen = inspection("full", 2)
     for part in (seen.routing["sources"], seen.routing["weights"], *seen.kinds["weights"], *seen.kinds["error"]):
+        part[-1] = part[-1][:1]
+    for part in (seen.routing["contribution"], *seen.kinds["contribution"], *seen.kinds["contribution_error"]):
         part[-1] = part[-1][:1]
     seen.example["weights"][-1] = [[1.0] for _ in TOKENS]
     with style.style():
@@ -390,7 +408,10 @@ def test_a_long_text_on_many_boundaries_fits_a_page():
     tokens = ["word\n"] * 60
     seen.example |= {
         "tokens": tokens,
-        "weights": [[row[i % 2] for i in range(60)] for row in seen.example["weights"]],
+        **{
+            name: [[row[i % 2] for i in range(60)] for row in seen.example[name]]
+            for name in ("weights", "contribution")
+        },
     }
     with style.style():
         plot = token_map(seen)

@@ -19,10 +19,10 @@ STEPS = {"steps": [10, 20], "output_rms": [[1.0] * 6, [2.0] * 6]}
 def run(capsys, monkeypatch):
     """(exit status, stdout, stderr) of attnres figures, which here draws few figures of a model, as SVG."""
 
-    def draw_model(seen):
+    def draw_model(seen, by):
         drawn = Drawn()
-        drawn.add("patterns", lambda: drawings.patterns(seen))
-        drawn.add("prompts", lambda: drawings.by_prompt(seen))
+        drawn.add("patterns", lambda: drawings.patterns(seen, by))
+        drawn.add("prompts", lambda: drawings.by_prompt(seen, by))
         return drawn
 
     monkeypatch.setattr(draw, "draw_model", draw_model)
@@ -64,7 +64,7 @@ def test_a_model_and_a_file_are_drawn_and_set_side_by_side(run, folder_of, saved
         "saved/patterns.svg",
         "compare-depth.svg",
     }
-    assert "**patterns. saved: where reads come from.**" in (tmp_path / "out/saved/captions.md").read_text()
+    assert "**patterns. saved: what reads are made of.**" in (tmp_path / "out/saved/captions.md").read_text()
 
 
 def test_a_run_has_its_dynamics_once(run, saved, tmp_path, monkeypatch):

@@ -58,8 +58,8 @@ def test_a_text_is_shown_read_by_read(run, folder_of, residual):
 def test_figures_and_files_are_written(run, folder_of, tmp_path, monkeypatch):
     import attnres.figures
 
-    def write_figures(inspection, out, formats=("pdf", "png")):
-        assert isinstance(inspection, Inspection)
+    def write_figures(inspection, out, formats=("pdf", "png"), by="weight"):
+        assert isinstance(inspection, Inspection) and by == "contribution"
         return [out / "weights.pdf"]
 
     monkeypatch.setattr(attnres.figures, "write_figures", write_figures, raising=False)

@@ -1,5 +1,6 @@
 """Recording sees what the model really does, and changes nothing."""
 
+import numpy as np
 import pytest
 import torch
 from sample_mechanisms import LINEAR, WEIGHED
@@ -147,6 +148,53 @@ def test_means_run_over_everything_recorded():
     for a, b in zip(whole.routing["weights"], parts.routing["weights"]):
         assert a == pytest.approx(b, rel=1e-5)
     assert whole.output_rms == pytest.approx(parts.output_rms, rel=1e-5)
+
+
+def in_double(model):
+    """The model's reads, outputs and recording of one pass in double precision."""
+    model = model.double()
+    model.residual.observer = values = Values()
+    forward(model)
+    model.residual.observer = None
+    with record(model, tokens=True) as trace:
+        forward(model)
+    return values, trace
+
+
+@pytest.mark.parametrize(
+    ("residual", "settings"), [("full", {}), ("block", {"block_size": 2}), ("standard", {}), ("rescaled", {})]
+)
+def test_a_contribution_is_the_weighted_sources_projection_on_the_read(residual, settings):
+    """By hand: sources summed from what was written, the read summed from them, projections in double precision."""
+    values, trace = in_double(make(residual, **settings))
+    outputs = torch.stack(values.outputs).detach()
+    for index, read in enumerate(trace.layout):
+        weights = trace.token_weights[index].double()
+        parts = [outputs[one.span.start : one.span.stop].sum(0) for one in read.sources]
+        terms = torch.stack([part * weights[..., i, None] for i, part in enumerate(parts)])
+        h = terms.sum(0)
+        expected = (terms * h).sum(-1) / (h * h).sum(-1)
+        torch.testing.assert_close(
+            trace.token_contributions[index].double(), expected.movedim(0, -1), rtol=0, atol=1e-5
+        )
+        assert trace.contribution[index] == pytest.approx(expected.mean((1, 2)).tolist(), abs=1e-5)
+        assert sum(trace.contribution[index]) == pytest.approx(1)
+        sizes = terms.square().mean(-1).sqrt().mean((1, 2))
+        assert trace.size[index] == pytest.approx(sizes.tolist(), rel=1e-5)
+
+
+def test_a_blocks_contribution_is_the_sum_of_its_outputs():
+    _, trace = in_double(make("block", block_size=2))
+    assert trace.mixing_contribution.sum(1) == pytest.approx(np.ones(7))
+    for read, row, parts in zip(trace.layout, trace.contribution, trace.mixing_contribution):
+        assert row == pytest.approx([parts[one.span.start : one.span.stop].sum() for one in read.sources], abs=1e-5)
+
+
+def test_a_recording_without_contributions_holds_no_outputs():
+    with record(model := make("standard"), contributions=False) as trace:
+        forward(model)
+    assert trace.contribution == [[]] * 7 and trace.mixing_contribution is None and not trace.token_contributions
+    assert trace.weights[3] == [1.0] * 4
 
 
 def test_two_recordings_of_one_model_and_foreign_models_are_refused():

@@ -40,13 +40,19 @@ def invented(residual: str, seed: int, layers: int = 3) -> Inspection:
         model={"name": residual, "residual": residual, "settings": {}, "num_sublayers": 2 * layers, "width": 8},
         data={"source": "invented", "documents": 2, "windows": 2, "tokens": 100, "context": 8, "kind": "code"},
         reads=reads,
-        routing={"reads": reads, "sources": sources, "weights": weights},
+        routing={
+            "reads": reads,
+            "sources": sources,
+            "weights": weights,
+            "contribution": [rng.dirichlet(np.ones(len(row))).tolist() for row in weights],
+        },
         entropy={
             "nats": [0.1 * i for i in range(count)],
             "effective": [float(np.exp(0.1 * i)) + seed for i in range(count)],
             "most": [len(row) for row in sources],
         },
         mixing=mixing.tolist(),
+        mixing_contribution=(mixing / mixing.sum(1, keepdims=True)).tolist(),
         distance=[float(i) for i in range(count)],
         persistence=[1 / (i + 1) for i in range(count)],
         sharpness=[None, *rng.uniform(1, 3, count - 1).tolist()] if weighs else None,
@@ -60,7 +66,13 @@ def invented(residual: str, seed: int, layers: int = 3) -> Inspection:
         source_rms=[[0.5 + i for i in range(len(row))] if weighs else [] for row in sources],
         source_cosine=[[] for _ in sources],
         key_cosine=[],
-        kinds={"kind": "code", "names": names, "tokens": [5, 7], "documents": [2, 2], "weights": kinds, "error": kinds},
+        kinds={
+            "kind": "code",
+            "names": names,
+            "tokens": [5, 7],
+            "documents": [2, 2],
+            **dict.fromkeys(("weights", "error", "contribution", "contribution_error"), kinds),
+        },
         example={
             "text": "".join(tokens),
             "tokens": tokens,
@@ -68,7 +80,7 @@ def invented(residual: str, seed: int, layers: int = 3) -> Inspection:
             "kinds": ["statement start", "identifier", "indentation"],
             "losses": [1.0, 2.0, None],
             "sources": sources,
-            "weights": [[varied(row) for _ in tokens] for row in weights],
+            **{name: [[varied(row) for _ in tokens] for row in weights] for name in ("weights", "contribution")},
         },
     )
 
@@ -87,7 +99,7 @@ def test_the_page_has_a_section_for_everything_inside(inspected: Path) -> None:
     write_report(load_study(inspected), inspected)
     text = (inspected / "report.html").read_text(encoding="utf-8")
     for title in (
-        *("How much of each output is in each read", "How reads choose, by depth", "How large the sources are"),
+        *("What each output is of each read", "How reads choose, by depth", "How large the sources are"),
         *("Training by depth", "What kinds of token read", "Which reads ask alike", "One text, token by token"),
     ):
         assert f"<h2>{title}</h2>" in text
@@ -104,7 +116,7 @@ def drawn(folder: Path) -> list[Section]:
 
 def test_what_is_a_mean_over_seeds_says_so(inspected: Path) -> None:
     plots = {plot.name: plot for section in drawn(inspected) for plot in section.every}
-    for name in ("compare-mixing", "compare-source-norms", "patterns-block"):
+    for name in ("compare-mixing", "compare-source-norms", "patterns-block", "patterns-weight-block"):
         assert plots[name].caption.endswith("Mean over seeds 0 and 1.")
     assert plots["kinds-block"].caption.endswith("Seed 0.")
     tops = {ax.get_ylim() for ax in plots["compare-source-norms"].figure.axes}
@@ -112,7 +124,7 @@ def test_what_is_a_mean_over_seeds_says_so(inspected: Path) -> None:
 
 
 def test_cells_without_a_value_are_no_paths_in_the_page(inspected: Path) -> None:
-    (plot,) = next(section for section in drawn(inspected) if section.title.startswith("How much of each")).plots
+    (plot,) = next(section for section in drawn(inspected) if section.title.startswith("What each output")).plots
     svg = theme.to_svg(plot.figure, plot.name, "mixing", 1.0)
     count = len(invented("full", 0).reads)
     cells = re.findall(r'<path [^>]*style="fill: #[0-9a-f]{6}; stroke: var\(--paper\)', svg)
@@ -123,6 +135,9 @@ def test_cells_without_a_value_are_no_paths_in_the_page(inspected: Path) -> None
 def test_every_figure_inside_has_a_file_of_its_own(inspected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = [plot.name for section in drawn(inspected) for plot in section.every]
     assert len(names) == len(set(names))
+    assert {name for name in names if name.startswith("patterns")} == {
+        *("patterns-standard", "patterns-block", "patterns-full", "patterns-weight-block", "patterns-weight-full")
+    }, "a plain sum has contributions, and weights that are all alike"
     expected = {"mixing", "effective", "source-norms"}
     assert {f"compare-{name}" for name in expected} | {"kinds-block", "queries-full", "learned-block"} <= set(names)
     monkeypatch.setattr(style, "save", lambda figure, path: None)  # drawing them all takes long
@@ -144,7 +159,7 @@ def test_runs_without_an_inspection_have_the_page_they_had(tmp_path: Path) -> No
     folder = write_study(tmp_path / "study", ("standard", "block"), layers=3, steps=200)
     write_report(load_study(folder), folder)
     text = (folder / "report.html").read_text(encoding="utf-8")
-    assert "Where each sublayer reads from" in text and "Magnitudes by depth" in text
+    assert "What each read is made of" in text and "Magnitudes by depth" in text
     assert "How reads choose" not in text and "One text" not in text
 
 
@@ -199,10 +214,11 @@ def test_an_inspection_of_another_version_is_read_for_what_it_has(inspected: Pat
     drawn(inspected)
 
 
-def test_the_text_is_as_dark_as_the_embedding_weighs() -> None:
+def test_the_text_is_as_dark_as_the_source_that_differs_most_contributes() -> None:
     seen = invented("full", 0)
     assert seen.example is not None
-    output = np.array(seen.example["weights"][-1])[:, 0]
+    output = np.array(seen.example["contribution"][-1])
+    column = output[:, output.std(0).argmax()]
     shown = [int(part) for part in re.findall(r"--w:(\d+)%", example(seen))]
-    assert shown[-3:] == [round(65 * weight / output.max()) for weight in output]
+    assert shown[-3:] == [round(65 * part / column.max()) for part in column]
     assert example(invented("standard", 0)) == ""  # the same for every token: nothing to see

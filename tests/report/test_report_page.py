@@ -64,7 +64,7 @@ def test_a_comparison_makes_a_whole_page(tmp_path):
     text = page_of(write_study(tmp_path, layers=3))
     for part in ("full beats standard by", "Held-out loss", "Difference to standard over training", "Environment"):
         assert part in text
-    assert "block: where reads come from" in text and "full: where reads come from" in text
+    assert "block: weights of reads" in text and "full: weights of reads" in text
     assert text.count(">before attention</text>") == text.count(">before the MLP</text>") == 2
     # Losses, differences, weights, magnitudes, training by depth.
     assert text.count("<svg") == 2 + 2 + 2 + 3 + 1
@@ -105,7 +105,7 @@ def test_one_variant_alone_makes_a_page(tmp_path, stop):
     write_run(tmp_path, "full", stop=stop, layers=2)
     text = page_of(tmp_path)
     assert ("Only full was trained" in text) == (stop is None)
-    assert ("Where each sublayer reads from" in text) == (stop is None)
+    assert ("What each read is made of" in text) == (stop is None)
 
 
 def test_several_seeds_make_a_page(tmp_path):
@@ -117,7 +117,7 @@ def test_several_seeds_make_a_page(tmp_path):
 def test_a_backslash_in_a_label_stays_one(tmp_path):
     write_run(tmp_path, "standard", layers=2)
     write_run(tmp_path, "block", label=r"block\g<1>\1", layers=2)
-    assert r"block\g&lt;1&gt;\1: where reads come from" in page_of(tmp_path)
+    assert r"block\g&lt;1&gt;\1: weights of reads" in page_of(tmp_path)
 
 
 def test_a_dollar_in_a_label_begins_no_formula(tmp_path):
@@ -167,7 +167,7 @@ def test_the_configuration_tells_seeds_apart_and_the_environment_has_its_ends_in
 
 def test_runs_without_routing_have_no_heatmap(tmp_path):
     text = page_of(write_study(tmp_path, ("standard", "rescaled")))
-    assert "Where each sublayer reads from" not in text
+    assert "What each read is made of" not in text
 
 
 def test_a_sweep_shows_loss_by_rate(tmp_path):
