@@ -42,7 +42,8 @@ def show(
         console.print(table)
     for line in _notes(inspection, by):
         say(console, line)
-    for title, part in (("kind of token", inspection.kinds), ("kind of prompt, of those that come with the package", inspection.prompts)):
+    ours = "kind of prompt, of those that come with the package"
+    for title, part in (("kind of token", inspection.kinds), (ours, inspection.prompts)):
         if part is not None and inspection.routing is not None and max(part["documents"]) > 1:
             console.print()
             console.print(_labels(title, part, inspection.routing, by))
