@@ -1,5 +1,6 @@
 import contextlib
 import os
+import random
 
 import hypothesis
 import pytest
@@ -70,3 +71,16 @@ def folders(tmp_path_factory):
         "standard": save_model(root / "standard", "standard", seed=2),
         "other": save_model(root / "other", seed=3, vocabulary=300),
     }
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory):
+    """The prepared folder of 200 documents made of a few words."""
+    from attnres.data import prepare
+
+    folder = tmp_path_factory.mktemp("corpus")
+    draw = random.Random(0)
+    words = ["stream", "read", "write", "source", "block", "depth", "query", "norm", "head", "layer"]
+    for index in range(200):
+        (folder / f"{index}.txt").write_text(" ".join(draw.choices(words, k=60)), encoding="utf-8")
+    return prepare(str(folder), "bpe:280", out=folder / "tokens", held_out=0.2, progress=False).path

@@ -20,6 +20,7 @@ ORDER = """
     data
     models
     inspect
+    scale
     training
     figures
     report

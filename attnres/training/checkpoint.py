@@ -5,6 +5,11 @@
     checkpoint/optimizer.safetensors  PARAMETER::ENTRY -> tensor
     checkpoint/state.json             step, configuration, data, random-number states, checksums
 
+Of a model in shares or stages the first three are one, which any layout of processes reads (see attnres.scale.state):
+
+    checkpoint/shares/                model.NAME and optimizer.PARAMETER::ENTRY, a file or more of each process
+    checkpoint/model/config.json      what to build the model from
+
 The position in the data needs no state: a batch is a pure function of (seed, step).
 """
 
@@ -12,9 +17,10 @@ import base64
 import random
 import shutil
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,13 +34,17 @@ from attnres.progress import quiet_transformers
 from attnres.reading import read_json
 from attnres.training import regimes
 from attnres.training.config import differences
-from attnres.training.optim import load_state_tensors, state_tensors
+from attnres.training.optim import empty_state, entry_of, load_state_tensors, state_tensors
 from attnres.training.records import ADVICE, Checkpointed
 from attnres.typed import checked
 
+if TYPE_CHECKING:
+    from attnres.training.layout import Whole as Layout
+
 T = TypeVar("T")
 
-FORMAT = "attnres-checkpoint-1"
+FORMAT, IN_SHARES = "attnres-checkpoint-1", "attnres-checkpoint-shares-1"
+SHARES = "shares"
 
 
 def save(folder: str | Path, model: Any, optimizers: list[torch.optim.Optimizer], state: dict[str, Any]) -> None:
@@ -70,6 +80,55 @@ def save_model(model: Any, folder: Path) -> None:
         model.save_pretrained(folder, state_dict=regimes.base_state(model))
 
 
+def save_shares(
+    folder: str | Path, layout: "Layout", optimizers: list[torch.optim.Optimizer], state: dict[str, Any]
+) -> None:
+    """Write a checkpoint as `save` does, of a model in shares or stages: every process writes what it has.
+
+    Raises:
+        UserError: one of the processes could not write.
+    """
+    from attnres.scale.state import file_sums, save_shards
+
+    who = layout.who
+    tensors = _model_tensors(layout) | {f"optimizer.{key}": value for key, value in state_tensors(optimizers).items()}
+    with ExitStack() as stack:
+        place = Path(who.of_first(lambda: str(stack.enter_context(replaced_folder(folder)))))
+        save_shards(place / SHARES, tensors)
+
+        def describe() -> None:
+            layout.model.config.save_pretrained(place / "model")
+            sums = file_sums(place / SHARES)
+            write_json(place / "state.json", {"format": IN_SHARES, **state, "checksums": sums})
+
+        who.of_first(describe)
+
+
+def restore(
+    folder: str | Path, state: dict[str, Any], layout: "Layout", optimizers: list[torch.optim.Optimizer]
+) -> None:
+    """Fill the optimizers, and of a checkpoint in shares the model too, whatever layout wrote it.
+
+    Raises:
+        UserError: the checkpoint is damaged or does not fit.
+    """
+    here = Path(folder) / SHARES
+    if state["format"] == FORMAT:
+        load_optimizers(folder, state, optimizers, {name for name, _ in layout.named_parameters()})
+        return
+    from attnres.scale.state import load_shards, shapes_in
+
+    shapes = {key.removeprefix("optimizer."): size for key, size in shapes_in(here).items() if key[:10] == "optimizer."}
+    entries = empty_state(optimizers, shapes)
+    load_shards(here, _model_tensors(layout) | {f"optimizer.{key}": value for key, value in entries.items()})
+    load_state_tensors(optimizers, entries)
+
+
+def _model_tensors(layout: "Layout") -> dict[str, Tensor]:
+    tensors = {**dict(layout.named_parameters()), **layout.named_buffers()}
+    return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
+
+
 def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any]) -> dict[str, Any] | None:
     """The `state` of the checkpoint in `folder`, or None if there is none.
 
@@ -92,7 +151,7 @@ def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any])
 def stored_state(folder: Path) -> dict[str, Any]:
     """What state.json of a checkpoint holds. Raises UserError if it is damaged or not one of ours."""
     values = read_json(folder / "state.json")
-    if not isinstance(values, dict) or values.get("format") != FORMAT:
+    if not isinstance(values, dict) or values.get("format") not in (FORMAT, IN_SHARES):
         raise UserError(f"{folder} is not a checkpoint of attnres (expected format {FORMAT} in state.json)")
     return dict(checked(values, Checkpointed, folder / "state.json", ADVICE))
 
@@ -111,6 +170,8 @@ def load_model(folder: str | Path, state: dict[str, Any]) -> Any:
     """
     from attnres.models import load
 
+    if state["format"] == IN_SHARES:
+        return _unfilled(Path(folder), state)
     path = Path(folder) / "model"
     try:
         model: Any = load(path)
@@ -129,6 +190,22 @@ def load_model(folder: str | Path, state: dict[str, Any]) -> Any:
     return model
 
 
+def _unfilled(folder: Path, state: dict[str, Any]) -> Any:
+    """The model of a checkpoint in shares, whose numbers `restore` reads; its files are checked. Raises UserError."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from attnres.models.classes import register_stored
+    from attnres.scale.state import check_files
+
+    check_files(folder / SHARES, state["checksums"])
+    register_stored(read_json(folder / "model" / "config.json"), folder / "model")
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model"), dtype=torch.float32)
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        raise UserError(f"cannot build the model of {folder} ({error}): {_DAMAGED}") from error
+
+
 def load_adapter(folder: str | Path, state: dict[str, Any], model: nn.Module) -> None:
     """Fill LoRA's tensors, if the model has any, from the checkpoint in `folder`. Raises UserError if it is damaged."""
     try:
@@ -139,14 +216,18 @@ def load_adapter(folder: str | Path, state: dict[str, Any], model: nn.Module) ->
         raise UserError(f"cannot load {Path(folder) / regimes.ADAPTER} ({error}): {_DAMAGED}") from error
 
 
-def load_optimizers(folder: str | Path, state: dict[str, Any], optimizers: list[torch.optim.Optimizer]) -> None:
-    """Fill the optimizers from the checkpoint in `folder`. Raises UserError if it does not fit."""
+def load_optimizers(
+    folder: str | Path, state: dict[str, Any], optimizers: list[torch.optim.Optimizer], parameters: Container[str]
+) -> None:
+    """Fill the optimizers from the checkpoint in `folder`, those entries that are of `parameters`. Raises UserError if
+    it does not fit."""
     path = Path(folder) / "optimizer.safetensors"
     try:
         tensors = load_file(path)
         if checksum(tensors.items()) != state["checksums"].get("optimizer"):
             raise UserError("its tensors are not those that were saved")
-        load_state_tensors(optimizers, {name: tensor.clone() for name, tensor in tensors.items()})
+        ours = {key: tensor.clone() for key, tensor in tensors.items() if entry_of(key)[0] in parameters}
+        load_state_tensors(optimizers, ours)
     except (OSError, SafetensorError, LookupError, ValueError) as error:
         raise UserError(f"cannot load the optimizer state {path} ({error}): {_DAMAGED}") from error
 

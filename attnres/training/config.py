@@ -20,8 +20,9 @@ FREE = (
     *("out", "name", "resume", "track", "save_every", "keep_at", "device"),
     *("gradient_checkpointing", "loss", "recompute_reads"),
 )
-"""Fields that may change between a run and its resumption; only `device`, `loss` and `gradient_checkpointing` change
-numbers, by their rounding. `recompute_reads` was an earlier version's `gradient_checkpointing` reads."""
+"""Fields that may change between a run and its resumption, as those of `parallel` may; only `device`, `parallel`,
+`loss` and `gradient_checkpointing` change numbers, by their rounding. `recompute_reads` was an earlier version's
+`gradient_checkpointing` reads."""
 
 
 @dataclass
@@ -122,6 +123,26 @@ class FinetuneConfig:
 
 
 @dataclass
+class ParallelConfig:
+    """How the processes of torchrun share the work: dp x shard x pp processes."""
+
+    dp: int | None = None
+    """Copies of the model, each with its share of every batch; none is what shard and pp leave of the processes."""
+    shard: int = 1
+    """Processes among which every parameter, gradient and optimizer state is shared out (FSDP2; HSDP with dp)."""
+    pp: int = 1
+    """Processes among which the layers are cut into stages; the micro-batches of a step are `accumulation`."""
+    pp_schedule: Literal[
+        "gpipe", "1f1b", "looped_bfs", "interleaved", "interleaved_zero_bubble", "zbv", "dualpipev"
+    ] = "1f1b"
+    """In which order a process runs its stages' micro-batches; all but gpipe and 1f1b have several stages a process."""
+    pp_virtual: int | None = None
+    """Stages of a process; none is 2 where the schedule has several, else 1."""
+    pp_layers: tuple[int, ...] | None = None
+    """Layers of each stage; none balances them by their multiplications."""
+
+
+@dataclass
 class TrainConfig:
     """One training run."""
 
@@ -129,6 +150,7 @@ class TrainConfig:
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     out: str | None = None
     """Folder of the run; none is runs/NAME."""
     name: str | None = None
@@ -229,7 +251,8 @@ BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "it must be a number above 0",
         lambda value: 0 < value < math.inf,
-        "steps batch_size accumulation keep_at val_every log_every save_every data.seq_len data.val_windows data.limit "
+        "steps batch_size accumulation parallel.dp parallel.shard parallel.pp parallel.pp_virtual "
+        "keep_at val_every log_every save_every data.seq_len data.val_windows data.limit "
         "optim.lr optim.muon_lr optim.residual_lr finetune.lora_rank finetune.lora_alpha finetune.distill_temperature",
     ),
     (
@@ -283,15 +306,35 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
             f"optim.warmup {optim.warmup} and optim.decay {optim.decay} together exceed the run: "
             "they are fractions of the steps, make their sum at most 1"
         )
-    shares = config.accumulation * world_size
+    copies = shares_of(config, world_size)
+    shares = config.accumulation * copies
     if config.batch_size % shares:
-        processes = f" x {world_size} processes" if world_size > 1 else ""
+        processes = f" x {copies} processes" if copies > 1 else ""
         below = config.batch_size // shares * shares
         near = f"{below} or {below + shares}" if below else f"{shares}"
         raise UserError(
             f"batch_size {config.batch_size} does not divide into accumulation {config.accumulation}{processes}: "
             f"use a multiple of {shares}, e.g. {near}"
         )
+
+
+def shares_of(config: TrainConfig, world_size: int) -> int:
+    """Into how many shares a batch is divided: the processes over those that work on one share together.
+
+    Raises:
+        UserError: a number of processes that the table `parallel` does not make.
+    """
+    parallel = config.parallel
+    together = parallel.pp * parallel.shard * (parallel.dp or 1)
+    fits = world_size == together if parallel.dp else world_size % together == 0
+    if not fits:
+        dp = parallel.dp or "any"
+        raise UserError(
+            f"parallel has dp {dp} x shard {parallel.shard} x pp {parallel.pp} and there are {world_size} processes: "
+            f"start {together if parallel.dp else f'a multiple of {together}'} with torchrun --nproc-per-node, or "
+            "change the table"
+        )
+    return world_size // parallel.pp
 
 
 # ------------------------------------------------------------------ plain dicts and files
@@ -316,7 +359,7 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
     """Dotted names of the fields in which two `to_dict` forms differ and which change what is computed."""
     known = dict(leaves(to_dict(TrainConfig())))  # what an earlier version did not have, it did as by default
     left, right = {**known, **dict(leaves(ours))}, {**known, **dict(leaves(theirs))}
-    names = [name for name in dict.fromkeys([*left, *right]) if name not in FREE]
+    names = [name for name in dict.fromkeys([*left, *right]) if name not in FREE and not name.startswith("parallel.")]
     if left.get("finetune.init_from") and right.get("finetune.init_from"):  # an earlier version wrote a size then too
         names = [name for name in names if name.split(".")[:2] != ["model", "size"]]
     return [name for name in names if left.get(name) != right.get(name)]

@@ -5,6 +5,7 @@ several under `torchrun`: each takes its share of every batch, and the first one
 """
 
 import dataclasses
+import functools
 import math
 import random
 import shutil
@@ -17,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked, replaced_folder, write_json
@@ -32,9 +32,10 @@ from attnres.training.data import data_record, open_data
 from attnres.training.device import tune
 from attnres.training.inside import write_inside
 from attnres.training.interrupt import Signals, caught_signals
+from attnres.training.layout import layout_for
 from attnres.training.metrics import Metrics, Tracker, import_tracker
 from attnres.training.objective import Objective, loss_kind
-from attnres.training.optim import build_optimizers, set_learning_rate
+from attnres.training.optim import kinds, optimizers_of, set_learning_rate
 from attnres.training.parallel import Processes, join_processes
 from attnres.training.past import Past, past_of
 from attnres.training.run_folder import claim, forget_after, same_data
@@ -55,7 +56,8 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
     """
     config = start.settle(resolve(config))
     who = join_processes(config.device)
-    check(config, who.world_size)
+    with who.alike():
+        check(config, who.world_size)
     dtype = config.dtype if config.dtype != "auto" else ("bf16" if environment.has_bf16(who.device) else "fp32")
     config = dataclasses.replace(config, dtype=dtype, device=who.device.type)
     if config.track != "none" and who.first:
@@ -90,13 +92,15 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
 def _claimed(config: TrainConfig, who: Processes) -> Generator[dict[str, Any] | None]:
     """The run's folder, kept from other runs meanwhile; gives the summary if the run is finished already."""
     with ExitStack() as stack:
-        finished = None
-        if who.first:
+
+        def claimed() -> dict[str, Any] | None:
             finished = claim(_folder(config), to_dict(config), resume=config.resume)
             if finished is None:
                 stack.enter_context(locked(_folder(config)))  # and once more, should another process have been there
                 finished = claim(_folder(config), to_dict(config), resume=config.resume)
-        yield who.share(finished)
+            return finished
+
+        yield who.of_first(claimed)
 
 
 class Run:
@@ -105,6 +109,8 @@ class Run:
     def __init__(self, config: TrainConfig, who: Processes, *, progress: bool):
         """Prepare the data, build the model or load it from the checkpoint, open the metrics."""
         self.config, self.who, self.folder = config, who, _folder(config)
+        with who.alike():
+            self.layout = layout_for(config, who)
         self.past = Past()
         self.saved: int | None = None  # step of the last checkpoint
         self.loss = self.rate = self.norm = self.divergence = 0.0  # of the last step
@@ -115,38 +121,38 @@ class Run:
         self.record = data_record(self.prepared, self.windows)
         self.data = {name: value for name, value in self.record.items() if name != "windows_sha256"}
         here = self.folder / "checkpoint"
-        state = None
-        if who.first:
-            same_data(self.folder, self.record)
-            state = checkpoint.read_state(here, to_dict(config), self.data)
-        state = who.share(state)
-
+        state = who.of_first(lambda: self._saved_state(here))
         environment.reset_peak_memory(who.device)
-        if state:
-            self.model = checkpoint.load_model(here, state)
-            self.start = read_json(self.folder / "start.json") if config.finetune.init_from is not None else None
-        else:
-            self.model, self.start = start.first_model(config, self.prepared)
+        with who.alike():
+            if state:
+                self.model = checkpoint.load_model(here, state)
+                self.start = read_json(self.folder / "start.json") if config.finetune.init_from is not None else None
+            else:
+                self.model, self.start = start.first_model(config, self.prepared)
         self.teacher = distill.load_teacher(config, self.start or {}, who.device)
         regimes.choose_trained(self.model, config.finetune, config.seed)
         if state:
             checkpoint.load_adapter(here, state, self.model)
         self.model = self.model.to(who.device).train()
         tune(self.model, who.device, config.data.seq_len)
-        torch.manual_seed(config.seed + who.rank)  # after building, which may draw more for one residual than another
-        random.seed(config.seed + who.rank)
-        np.random.seed(config.seed + who.rank)  # noqa: NPY002 (for whatever draws from it)
-        self.optimizers = build_optimizers(self.model, config.optim)
         checkpoint_activations(self.model, config.gradient_checkpointing)
         self.kind = loss_kind(config.loss, self.model, self._rows() * config.data.seq_len, self.teacher)
-        self.objective = who.wrap(Objective(self.model, self.kind, self.cast, self.teacher, compiled=config.compile))
         taught = 0.0 if self.teacher is None else forward_flops(self.teacher.model, config.data.seq_len)
         self.flops = step_flops(self.model, config.data.seq_len) + taught  # a token
         peak = peak_flops(who.device, config.dtype)
         self.peak = None if peak is None else peak * who.world_size  # a second
+        groups = kinds(self.model)  # of the whole model: a stage has no embedding beside its head to tell by
+        objective = Objective(self.model, self.kind, self.cast, self.teacher, compiled=config.compile)
+        with who.alike():
+            self.model = self.layout.place(objective)
+        torch.manual_seed(config.seed + who.rank)  # after building, which may draw more for one residual than another
+        random.seed(config.seed + who.rank)
+        np.random.seed(config.seed + who.rank)  # noqa: NPY002 (for whatever draws from it)
+        self.optimizers = optimizers_of(dict(self.layout.named_parameters()), groups, config.optim)
         if state:
             self.past, self.saved = checkpoint.as_saved(here, lambda: past_of(state)), state["step"]
-            checkpoint.load_optimizers(here, state, self.optimizers)
+            with who.alike():
+                checkpoint.restore(here, state, self.layout, self.optimizers)
             if who.rank < len(state["random"]):  # with more processes than before the new ones start from the seed
                 numbers = state["random"][who.rank]
                 checkpoint.as_saved(here, lambda: checkpoint.set_random_state(numbers, who.device))
@@ -177,7 +183,7 @@ class Run:
         """
         config, who, step = self.config, self.who, self.past.step + 1
         began = time.perf_counter()
-        x, y = self.batches.at(step - 1, rank=who.rank, world_size=who.world_size)
+        x, y = self.batches.at(step - 1, rank=self.layout.rank, world_size=self.layout.shares)
         x, y = x.to(who.device, non_blocking=True), y.to(who.device, non_blocking=True)
         rate = fraction_of_peak(
             step,
@@ -193,31 +199,14 @@ class Run:
         self.model.residual("set_progress", step / config.steps)
 
         by_depth = bool(config.depth_every) and (step % config.depth_every == 0 or step == config.steps)
-        total = torch.zeros((), dtype=torch.float64, device=who.device)  # the cross-entropy, whatever is minimised
-        apart = torch.zeros_like(total)
+        with torch.no_grad():
+            self.penalty = self.model.residual("penalty")
         self.depth = None
-        parts = list(zip(x.chunk(config.accumulation), y.chunk(config.accumulation)))
-        for index, (inputs, targets) in enumerate(parts):
-            last = index == len(parts) - 1
-            with ExitStack() as stack:
-                trace = stack.enter_context(_record(self.model)) if by_depth and last else None
-                if not last and isinstance(self.objective, DistributedDataParallel):
-                    stack.enter_context(self.objective.no_sync())
-                # Hooks would make torch.compile start again.
-                sums = self.objective(inputs, targets, eager=trace is not None)
-                loss = sums.objective / y.numel()
-                if last and (penalty := self.model.residual("penalty")) is not None:
-                    loss, self.penalty = loss + penalty, penalty.detach()
-                loss.backward()  # DDP averages over the processes what `y.numel()` divides by this one's share
-            total += sums.cross_entropy / y.numel()
-            apart += sums.divergence / y.numel()
-            if trace:
-                # `len(parts)`: to the gradient of the mean loss of the recorded micro-batch
-                self.depth = _by_depth(trace, self.model, len(parts))
+        sums = self.layout.gradients(x, y, functools.partial(self._backward, by_depth))
         limit = config.optim.clip or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
+        norm = self.layout.clip(limit)
         counts = [signals.interrupts, signals.terminations]
-        means = torch.stack([total, apart]) / who.world_size
+        means = sums / self.layout.shares
         shared = who.sum(torch.cat([means, means.new_tensor(counts)])).tolist()
         loss_value, self.divergence, interrupts, terminations = shared
         if not (math.isfinite(loss_value) and math.isfinite(norm)):
@@ -237,6 +226,22 @@ class Run:
             self.untimed -= 1
         elif self.depth is None:
             self.past.times = [*self.past.times[1 - TIMED :], self.past.last_s]
+
+    def _backward(self, by_depth: bool, x: torch.Tensor, y: torch.Tensor, tokens: int, last: bool) -> torch.Tensor:
+        """Add a micro-batch's gradients; return its cross-entropy and divergence over `tokens`, minimised or not."""
+        by_depth = by_depth and last
+        with _record(self.model) if by_depth else nullcontext() as trace:
+            objective = self.layout.objective
+            assert objective is not None
+            sums = objective(x, y, eager=trace is not None)  # hooks would make torch.compile start again
+            loss = sums.objective / tokens
+            if last and (penalty := self.model.residual("penalty")) is not None:
+                loss = loss + penalty
+            loss.backward()  # the layout averages over the processes what `tokens` divides by this one's share
+        if trace:
+            # to the gradient of the mean loss of the recorded micro-batch
+            self.depth = _by_depth(trace, self.model, tokens // y.numel())
+        return torch.stack([sums.cross_entropy, sums.divergence]).double() / tokens
 
     def cast(self) -> AbstractContextManager[Any]:
         """The precision of a forward pass: fp32, or bf16 by autocast over fp32 parameters."""
@@ -284,16 +289,20 @@ class Run:
         self.past.peak_memory_bytes = self._peak_memory()
         if self.metrics:
             self.metrics.sync()
-            state = {
-                "step": self.past.step,
-                "config": to_dict(self.config),
-                "data": self.data,
-                "random": states,
-                "progress": dataclasses.asdict(self.past),
-            }
-            checkpoint.save(self.folder / "checkpoint", self.model, self.optimizers, state)
-            if self.past.step in self.config.keep_at:
-                checkpoint.keep(self.folder, self.past.step)
+        state = {
+            "step": self.past.step,
+            "config": to_dict(self.config),
+            "data": self.data,
+            "random": states,
+            "progress": dataclasses.asdict(self.past),
+        }
+        here = self.folder / "checkpoint"
+        if not self.layout.whole:
+            checkpoint.save_shares(here, self.layout, self.optimizers, state)
+        elif self.who.first:
+            checkpoint.save(here, self.model, self.optimizers, state)
+        if self.who.first and self.past.step in self.config.keep_at:
+            checkpoint.keep(self.folder, self.past.step)
         self.saved = self.past.step
         self.who.wait()
 
@@ -301,14 +310,15 @@ class Run:
         """Write what the model does inside, the model and, last, the summary."""
         config, past, who = self.config, self.past, self.who
         memory = self._peak_memory()
-        if not who.first:
+        model = self.layout.gathered()
+        if model is None:
             return who.share(None)
         if self.metrics:
             self.metrics.sync()
-        write_inside(self.model, self.prepared, config, self.cast, self._rows())
-        regimes.merge_adapter(self.model)
+        write_inside(model, self.prepared, config, self.cast, self._rows())
+        regimes.merge_adapter(model)
         with replaced_folder(self.folder / "model") as temporary:
-            checkpoint.save_model(self.model, temporary)
+            checkpoint.save_model(model, temporary)
             for name, file in start.kept_files(config, self.prepared).items():
                 shutil.copyfile(file, temporary / name)
         losses = validate.read_windows(validate.windows_path(self.folder, past.step))
@@ -326,11 +336,11 @@ class Run:
             "flops_per_token": self.flops,
             "peak_flops": self.peak,
             "peak_memory_bytes": memory,
-            "parameters": sum(parameter.numel() for parameter in self.model.parameters()),
-            "extra_parameters": sum(parameter.numel() for parameter in self.model.residual.parameters()),
+            "parameters": sum(parameter.numel() for parameter in model.parameters()),
+            "extra_parameters": sum(parameter.numel() for parameter in model.residual.parameters()),
             "wall_s": past.wall_s,
             "windows": len(losses),
-            "traits": self.model.residual("itself").traits._asdict(),
+            "traits": model.residual("itself").traits._asdict(),
         }
         write_json(self.folder / "summary.json", summary)
         return who.share(summary)
@@ -345,13 +355,18 @@ class Run:
     def _validate(self) -> None:
         """The held-out loss, to metrics.jsonl and val/STEP.npy."""
         past = self.past
-        losses = validate.window_losses(self.model, self.windows, self.who, self.cast, self._rows(), self.kind)
+        losses = self.layout.window_losses(self.windows, self._rows())
         past.val_loss = float(losses.mean())
         if not math.isfinite(past.val_loss):
             raise self._diverged(past.step, past.val_loss, self.norm)
         if self.who.first:
             validate.save_windows(self.folder, past.step, losses)
         self._write("val", loss=past.val_loss, windows=len(losses), se=or_none(standard_error(losses)))
+
+    def _saved_state(self, here: Path) -> dict[str, Any] | None:
+        """The state of the checkpoint, if there is one; refuses a folder of a run on other data."""
+        same_data(self.folder, self.record)
+        return checkpoint.read_state(here, to_dict(self.config), self.data)
 
     def _open_folder(self, kept: int) -> None:
         """Make it, or make it what it was at step `kept` (-1: before anything was measured)."""
@@ -361,7 +376,7 @@ class Run:
         described = environment.describe(self.who.device, config.dtype) | {"loss": self.kind}
         environment.record(self.folder / "environment.json", described, resumed=self.past.step > 0)
         if self.start is not None:
-            trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+            trainable = sum(p.numel() for _, p in self.layout.named_parameters() if p.requires_grad)
             write_json(self.folder / "start.json", {**self.start, "trainable": trainable})
         forget_after(self.folder, kept)
         if kept in config.keep_at and not checkpoint.kept(self.folder, kept).exists():  # killed after it was saved
@@ -381,7 +396,7 @@ class Run:
 
     def _rows(self) -> int:
         """Sequences of a micro-batch on one process: what is known to fit in memory."""
-        return self.config.batch_size // self.config.accumulation // self.who.world_size
+        return self.config.batch_size // self.config.accumulation // self.layout.shares
 
     def _diverged(self, step: int, loss: float, norm: float) -> UserError:
         kept = f"the checkpoint of step {self.saved} is kept" if self.saved else "no checkpoint was made yet"

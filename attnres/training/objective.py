@@ -82,8 +82,11 @@ class Objective(nn.Module):
         run = model if kind == "whole" else body_of(model)
         self._runs = {"eager": run, "compiled": torch.compile(run) if compiled else run}  # no further submodules
 
-    def forward(self, x: Tensor, y: Tensor, *, eager: bool = False) -> Sums:
-        """Return the sums over a batch: x, y (B, T) int64; `eager` leaves the compiled form aside."""
+    def forward(self, x: Tensor, y: Tensor, *, eager: bool = False, held_out: bool = False) -> Any:
+        """Return the sums over a batch: x, y (B, T) int64; `eager` leaves the compiled form aside. `held_out`: return
+        the losses of its tokens instead."""
+        if held_out:
+            return held_out_losses(self.model, x, y, self.cast, self.kind)
         theirs = None if self.teacher is None else self._teach(self.teacher, x)
         run = self._runs["eager" if eager else "compiled"]
         with self.cast():
@@ -116,8 +119,16 @@ class Objective(nn.Module):
 def held_out_losses(model: Any, x: Tensor, y: Tensor, cast_to: Cast, kind: str) -> Tensor:
     """Cross-entropy in nats of every token: x, y (B, T) int64 -> (B, T) fp32, whatever the dtype of the forward."""
     with cast_to():
-        if kind != "whole":
-            hidden = body_of(model)(input_ids=x, use_cache=False).last_hidden_state
-            return losses_in_parts(cast(Head, head_of(model)), hidden, y)
-        logits = model(input_ids=x, use_cache=False).logits
-    return token_losses(logits, y)
+        return called_losses(model, {"input_ids": x}, y, kind)
+
+
+def called_losses(model: Any, call: dict[str, Any], y: Tensor, kind: str) -> Tensor:
+    """Cross-entropy in nats of a model called so: with gradients the sum (1,), else of every token (B, T)."""
+    if kind == "whole":
+        losses = token_losses(model(**call, use_cache=False).logits, y)
+        return losses.sum().view(1) if torch.is_grad_enabled() else losses
+    hidden, head = body_of(model)(**call, use_cache=False).last_hidden_state, cast(Head, head_of(model))
+    if not torch.is_grad_enabled():
+        return losses_in_parts(head, hidden, y)
+    sums = sums_by_liger if kind == "liger" else sums_in_parts
+    return sums(head, hidden, y).objective.view(1)

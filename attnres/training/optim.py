@@ -17,12 +17,14 @@ Why embeddings are not decayed: a row gets a gradient only when its token occurs
 so rare tokens would fade; and the embedding is the first source, so its scale is part of what the depth reads compare.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
+from attnres.scale.muon import OwnedMuon
 from attnres.training.config import OptimConfig
 from attnres.training.regimes import is_adapter
 
@@ -61,16 +63,23 @@ def kinds(model: nn.Module) -> dict[str, list[str]]:
 
 
 def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
-    """AdamW over every group, or AdamW and Muon.
+    """AdamW over every group of a model's parameters, or AdamW and Muon; see `optimizers_of`."""
+    return optimizers_of(dict(model.named_parameters()), kinds(model), config)
+
+
+def optimizers_of(
+    parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Sequence[str]], config: OptimConfig
+) -> list[torch.optim.Optimizer]:
+    """AdamW, or AdamW and Muon, over those of the named `kinds` that are among `parameters`.
 
     Each group holds `kind`, `names` (of its parameters, in order) and `peak_lr`, which `set_learning_rate` scales.
     AdamW is fused where PyTorch has it for the model's device. Muon's updates are scaled to the RMS of AdamW's
     (`match_rms_adamw`, arXiv 2502.16982), so that its learning rate and decay mean the same.
     """
-    parameters = dict(model.named_parameters())
     adamw: list[dict[str, Any]] = []
     muon: list[dict[str, Any]] = []
-    for kind, names in kinds(model).items():
+    for kind, every in kinds.items():
+        names = [name for name in every if name in parameters]
         decay = config.weight_decay if kind in ("head", "lora", "matrix") else 0.0
         base = config.residual_lr if kind == "residual" and config.residual_lr is not None else config.lr
         orthogonal = [n for n in names if config.optimizer == "muon" and kind == "matrix" and parameters[n].ndim == 2]
@@ -90,7 +99,9 @@ def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.
     if adamw:
         optimizers.append(torch.optim.AdamW(adamw, betas=config.betas, fused=fused))
     if muon:
-        optimizers.append(torch.optim.Muon(muon, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
+        sharded = any(isinstance(p, DTensor) for group in muon for p in group["params"])
+        muon_class = OwnedMuon if sharded else torch.optim.Muon
+        optimizers.append(muon_class(muon, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
     return optimizers
 
 
@@ -115,13 +126,14 @@ def state_tensors(optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
 
 
 def load_state_tensors(optimizers: list[torch.optim.Optimizer], flat: dict[str, Tensor]) -> None:
-    """Undo `state_tensors`; a parameter that never had a gradient has no state.
+    """Undo `state_tensors`; a parameter that never had a gradient has no state. Of whole tensors a parameter in shares
+    takes its own.
 
     Raises KeyError for a parameter that the optimizers do not know, ValueError for a shape that differs.
     """
     entries: dict[str, dict[str, Tensor]] = {}
     for key, value in flat.items():
-        name, _, entry = key.rpartition("::")
+        name, entry = entry_of(key)
         entries.setdefault(name, {})[entry] = value
     for optimizer in optimizers:
         state = {}
@@ -132,9 +144,31 @@ def load_state_tensors(optimizers: list[torch.optim.Optimizer], flat: dict[str, 
             for entry, value in state[index].items():
                 if value.ndim and value.shape != parameter.shape:
                     raise ValueError(f"{name}::{entry} has shape {tuple(value.shape)}, not {tuple(parameter.shape)}")
+                if value.ndim and isinstance(parameter, DTensor) and not isinstance(value, DTensor):
+                    state[index][entry] = distribute_tensor(
+                        value, parameter.device_mesh, parameter.placements, src_data_rank=None
+                    )
         optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
     if entries:
         raise KeyError(next(iter(entries)))
+
+
+def empty_state(optimizers: list[torch.optim.Optimizer], shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """Zeros to be filled with these entries of `state_tensors`, of the parameters that the optimizers have."""
+    parameters = {name: parameter for optimizer in optimizers for name, parameter in _named(optimizer)}
+    flat = {}
+    for key, shape in shapes.items():
+        parameter = parameters.get(entry_of(key)[0])
+        if parameter is not None:
+            like = tuple(shape) == tuple(parameter.shape) and parameter.ndim > 0
+            flat[key] = torch.zeros_like(parameter) if like else torch.zeros(tuple(shape))
+    return flat
+
+
+def entry_of(key: str) -> tuple[str, str]:
+    """`PARAMETER::ENTRY` as the two."""
+    name, _, entry = key.rpartition("::")
+    return name, entry
 
 
 def _named(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:

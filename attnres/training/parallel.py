@@ -4,6 +4,8 @@ import atexit
 import gc
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -54,6 +56,32 @@ class Processes:
     def share(self, value: Any) -> Any:
         """The first process's JSON value, whatever the others give."""
         return self.gather(value)[0]
+
+    def of_first(self, make: Callable[[], Any]) -> Any:
+        """The JSON value that `make` gives on the first process. What it refuses (UserError) ends all of them: the
+        first raises it, the others leave with status 2."""
+        with self.alike():
+            value = make() if self.first else None
+        return self.share(value)
+
+    @contextmanager
+    def alike(self) -> Iterator[None]:
+        """While all processes do the same, with no message between them: what one of them refuses (UserError) ends all.
+        The first raises it, the others leave with status 2."""
+        refusal = None
+        try:
+            yield
+        except UserError as error:
+            if self.world_size == 1:
+                raise
+            refusal = error
+        if self.world_size == 1:
+            return
+        said = [text for text in self.gather(refusal and str(refusal)) if text]
+        if said and self.first:
+            raise refusal or UserError(said[0])
+        if said:
+            raise SystemExit(2)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """`model` with its gradients averaged over the processes in each backward (DDP), or itself if there is one."""

@@ -1,7 +1,9 @@
 """The loss, window by window on held-out text."""
 
 import io
+import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -26,13 +28,30 @@ def window_losses(
     The processes share the windows out, `batch` at a time, and all get the whole result. `kind` is how losses are made,
     see `loss_kind`.
     """
+
+    def losses(x: Tensor, y: Tensor) -> Tensor:
+        return held_out_losses(model, x, y, cast, kind)
+
+    return shared_out(losses, model, windows, who, batch)
+
+
+@torch.no_grad()
+def shared_out(
+    of_tokens: Callable[[Tensor, Tensor], Tensor], model: nn.Module, windows: Tensor, who: Processes, batch: int
+) -> np.ndarray:
+    """The same with `of_tokens`, which passes through `model`: x, y (B, T) int64 -> losses (B, T).
+
+    All processes make as many passes, because one of a model in shares is a pass of all: who has no window left makes
+    one of the first again.
+    """
     losses = torch.zeros(len(windows), dtype=torch.float64, device=who.device)
     share = torch.arange(len(windows))[who.rank :: who.world_size]
     with evaluating(model):
-        for part in share.split(batch) if len(share) else ():
-            tokens = windows[part].to(who.device)
-            of_tokens = held_out_losses(model, tokens[:, :-1], tokens[:, 1:], cast, kind)
-            losses[part.to(who.device)] = of_tokens.double().mean(1)
+        for start in range(0, math.ceil(len(windows) / who.world_size), batch):
+            part = share[start : start + batch]
+            tokens = windows[part if len(part) else [0]].to(who.device)
+            means = of_tokens(tokens[:, :-1], tokens[:, 1:]).double().mean(1)
+            losses[part.to(who.device)] = means[: len(part)]
     return who.sum(losses).cpu().numpy()
 
 

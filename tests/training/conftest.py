@@ -1,6 +1,5 @@
 """A corpus of a few kilobytes, prepared once, and a model of a few thousand parameters."""
 
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,19 +7,7 @@ from typing import Any
 import pytest
 from tiny import NARROW
 
-from attnres.data import prepare
 from attnres.training import TrainConfig, from_dict
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The prepared folder of 200 documents made of a few words."""
-    folder = tmp_path_factory.mktemp("corpus")
-    draw = random.Random(0)
-    words = ["stream", "read", "write", "source", "block", "depth", "query", "norm", "head", "layer"]
-    for index in range(200):
-        (folder / f"{index}.txt").write_text(" ".join(draw.choices(words, k=60)), encoding="utf-8")
-    return prepare(str(folder), "bpe:280", out=folder / "tokens", held_out=0.2, progress=False).path
 
 
 @pytest.fixture

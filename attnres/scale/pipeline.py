@@ -1,0 +1,325 @@
+"""A pipeline: this rank's stages, torch's schedule over them, and gradients that are those of one process.
+
+name                     torch's schedule         stages a rank    placed
+gpipe                    GPipe                    1                round and round
+1f1b                     1F1B                     1                round and round
+looped_bfs               LoopedBFS                virtual          round and round
+interleaved              Interleaved1F1B          virtual          round and round
+interleaved_zero_bubble  InterleavedZeroBubble    virtual          round and round
+zbv                      ZBVZeroBubble            2                there and back again
+dualpipev                DualPipeV                2                there and back again
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from attnres.errors import UserError, unknown
+from attnres.models import DepthMixin
+from attnres.scale.cache import RankCache
+from attnres.scale.crossings import Cut, crossings
+from attnres.scale.cut import balanced, cut_of, placed
+from attnres.scale.lean import LeanStage, stage_class
+from attnres.scale.stage import StageModule, refuse_stages, shapes, shell
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Fields of a config that say how many experts a layer has."""
+
+
+class Schedule(NamedTuple):
+    """A schedule of torch's: its name there, whether a rank has several stages, and whether they are placed as a V."""
+
+    torch_name: str
+    several: bool = False
+    v_shaped: bool = False
+
+
+SCHEDULES = {
+    "gpipe": Schedule("GPipe"),
+    "1f1b": Schedule("1F1B"),
+    "looped_bfs": Schedule("LoopedBFS", several=True),
+    "interleaved": Schedule("Interleaved1F1B", several=True),
+    "interleaved_zero_bubble": Schedule("InterleavedZeroBubble", several=True),
+    "zbv": Schedule("ZBVZeroBubble", several=True, v_shaped=True),
+    "dualpipev": Schedule("DualPipeV", several=True, v_shaped=True),
+}
+
+
+def schedule_named(name: str) -> Schedule:
+    """Return the schedule of that name. Raises UserError."""
+    if name not in SCHEDULES:
+        raise unknown("schedule", name, SCHEDULES)
+    return SCHEDULES[name]
+
+
+def check_schedule(name: str, ranks: int, virtual: int, microbatches: int) -> None:
+    """Raise UserError for numbers that the schedule cannot take."""
+    schedule = schedule_named(name)
+    if virtual != 1 and not schedule.several:
+        raise UserError(f"virtual is {virtual} and the schedule {name} has one stage a rank: choose interleaved")
+    if schedule.v_shaped and virtual != 2:
+        raise UserError(f"virtual is {virtual} and the schedule {name} has two stages a rank: leave virtual out")
+    stages = ranks * virtual
+    least = {"1f1b": stages, "dualpipev": stages}.get(name, 1)
+    if microbatches < least:
+        raise UserError(
+            f"{microbatches} microbatches a step (accumulation) are too few for the schedule {name} with {stages} "
+            f"stages: give at least {least}"
+        )
+    rounds = max(1, microbatches // ranks)
+    if name.startswith("interleaved") and microbatches % rounds:
+        raise UserError(
+            f"{microbatches} microbatches a step (accumulation) do not divide into {rounds} rounds for the schedule "
+            f"{name} on {ranks} ranks: give a multiple of {ranks}"
+        )
+
+
+def layer_costs(model: DepthMixin) -> tuple[list[float], float]:
+    """Return the multiplications of each layer for a token, by the weights that it has, and those of the head.
+
+    Of experts, those of `num_experts_per_tok` count where the config says that.
+    """
+    head = model.get_output_embeddings()
+    config: Any = model.config
+    total = next((n for name in EXPERTS if (n := getattr(config, name, 0))), 0)
+    active = getattr(config, "num_experts_per_tok", total) or total
+
+    def cost(name: str, parameter: nn.Parameter) -> float:
+        expert = total and ".experts." in f".{name}."
+        return parameter.numel() * (active / total if expert else 1.0) if parameter.dim() > 1 else 0.0
+
+    layers = [sum(cost(name, p) for name, p in layer.named_parameters()) for layer in model.depth_layers]
+    return layers, 0.0 if head is None else float(sum(p.numel() for p in head.parameters()))
+
+
+def plan_cut(model: DepthMixin, ranks: int, schedule: str, virtual: int, layers: tuple[int, ...] | None = None) -> Cut:
+    """Return where the model is cut: balanced by the cost of layers and head, or as `layers` a stage say.
+
+    Raises:
+        UserError: more stages than layers, or other numbers than stages.
+    """
+    stages = ranks * virtual
+    where = placed(stages, ranks, v_shaped=schedule_named(schedule).v_shaped)
+    if layers is None:
+        costs, head = layer_costs(model)
+        layers = balanced(costs, stages, last=head)
+    elif sum(layers) != len(model.depth_layers):
+        raise UserError(f"the layers of the stages are {list(layers)}, and the model has {len(model.depth_layers)}")
+    return cut_of(layers, where, sublayers=len(model.residual.itself().sublayers))
+
+
+class Sent:
+    """Counts what this rank's stages send: elements of tensors, forward and back."""
+
+    def __init__(self) -> None:
+        self.forward = self.backward = 0
+
+
+class Pipeline:
+    """This rank's stages of a model that is cut, and the schedule that runs them.
+
+    Attributes:
+        stages: its stages' modules. `model` is taken apart: use it no more.
+        sent: what was sent to other ranks.
+
+    Args:
+        model: the whole model, equal on every rank.
+        batch, tokens: sequences of a microbatch on this rank, tokens of a sequence.
+        group: the ranks of this pipeline.
+        losses: (model, keyword arguments of its forward, targets (B, T)) -> their sum (1,), without gradients (B, T).
+        cast: makes the context of a forward pass.
+        cached: whether ranks keep slots that do not change.
+        prepare: called with each stage before it is wrapped: shards it, say.
+    """
+
+    def __init__(
+        self,
+        model: DepthMixin,
+        cut: Cut,
+        *,
+        schedule: str,
+        microbatches: int,
+        batch: int,
+        tokens: int,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        losses: Callable[[Any, dict[str, Any], Tensor], Tensor],
+        cast: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        cached: bool = True,
+        prepare: Callable[[StageModule], None] = lambda stage: None,
+    ) -> None:
+        refuse_stages(model)
+        self.cut, self.group, self.rank, self.device = cut, group, dist.get_rank(group), device
+        self.microbatches, self.batch = microbatches, batch
+        self.residual = model.residual
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.table = crossings(self.residual.itself(), cut, cached=cached)
+        self.cache, self.sent = RankCache(), Sent()
+        self.width, self.dtype = model.config.hidden_size, next(model.depth_layers[0].parameters()).dtype
+        head: Any = model.get_output_embeddings()
+        tied = {id(p) for p in head.parameters()} & {id(p) for p in model.get_input_embeddings().parameters()}
+        ends = [stage for stage in (0, cut.stages - 1) if cut.ranks[stage] == self.rank]
+        self.tied = [p for p in head.parameters() if id(p) in tied and len(ends) == 1]
+        """Parameters of which the first stage's rank and the last one's have a copy each."""
+        here = [stage for stage, rank in enumerate(cut.ranks) if rank == self.rank]
+        self.stages = [StageModule(shell(model), stage, cut, self.table, self.cache, losses, cast) for stage in here]
+        self.parameters = self._owned()  # before they are sharded, which makes new ones
+        for stage in self.stages:
+            prepare(stage)
+        self.schedule = self._schedule(schedule, tokens)
+
+    def _owned(self) -> dict[str, tuple[StageModule, str]]:
+        return {
+            self.names[id(parameter)]: (stage, path) for stage in self.stages for path, parameter in stage.named_owned()
+        }
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Give what this rank trains, each once, by its name in the whole model."""
+        for name, (stage, path) in self.parameters.items():
+            yield name, stage.model.get_parameter(path)
+
+    def _schedule(self, name: str, tokens: int) -> Any:
+        batch, width, dtype = self.batch, self.width, self.dtype
+        sent, ids = self.sent, torch.empty(batch, tokens, dtype=torch.long, device="meta")
+        base = stage_class()
+
+        class Counting(base):  # ty: ignore[unsupported-base]
+            def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
+                ops = super().get_fwd_send_ops(fwd_chunk_id)
+                sent.forward += sum(op.tensor.numel() for op in ops)
+                return ops
+
+            def get_bwd_send_ops(self, bwd_chunk_id: int) -> Any:
+                ops = super().get_bwd_send_ops(bwd_chunk_id)
+                sent.backward += sum(op.tensor.numel() for op in ops)
+                return ops
+
+        losses = torch.empty(1, dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
+        wrapped = [
+            Counting(
+                module,
+                module.stage,
+                self.cut.stages,
+                self.device,
+                input_args=ids if module.came is None else shapes(module.came, batch, tokens, width, dtype),
+                output_args=losses if module.goes is None else shapes(module.goes, batch, tokens, width, dtype),
+                group=self.group,
+            )
+            for module in self.stages
+        ]
+        cls: Any = get_schedule_class(schedule_named(name).torch_name)
+        self.wrapped = wrapped
+        return cls(
+            wrapped[0] if issubclass(cls, PipelineScheduleSingle) else wrapped,
+            self.microbatches,
+            loss_fn=lambda total, weight: total.sum() * weight[0],
+            scale_grads=False,
+        )
+
+    @property
+    def has_last(self) -> bool:
+        """Whether the last stage is on this rank."""
+        return self.cut.ranks[-1] == self.rank
+
+    def _arguments(self, x: Tensor, y: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        number = torch.arange(self.microbatches, device=self.device)
+        return ((x,) if self.cut.ranks[0] == self.rank else ()), {"microbatch": number, "targets": y}
+
+    def step(self, x: Tensor, y: Tensor, weight: float) -> Tensor:
+        """Make the gradients of `weight` times the summed losses of a batch, and return that in fp64: zero on a rank
+        without the last stage.
+
+        x, y: (microbatches * batch, tokens), the same on every rank of the pipeline. Gradients are those of this
+        rank's own stages; `reduce_gradients` completes them.
+
+        Raises:
+            RuntimeError: a gradient that no stage collected.
+        """
+        args, kwargs = self._arguments(x, y)
+        losses: list[Tensor] = []
+        weights = torch.full((self.microbatches,), weight, dtype=torch.float64, device=self.device)
+        last = {"target": weights, "losses": losses} if self.has_last else {}
+        self.schedule.step(*args, **last, return_outputs=False, **kwargs)
+        self.cache.check()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        return sum((loss.detach().double() for loss in losses), total)
+
+    @torch.no_grad()
+    def evaluate(self, x: Tensor, y: Tensor) -> Tensor:
+        """Return the losses (B, T) of microbatches of `batch` sequences, as many as there are; zeros on ranks without
+        the last stage.
+
+        Stage by stage, all microbatches: torch's schedules that place stages as a V cannot run forward alone (2.13).
+        """
+        parts = list(zip(x.split(self.batch), y.split(self.batch), strict=True))
+        outputs: list[Any] = []
+        works = []
+        for module in self.stages:
+            came, goes = module.came, module.goes
+            for number, (inputs, targets) in enumerate(parts):
+                if came is None:
+                    received: tuple[Tensor, ...] = (inputs,)
+                elif came.local:
+                    received = outputs[number]
+                else:
+                    like = shapes(came, self.batch, x.shape[1], self.width, self.dtype)
+                    received = tuple(torch.empty_like(meta, device=self.device) for meta in like)
+                    _wait(self._with(dist.irecv, received, self.cut.ranks[module.stage - 1]))
+                output = module(*received, microbatch=number, targets=targets)
+                if goes is None or goes.local:
+                    outputs = [*outputs[:number], output, *outputs[number + 1 :]]
+                else:
+                    works += self._with(dist.isend, output, self.cut.ranks[module.stage + 1])
+        _wait(works)
+        self.cache.check()
+        return torch.cat(outputs) if self.has_last else torch.zeros(y.shape, device=self.device)
+
+    def _with(self, operation: Any, tensors: Sequence[Tensor], rank: int) -> list[Any]:
+        peer = dist.get_global_rank(self.group, rank)
+        return dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, self.group) for tensor in tensors])
+
+    @torch.no_grad()
+    def reduce_gradients(self) -> None:
+        """After a step: add up the gradients of the residual over the stages, and of tied tables over the two ends."""
+        for parameter in self.residual.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad, group=self.group)
+        for parameter in self.tied_here():
+            _add_between(parameter, self.cut.ranks[0], self.cut.ranks[-1], self.group)
+
+    def tied_here(self) -> list[nn.Parameter]:
+        """Return this rank's copies of tables that the first stage's rank and the last one's both have."""
+        names = {self.names[id(parameter)] for parameter in self.tied}
+        return [parameter for name, parameter in self.named_parameters() if name in names]
+
+    def buffers(self) -> dict[str, int]:
+        """Return bytes of receive buffers: at most at once, and what torch's own stages would hold all the time."""
+        lean = [stage for stage in self.wrapped if isinstance(stage, LeanStage)]
+        return {"peak": sum(stage.peak for stage in lean), "stock": sum(stage.stock for stage in lean)}
+
+
+def _add_between(parameter: nn.Parameter, first: int, last: int, group: dist.ProcessGroup) -> None:
+    """Make the gradient the sum of the two ends' own."""
+    from torch.distributed.tensor import DTensor
+
+    gradient = parameter.grad
+    assert gradient is not None
+    ours = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    theirs = torch.empty_like(ours)
+    other = last if dist.get_rank(group) == first else first
+    peer = dist.get_global_rank(group, other)
+    operations = [dist.P2POp(dist.isend, ours.contiguous(), peer, group), dist.P2POp(dist.irecv, theirs, peer, group)]
+    _wait(dist.batch_isend_irecv(operations))
+    ours.add_(theirs)
+
+
+def _wait(works: Iterable[Any]) -> None:
+    for work in works:
+        work.wait()

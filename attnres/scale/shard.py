@@ -1,0 +1,80 @@
+"""Parameters in shares (FSDP2, HSDP), and the norm of gradients that lie in several forms on several ranks."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from attnres.models import DepthMixin
+from attnres.scale.stage import Skipped
+
+
+def shard(model: DepthMixin, root: nn.Module, mesh: DeviceMesh, *, reshard: bool = True) -> None:
+    """Give each rank of `mesh` its share of every parameter but the residual's, which stay whole and fp32.
+
+    Each layer is gathered and let go by itself; what is in no layer (embedding, final norm, head) belongs to `root`.
+    The residual's gradients are each rank's own: `mean_gradients` makes them one.
+
+    Args:
+        root: the module that is called: the model, or the stage around it.
+        reshard: let go of a layer's parameters after its forward pass, to gather them again in backward.
+    """
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
+    for layer in model.depth_layers:
+        if not isinstance(layer, Skipped):
+            fully_shard(layer, **options)
+    fully_shard(root, **options, ignored_params=set(model.residual.parameters()))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's share of a DTensor, the memory itself; another tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shards_of(tensor: Tensor) -> int:
+    """Return in how many shares a tensor lies; 1 where each rank has all of it."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return next((size for placement, size in sizes if placement.is_shard()), 1)
+
+
+@torch.no_grad()
+def mean_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Make plain gradients their mean over a group, all in one message; those of DTensors are left to FSDP.
+
+    A parameter without a gradient on one rank counts as zero there.
+    """
+    plain = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
+    for dtype in dict.fromkeys(p.dtype for p in plain):
+        several = [p for p in plain if p.dtype == dtype]
+        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in several])
+        dist.all_reduce(flat, group=group)
+        flat /= dist.get_world_size(group)
+        for parameter, part in zip(several, flat.split([p.numel() for p in several]), strict=True):
+            parameter.grad = part.view_as(parameter)
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, copies: Callable[[nn.Parameter], float]) -> float:
+    """Scale gradients so that their norm over all ranks is at most `limit`; return the norm it was.
+
+    Args:
+        copies: on how many ranks the same values of a gradient lie; each counts once.
+    """
+    gradients = [(parameter, local(parameter.grad)) for parameter in parameters if parameter.grad is not None]
+    device = gradients[0][1].device if gradients else torch.device("cpu")
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for parameter, gradient in gradients:
+        total += torch.linalg.vector_norm(gradient).double().square() / copies(parameter)
+    dist.all_reduce(total)
+    norm = total.sqrt()
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for _, gradient in gradients:
+        gradient.mul_(factor.to(gradient.dtype))
+    return norm.item()

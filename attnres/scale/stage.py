@@ -1,0 +1,216 @@
+"""One stage of a Hugging Face decoder: some of its layers, from the tensors it receives to those it sends.
+
+The decoder's own forward runs. Layers of other stages are replaced in place by `Skipped`, so that indices, layer types,
+the choice of masks and the names of parameters stay those of the whole model; a hook on the first layer's place puts in
+the stream that came from the stage before, and on all stages but the last an `Exit` in place of the final norm takes it
+out.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attnres.errors import UserError
+from attnres.models import DepthMixin
+from attnres.models.stream import Stream
+from attnres.residuals import Residual
+from attnres.scale.cache import Borrow, Collect, RankCache, lent
+from attnres.scale.crossings import Crossing, Cut
+
+
+class Skipped(nn.Module):
+    """Stands for a layer of another stage: hands on what it is given, and says of itself what the layer would."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        plain = (bool, int, float, str, tuple, list, dict, type(None))
+        for name, value in vars(layer).items():
+            if not name.startswith("_") and name != "training" and isinstance(value, plain):
+                setattr(self, name, value)
+
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        return hidden_states
+
+
+class Entry:
+    """A hook before the first layer: the stream is the one that came, whatever the decoder made of its input."""
+
+    stream: Stream | None = None
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        stream, self.stream = self.stream, None
+        return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
+
+
+class Exit(nn.Module):
+    """Stands for the final norm: keeps the stream for the stage, and gives the decoder a tensor to go on with."""
+
+    stream: Stream | None = None
+
+    def forward(self, stream: Stream) -> Tensor:
+        self.stream = stream
+        return stream.like
+
+
+def refuse_stages(model: DepthMixin) -> None:
+    """Raise UserError for a model that cannot be cut into stages."""
+    residual = model.residual.itself()
+    if residual.watched:
+        raise UserError("someone watches or edits the reads of the model: a pipeline's stages cannot be watched")
+    if residual.value_residual is not None:
+        raise UserError(
+            "the first layer's values go to every later layer (value_residual), which stages do not send: train it "
+            "with dp and shard"
+        )
+    gate = getattr(getattr(residual, "gates", None), "gate_weight", None)
+    if gate is not None and gate.dim() > 2:
+        raise UserError(
+            f"the residual's vector gate has {gate.numel():,} values on every rank of a pipeline: train it with dp and "
+            "shard, or with a scalar gate"
+        )
+
+
+def shell(model: DepthMixin) -> DepthMixin:
+    """Return the model's modules once more around the same parameters and the same residual."""
+    memo: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+    memo[id(model.residual)] = model.residual
+    return copy.deepcopy(model, memo)
+
+
+class StageModule(nn.Module):
+    """Stage `stage` of a cut of `model`, which is taken apart: make it from a `shell`.
+
+    `forward(*received, microbatch, targets)` takes the tensors that the crossing before names (the first stage: ids),
+    and gives those that the one behind it names; the last stage gives the losses of `losses(model, call, targets)`.
+    `microbatch` is the number of the microbatch.
+
+    Args:
+        table: the crossings of the cut.
+        cache: that of the rank.
+        losses: of the whole model's head: (model, keyword arguments of its forward, targets) -> (B, T).
+        cast: makes the context of a forward pass.
+    """
+
+    def __init__(
+        self,
+        model: DepthMixin,
+        stage: int,
+        cut: Cut,
+        table: tuple[Crossing, ...],
+        cache: RankCache,
+        losses: Callable[[Any, dict[str, Any], Tensor], Tensor],
+        cast: Callable[[], AbstractContextManager[Any]],
+    ) -> None:
+        super().__init__()
+        self.residual: Residual = model.residual  # first: zero-bubble schedules join parameters in this order
+        self.model, self.stage, self.cache, self.losses, self.cast = model, stage, cache, losses, cast
+        self.index_in, self.index_out = cut.bounds[stage : stage + 2]
+        self.first, self.last = stage == 0, stage == cut.stages - 1
+        self.came = None if self.first else table[stage - 1]
+        self.goes = None if self.last else table[stage]
+        self.last_here = stage == cut.last_of(cut.ranks[stage])
+        self.caching = any(not crossing.local and crossing.held for crossing in table)
+        self._take_apart(model, cut)
+
+    def _take_apart(self, model: DepthMixin, cut: Cut) -> None:
+        base, layers, sublayers = model.depth_base, model.depth_layers, len(self.residual.itself().sublayers)
+        here = range(self.index_in // sublayers, self.index_out // sublayers)
+        self.entry, self.exit = Entry(), [Exit()]  # a list: the exit is registered where the norm was
+        if not self.first:
+            layers[0]._forward_pre_hooks.clear()
+            layers[0]._forward_pre_hooks_with_kwargs.clear()
+        hooks = layers[0]._forward_pre_hooks, layers[0]._forward_pre_hooks_with_kwargs
+        for index, layer in enumerate(layers):
+            if index not in here:
+                layers[index] = Skipped(layer)
+        if not self.first:
+            layers[0].register_forward_pre_hook(self.entry, with_kwargs=True)
+            base.set_input_embeddings(None)  # ty: ignore[call-non-callable]
+        elif 0 not in here:  # the embedding alone: the hook that starts the stream moves to the layer's stand-in
+            layers[0]._forward_pre_hooks, layers[0]._forward_pre_hooks_with_kwargs = hooks
+        if not self.last:
+            parent, _, name = model.family.final_norm.rpartition(".")
+            setattr(base.get_submodule(parent), name, self.exit[0])
+            head = model.get_output_embeddings()
+            for path, module in list(model.named_modules()):
+                if module is head:
+                    parent, _, name = path.rpartition(".")
+                    setattr(model.get_submodule(parent), name, None)
+
+    def _ours(self) -> Iterator[nn.Parameter]:
+        yield from self.residual.parameters()
+        yield from self.model.depth_layers.parameters()
+        if self.last:
+            yield from self.model.depth_base.get_submodule(self.model.family.final_norm).parameters()
+            yield from self.model.get_output_embeddings().parameters()  # ty: ignore[unresolved-attribute]
+
+    def named_owned(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Give the parameters that this stage trains or shares in training, by their names in the whole model: not a
+        table of positions, say, that a later stage looks up in vain."""
+        if self.first:
+            yield from self.model.named_parameters()
+            return
+        ours = {id(parameter) for parameter in self._ours()}
+        yield from ((name, p) for name, p in self.model.named_parameters() if id(p) in ours)
+
+    def forward(self, *received: Tensor, microbatch: Any = 0, targets: Tensor | None = None) -> Any:
+        number = int(microbatch)
+        with self.cast():
+            call = {"input_ids": received[0]} if self.first else self._entered(received, number)
+            if self.last:
+                assert targets is not None
+                return self.losses(self.model, call, targets)
+            self.model.depth_base(**call, use_cache=False)
+            stream, self.exit[0].stream = self.exit[0].stream, None
+            assert stream is not None
+            return self._left(stream, number)
+
+    def _entered(self, received: tuple[Tensor, ...], number: int) -> dict[str, Any]:
+        """Put the stream that came where the first layer takes it; return what the decoder is called with."""
+        assert self.came is not None
+        slots, anchor = self.came.slots, received[0]
+        names = [slots[place].name for place in self.came.sent]
+        tensors = dict(zip(names, Collect.apply(self.cache, number, names, *received), strict=True))
+        if self.caching and not self.last_here:
+            for place in self.came.sent:
+                if slots[place].kept:
+                    self.cache.keep(number, slots[place].name, tensors[slots[place].name])
+        if self.came.held:
+            held = [slots[place].name for place in self.came.held]
+            kept = self.cache.held[number]
+            borrowed = Borrow.apply(self.cache, number, held, anchor, *(kept[name] for name in held))
+            tensors |= dict(zip(held, borrowed, strict=True))
+        if self.last_here:
+            self.cache.drop(number)
+        residual = lent(self.residual, anchor)
+        like = anchor.detach()
+        for _ in slots[self.came.sent[0]].axes:
+            like = like.select(2, 0)
+        state = residual("unpack", [tensors[slot.name] for slot in slots], self.index_in)
+        self.entry.stream = Stream(residual, state, self.index_in, like)
+        return {"inputs_embeds": like}
+
+    def _left(self, stream: Stream, number: int) -> tuple[Tensor, ...]:
+        """Return what goes to the next stage."""
+        assert self.goes is not None
+        slots, dtype = self.goes.slots, stream.like.dtype
+        packed = stream.residual("pack", stream.state, self.index_out)
+        names = [slot.name for slot in slots]
+        tensors = Collect.apply(self.cache, number, names, *(tensor.to(dtype) for tensor in packed))
+        if self.caching and not self.last_here:
+            for slot, tensor in zip(slots, tensors, strict=True):
+                if slot.kept:
+                    self.cache.keep(number, slot.name, tensor)
+        return tuple(tensors[place] for place in self.goes.sent)
+
+
+def shapes(crossing: Crossing, batch: int, tokens: int, width: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return what travels for one microbatch, as tensors without memory that want gradients."""
+    axes = (crossing.slots[place].axes for place in crossing.sent)
+    return tuple(
+        torch.empty(batch, tokens, *inner, width, dtype=dtype, device="meta", requires_grad=True) for inner in axes
+    )

@@ -1,0 +1,96 @@
+"""A checkpoint in shares: one flat dict of named tensors, which any layout of processes writes and any other reads.
+
+torch's distributed checkpoint does the work: each rank writes what it has, and a reader asks for the parts it needs,
+whole tensors or shares of any mesh. Names are those of the whole model, so that nothing has to be translated.
+"""
+
+import warnings
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from attnres.errors import UserError, first_line
+
+PIECE = 1 << 20
+
+
+def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write this rank's part of `tensors` into `folder`, which all ranks name; the first one's metadata come last.
+
+    Raises:
+        UserError: a rank could not write, on every rank.
+    """
+    try:
+        dcp.save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=True))
+    except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+        raise UserError(f"cannot write the checkpoint in {folder.parent}: {_cause(error)}") from error
+
+
+def shapes_in(folder: Path) -> dict[str, torch.Size]:
+    """Return the shape of every tensor in a checkpoint. Raises UserError for one that is unfinished."""
+    try:
+        described = FileSystemReader(folder).read_metadata().state_dict_metadata
+    except (OSError, EOFError, ValueError, AttributeError, ImportError) as error:
+        raise UserError(f"{folder} is no finished checkpoint in shares ({first_line(error)})") from error
+    return {name: value.size for name, value in described.items() if isinstance(value, TensorStorageMetadata)}
+
+
+def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill `tensors`, which are there already, from a checkpoint; each rank reads what it needs.
+
+    Raises:
+        UserError: a tensor is not there or has another shape.
+    """
+    there = shapes_in(folder)
+    for name, tensor in tensors.items():
+        if name not in there:
+            raise UserError(f"the checkpoint {folder} has no '{name}': it is of another model")
+        if there[name] != tensor.shape:
+            raise UserError(
+                f"'{name}' in the checkpoint {folder} has shape {tuple(there[name])}, not {tuple(tensor.shape)}: it is "
+                "of another model"
+            )
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
+            dcp.load(dict(tensors), checkpoint_id=folder, no_dist=not dist.is_initialized())
+    except (OSError, RuntimeError, ValueError, EOFError, dcp.api.CheckpointException) as error:
+        raise UserError(f"cannot read the checkpoint {folder}: {_cause(error)}") from error
+
+
+def file_sums(folder: Path) -> dict[str, int]:
+    """Return the CRC-32 of every file of a checkpoint by name."""
+    return {file.name: _crc32(file) for file in sorted(folder.iterdir())}
+
+
+def check_files(folder: Path, sums: Mapping[str, int]) -> None:
+    """Raise UserError unless the files of a checkpoint are those that were written."""
+    for name, value in sums.items():
+        file = folder / name
+        if not file.is_file():
+            raise UserError(f"{file} is missing: the checkpoint is damaged; remove its folder to start again")
+        if _crc32(file) != value:
+            raise UserError(
+                f"{file} is not what was saved: the checkpoint is damaged; remove its folder to start again"
+            )
+
+
+def _crc32(file: Path) -> int:
+    value = 0
+    with file.open("rb") as handle:
+        while piece := handle.read(PIECE):
+            value = zlib.crc32(piece, value)
+    return value
+
+
+def _cause(error: BaseException) -> str:
+    """The first failure of a rank inside a CheckpointException, in a line."""
+    failures = getattr(error, "failures", None) or {}
+    return next((first_line(wrapped[0]) for wrapped in failures.values()), first_line(error))

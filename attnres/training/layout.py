@@ -1,0 +1,347 @@
+"""How a run's model lies on its processes: whole on each (DDP), in shares (FSDP2, HSDP), or cut into stages.
+
+The loop asks a layout for the share of a batch, gradients, their clipped norm, held-out losses, the named tensors of a
+checkpoint, and the whole model at the end.
+"""
+
+import contextlib
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from attnres.errors import UserError
+from attnres.forward import evaluating
+from attnres.training import validate
+from attnres.training.config import TrainConfig, shares_of
+from attnres.training.objective import Objective, called_losses
+from attnres.training.parallel import Processes
+
+Micro = Callable[[Tensor, Tensor, int, bool], Tensor]
+"""Forward and backward of a micro-batch: (x, y, tokens that its sums are divided by, whether it is the last of the
+step) -> [cross-entropy, divergence], so divided."""
+
+
+def layout_for(config: TrainConfig, who: Processes) -> "Whole":
+    """Return the layout that the table `parallel` asks for. Raises UserError for what it cannot do."""
+    parallel = config.parallel
+    if parallel.shard > 1 or parallel.pp > 1:
+        _refuse(config)
+    if parallel.pp > 1:
+        return Staged(config, who)
+    return Sharded(config, who) if parallel.shard > 1 else Whole(config, who)
+
+
+def _refuse(config: TrainConfig) -> None:
+    finetune, staged = config.finetune, config.parallel.pp > 1
+    table = "pp" if staged else "shard"
+    if finetune.train_only == "lora":
+        raise UserError(
+            f"train_only is lora and parallel.{table} above 1: adapters are small, train them with dp alone"
+        )
+    if config.compile:
+        raise UserError(
+            f"compile is on and parallel.{table} above 1: compiled layers in shares or stages are not worked out"
+        )
+    if staged and finetune.distill_weight:
+        raise UserError(
+            "distill_weight is given and parallel.pp above 1: a teacher cannot be cut along, use dp and shard"
+        )
+    if staged and config.depth_every:
+        raise UserError(
+            "depth_every is given and parallel.pp above 1: nobody sees all depths of a model that is cut into stages; "
+            "give --depth-every 0"
+        )
+
+
+class Whole:
+    """The model is whole on each process, which takes its share of every batch.
+
+    Attributes:
+        model: as it lies here.
+        rank, shares: which of how many shares of a batch this process takes.
+        objective: what a pass of training calls; None where no process makes one alone.
+    """
+
+    model: Any
+    objective: nn.Module | None
+
+    def __init__(self, config: TrainConfig, who: Processes) -> None:
+        self.config, self.who = config, who
+        self.rank, self.shares = who.rank, shares_of(config, who.world_size)
+
+    @property
+    def whole(self) -> bool:
+        """Whether a checkpoint of this layout is files of one process, rather than shares of all."""
+        return True
+
+    def place(self, objective: Objective) -> Any:
+        """Lay out a model that is equal on every process; return what to ask for its residual and configuration."""
+        self.model, self.plain, self.objective = objective.model, objective, self.who.wrap(objective)
+        return self.model
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Give what this process trains, by its names in the whole model."""
+        return self.model.named_parameters()
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        """Return the buffers that are saved, by name."""
+        return _saved_buffers(self.model)
+
+    def gradients(self, x: Tensor, y: Tensor, micro: Micro) -> Tensor:
+        """Make the gradient of the mean loss of this process's share, averaged over the processes; return the sums."""
+        total = torch.zeros(2, dtype=torch.float64, device=self.who.device)
+        parts = list(zip(x.chunk(self.config.accumulation), y.chunk(self.config.accumulation)))
+        for index, (inputs, targets) in enumerate(parts):
+            last = index == len(parts) - 1
+            with self.syncing(last):
+                total += micro(inputs, targets, y.numel(), last)
+        return total
+
+    @contextlib.contextmanager
+    def syncing(self, last: bool) -> Iterator[None]:
+        """While a micro-batch passes: gradients are averaged over the processes in its backward if it is the last."""
+        with contextlib.ExitStack() as stack:
+            if not last and isinstance(self.objective, nn.parallel.DistributedDataParallel):
+                stack.enter_context(self.objective.no_sync())
+            yield
+
+    def clip(self, limit: float) -> float:
+        """Scale the gradients to a norm of `limit` at most and return the norm they had."""
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
+
+    def window_losses(self, windows: Tensor, rows: int) -> np.ndarray:
+        """Return the mean loss of each held-out window, `rows` in a pass, on every process."""
+        return validate.window_losses(self.model, windows, self.who, self.plain.cast, rows, self.plain.kind)
+
+    def gathered(self) -> Any:
+        """Return the whole model as one process has it, on the first process; None elsewhere."""
+        return self.model if self.who.first else None
+
+    def _mesh(self) -> DeviceMesh:
+        """Return the mesh of processes: stages, copies, shares."""
+        parallel = self.config.parallel
+        sizes = (parallel.pp, self.shares // parallel.shard, parallel.shard)
+        return init_device_mesh(self.who.device.type, sizes, mesh_dim_names=("pp", "dp", "shard"))
+
+
+class Sharded(Whole):
+    """Every parameter in shares, copies of the shares where there are more processes: FSDP2 and HSDP."""
+
+    def __init__(self, config: TrainConfig, who: Processes) -> None:
+        super().__init__(config, who)
+        self.mesh = self._mesh()
+
+    @property
+    def whole(self) -> bool:
+        return False
+
+    def place(self, objective: Objective) -> Any:
+        from attnres.scale.shard import shard
+
+        self.model = objective.model
+        self.rebuild = _rebuilder(self.model)
+        names = ("dp", "shard") if self.mesh["dp"].size() > 1 else ("shard",)
+        shard(self.model, objective, self.mesh[names])
+        self.plain = self.objective = objective
+        return self.model
+
+    @contextlib.contextmanager
+    def syncing(self, last: bool) -> Iterator[None]:
+        self.plain.set_requires_gradient_sync(last)  # ty: ignore[call-non-callable]
+        yield
+
+    def window_losses(self, windows: Tensor, rows: int) -> np.ndarray:
+        losses = functools.partial(self.plain, held_out=True)  # the module whose call gathers what no layer has
+        return validate.shared_out(losses, self.plain, windows, self.who, rows)
+
+    def gradients(self, x: Tensor, y: Tensor, micro: Micro) -> Tensor:
+        from attnres.scale.shard import mean_gradients
+
+        total = super().gradients(x, y, micro)
+        mean_gradients(self.model.parameters(), _everyone())
+        return total
+
+    def clip(self, limit: float) -> float:
+        from attnres.scale.shard import clip_gradients, shards_of
+
+        return clip_gradients(self.model.parameters(), limit, lambda p: self.who.world_size / shards_of(p))
+
+    def gathered(self) -> Any:
+        tensors = {**dict(self.named_parameters()), **self.named_buffers()}
+        return self.rebuild(_collected(tensors, self.who))
+
+
+class Staged(Whole):
+    """The layers cut into stages, each process with its own; copies and shares of the stages where there are more."""
+
+    objective = None
+
+    def __init__(self, config: TrainConfig, who: Processes) -> None:
+        from attnres.scale.pipeline import check_schedule, schedule_named
+
+        super().__init__(config, who)
+        parallel = config.parallel
+        self.virtual = parallel.pp_virtual or (2 if schedule_named(parallel.pp_schedule).several else 1)
+        check_schedule(parallel.pp_schedule, parallel.pp, self.virtual, config.accumulation)
+        self.mesh = self._mesh()
+        self.rank = self.mesh["dp"].get_local_rank() * parallel.shard + self.mesh["shard"].get_local_rank()
+
+    @property
+    def whole(self) -> bool:
+        return False
+
+    def place(self, objective: Objective) -> Any:
+        from attnres.scale.pipeline import Pipeline, plan_cut
+        from attnres.scale.shard import shard
+
+        config, parallel, model = self.config, self.config.parallel, objective.model
+        self.rebuild = _rebuilder(model)
+        # Gradients of copies that are not shared out are averaged after the step, beside the residual's.
+        group = _groups(self.mesh, ("dp", "shard"))
+        self.alike = group
+
+        def prepare(stage: Any) -> None:
+            if parallel.shard > 1:
+                names = ("dp", "shard") if self.mesh["dp"].size() > 1 else ("shard",)
+                shard(stage.model, stage, self.mesh[names], reshard=False)
+
+        self.pipeline = Pipeline(
+            model,
+            plan_cut(model, parallel.pp, parallel.pp_schedule, self.virtual, parallel.pp_layers),
+            schedule=parallel.pp_schedule,
+            microbatches=config.accumulation,
+            batch=config.batch_size // config.accumulation // self.shares,
+            tokens=config.data.seq_len,
+            group=self.mesh.get_group("pp"),
+            device=self.who.device,
+            losses=functools.partial(called_losses, kind=objective.kind),
+            cast=objective.cast,
+            prepare=prepare,
+        )
+        self.model = self.pipeline.stages[0].model
+        return self.model
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.pipeline.named_parameters()
+
+    def named_buffers(self) -> dict[str, Tensor]:
+        return {name: buffer for stage in self.pipeline.stages for name, buffer in _saved_buffers(stage.model).items()}
+
+    def gradients(self, x: Tensor, y: Tensor, micro: Micro) -> Tensor:
+        from attnres.scale.shard import mean_gradients
+
+        total = self.pipeline.step(x, y, 1 / y.numel())
+        penalty = self.pipeline.residual("penalty")
+        if penalty is not None and self.pipeline.rank == 0:
+            penalty.backward()
+        self.pipeline.reduce_gradients()
+        if self.alike is not None:
+            mean_gradients((p for _, p in self.named_parameters()), self.alike)
+        return torch.stack([total, torch.zeros_like(total)])
+
+    def clip(self, limit: float) -> float:
+        from attnres.scale.shard import clip_gradients, shards_of
+
+        shared = {id(p) for p in self.pipeline.residual.parameters()}
+        tied = {id(p) for p in self.pipeline.tied_here()}
+
+        def copies(parameter: nn.Parameter) -> float:
+            stages = self.config.parallel.pp if id(parameter) in shared else 2 if id(parameter) in tied else 1
+            return stages * self.shares / shards_of(parameter)
+
+        return clip_gradients((p for _, p in self.named_parameters()), limit, copies)
+
+    @torch.no_grad()
+    def window_losses(self, windows: Tensor, rows: int) -> np.ndarray:
+        losses = torch.zeros(len(windows), dtype=torch.float64, device=self.who.device)
+        share = torch.arange(len(windows))[self.rank :: self.shares]
+        size = rows * self.config.accumulation
+        with contextlib.ExitStack() as stack:
+            for stage in self.pipeline.stages:
+                stack.enter_context(evaluating(stage))
+            for start in range(0, math.ceil(len(windows) / self.shares), size):
+                part = share[start : start + size]
+                filled = torch.zeros(size, dtype=torch.long)  # a pipeline takes whole batches: window 0 again
+                filled[: len(part)] = part
+                tokens = windows[filled].to(self.who.device)
+                values = self.pipeline.evaluate(tokens[:, :-1], tokens[:, 1:]).double().mean(1)
+                losses[part.to(self.who.device)] = values[: len(part)]
+        return self.who.sum(losses).cpu().numpy()
+
+    def gathered(self) -> Any:
+        tensors = {**dict(self.named_parameters()), **self.named_buffers()}
+        return self.rebuild(_collected(tensors, self.who))
+
+
+def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    kept, names = model.state_dict(), {name for name, _ in model.named_buffers()}
+    return {name: tensor for name, tensor in kept.items() if name in names}
+
+
+def _everyone() -> Any:
+    return torch.distributed.group.WORLD
+
+
+def _groups(mesh: DeviceMesh, names: tuple[str, str]) -> Any:
+    """Return the processes along two axes of the mesh as one group; None for one process."""
+    plane = mesh[names]
+    if plane.size() == 1:
+        return None
+    return plane._flatten("alike").get_group() if 1 not in plane.shape else mesh.get_group(names[plane.shape[0] == 1])
+
+
+def _rebuilder(model: Any) -> Callable[[dict[str, Tensor] | None], Any]:
+    """Return what makes the model anew on one process from its tensors; None of None."""
+    device = next(model.parameters()).device
+    cls, config, generation = type(model), copy.deepcopy(model.config), copy.deepcopy(model.generation_config)
+
+    def rebuild(tensors: dict[str, Tensor] | None) -> Any:
+        if tensors is None:
+            return None
+        with torch.random.fork_rng(devices=[]):
+            whole = cls(config)
+        places = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
+        for name, tensor in tensors.items():
+            places[name].data = tensor
+        whole.generation_config = generation
+        return whole.to(device).train()
+
+    return rebuild
+
+
+def _collected(tensors: Mapping[str, Tensor], who: Processes) -> dict[str, Tensor] | None:
+    """Return all named tensors of all processes, whole, on the first one; None elsewhere. One at a time.
+
+    A tensor that several processes have is taken from the lowest.
+    """
+    names = who.gather(list(tensors))
+    owners = {name: rank for rank in reversed(range(who.world_size)) for name in names[rank]}
+    shapes = {name: value for part in who.gather(_forms(tensors)) for name, value in part.items()}
+    whole: dict[str, Tensor] = {}
+    for name, owner in owners.items():
+        tensor = tensors.get(name)
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
+        if owner and who.rank == owner:
+            assert tensor is not None
+            torch.distributed.send(tensor.detach().contiguous(), 0)
+        elif owner and who.first:
+            shape, dtype = shapes[name]
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=who.device)
+            torch.distributed.recv(tensor, owner)
+        if who.first:
+            assert tensor is not None
+            whole[name] = tensor.detach().cpu().clone()
+    return whole if who.first else None
+
+
+def _forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple[list[int], str]]:
+    return {name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}

@@ -1,0 +1,105 @@
+"""Stages in one process, one after the other: losses and gradients of the whole model, for every mechanism."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from tiny import SIZE
+
+from attnres import UserError
+from attnres.models import build
+from attnres.residuals import RESIDUALS
+from attnres.scale.cache import RankCache
+from attnres.scale.crossings import crossings
+from attnres.scale.cut import cut_of, placed
+from attnres.scale.stage import StageModule, refuse_stages, shell
+from attnres.training.objective import called_losses
+
+FIVE = {**SIZE, "hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2, "num_key_value_heads": 1}
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+FAMILIES = {
+    "gpt2": {"family": "gpt2", "n_embd": 16, "n_layer": 5, "n_head": 2, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gemma2": {**FIVE, "family": "gemma2", "sliding_window": 3},
+    "olmo2": {name: value for name, value in FIVE.items() if name != "head_dim"} | {"family": "olmo2"},
+    "mixtral": {**FIVE, **MOE, "family": "mixtral"},
+}
+FAMILIES["gpt2"] |= {"resid_pdrop": 0.0}
+
+
+def losses(model, call, y):
+    return called_losses(model, call, y, "whole")
+
+
+def cut_and_whole(residual, layers, size=FIVE, **settings):
+    """(names whose gradients are missing on one side, largest relative error) of a cut over two ranks."""
+    model = build(size, residual, vocab_size=31, max_positions=32, settings=settings).double().train()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.residual.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=draw).to(parameter) * 0.2)
+    x, y = torch.randint(31, (2, 4), generator=draw), torch.randint(31, (2, 4), generator=draw)
+    loss = losses(model, {"input_ids": x}, y)
+    loss.sum().backward()
+    wanted = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+
+    cut = cut_of(layers, placed(len(layers), 2), sublayers=len(model.residual.sublayers))
+    table, caches = crossings(model.residual, cut), (RankCache(), RankCache())
+    stages = [
+        StageModule(shell(model), stage, cut, table, caches[rank], losses, nullcontext)
+        for stage, rank in enumerate(cut.ranks)
+    ]
+    inputs, outputs, tensors = [], [], (x,)
+    for stage in stages:
+        inputs.append(tensors)
+        outputs.append(stage(*tensors, microbatch=3, targets=y))
+        if not stage.last:
+            tensors = tuple(tensor.detach().requires_grad_() for tensor in outputs[-1])
+            assert len(tensors) == len(table[stage.stage].sent)
+    assert torch.allclose(outputs[-1], loss, rtol=1e-12)
+    outputs[-1].sum().backward()
+    for place in reversed(range(len(stages) - 1)):
+        gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs[place + 1]]
+        torch.autograd.backward(outputs[place], gradients)
+    for cache in caches:
+        cache.check()
+    ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    errors = ((ours[n] - wanted[n]).abs().max() / wanted[n].abs().max().clamp_min(1e-30) for n in wanted if n in ours)
+    return set(ours) ^ set(wanted), max(errors).item()
+
+
+@pytest.mark.parametrize("residual", list(RESIDUALS))
+def test_every_mechanism_is_cut_without_a_trace(residual):
+    missing, error = cut_and_whole(residual, (1, 2, 1, 1))
+    assert not missing and error < 1e-10
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_families_are_cut_without_a_trace(family):
+    missing, error = cut_and_whole("block", (1, 2, 1, 1), FAMILIES[family], block_size=3)
+    assert not missing and error < 1e-10
+
+
+@pytest.mark.parametrize("layers", [(0, 3, 2, 0), (2, 3), (1, 1, 1, 1, 1)])
+@pytest.mark.parametrize("tie", [True, False])
+def test_uneven_cuts_ends_of_their_own_and_tied_tables(layers, tie):
+    missing, error = cut_and_whole("block", layers, {**FIVE, "tie_word_embeddings": tie}, block_size=3)
+    assert not missing and error < 1e-10
+
+
+def test_a_lost_gradient_is_noticed():
+    cache = RankCache()
+    cache.keep(0, "block 1", torch.ones(2))
+    cache.owe(1, "block 2", torch.ones(2))
+    with pytest.raises(RuntimeError, match=r"\{0: \['block 1'\]\}.*nobody collected \{1: \['block 2'\]\}"):
+        cache.check()
+    cache.check()  # and said once
+
+
+def test_models_that_stages_cannot_be_made_of_are_refused():
+    watched = build(FIVE, "block", vocab_size=31, settings={"num_blocks": 2})
+    watched.residual.observer = object()
+    with pytest.raises(UserError, match="cannot be watched"):
+        refuse_stages(watched)
+    with pytest.raises(UserError, match="value_residual"):
+        refuse_stages(build(FIVE, "block", vocab_size=31, settings={"num_blocks": 2, "value_residual": "fixed"}))

@@ -1,0 +1,180 @@
+"""Two gloo processes in one launch: pipelines against one process, whole runs against a run in one, checkpoints."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import NARROW
+from two_ranks import train_in_fp64
+
+from attnres.training import from_dict, to_dict
+from attnres.training.metrics import read
+
+BLOCK = {"residual": "block", "settings": {"block_size": 3}}
+CASES: dict[str, dict[str, Any]] = {
+    "1f1b": {**BLOCK, "schedule": "1f1b"},
+    "gpipe, a head of its own": {**BLOCK, "schedule": "gpipe", "layers": [8, 0]},
+    "everything sent": {**BLOCK, "schedule": "looped_bfs", "cached": False},
+    "four stages a rank": {"residual": "block", "settings": {"block_size": 2}, "schedule": "interleaved", "virtual": 4},
+    "zero bubble, tied": {**BLOCK, "schedule": "interleaved_zero_bubble", "tie": True},
+    "full, there and back": {"residual": "full", "schedule": "zbv", "tie": True},
+    "standard": {"residual": "standard", "schedule": "interleaved"},
+    "streams": {"residual": "hyper_connections", "schedule": "dualpipev"},
+}
+VECTORS = {"1f1b": 4, "everything sent": 12, "four stages a rank": 8, "standard": 3, "full, there and back": 13}
+"""Vectors a token, by hand. Four stages a rank, P = 2, V = 4, one block a stage: 1 + 3 * 2 and the embedding. There and
+back: the embedding and 4 outputs to rank 1, whose 8 own ones come back."""
+
+
+def configuration(corpus: Path, out: Path, **values: Any) -> dict[str, Any]:
+    base = from_dict(
+        {
+            "model": {"size": {**NARROW, "num_hidden_layers": 4}, "residual": "block", "num_blocks": 2},
+            "data": {"source": str(corpus), "seq_len": 16, "val_windows": 5},
+            "optim": {"lr": 0.01},
+            "out": str(out),
+            "steps": 20,
+            "batch_size": 8,
+            "accumulation": 2,
+            "dtype": "fp32",
+            "device": "cpu",
+            "val_every": 10,
+            "log_every": 1,
+            "depth_every": 0,
+            "save_every": 50,
+        }
+    )
+    return to_dict(from_dict(values, base))
+
+
+SHARD, STAGES = {"shard": 2}, {"pp": 2}
+MUON = {"optim": {"optimizer": "muon"}, "steps": 4}
+CHUNKED = {"loss": "chunked", "gradient_checkpointing": "layer"}
+
+
+@pytest.fixture(scope="module")
+def both(corpus, launched, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+    """The folder of the runs and the results of all cases and runs."""
+    root = tmp_path_factory.mktemp("two")
+
+    def run(name: str, out: str | None = None, until: int | None = None, **values: Any) -> list[Any]:
+        return [name, configuration(corpus, root / (out or name), **values), until]
+
+    runs = [
+        run("shares", parallel=SHARD),
+        run("stages", parallel={**STAGES, "pp_schedule": "interleaved"}, **CHUNKED),
+        run("muon", parallel=SHARD, **MUON),
+        run("adaptive", parallel=STAGES, model={"residual": "adaptive", "num_blocks": None}, steps=4),
+        run("10 of 20", "resharded", 10, parallel=SHARD),
+        run("20 of 20", "resharded", parallel=STAGES, resume=True),
+        run("10 again", "again", 10, parallel=SHARD),
+        run("20 again", "again", parallel=SHARD, resume=True),
+        run("watched", parallel=STAGES, depth_every=5),
+        run("too many", parallel={"shard": 4}),
+        run("few", parallel=STAGES, accumulation=1),
+        run("finished", "shares", parallel=SHARD),
+    ]
+    results = launched(root, {"cases": list(CASES.values()), "runs": runs})
+    return root, {"cases": dict(zip(CASES, results["cases"])), "runs": results["runs"]}
+
+
+@pytest.fixture(scope="module")
+def alone(both) -> Path:
+    """The runs "one", "muon" and "adaptive" in this one process."""
+    root, _ = both
+    jobs = {name: values for name, values, _ in json.loads((root / "jobs.json").read_text())["runs"]}
+    for name, out in (("shares", "one"), ("muon", "one muon"), ("adaptive", "one adaptive")):
+        train_in_fp64({**jobs[name], "parallel": {}, "out": str(root / out)}, None)
+    return root
+
+
+def furthest(ours: Path, theirs: Path) -> float:
+    """The largest difference of losses and gradient norms between two runs of the same lines."""
+    left, right = (read(run / "metrics.jsonl") for run in (ours, theirs))
+    assert [(line["kind"], line["step"]) for line in left] == [(line["kind"], line["step"]) for line in right]
+    names = ("loss", "grad_norm", "penalty")
+    return max(abs(a.get(name, 0) - b.get(name, 0)) for a, b in zip(left, right) for name in names)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_pipeline_is_one_process(both, case):
+    result = both[1]["cases"][case]
+    assert not result["missing"]
+    assert result["gradient"] < 1e-10 and result["loss"] < 1e-10
+    assert result["sent"] == [result["table"]] * 2  # forward, and as much back
+    assert result["table"] == VECTORS.get(case, result["table"])
+
+
+def test_receive_buffers_come_and_go(both):
+    for result in both[1]["cases"].values():
+        for buffers in result["buffers"]:
+            assert buffers["peak"] <= 0.75 * buffers["stock"]
+    # 1F1B: rank 1 receives four vectors for one microbatch at a time (2 x 5 tokens, 16 wide, fp64), rank 0 gradients.
+    assert [b["peak"] for b in both[1]["cases"]["1f1b"]["buffers"]] == [4 * 10 * 16 * 8] * 2
+
+
+def test_caches_hold_slots_only_where_a_later_stage_of_the_rank_reads_them(both):
+    cases = both[1]["cases"]
+    assert cases["1f1b"]["cache"] == cases["everything sent"]["cache"] == [0, 0]
+    assert min(cases["four stages a rank"]["cache"]) > 0
+
+
+@pytest.mark.parametrize("layout", ["shares", "stages"])
+def test_twenty_steps_in_shares_or_stages_are_those_of_one_process(both, alone, layout):
+    assert furthest(alone / layout, alone / "one") < 1e-10
+
+
+def test_muon_by_owners_is_muon(both, alone):
+    assert furthest(alone / "muon", alone / "one muon") < 1e-6
+
+
+def test_a_penalty_counts_once(both, alone):
+    assert furthest(alone / "adaptive", alone / "one adaptive") < 1e-10
+    assert all(line["penalty"] > 0 for line in read(alone / "adaptive" / "metrics.jsonl") if line["kind"] == "train")
+
+
+def test_the_model_at_the_end_is_whole(both, alone):
+    ours, theirs = (load_file(alone / run / "model" / "model.safetensors") for run in ("stages", "one"))
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=1e-9, atol=1e-9)
+    summaries = [json.loads((alone / run / "summary.json").read_text()) for run in ("stages", "shares", "one")]
+    for name in ("parameters", "extra_parameters", "step", "tokens"):
+        assert len({summary[name] for summary in summaries}) == 1
+
+
+def test_a_checkpoint_goes_on_in_another_layout_and_bit_for_bit_in_its_own(both, alone):
+    assert both[1]["runs"]["10 of 20"].startswith("stopped at step 10 of 20, saved in ")
+    assert furthest(alone / "resharded", alone / "again") < 1e-5
+    root = both[0]
+    before = read(root / "again" / "metrics.jsonl")
+    assert [line["step"] for line in before if line["kind"] == "train"] == list(range(1, 21))
+    assert furthest(root / "again", alone / "one") < 1e-5  # the model of a checkpoint goes on in fp32
+
+
+def test_a_checkpoint_in_shares_is_read_by_one_process_and_refused_when_damaged(both, corpus, tmp_path):
+    root, _ = both
+    values = configuration(corpus, tmp_path / "one", resume=True, steps=20)
+    shutil.copytree(root / "resharded", tmp_path / "one")
+    (tmp_path / "one" / "summary.json").unlink()
+    shard = next((tmp_path / "one" / "checkpoint" / "shares").glob("*.distcp"))
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "is not what was saved: the checkpoint is damaged" in train_in_fp64(values, None)
+    shard.write_bytes(content)
+    assert isinstance(train_in_fp64(values, None), float)
+    model = load_file(tmp_path / "one" / "model" / "model.safetensors")
+    other = load_file(root / "resharded" / "model" / "model.safetensors")
+    assert all(torch.equal(model[name].float(), other[name].float()) for name in other)
+
+
+def test_mistakes_are_one_sentence_on_the_first_process(both):
+    runs = both[1]["runs"]
+    assert "give --depth-every 0" in runs["watched"]
+    assert "there are 2 processes: start a multiple of 4" in runs["too many"]
+    assert "1 microbatches a step (accumulation) are too few for the schedule 1f1b" in runs["few"]
+    assert "holds a finished run" in runs["finished"]

@@ -1,0 +1,155 @@
+"""What two processes do for the tests of this folder, in one launch: `torchrun ... two_ranks.py FOLDER`.
+
+FOLDER/jobs.json holds {"cases": [...], "runs": [[name, configuration, steps or null], ...]}. Everything is in fp64.
+Results go to FOLDER/results.json.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from attnres.errors import UserError
+from attnres.models import build
+from attnres.scale.cache import RankCache
+from attnres.scale.crossings import vectors
+from attnres.scale.pipeline import Pipeline, check_schedule, plan_cut, schedule_named
+from attnres.training import from_dict, loop, start
+from attnres.training.objective import called_losses
+from attnres.training.parallel import join_processes
+
+SIZE = {
+    "family": "qwen3",
+    "hidden_size": 16,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "intermediate_size": 24,
+}
+WORDS, TOKENS, ROWS = 31, 5, 2
+
+
+def model_of(case: dict[str, Any]) -> Any:
+    """A model in fp64 whose residual has left its start values."""
+    size = {**SIZE, **case.get("size", {}), "tie_word_embeddings": case.get("tie", False)}
+    model = build(
+        size, case["residual"], vocab_size=WORDS, max_positions=32, settings=case.get("settings", {})
+    ).double()
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.residual.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=draw).to(parameter) * 0.2)
+    return model.train()
+
+
+def losses(model: Any, call: dict[str, Any], y: torch.Tensor) -> torch.Tensor:
+    return called_losses(model, call, y, "whole")
+
+
+def run_case(case: dict[str, Any], group: Any) -> dict[str, Any]:
+    """A pipeline's step, held against the same model in this one process."""
+    ranks, schedule, count = dist.get_world_size(), case["schedule"], case.get("microbatches", 4)
+    virtual = case.get("virtual", 2 if schedule_named(schedule).several else 1)
+    check_schedule(schedule, ranks, virtual, count)
+    whole, model = model_of(case), model_of(case)
+    layers = tuple(case["layers"]) if "layers" in case else None
+    pipe = Pipeline(
+        model,
+        plan_cut(model, ranks, schedule, virtual, layers),
+        schedule=schedule,
+        microbatches=count,
+        batch=ROWS,
+        tokens=TOKENS,
+        group=group,
+        device=torch.device("cpu"),
+        losses=losses,
+        cached=case.get("cached", True),
+    )
+    if case.get("fault") == "lost deposit":
+        pipe.cache.owe = lambda *_: None
+    draw = torch.Generator().manual_seed(5)
+    x, y = (torch.randint(WORDS, (ROWS * count, TOKENS), generator=draw) for _ in "xy")
+    held_out = pipe.evaluate(x, y)
+    for _ in range(2):  # the second step's gradients, were anything left of the first
+        for _, parameter in pipe.named_parameters():
+            parameter.grad = None
+        pipe.sent.forward = pipe.sent.backward = 0
+        total = pipe.step(x, y, 1 / y.numel())
+    pipe.reduce_gradients()
+    loss = losses(whole, {"input_ids": x}, y)[0] / y.numel()
+    loss.backward()
+    with torch.no_grad():
+        wanted = losses(whole, {"input_ids": x}, y)
+    theirs = dict(whole.named_parameters())
+    errors = {}
+    for name, parameter in pipe.named_parameters():
+        gradient, largest = theirs[name].grad, theirs[name].grad.abs().max().clamp_min(1e-30)
+        errors[name] = ((parameter.grad - gradient).abs().max() / largest).item()
+    every: list[Any] = [None] * ranks
+    off = max(abs(total - loss).item(), (held_out - wanted).abs().max().item()) if pipe.has_last else 0.0
+    dist.all_gather_object(every, (errors, off, pipe.sent.forward, pipe.sent.backward, pipe.buffers(), pipe.cache.peak))
+    names = {name for part in every for name in part[0]}
+    return {
+        "missing": sorted(set(theirs) ^ names),
+        "gradient": max(error for part in every for error in part[0].values()),
+        "loss": max(part[1] for part in every),
+        "sent": [sum(part[place] for part in every) / (x.numel() * SIZE["hidden_size"]) for place in (2, 3)],
+        "table": vectors(pipe.table),
+        "buffers": [part[4] for part in every],
+        "cache": [part[5] for part in every],
+    }
+
+
+def lost_gradient() -> str:
+    """What a cache says after a step in which a borrowed slot's gradient reached nobody."""
+    cache = RankCache()
+    cache.owe(0, "block 1", torch.ones(2))
+    try:
+        cache.check()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def train_in_fp64(values: dict[str, Any], until: int | None) -> Any:
+    """A run, with everything in fp64; with `until`, stopped after that step as by a signal."""
+    first = start.first_model
+    step = loop.Run.step
+
+    def in_fp64(*args: Any) -> Any:
+        model, record = first(*args)
+        return model.double(), record
+
+    def stopping(run: Any, signals: Any) -> None:
+        if until is not None and run.past.step == until - 1:
+            signals.terminations += 1
+        step(run, signals)
+
+    start.first_model, loop.Run.step = in_fp64, stopping
+    try:
+        return loop.train(from_dict(values), progress=False)["val_loss"]
+    except (loop.Interrupted, UserError) as error:
+        return str(error)
+    except SystemExit as error:
+        return error.code
+    finally:
+        start.first_model, loop.Run.step = first, step
+
+
+def main(folder: Path) -> None:
+    torch.set_num_threads(1)
+    join_processes("cpu")
+    group = dist.new_group(list(range(dist.get_world_size())))
+    jobs = json.loads((folder / "jobs.json").read_text())
+    results = {"cases": [run_case(case, group) for case in jobs["cases"]]}
+    results["runs"] = {name: train_in_fp64(values, until) for name, values, until in jobs["runs"]}
+    if dist.get_rank() == 0:
+        (folder / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
