@@ -6,6 +6,7 @@
 # make peers   other people's kernels, into build/peers, for the benchmarks and tests that compare with them
 # make bench-gpu   every benchmark on a CUDA device, JSON and plots into benchmarks/results
 # make test-gpu    the tests that need a CUDA device
+# make test-scale  the tests that need four processes
 # make clean   remove the environment (runs/ stays)
 #
 # PYTHON picks another interpreter; PIP_ARGS is given to pip, e.g. an index with smaller builds of torch.
@@ -15,7 +16,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: setup demo test lint types bench docs peers bench-gpu test-gpu clean
+.PHONY: setup demo test lint types bench docs peers bench-gpu test-gpu test-scale clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready
@@ -68,6 +69,9 @@ bench-gpu: .venv/ready
 
 test-gpu: .venv/ready
 	$(BIN)/python -m pytest -m gpu tests/gpu
+
+test-scale: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m scale tests/scale
 
 clean:
 	rm -rf .venv build *.egg-info
