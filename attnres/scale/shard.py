@@ -61,7 +61,7 @@ def mean_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup)
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, copies: Callable[[nn.Parameter], float]) -> float:
+def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, copies: Callable[[nn.Parameter], float]) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most `limit`; return the norm it was.
 
     Args:
@@ -77,4 +77,4 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, copies: Cal
     factor = (limit / (norm + 1e-6)).clamp(max=1.0)
     for _, gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
-    return norm.item()
+    return norm

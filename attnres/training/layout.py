@@ -113,9 +113,9 @@ class Whole:
                 stack.enter_context(self.objective.no_sync())
             yield
 
-    def clip(self, limit: float) -> float:
+    def clip(self, limit: float) -> Tensor:
         """Scale the gradients to a norm of `limit` at most and return the norm they had."""
-        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit).item()
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), limit)
 
     def window_losses(self, windows: Tensor, rows: int) -> np.ndarray:
         """Return the mean loss of each held-out window, `rows` in a pass, on every process."""
@@ -169,7 +169,7 @@ class Sharded(Whole):
         mean_gradients(self.model.parameters(), _everyone())
         return total
 
-    def clip(self, limit: float) -> float:
+    def clip(self, limit: float) -> Tensor:
         from attnres.scale.shard import clip_gradients, shards_of
 
         return clip_gradients(self.model.parameters(), limit, lambda p: self.who.world_size / shards_of(p))
@@ -247,7 +247,7 @@ class Staged(Whole):
             mean_gradients((p for _, p in self.named_parameters()), self.alike)
         return torch.stack([total, torch.zeros_like(total)])
 
-    def clip(self, limit: float) -> float:
+    def clip(self, limit: float) -> Tensor:
         from attnres.scale.shard import clip_gradients, shards_of
 
         shared = {id(p) for p in self.pipeline.residual.parameters()}

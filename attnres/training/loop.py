@@ -11,6 +11,7 @@ import random
 import shutil
 import statistics
 import time
+from collections import deque
 from collections.abc import Generator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
@@ -30,6 +31,7 @@ from attnres.training import checkpoint, distill, environment, regimes, start, v
 from attnres.training.config import TrainConfig, check, resolve, to_dict
 from attnres.training.data import data_record, open_data
 from attnres.training.device import tune
+from attnres.training.feed import Feed, Moment, Numbers, to_device
 from attnres.training.inside import write_inside
 from attnres.training.interrupt import Signals, caught_signals
 from attnres.training.layout import layout_for
@@ -116,7 +118,10 @@ class Run:
         self.loss = self.rate = self.norm = self.divergence = 0.0  # of the last step
         self.penalty: torch.Tensor | None = None  # of the last step
         self.depth: dict[str, Any] | None = None  # of the last step, if measured
-        self.signalled, self.untimed = 0, UNTIMED
+        self.signalled, self.warming = 0, UNTIMED
+        self.behind = who.device.type == "cuda"  # numbers are read a step later, so that the device need not wait
+        self.unread: deque[tuple[int, Numbers]] = deque()  # of the last steps
+        self.untimed: deque[tuple[Moment, Moment, bool]] = deque()  # when they began and ended; whether that counts
         self.prepared, self.batches, self.windows = open_data(config, who, progress=progress)
         self.record = data_record(self.prepared, self.windows)
         self.data = {name: value for name, value in self.record.items() if name != "windows_sha256"}
@@ -164,6 +169,8 @@ class Run:
         self.bar = self.bars.add(name, config.steps, self.past.step)
         if state:
             self.bars.say(f"{name}: resumed at step {self.past.step} of {config.steps}")
+        share = {"rank": self.layout.rank, "world_size": self.layout.shares}
+        self.feed = Feed(self.batches, who.device, **share, steps=config.steps)
         self.since = time.perf_counter()
 
     # -------------------------------------------------------------- one step
@@ -178,13 +185,12 @@ class Run:
 
         A residual's penalty is added to what is minimised, once, and to no loss that is reported.
         With accumulation and several processes each token still weighs the same: every micro-batch's summed loss is
-        divided by the tokens of the whole batch. A loss or gradient that is not finite changes no parameter and
-        raises UserError.
+        divided by the tokens of the whole batch. A loss or gradient that is not finite raises UserError: before it
+        changes a parameter or, `behind`, a step later, but before it is saved.
         """
         config, who, step = self.config, self.who, self.past.step + 1
-        began = time.perf_counter()
-        x, y = self.batches.at(step - 1, rank=self.layout.rank, world_size=self.layout.shares)
-        x, y = x.to(who.device, non_blocking=True), y.to(who.device, non_blocking=True)
+        began = Moment.now(who.device)
+        x, y = self.feed.at(step - 1)
         rate = fraction_of_peak(
             step,
             config.steps,
@@ -205,27 +211,35 @@ class Run:
         sums = self.layout.gradients(x, y, functools.partial(self._backward, by_depth))
         limit = config.optim.clip or math.inf
         norm = self.layout.clip(limit)
-        counts = [signals.interrupts, signals.terminations]
-        means = sums / self.layout.shares
-        shared = who.sum(torch.cat([means, means.new_tensor(counts)])).tolist()
-        loss_value, self.divergence, interrupts, terminations = shared
-        if not (math.isfinite(loss_value) and math.isfinite(norm)):
-            raise self._diverged(step, loss_value, norm)
+        counts = to_device([signals.interrupts, signals.terminations], sums)
+        shared = who.sum(torch.cat([sums / self.layout.shares, counts]))
+        self.unread.append((step, Numbers(torch.cat([shared, norm.to(shared)[None]]))))
+        if not self.behind:
+            self._read()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-        self.past.step, self.rate, self.norm = step, rate * config.optim.lr, norm
-        self.loss = loss_value
-        self.past.losses.append(loss_value)
-        self.signalled = 130 if interrupts else 143 if terminations else 0
-        if who.device.type == "cuda":
-            torch.cuda.synchronize(who.device)
-        self.past.last_s = time.perf_counter() - began
-        if self.untimed:
-            self.untimed -= 1
-        elif self.depth is None:
-            self.past.times = [*self.past.times[1 - TIMED :], self.past.last_s]
+        self.past.step, self.rate = step, rate * config.optim.lr
+        self.untimed.append((began, Moment.now(who.device), self.depth is None))
+        self._read(leave=1)
+
+    def _read(self, leave: int = 0) -> None:
+        """Take what the last steps gave, but for the last `leave`: loss, norm, signals and, once it is over, time."""
+        while len(self.unread) > leave:
+            step, numbers = self.unread.popleft()
+            self.loss, self.divergence, interrupts, terminations, self.norm = numbers.read()
+            if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
+                raise self._diverged(step, self.loss, self.norm)
+            self.past.losses.append(self.loss)
+            self.signalled = 130 if interrupts else 143 if terminations else 0
+        while len(self.untimed) > (leave if self.behind else 0):
+            began, ended, counts = self.untimed.popleft()
+            self.past.last_s = began.seconds_until(ended)
+            if self.warming:
+                self.warming -= 1
+            elif counts:
+                self.past.times = [*self.past.times[1 - TIMED :], self.past.last_s]
 
     def _backward(self, by_depth: bool, x: torch.Tensor, y: torch.Tensor, tokens: int, last: bool) -> torch.Tensor:
         """Add a micro-batch's gradients; return its cross-entropy and divergence over `tokens`, minimised or not."""
@@ -256,6 +270,8 @@ class Run:
         config, past = self.config, self.past
         last = past.step == config.steps
         tokens = config.batch_size * config.data.seq_len
+        if last or self.depth or not (past.last_s and past.step % config.log_every and past.step % config.val_every):
+            self._read()
         if past.step % config.log_every == 0 or last:
             past.train_loss = sum(past.losses) / len(past.losses)
             seconds = statistics.median(past.times[-len(past.losses) :] or [past.last_s])
@@ -283,6 +299,7 @@ class Run:
 
     def save(self) -> None:
         """Write the checkpoint; the one before stays until this one is complete."""
+        self._read()
         now = time.perf_counter()
         self.past.wall_s, self.since = self.past.wall_s + now - self.since, now
         states = self.who.gather(checkpoint.random_state(self.who.device))
@@ -347,6 +364,7 @@ class Run:
 
     def close(self) -> None:
         """Close the metrics and the tracker."""
+        self.feed.close()
         if self.metrics:
             self.metrics.close()
 

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import masking_utils
 
 from attnres import head
 from attnres.data import Batches, open_tokens
@@ -68,6 +70,18 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
         return forward(self, *batch, **how)
 
     monkeypatch.setattr(Objective, "forward", with_signal)
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, value: float, step: int) -> None:
+    """Make the loss of a step something else."""
+    forward, count = Objective.forward, 0
+
+    def broken(self: Objective, *batch: Any, **how: Any) -> Sums:
+        nonlocal count
+        count += 1
+        return Sums(*(one * (value if count == step else 1) for one in forward(self, *batch, **how)))
+
+    monkeypatch.setattr(Objective, "forward", broken)
 
 
 # ------------------------------------------------------------------ what a run writes
@@ -240,6 +254,50 @@ def test_checkpointing_changes_no_number(configure: Configure, tmp_path: Path, h
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     summary = train(configure(out="remade", resume=True, steps=4), progress=False)  # which may be changed underway
     assert summary["step"] == 4
+
+
+def read_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let runs read a step's numbers while the next one runs, as they do on CUDA."""
+    init = loop.Run.__init__
+
+    def behind(self: loop.Run, *args: Any, **how: Any) -> None:
+        init(self, *args, **how)
+        self.behind = True
+
+    monkeypatch.setattr(loop.Run, "__init__", behind)
+
+
+def test_numbers_read_a_step_behind_are_the_same(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(configure(out="at-once", log_every=3), progress=False)
+    read_behind(monkeypatch)
+    train(configure(out="behind", log_every=3), progress=False)
+    assert_same_run(tmp_path / "behind", tmp_path / "at-once")
+    spoil(monkeypatch, math.nan, step=5)
+    with pytest.raises(UserError, match=r"step 5: the loss is nan .*checkpoint of step 4 is kept"):
+        train(configure(out="broken", log_every=8), progress=False)
+
+
+def test_a_step_waits_for_no_number(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but Transformers' own look, once a forward pass that is not compiled, at whether sequences are packed."""
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
+    read_behind(monkeypatch)
+    config = configure(optim={"optimizer": "muon"}, accumulation=2)
+    run = loop.Run(loop.resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)
+    run.step(loop.Signals())
+    asked = []
+
+    class Asked(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            asked.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    with Asked():
+        run.step(loop.Signals())
+    run.close()
+    assert len(asked) > 500
+    assert not [name for name in asked if any(word in name for word in ("local_scalar", "nonzero", "is_all", "equal"))]
 
 
 GATED = {"residual": "adaptive", "num_blocks": None, "settings": {"target_count": 0, "target_weight": 30.0}}
@@ -469,14 +527,7 @@ def test_more_processes_than_held_out_windows(monkeypatch: pytest.MonkeyPatch) -
 def test_a_loss_that_is_not_finite_stops_the_run(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: float
 ) -> None:
-    forward, count = Objective.forward, 0
-
-    def broken(self: Objective, *batch: Any, **how: Any) -> Sums:
-        nonlocal count
-        count += 1
-        return Sums(*(one * (value if count == 6 else 1) for one in forward(self, *batch, **how)))
-
-    monkeypatch.setattr(Objective, "forward", broken)
+    spoil(monkeypatch, value, step=6)
     with pytest.raises(
         UserError, match=r"step 6: the loss is (nan|inf) .*checkpoint of step 4 is kept.*try a lower"
     ) as e:

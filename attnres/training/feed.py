@@ -1,0 +1,89 @@
+"""What goes to the device and what comes back without the one waiting for the other: batches ahead, numbers behind."""
+
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnres.data import Batches
+
+
+class Feed:
+    """The batches of a run in order, each made while the step before it runs, in pinned memory where that serves.
+
+    Args:
+        rank, world_size: whose share of each batch.
+        steps: no batch is made past these.
+    """
+
+    def __init__(self, batches: Batches, device: torch.device, *, rank: int, world_size: int, steps: int) -> None:
+        self.batches, self.device, self.steps = batches, device, steps
+        self.share = {"rank": rank, "world_size": world_size}
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        self.next: tuple[int, Future[tuple[Tensor, Tensor]]] | None = None
+
+    def at(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of a step, on the device; raises what `Batches.at` raises."""
+        ready, self.next = self.next, None
+        x, y = ready[1].result() if ready is not None and ready[0] == step else self._make(step)
+        if step + 1 < self.steps:
+            self.next = step + 1, self.thread.submit(self._make, step + 1)
+        return x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+
+    def close(self) -> None:
+        """End the thread."""
+        self.thread.shutdown(cancel_futures=True)
+
+    def _make(self, step: int) -> tuple[Tensor, Tensor]:
+        x, y = self.batches.at(step, **self.share)
+        return (x.pin_memory(), y.pin_memory()) if self.device.type == "cuda" else (x, y)
+
+
+def to_device(numbers: list[float], like: Tensor) -> Tensor:
+    """A tensor of numbers, of the dtype and on the device of another, which need not have done what it was asked."""
+    values = torch.tensor(numbers, dtype=like.dtype)
+    return values.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else values.to(like.device)
+
+
+class Moment(NamedTuple):
+    """When a step reached a place, on the device's clock where it has one."""
+
+    at: float | torch.cuda.Event
+
+    @classmethod
+    def now(cls, device: torch.device) -> "Moment":
+        """Note the moment when the device comes to what is asked of it from here on."""
+        if device.type != "cuda":
+            return cls(time.perf_counter())
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return cls(event)
+
+    def seconds_until(self, later: "Moment") -> float:
+        """Seconds from this moment to a later one, for which it waits."""
+        if isinstance(self.at, torch.cuda.Event) and isinstance(later.at, torch.cuda.Event):
+            later.at.synchronize()
+            return self.at.elapsed_time(later.at) / 1000
+        assert isinstance(self.at, float) and isinstance(later.at, float)
+        return later.at - self.at
+
+
+class Numbers:
+    """A few numbers on their way from the device; `read` waits for them."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values, self.arrived = values, None
+        if values.is_cuda:
+            self.values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(
+                values, non_blocking=True
+            )
+            self.arrived = torch.cuda.Event()
+            self.arrived.record()
+
+    def read(self) -> list[float]:
+        """The numbers, as soon as they are there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.values.tolist()
