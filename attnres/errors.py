@@ -49,7 +49,7 @@ def foreign(what: str, advice: str) -> Generator[None]:
     """
     try:
         yield
-    except (UserError, Interrupted):
+    except (UserError, Interrupted, BrokenPipeError):
         raise
     except RecursionError as error:
         raise UserError(f"{what} (nested too deep): {advice}") from error

@@ -130,12 +130,12 @@ def fit(value: Any, hint: Any) -> Any:
     if hint in (Any, list) and isinstance(value, list):
         return _parts(value, Any)
     kind = options[1] if origin is dict else Any if hint in (Any, dict) else None
-    if kind is not None and isinstance(value, Mapping) and all(isinstance(key, str) and _is_text(key) for key in value):
+    if kind is not None and isinstance(value, Mapping) and all(isinstance(key, str) and is_text(key) for key in value):
         return {key: _part(key, part, kind) for key, part in value.items()}
     if hint in (int, Any) and type(value) is int and not -(2**63) <= value < 2**63:
         raise Misfit(value, "a whole number of at most 64 bits")
     if type(value) is hint or (hint is Any and isinstance(value, bool | int | float | str | None)):
-        if isinstance(value, str) and not _is_text(value):
+        if isinstance(value, str) and not is_text(value):
             raise Misfit(value, "text of whole characters")
         return value
     if hint is float and type(value) is int and abs(value) < 2**63:
@@ -169,7 +169,7 @@ def _is_required(field: dataclasses.Field) -> bool:
     return field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
 
 
-def _is_text(value: str) -> bool:
+def is_text(value: str) -> bool:
     """Whether it can be written as UTF-8: JSON's escapes can spell half a character."""
     try:
         value.encode()

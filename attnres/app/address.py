@@ -5,8 +5,8 @@ import socket
 from attnres.errors import UserError
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises UserError where nothing can be served."""
+def check_port(host: str, port: int) -> str:
+    """Return the numeric address that a server on `host` is bound to. Raises UserError where nothing can be served."""
     if not 1 <= port <= 65535:
         raise UserError(f"port is {port}: expected 1 to 65535")
     try:
@@ -14,6 +14,7 @@ def check_port(host: str, port: int) -> None:
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
+            return probe.getsockname()[0]
     except OSError as error:
         why = (error.strerror or str(error)).lower()
         raise UserError(

@@ -12,7 +12,7 @@ from attnres.app import view as html
 from attnres.app.address import check_port
 from attnres.app.assets import CSS, DOWNLOAD, HEAD, ON_LOAD, ON_PANE, SET_LINK
 from attnres.app.examples import EXAMPLES
-from attnres.app.guard import Guard
+from attnres.app.guard import Guard, is_loopback
 from attnres.app.page import Page, Shown
 from attnres.app.state import HEAVIEST, MAX_CHARACTERS, View
 from attnres.errors import UserError
@@ -154,8 +154,7 @@ def serve(page: Page, *, host: str = "127.0.0.1", port: int = 7860, browser: boo
     Raises:
         UserError: a host that is not this machine's, or a port that is in use.
     """
-    check_port(host, port)
-    local = host in ("127.0.0.1", "localhost", "::1")
+    local = is_loopback(check_port(host, port))
     blocks = build(page)
     blocks.queue(max_size=QUEUE, default_concurrency_limit=1, api_open=False)
     try:

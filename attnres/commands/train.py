@@ -37,7 +37,9 @@ def run(arguments: list[str]) -> None:
     config = plain_config(options)
 
     from attnres.training import train
+    from attnres.training.interrupt import end_with_parent
 
+    end_with_parent()
     summary = train(config, progress=options.progress)
     if options.progress:
         print(

@@ -23,7 +23,7 @@ from attnres.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from attnres.errors import UserError
+from attnres.errors import UserError, foreign
 from attnres.files import replaced_folder, write_json, writing
 from attnres.folders import kind_of, refuse_other
 from attnres.locks import lock
@@ -244,7 +244,9 @@ def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _encode(tokenizer: Tokenizer, batch: list[str], eos: int) -> Iterator[np.ndarray]:
-    for encoding in tokenizer.encode_batch_fast(batch, add_special_tokens=False):
+    with foreign("the tokenizer cannot read the text", "give one that knows every character, or has an unknown token"):
+        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
+    for encoding in encodings:
         yield np.array([*encoding.ids, eos], dtype=np.uint32)
 
 

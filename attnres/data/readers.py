@@ -6,12 +6,13 @@
 .parquet  one row a document, in one column
 """
 
-import json
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 from attnres.errors import UserError, first_line
+from attnres.paths import refuse_special
+from attnres.reading import parse_json
 
 SUFFIXES = (".txt", ".jsonl", ".parquet", ".py")
 PIECE_BYTES = 16 * 1024  # what a piece of a plain text file aims at
@@ -30,6 +31,7 @@ def read_documents(path: Path, column: str, *, alone: bool) -> Iterator[str]:
     Raises:
         UserError: missing, unreadable, not UTF-8, truncated, or without that column.
     """
+    refuse_special(path)
     try:
         if path.suffix == ".parquet":
             documents = _parquet(path, column)
@@ -95,8 +97,8 @@ def _python(path: Path) -> Iterator[str]:
     try:
         with tokenize.open(path) as file:
             yield file.read()
-    except SyntaxError as error:
-        raise UserError(f"{path} is not Python source ({error.msg}): remove it or save it as UTF-8") from error
+    except (SyntaxError, LookupError, UnicodeError) as error:  # coding lines can name what is no coding of text
+        raise UserError(f"{path} is not Python source ({first_line(error)}): remove it or save it as UTF-8") from error
 
 
 def _jsonl(path: Path, column: str) -> Iterator[str]:
@@ -104,12 +106,7 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UserError(
-                    f"{path} line {number} is not a JSON object ({error.msg}): the file is truncated or not JSON Lines"
-                ) from error
+            row = parse_json(line, f"{path} line {number}", ours=False)
             if not isinstance(row, dict):
                 raise UserError(f"{path} line {number} holds {type(row).__name__}, expected an object with '{column}'")
             text = row.get(column)

@@ -13,7 +13,7 @@ from pathlib import Path
 from attnres.data.hub import read_hub, resolve, revision_of
 from attnres.data.readers import SUFFIXES, read_documents, text_bytes
 from attnres.errors import UserError
-from attnres.paths import user_path
+from attnres.paths import refuse_special, user_path
 
 # Not the library itself, or (the last) its own build: paths and flags of one machine.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "__pycache__"}
@@ -115,6 +115,7 @@ def _files(name: str, files: list[Path], column: str, salt: str) -> Source:
     state = hashlib.sha256(f"{salt}\n{column}\n".encode())
     size = 0
     for file in files:
+        refuse_special(file)
         try:
             stat = file.stat()
         except OSError as error:

@@ -8,13 +8,15 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import TypedDict
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from attnres.errors import UserError, first_line
+from attnres.errors import UserError, foreign
 from attnres.hub import fetch, is_hub_name
-from attnres.paths import user_path
+from attnres.paths import refuse_special, user_path
 from attnres.reading import read_json
+from attnres.typed import checked
 
 VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model", "*.tiktoken")
 """Patterns of files of which a tokenizer has at least one."""
@@ -23,9 +25,21 @@ TOKENIZER_FILES = (*VOCABULARIES, "merges.txt", "tokenizer*", "vocab*", "special
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 8_000_000  # of training text, trained in seconds
+SPARSE, MAX_UNUSED = 4, 100_000
+"""How many ids there may be to a token, and how many besides: rows of padding and reserved tokens are usual."""
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
 _PAIRS = {"140f02bb05c0d82c": "gpt2", "0d35466a430dfef1": "qwen2"}
 """Whose vocab.json it is, by a hash of its tokens in order: with merges.txt it does not say how text is split."""
+
+
+class _Token(TypedDict):
+    content: str
+
+
+class _Described(TypedDict, total=False):
+    """tokenizer_config.json, as far as it is looked at here."""
+
+    eos_token: str | _Token | None
 
 
 def holds_tokenizer(folder: Path) -> bool:
@@ -106,8 +120,16 @@ def bpe_size(spec: str) -> int | None:
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
-    """One more than the largest id: what a model's embedding must have."""
-    return max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+    """One more than the largest id: what a model's embedding must have.
+
+    Raises:
+        UserError: ids out of all proportion to the number of tokens: every one takes a row of the embedding.
+    """
+    ids = tokenizer.get_vocab(with_added_tokens=True).values()
+    size = max(ids, default=-1) + 1
+    if size > SPARSE * len(ids) + MAX_UNUSED:
+        raise UserError(f"the tokenizer has {len(ids):,} tokens and ids up to {size - 1:,}: number them in a row")
+    return size
 
 
 def file_sha256(path: Path) -> str:
@@ -145,11 +167,8 @@ def _from_folder(folder: Path) -> tuple[Tokenizer, str | None]:
     end = None
     config = folder / "tokenizer_config.json"
     if config.is_file():
-        try:
-            end = json.loads(config.read_text(encoding="utf-8")).get("eos_token")
-        except (ValueError, AttributeError) as error:
-            raise UserError(f"{config} is not a JSON object: fetch the tokenizer again") from error
-        end = end.get("content") if isinstance(end, dict) else end
+        end = checked(read_json(config, ours=False), _Described, config, "fetch the tokenizer again").get("eos_token")
+        end = end if end is None or isinstance(end, str) else end["content"]
     if (folder / "tokenizer.json").is_file():
         return _from_json(folder / "tokenizer.json"), end
     described = config.is_file() or (folder / "config.json").is_file()
@@ -159,10 +178,8 @@ def _from_folder(folder: Path) -> tuple[Tokenizer, str | None]:
     kind = None if described else _kind_of_pair(folder)
     from transformers import AutoTokenizer
 
-    try:
+    with foreign(f"the tokenizer in {folder} cannot be opened", "copy it again"):
         loaded = AutoTokenizer.from_pretrained(folder, tokenizer_type=kind)
-    except Exception as error:  # Transformers and the libraries below raise many kinds
-        raise UserError(f"the tokenizer in {folder} cannot be opened ({first_line(error)}): copy it again") from error
     backend = getattr(loaded, "backend_tokenizer", None)
     if not isinstance(backend, Tokenizer):
         raise UserError(f"the tokenizer in {folder} has no fast version (tokenizer.json): choose one that has")
@@ -171,7 +188,7 @@ def _from_folder(folder: Path) -> tuple[Tokenizer, str | None]:
 
 def _kind_of_pair(folder: Path) -> str:
     """Whose vocab.json and merges.txt lie in a folder without a config. Raises UserError."""
-    vocabulary = read_json(folder / "vocab.json")
+    vocabulary = read_json(folder / "vocab.json", ours=False)
     ids = sorted(vocabulary.items(), key=lambda pair: pair[1]) if isinstance(vocabulary, dict) else []
     key = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
     if key not in _PAIRS:
@@ -183,7 +200,6 @@ def _kind_of_pair(folder: Path) -> str:
 
 
 def _from_json(path: Path) -> Tokenizer:
-    try:
+    refuse_special(path)
+    with foreign(f"{path} is not a tokenizer", "give a tokenizer.json, or a folder with one"):
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises Exception itself
-        raise UserError(f"{path} is not a tokenizer: {error}") from error

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
-from attnres.errors import UserError
+from attnres.errors import UserError, foreign
 from attnres.evals.config import GenerateConfig
 from attnres.evals.depth import LEGEND, DepthReader, TokenDepth
 from attnres.evals.speaker import Speaker, open_speaker
@@ -114,6 +114,7 @@ def speak(config: GenerateConfig) -> None:
         "device": config.device,
         "trust_remote_code": config.trust_remote_code,
     }
+    Sampling(config.greedy, config.temperature, config.top_k, config.top_p, config.seed).check()
     names = ("max_new_tokens", "greedy", "temperature", "top_k", "top_p", "seed", "chat")
     how: dict[str, Any] = {name: getattr(config, name) for name in names}
     first = open_speaker(config.model, **options)
@@ -135,7 +136,8 @@ def _run(
 ) -> str:
     model = speaker.model
     devices = [model.device] if model.device.type == "cuda" else []
-    with evaluating(model), torch.random.fork_rng(devices=devices), torch.inference_mode():
+    broken = foreign(f"{speaker.name} generates nothing", "are its weights finite, and its config.json as it was made?")
+    with broken, evaluating(model), torch.random.fork_rng(devices=devices), torch.inference_mode():
         torch.manual_seed(seed)
         out = model.generate(  # ty: ignore[not-callable]
             ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=_Several(streamers)
@@ -152,16 +154,17 @@ def _settings(model: PreTrainedModel, sampling: Sampling, new: int) -> Generatio
     def pick(explicit: Any, theirs: Any, otherwise: Any) -> Any:
         return next(value for value in (explicit, theirs, otherwise) if value is not None)
 
-    return GenerationConfig(
-        max_new_tokens=new,
-        do_sample=not sampling.greedy,
-        temperature=1.0 if sampling.greedy else pick(sampling.temperature, defaults.temperature, 1.0),
-        top_k=50 if sampling.greedy else pick(sampling.top_k, defaults.top_k, 0),
-        top_p=1.0 if sampling.greedy else pick(sampling.top_p, defaults.top_p, 1.0),
-        num_beams=1,
-        pad_token_id=0 if pad is None else pad,
-        use_cache=True,
-    )
+    with foreign("generation_config.json of the model is not valid", "mend or remove it"):
+        return GenerationConfig(
+            max_new_tokens=new,
+            do_sample=not sampling.greedy,
+            temperature=1.0 if sampling.greedy else pick(sampling.temperature, defaults.temperature, 1.0),
+            top_k=50 if sampling.greedy else pick(sampling.top_k, defaults.top_k, 0),
+            top_p=1.0 if sampling.greedy else pick(sampling.top_p, defaults.top_p, 1.0),
+            num_beams=1,
+            pad_token_id=0 if pad is None else pad,
+            use_cache=True,
+        )
 
 
 class _Several(BaseStreamer):

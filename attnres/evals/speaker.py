@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from attnres.device import pick_device
-from attnres.errors import UserError
+from attnres.errors import UserError, foreign
 from attnres.evals.config import Dtype
 from attnres.models.open import open_checkpoint
 
@@ -35,7 +35,8 @@ class Speaker:
             if not self.tokenizer.chat_template:
                 raise UserError(f"the tokenizer of {self.name} has no chat template: leave out --chat")
             turns = [{"role": "user", "content": prompt}]
-            text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
+            with foreign(f"the chat template of {self.name} makes no text", "leave out --chat"):
+                text = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         else:
             ids = self.tokenizer(prompt, verbose=False)["input_ids"]

@@ -22,6 +22,7 @@ from attnres.hub import dataset_rows
 from attnres.paths import user_path
 from attnres.reading import parse_json, read_text
 from attnres.text import listed
+from attnres.typed import is_text
 
 LM_EVAL = "lm-eval:"
 """Begins the name of a task that lm-eval runs."""
@@ -244,7 +245,7 @@ def _item(row: Any, where: str, query: Callable[[str], str]) -> Item:
     shape = set(row) if isinstance(row, Mapping) else set()
     if shape >= {"query", "choices", "gold"}:
         text, choices = row["query"], row["choices"]
-        if isinstance(text, str) and _texts(choices, 2) and _index(row["gold"], len(choices)):
+        if isinstance(text, str) and is_text(text) and _texts(choices, 2) and _index(row["gold"], len(choices)):
             context = query(text)
             pairs = tuple((context, f" {choice}") for choice in choices)
             return Item(pairs, row["gold"], tuple(len(choice) for choice in choices))
@@ -262,7 +263,9 @@ def _item(row: Any, where: str, query: Callable[[str], str]) -> Item:
 
 
 def _texts(value: Any, least: int) -> bool:
-    return isinstance(value, list) and len(value) >= least and all(isinstance(v, str) and v for v in value)
+    return (
+        isinstance(value, list) and len(value) >= least and all(isinstance(v, str) and v and is_text(v) for v in value)
+    )
 
 
 def _index(value: Any, count: int) -> bool:

@@ -7,10 +7,9 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
-from attnres.errors import UserError, first_line, unknown
+from attnres.errors import UserError, foreign, unknown
 from attnres.models.classes import CLASSES, DepthMixin
 from attnres.models.families import FAMILIES
 from attnres.models.sizes import SIZES
@@ -71,24 +70,32 @@ def _resolved(size: str | Mapping[str, Any], vocab_size: int, max_positions: int
         raise unknown("model family", str(key), FAMILIES)
     if key not in CLASSES:
         raise UserError(f"{FAMILIES[key].causal_lm} is not in the installed Transformers: upgrade it")
+    config_class: Any = CLASSES[key][0]
     # No special tokens: Transformers' defaults for a family are ids of its own tokenizer.
     fields = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, **fields}
     fields |= {"vocab_size": vocab_size, FAMILIES[key].positions: max_positions}
-    _check_fields(CLASSES[key][0], fields)
+    _check_fields(config_class, fields)
+    names = [config_class.attribute_map.get(name, name) for name in ("hidden_size", "num_hidden_layers")]
+    if missing := [name for name in names if not {name, *_aliases(config_class, name)} & set(fields)]:
+        raise UserError(
+            f"the size {{family: {key}}} does not say {' and '.join(missing)}, and {key}'s own may be billions of "
+            "parameters: give them"
+        )
     return key, fields
+
+
+def _aliases(config_class: Any, name: str) -> list[str]:
+    """Other names that a config takes for the field `name`."""
+    return [alias for alias, target in config_class.attribute_map.items() if target == name]
 
 
 def _drawn(key: str, model_class: Any, config_class: Any, fields: Mapping[str, Any], seed: int) -> Any:
     """Return a model with weights drawn from the seed. Raises UserError."""
-    try:
+    with foreign(f"a {key} model of this size cannot be built", "change the fields of the size"):
         config = config_class(**fields)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return model_class(config)
-    except UserError:
-        raise
-    except (ValueError, TypeError, RuntimeError, ZeroDivisionError, StrictDataclassError) as error:
-        raise UserError(f"a {key} model of this size cannot be built: {first_line(error)}") from error
 
 
 def _check_fields(config_class: Any, fields: Mapping[str, Any]) -> None:

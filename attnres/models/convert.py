@@ -15,7 +15,7 @@ import torch
 import transformers
 from transformers import PreTrainedModel
 
-from attnres.errors import UserError, unknown
+from attnres.errors import UserError, foreign, unknown
 from attnres.folders import refuse_other
 from attnres.models.classes import CLASSES, DepthMixin, register
 from attnres.models.exactness import compare_logits, fixed_tokens, logits
@@ -172,7 +172,8 @@ def convert(
     if out is not None:
         _check_room(checkpoint, Path(out), dtype)
     model, ignored = checkpoint.load_all(dtype or "auto")
-    new = _convert(model, residual, make_settings, checkpoint.name, remote=checkpoint.code, ignored=ignored)
+    with foreign(f"{checkpoint.name} cannot be given depth reads", "does its config fit its weights?"):
+        new = _convert(model, residual, make_settings, checkpoint.name, remote=checkpoint.code, ignored=ignored)
     return new if out is None else _write(new, Path(out), checkpoint.files_beside())
 
 
@@ -189,7 +190,7 @@ def check_source(source: Checkpoint) -> None:
             "OUT writes it as a model of attnres, attnres.load opens it"
         )
     if quantised:
-        method = quantised.get("quant_method", "unknown")
+        method = quantised.get("quant_method", "unknown")  # a mapping, as `Fields` says
         raise UserError(f"{name} has quantised weights ({method}): save a dequantised copy and convert that")
     _ = source.config
     source.check_weights()

@@ -17,7 +17,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,14 +27,15 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
 from attnres.data.tokenizer import TOKENIZER_FILES, holds_tokenizer
-from attnres.errors import UserError, first_line, unknown
+from attnres.errors import UserError, foreign, unknown
 from attnres.hub import fetch, is_hub_name
 from attnres.models.classes import register_stored
 from attnres.models.foreign import formats_of
 from attnres.models.foreign.weights import assemble, foreign_config
 from attnres.paths import user_path
 from attnres.progress import quiet_transformers
-from attnres.reading import read_json
+from attnres.reading import MAX_DEPTH, read_json
+from attnres.typed import checked
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
@@ -43,7 +44,28 @@ DEFAULT_CONTEXT = 2048
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+"""Of attention and experts, in Transformers and torch themselves."""
+_AGAIN = "fetch or copy it again"
 _BESIDE = (*TOKENIZER_FILES, "chat_template*", "generation_config.json", "LICENSE*")
+
+
+class Fields(TypedDict, total=False):
+    """What is looked at in a config.json before Transformers makes a config of it."""
+
+    model_type: str | None
+    auto_map: dict[str, Any] | None
+    quantization_config: dict[str, Any] | None
+    residual: str
+    residual_settings: dict[str, Any] | None
+    residual_file: str | None
+    residual_family: dict[str, Any] | None
+
+
+class Index(TypedDict):
+    """What says which files hold the weights."""
+
+    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -121,12 +143,10 @@ class Checkpoint:
             raise UserError(
                 f"{self.name} is of type '{kind}', which this version of Transformers does not know: upgrade it"
             )
-        try:
+        if not self.trusted:
+            _refuse_fetched_code(self.name, self.fields)
+        with foreign(f"config.json of {self.name} makes no config", "fetch or copy it again"):
             return AutoConfig.from_pretrained(self.folder, trust_remote_code=bool(self.code))
-        except UserError:
-            raise
-        except Exception as error:  # strict configs and code raise many kinds
-            raise UserError(f"config.json of {self.name} makes no config ({first_line(error)})") from error
 
     @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -140,15 +160,12 @@ class Checkpoint:
                 f"{self.folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json of the model there"
             )
         config = self.config
-        try:
+        with foreign(f"the tokenizer in {self.tokenizer_folder} cannot be opened", "fetch or copy it again"):
             tokenizer: Any = AutoTokenizer.from_pretrained(
                 self.tokenizer_folder, config=config, trust_remote_code=self.trusted
             )
-        except Exception as error:  # the tokenizers library raises plain Exceptions, code any
-            raise UserError(
-                f"the tokenizer in {self.tokenizer_folder} cannot be opened ({first_line(error)})"
-            ) from error
-        self.check_ids(tokenizer.vocab_size - 1)
+            largest = tokenizer.vocab_size - 1
+        self.check_ids(largest)
         return tokenizer
 
     @property
@@ -232,12 +249,8 @@ class Checkpoint:
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             return
-        try:
+        with foreign(f"tokenizer.json of {self.name} cannot be read", _AGAIN):
             ids = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
-        except Exception as error:  # the library raises plain Exceptions
-            raise UserError(
-                f"tokenizer.json of {self.name} cannot be read ({first_line(error)}): fetch or copy it again"
-            ) from error
         self.check_ids(max(ids, default=0))
 
     def files_beside(self) -> dict[str, Path]:
@@ -275,23 +288,23 @@ class Checkpoint:
             if self.kind == "foreign":
                 self.check_weights()
                 return assemble(self.name, self.fields, config, self.weight_files, dtype), []
-            try:
+            with foreign(f"{self.name} cannot be loaded", "is it a causal language model, and whole?"):
                 loaded: Any = AutoModelForCausalLM.from_pretrained(
                     self.folder,
                     config=config,
                     dtype=dtype,
                     use_safetensors=True,
                     output_loading_info=True,
+                    ignore_mismatched_sizes=True,  # said below, by name
                     trust_remote_code=bool(self.code),
                     **options,
                 )
-            except UserError:
-                raise
-            except Exception as error:  # Transformers, safetensors and code raise many kinds
-                raise UserError(
-                    f"{self.name} cannot be loaded ({first_line(error)}): is it a causal language model, and whole?"
-                ) from error
         model, info = loaded
+        for tensor, stored, wanted in info["mismatched_keys"]:
+            raise UserError(
+                f"'{tensor}' of {self.name} has shape {tuple(stored)}, and its config says {tuple(wanted)}: fetch or "
+                "copy it again"
+            )
         if info["missing_keys"]:  # Transformers would draw them at random and go on
             first, *others = sorted(info["missing_keys"])
             raise UserError(f"{self.name} lacks '{first}' and {len(others)} other tensors: fetch or copy it again")
@@ -313,8 +326,8 @@ def open_checkpoint(name: str | Path, *, trust_remote_code: bool = False) -> Che
         folder = _fetched(str(name), code=trust_remote_code)
     else:
         folder, run, tokenizer_folder = _place(str(name), path)
-    fields = read_json(folder / "config.json")
-    if not isinstance(fields, dict) or not (fields.get("model_type") or fields.get("auto_map") or formats_of(fields)):
+    fields = dict(checked(read_json(folder / "config.json", ours=False), Fields, folder / "config.json", _AGAIN))
+    if not (fields.get("model_type") or fields.get("auto_map") or formats_of(fields)):
         raise UserError(f"config.json of {name} is not that of a model: it names no model_type")
     if tokenizer_folder is None and holds_tokenizer(folder):
         tokenizer_folder = folder
@@ -359,9 +372,15 @@ def context_of(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> int:
     for name in ("n_positions", "max_position_embeddings", "n_ctx"):
         value = getattr(_text_config(config), name, None)
         if value is not None:
-            return int(value)
+            return _length(value, name)
     longest = getattr(tokenizer, "model_max_length", VERY_LARGE_INTEGER)  # by which Transformers means "unknown"
-    return int(longest) if longest != VERY_LARGE_INTEGER else DEFAULT_CONTEXT
+    return _length(longest, "model_max_length") if longest != VERY_LARGE_INTEGER else DEFAULT_CONTEXT
+
+
+def _length(value: Any, name: str) -> int:
+    if type(value) not in (int, float) or not 1 <= value < 2**62:
+        raise UserError(f"the model's {name} is {value!r}: expected a number of tokens, 1 or more")
+    return int(value)
 
 
 def _text_config(config: Any) -> Any:
@@ -403,8 +422,23 @@ def _fetched(name: str, *, code: bool) -> Path:
 def _weight_names(folder: Path) -> list[str]:
     if not (folder / INDEX).is_file():
         return [SINGLE]
-    index = read_json(folder / INDEX)
-    names = index.get("weight_map") if isinstance(index, dict) else None
-    if not isinstance(names, dict) or not names:
-        raise UserError(f"{INDEX} in {folder} names no files: fetch or copy it again")
-    return sorted(set(names.values()))
+    index = checked(read_json(folder / INDEX, ours=False), Index, folder / INDEX, _AGAIN)
+    names = sorted(set(index["weight_map"].values()))
+    if not names:
+        raise UserError(f"{INDEX} in {folder} names no files: {_AGAIN}")
+    if strange := [name for name in names if name != Path(name).name]:
+        raise UserError(f"{INDEX} in {folder} names '{strange[0]}', which is no file beside it: {_AGAIN}")
+    return names
+
+
+def _refuse_fetched_code(name: str, fields: Any, depth: int = 0) -> None:
+    """Refuse with a UserError a config that names an implementation which Transformers would fetch and run."""
+    if isinstance(fields, dict) and depth < MAX_DEPTH:
+        for key, value in fields.items():
+            named = value.values() if isinstance(value, dict) else [value]
+            if "_implementation" in key and (code := [part for part in named if part not in _IMPLEMENTATIONS]):
+                raise UserError(
+                    f"config.json of {name} names the {key.lstrip('_')} {code[0]!r}, which may be fetched and run: "
+                    "remove that line, or read the code and pass trust_remote_code (--trust-remote-code)"
+                )
+            _refuse_fetched_code(name, value, depth + 1)

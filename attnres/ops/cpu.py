@@ -5,15 +5,18 @@ Where `cpu_build` has no library (no compiler, or ATTNRES_CPU_KERNELS=0), `load(
 
 import ctypes
 import functools
+import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.ops.cpu_build import library
+from attnres.ops.cpu_build import SWITCH, library
 from attnres.ops.eager import MergeGrads, MergeSaved, Sealed
 from attnres.ops.norms import Norm
 
@@ -52,6 +55,33 @@ def load() -> Any:
     """The compiled kernels, or None where they cannot be had. Never raises."""
     loaded = _loaded()
     return None if isinstance(loaded, str) else loaded
+
+
+def version() -> str | None:
+    """Which build of the kernels this process has: the name of the library, a hash of what decides what is in it."""
+    loaded = load()
+    return None if loaded is None else Path(loaded._name).stem
+
+
+@contextmanager
+def switched(on: bool) -> Generator[None]:
+    """Take the C kernels inside the block, or plain torch, whatever ATTNRES_CPU_KERNELS says."""
+    before = os.environ.get(SWITCH)
+    try:
+        os.environ[SWITCH] = "1" if on else "0"
+        _forget()
+        yield
+    finally:
+        if before is None:
+            del os.environ[SWITCH]
+        else:
+            os.environ[SWITCH] = before
+        _forget()
+
+
+def _forget() -> None:
+    library.cache_clear()
+    _loaded.cache_clear()
 
 
 def why_not(tensors: Sequence[Tensor], compute: torch.dtype, outputs: Sequence[torch.dtype] = ()) -> str | None:

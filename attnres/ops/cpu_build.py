@@ -22,13 +22,15 @@ from attnres.locks import lock
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp", "-fPIC")
+SWITCH = "ATTNRES_CPU_KERNELS"
+"""Environment variable: 0 takes plain torch."""
 _SECONDS = 120
 """A compiler that takes longer is given up."""
 
 
 def turned_off() -> bool:
     """Whether the user asked for plain torch."""
-    return os.environ.get("ATTNRES_CPU_KERNELS", "1") == "0"
+    return os.environ.get(SWITCH, "1") == "0"
 
 
 @functools.cache

@@ -24,7 +24,7 @@ class OwnedMuon(torch.optim.Muon):
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # ty: ignore[invalid-method-override]
+    def step(self, closure: Any = None) -> None:  # ty: ignore[incompatible-method-override]
         assert closure is None
         plain: list[tuple[nn.Parameter, Tensor]] = []
         for group in self.param_groups:

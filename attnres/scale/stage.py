@@ -129,7 +129,7 @@ class StageModule(nn.Module):
                 layers[index] = Skipped(layer)
         if not self.first:
             layers[0].register_forward_pre_hook(self.entry, with_kwargs=True)
-            base.set_input_embeddings(None)  # ty: ignore[call-non-callable]
+            base.set_input_embeddings(None)  # ty: ignore[not-callable]
         elif 0 not in here:  # the embedding alone: the hook that starts the stream moves to the layer's stand-in
             layers[0]._forward_pre_hooks, layers[0]._forward_pre_hooks_with_kwargs = hooks
         if not self.last:
@@ -146,7 +146,7 @@ class StageModule(nn.Module):
         yield from self.model.depth_layers.parameters()
         if self.last:
             yield from self.model.depth_base.get_submodule(self.model.family.final_norm).parameters()
-            yield from self.model.get_output_embeddings().parameters()  # ty: ignore[unresolved-attribute]
+            yield from self.model.get_output_embeddings().parameters()
 
     def named_owned(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Give the parameters that this stage trains or shares in training, by their names in the whole model: not a

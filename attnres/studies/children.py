@@ -20,10 +20,11 @@ from rich.console import Console
 
 import attnres
 from attnres.errors import ERROR_FILE, Interrupted, UserError
+from attnres.ops.cpu_build import SWITCH
 from attnres.progress import STEPS, Bar, Bars
 from attnres.residuals.registry import PLUGINS, plugins
 from attnres.text import duration
-from attnres.training.interrupt import Signals, caught_signals
+from attnres.training.interrupt import PARENT, Signals, caught_signals
 
 POLL_S = 0.2
 PATIENCE_S = 10.0
@@ -39,6 +40,7 @@ class Child:
     config: Path
     steps: int
     threads: int = 1
+    kernels: bool | None = None  # whether C kernels read on a CPU; None leaves it to the environment
     process: subprocess.Popen | None = None
     log: Path | None = None
     began: float = 0.0
@@ -50,6 +52,9 @@ class Child:
         paths = [str(Path(attnres.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         environment["OMP_NUM_THREADS"] = str(self.threads)
+        environment[PARENT] = str(os.getpid())
+        if self.kernels is not None:
+            environment[SWITCH] = "1" if self.kernels else "0"
         environment[PLUGINS] = plugins()  # a configuration names a file and runs none
         return environment
 
@@ -121,7 +126,8 @@ class Child:
                 return UserError(f"{self.name}: {message}")
         where = f"see {self.log}" if self.log is not None else "see its messages above"
         if self.code < 0:
-            how = f"was killed by {signal.Signals(-self.code).name} (out of memory?)"
+            cause = " (out of memory?)" if -self.code == signal.SIGKILL else ""
+            how = f"was ended by {signal.Signals(-self.code).name}{cause}"
         else:
             how = f"ended with exit status {self.code}"
         return UserError(f"{self.name} {how}, {where}; the same command continues from its last checkpoint")

@@ -18,6 +18,7 @@ from rich.console import Console
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
 from attnres.folders import refuse_other
+from attnres.ops import cpu
 from attnres.reading import read_json
 from attnres.report.runs import Study
 from attnres.report.show import show
@@ -74,7 +75,9 @@ def opened(config: CompareConfig, say: Console, fill: Callable[[Plan], None] | N
     with locked(out):
         finished = _claim(out, plan)
         vocabulary = _prepare(out, plan, say)
-        jobs, threads = _share(out, config.jobs, plan, vocabulary)
+        before = _before(out)
+        jobs, threads = _share(before, config.jobs, plan, vocabulary)
+        kernels = _kernels(before, plan)
         # First of all, so that the folder is known as a comparison however early it is stopped.
         write_json(
             out / "compare.json",
@@ -86,15 +89,18 @@ def opened(config: CompareConfig, say: Console, fill: Callable[[Plan], None] | N
                 "variants": {label: dataclasses.asdict(variant) for label, variant in plan.variants.items()},
                 "jobs": jobs,
                 "threads": threads,
+                "kernels": kernels,
             },
         )
+        for stale in (out / "configs").glob("*.error"):
+            stale.unlink()
         for name, run in plan.runs.items():
             write_json(out / "configs" / f"{name}.json", to_dict(run))
         if fill is not None:
             fill(plan)
             finished = _claim(out, plan)
         children = [
-            Child(name, out / name, out / "configs" / f"{name}.json", run.steps, threads)
+            Child(name, out / name, out / "configs" / f"{name}.json", run.steps, threads, kernels is not None)
             for name, run in plan.runs.items()
             if name not in finished
         ]
@@ -147,10 +153,33 @@ def _prepare(out: Path, plan: Plan, say: Console) -> int:
 # ------------------------------------------------------------------ training
 
 
-def _share(out: Path, asked: int | None, plan: Plan, vocabulary: int) -> tuple[int, int]:
-    """How many runs train at once and with how many threads each: as before if this continues a comparison."""
+def _before(out: Path) -> Compared:
+    """What compare.json says, if this continues a comparison."""
     path = out / "compare.json"
-    before: Compared = checked(read_json(path), Compared, path, "choose another --out") if path.is_file() else {}
+    return checked(read_json(path), Compared, path, "choose another --out") if path.is_file() else {}
+
+
+def _kernels(before: Compared, plan: Plan) -> str | None:
+    """Which build of the C kernels all runs read with, None for plain torch: as before if this continues a comparison.
+
+    Raises:
+        UserError: that build is not to be had, and different ones are not allowed.
+    """
+    if "kernels" not in before:
+        return cpu.version()
+    with cpu.switched(before["kernels"] is not None):
+        here = cpu.version()
+    if before["kernels"] != here and not next(iter(plan.runs.values())).allow_different:
+        raise UserError(
+            f"the comparison was begun with build {before['kernels']} of the C kernels, and here is {here}: runs "
+            "would differ by more than their variants; continue it where it was begun, choose another --out, or "
+            "give --allow-different"
+        )
+    return here
+
+
+def _share(before: Compared, asked: int | None, plan: Plan, vocabulary: int) -> tuple[int, int]:
+    """How many runs train at once and with how many threads each: as before if this continues a comparison."""
     jobs = asked or before.get("jobs") or _jobs(plan, vocabulary)
     return jobs, before.get("threads") or max(1, torch.get_num_threads() // jobs)
 

@@ -17,7 +17,7 @@ from attnres.typed import leaves, overlay
 Setting = int | float | bool | str
 
 FREE = (
-    *("out", "name", "resume", "track", "save_every", "keep_at", "device"),
+    *("out", "name", "resume", "track", "save_every", "keep_at", "device", "allow_different"),
     *("gradient_checkpointing", "loss", "recompute_reads"),
 )
 """Fields that may change between a run and its resumption, as those of `parallel` may; only `device`, `parallel`,
@@ -186,8 +186,10 @@ class TrainConfig:
     keep_at: tuple[int, ...] = ()
     """Steps whose checkpoints stay, in RUN/kept, for runs that branch off there."""
     resume: bool = False
-    """Continue the run in the folder from its checkpoint, or start it if there is none. The result is the same,
-    bit for bit (on CUDA as far as its kernels repeat themselves)."""
+    """Continue the run in the folder from its checkpoint, or start it if there is none. The result is the same, bit for
+    bit (on CUDA as far as its kernels repeat themselves): with the threads and kernels that it was begun with."""
+    allow_different: bool = False
+    """Resume even where something else than the configuration makes other numbers: the device, versions, kernels."""
     track: Literal["none", "trackio", "wandb", "tensorboard"] = "none"
     """Also send the metrics to this tracker; metrics.jsonl is always written."""
 

@@ -1,10 +1,32 @@
-"""Ctrl-C and SIGTERM between two steps instead of in the middle of one."""
+"""Ctrl-C and SIGTERM between two steps instead of in the middle of one; a run ends with the comparison it is of."""
 
+import os
 import signal
 import threading
+import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from types import FrameType
+
+PARENT = "ATTNRES_PARENT"
+"""Environment variable: the number of the process without which a run of a comparison is to end."""
+LOOK_S = 1.0
+"""Seconds between two looks whether it is still there."""
+
+
+def end_with_parent() -> None:
+    """Send this process SIGTERM, on which a run saves and stops, once the process that `PARENT` names is no more its
+    parent: it was killed, and nobody would collect the run. Does nothing where none is named."""
+    parent = os.environ.get(PARENT, "")
+    if not parent.isdecimal():
+        return
+
+    def watch() -> None:
+        while os.getppid() == int(parent):
+            time.sleep(LOOK_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()
 
 
 class Signals:

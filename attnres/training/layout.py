@@ -8,7 +8,7 @@ import contextlib
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -106,7 +106,7 @@ class Whole:
         return total
 
     @contextlib.contextmanager
-    def syncing(self, last: bool) -> Iterator[None]:
+    def syncing(self, last: bool) -> Generator[None]:
         """While a micro-batch passes: gradients are averaged over the processes in its backward if it is the last."""
         with contextlib.ExitStack() as stack:
             if not last and isinstance(self.objective, nn.parallel.DistributedDataParallel):
@@ -154,8 +154,8 @@ class Sharded(Whole):
         return self.model
 
     @contextlib.contextmanager
-    def syncing(self, last: bool) -> Iterator[None]:
-        self.plain.set_requires_gradient_sync(last)  # ty: ignore[call-non-callable]
+    def syncing(self, last: bool) -> Generator[None]:
+        self.plain.set_requires_gradient_sync(last)  # ty: ignore[not-callable]
         yield
 
     def window_losses(self, windows: Tensor, rows: int) -> np.ndarray:

@@ -12,8 +12,9 @@ import shutil
 import statistics
 import time
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,13 @@ import numpy as np
 import torch
 
 from attnres.errors import Interrupted, UserError
-from attnres.files import locked, replaced_folder, write_json
+from attnres.files import locked, replaced_folder, write_json, write_text
 from attnres.models.checkpointing import checkpoint_activations
 from attnres.models.flops import forward_flops, peak_flops, step_flops
 from attnres.progress import STEPS, Bars
 from attnres.reading import read_json
 from attnres.stats import or_none, standard_error
-from attnres.training import checkpoint, distill, environment, regimes, start, validate
+from attnres.training import arithmetic, checkpoint, distill, environment, regimes, start, validate
 from attnres.training.config import TrainConfig, check, resolve, to_dict
 from attnres.training.data import data_record, open_data
 from attnres.training.device import tune
@@ -40,7 +41,7 @@ from attnres.training.objective import Objective, loss_kind
 from attnres.training.optim import kinds, optimizers_of, set_learning_rate
 from attnres.training.parallel import Processes, join_processes
 from attnres.training.past import Past, past_of
-from attnres.training.run_folder import claim, forget_after, same_data
+from attnres.training.run_folder import claim, forget_after, free_beside, same_data
 from attnres.training.schedule import fraction_of_peak, residual_fraction
 
 UNTIMED = 3
@@ -64,10 +65,11 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
     config = dataclasses.replace(config, dtype=dtype, device=who.device.type)
     if config.track != "none" and who.first:
         import_tracker(config.track)
-    with _claimed(config, who) as finished:
+    with _claimed(config, who) as (finished, in_place):
         if finished is not None:
             return finished
-        with closing(Run(config, who, progress=progress and who.first)) as run, caught_signals() as signals:
+        run = Run(config, who, progress=progress and who.first, in_place=in_place)
+        with closing(run), run.arithmetic(), caught_signals() as signals:
             with run.bars:
                 run.begin()
                 while run.past.step < config.steps:
@@ -78,38 +80,55 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
                         run.past.step % config.save_every == 0
                         or run.past.step in config.keep_at
                         or run.signalled
+                        or run.gone
                         or done
                     ):
                         run.save()
+                    if run.gone and not done:
+                        raise run.taken_away()
                     if run.signalled and not done:
                         raise Interrupted(
                             f"stopped at step {run.past.step} of {config.steps}, saved in "
                             f"{run.folder / 'checkpoint'}: give the same command with --resume to continue",
                             run.signalled,
                         )
-            return run.finish()
+            summary = run.finish()
+            if run.gone:
+                raise run.taken_away()
+            return summary
 
 
 @contextmanager
-def _claimed(config: TrainConfig, who: Processes) -> Generator[dict[str, Any] | None]:
-    """The run's folder, kept from other runs meanwhile; gives the summary if the run is finished already."""
+def _claimed(config: TrainConfig, who: Processes) -> Generator[tuple[dict[str, Any] | None, Callable[[], bool]]]:
+    """The run's folder, kept from other runs meanwhile; gives the summary if the run is finished already, and a
+    function that says whether the folder is still there."""
     with ExitStack() as stack:
+        in_place = _always
 
         def claimed() -> dict[str, Any] | None:
+            nonlocal in_place
             finished = claim(_folder(config), to_dict(config), resume=config.resume)
             if finished is None:
-                stack.enter_context(locked(_folder(config)))  # and once more, should another process have been there
+                in_place = stack.enter_context(locked(_folder(config)))
+                # And once more, should another process have been there.
                 finished = claim(_folder(config), to_dict(config), resume=config.resume)
             return finished
 
-        yield who.of_first(claimed)
+        yield who.of_first(claimed), lambda: in_place()
 
 
 class Run:
     """A run in progress: the model, its optimizers, its data and what has been measured."""
 
-    def __init__(self, config: TrainConfig, who: Processes, *, progress: bool):
-        """Prepare the data, build the model or load it from the checkpoint, open the metrics."""
+    def __init__(
+        self, config: TrainConfig, who: Processes, *, progress: bool, in_place: Callable[[], bool] | None = None
+    ):
+        """Prepare the data, build the model or load it from the checkpoint, open the metrics.
+
+        `in_place` says whether the folder is still there: somebody may rename or remove it.
+        """
+        self.in_place = in_place or _always
+        self.away, self.gone = False, None  # whether the folder was taken away, and which it was
         self.config, self.who, self.folder = config, who, _folder(config)
         with who.alike():
             self.layout = layout_for(config, who)
@@ -161,6 +180,11 @@ class Run:
             if who.rank < len(state["random"]):  # with more processes than before the new ones start from the seed
                 numbers = state["random"][who.rank]
                 checkpoint.as_saved(here, lambda: checkpoint.set_random_state(numbers, who.device))
+        recorded = (state or {}).get("arithmetic") or {}
+        width = self.model.residual("itself").width
+        self.arithmetic = partial(arithmetic.kept, recorded, who, width, different=config.allow_different)
+        with who.alike(), self.arithmetic():
+            pass  # what cannot be kept is refused before a file is changed
         self.metrics: Metrics | None = None
         if who.first:
             self._open_folder(self.past.step if state else -1)
@@ -211,7 +235,8 @@ class Run:
         sums = self.layout.gradients(x, y, functools.partial(self._backward, by_depth))
         limit = config.optim.clip or math.inf
         norm = self.layout.clip(limit)
-        counts = to_device([signals.interrupts, signals.terminations], sums)
+        away = self.metrics is not None and not (self.in_place() and self.metrics.in_place())
+        counts = to_device([signals.interrupts, signals.terminations, int(away)], sums)
         shared = who.sum(torch.cat([sums / self.layout.shares, counts]))
         self.unread.append((step, Numbers(torch.cat([shared, norm.to(shared)[None]]))))
         if not self.behind:
@@ -228,10 +253,11 @@ class Run:
         """Take what the last steps gave, but for the last `leave`: loss, norm, signals and, once it is over, time."""
         while len(self.unread) > leave:
             step, numbers = self.unread.popleft()
-            self.loss, self.divergence, interrupts, terminations, self.norm = numbers.read()
+            self.loss, self.divergence, interrupts, terminations, away, self.norm = numbers.read()
             if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
                 raise self._diverged(step, self.loss, self.norm)
             self.past.losses.append(self.loss)
+            self.away = self.away or bool(away)
             self.signalled = 130 if interrupts else 143 if terminations else 0
         while len(self.untimed) > (leave if self.behind else 0):
             began, ended, counts = self.untimed.popleft()
@@ -267,6 +293,8 @@ class Run:
 
     def measure(self) -> None:
         """After a step: its lines in metrics.jsonl, validation when it is due, the progress bar."""
+        if self.away and self.gone is None:
+            self._move_beside()
         config, past = self.config, self.past
         last = past.step == config.steps
         tokens = config.batch_size * config.data.seq_len
@@ -312,6 +340,7 @@ class Run:
             "data": self.data,
             "random": states,
             "progress": dataclasses.asdict(self.past),
+            "arithmetic": arithmetic.arithmetic(self.who, self.model.residual("itself").width),
         }
         here = self.folder / "checkpoint"
         if not self.layout.whole:
@@ -386,6 +415,24 @@ class Run:
         same_data(self.folder, self.record)
         return checkpoint.read_state(here, to_dict(self.config), self.data)
 
+    def taken_away(self) -> UserError:
+        """What is said of a run whose folder was taken away."""
+        return UserError(
+            f"{self.gone} was removed or renamed, or files in it, while the run was going on: what it had up to step "
+            f"{self.past.step} is saved in {self.folder}, where --out {self.folder} --resume goes on"
+        )
+
+    def _move_beside(self) -> None:
+        """Go on in a folder beside the one that was taken away, with the metrics so far."""
+        self.in_place = _always
+        self.gone, self.folder = self.folder, Path(self.who.share(str(free_beside(self.folder))))
+        self.config = dataclasses.replace(self.config, out=str(self.folder))
+        if self.metrics:
+            lines = self.metrics.text()
+            self.metrics.close()
+            write_text(self.folder / "metrics.jsonl", lines)
+            self._open_folder(self.past.step)
+
     def _open_folder(self, kept: int) -> None:
         """Make it, or make it what it was at step `kept` (-1: before anything was measured)."""
         config = self.config
@@ -397,7 +444,9 @@ class Run:
             trainable = sum(p.numel() for _, p in self.layout.named_parameters() if p.requires_grad)
             write_json(self.folder / "start.json", {**self.start, "trainable": trainable})
         forget_after(self.folder, kept)
-        if kept in config.keep_at and not checkpoint.kept(self.folder, kept).exists():  # killed after it was saved
+        if (
+            self.gone is None and kept in config.keep_at and not checkpoint.kept(self.folder, kept).exists()
+        ):  # killed after it was saved
             checkpoint.keep(self.folder, kept)
         tracker = None
         if config.track != "none":
@@ -423,6 +472,10 @@ class Run:
             f"{self.folder}; try a lower optim.lr, a longer optim.warmup, a smaller optim.clip or --dtype fp32 "
             "(in another --out)"
         )
+
+
+def _always() -> bool:
+    return True
 
 
 def _folder(config: TrainConfig) -> Path:

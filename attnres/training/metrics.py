@@ -13,6 +13,7 @@ from typing import Any
 
 from attnres.errors import UserError, unknown
 from attnres.files import write_text
+from attnres.locks import is_same_file
 from attnres.reading import parse_json, read_text
 from attnres.training.records import ADVICE, LINES, Line
 from attnres.typed import checked
@@ -27,7 +28,7 @@ class Metrics:
         self.tracker = tracker
         write_text(self.path, "".join(f"{json.dumps(line)}\n" for line in read(self.path) if line["step"] <= step))
         with self._no_room():
-            self.file = self.path.open("a", encoding="utf-8")
+            self.file = self.path.open("a+", encoding="utf-8")
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append a line; raises UserError when it cannot be written, ValueError for NaN and infinity."""
@@ -38,6 +39,16 @@ class Metrics:
             self.file.flush()
         if self.tracker:
             self.tracker.log(kind, step, values)
+
+    def in_place(self) -> bool:
+        """Whether the file is still the one of its name."""
+        return is_same_file(self.file.fileno(), self.path)
+
+    def text(self) -> str:
+        """What is in the file, though it may have been removed."""
+        with self._no_room():
+            self.file.seek(0)
+            return self.file.read()
 
     def sync(self) -> None:
         """Force the lines to disk: a checkpoint must not be newer than the metrics that lead to it."""

@@ -4,7 +4,7 @@ import atexit
 import gc
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -65,7 +65,7 @@ class Processes:
         return self.share(value)
 
     @contextmanager
-    def alike(self) -> Iterator[None]:
+    def alike(self) -> Generator[None]:
         """While all processes do the same, with no message between them: what one of them refuses (UserError) ends all.
         The first raises it, the others leave with status 2."""
         refusal = None

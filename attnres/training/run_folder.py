@@ -32,6 +32,12 @@ def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[s
     return dict(checked(read_json(summary), Summary, summary, ADVICE)) if summary.exists() else None
 
 
+def free_beside(folder: Path) -> Path:
+    """A folder that is not there yet, beside one that was taken away: NAME.saved, NAME.saved2, ..."""
+    names = (folder.with_name(f"{folder.name}.saved{number}") for number in ["", *range(2, 1000)])
+    return next(path for path in names if not path.exists())
+
+
 def same_data(folder: str | Path, record: dict[str, Any]) -> None:
     """Refuse to go on with a run whose data.json is not `record` (`attnres.training.data.data_record`): UserError.
 

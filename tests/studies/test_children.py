@@ -115,7 +115,7 @@ def test_a_failed_run_speaks_for_itself_and_stops_the_others(tmp_path):
 def test_a_crash_is_told_with_its_exit_status(tmp_path):
     with pytest.raises(UserError, match="broken ended with exit status 3, see its messages above"):
         run([script(tmp_path, "broken", "raise SystemExit(3)")])
-    with pytest.raises(UserError, match=r"broken was killed by SIGKILL \(out of memory\?\), see .*broken.log"):
+    with pytest.raises(UserError, match=r"broken was ended by SIGKILL \(out of memory\?\), see .*broken.log"):
         run(
             [script(tmp_path, "broken", "import os; os.kill(os.getpid(), 9)")],
             log_of=lambda child: tmp_path / f"{child.name}.log",

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from attnres.errors import UserError, first_line
+from attnres.errors import UserError, foreign
 from attnres.models.classes import CLASSES, DepthMixin
 from attnres.models.foreign import format_of
 from attnres.models.foreign.format import Format, WrittenFormat
@@ -33,14 +33,8 @@ def foreign_config(name: str, fields: dict[str, Any]) -> Any:
     config_class: Any = CLASSES[target.family][0]
     skipped = ("model_type", "architectures", "auto_map", "transformers_version")
     kept = {field: value for field, value in target.fields.items() if field not in skipped}
-    try:
+    with foreign(f"config.json of {name} is no valid {target.family} config", "copy it again"):
         config = config_class.from_dict({**kept, "residual": target.residual, "residual_settings": target.settings})
-    except UserError:
-        raise
-    except Exception as error:  # strict configs raise many kinds
-        raise UserError(
-            f"config.json of {name} is no valid {target.family} config ({first_line(error)}): copy it again"
-        ) from error
     config.foreign_config = fields
     return config
 
@@ -68,12 +62,10 @@ def assemble(
         dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
     state.update({f"residual.{ours}": tensor for ours, tensor in reads.items()})
     model_class: Any = CLASSES[config.model_type.removeprefix("attnres_")][1]
-    try:
+    with foreign(f"the weights of {name} do not fit its config", "copy it again"):
         model, info = model_class.from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
         )
-    except Exception as error:
-        raise UserError(f"the weights of {name} do not fit its config ({first_line(error)}): copy it again") from error
     missing = {key for key in info["missing_keys"] if not key.endswith(kind.optional)}
     for problem, keys in (("lacks", missing), ("has, besides what its format has,", info["unexpected_keys"])):
         if keys:

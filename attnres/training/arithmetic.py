@@ -1,0 +1,89 @@
+"""What decides the last bits of a run besides its configuration: a resumed run keeps it, or says what differs."""
+
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypedDict
+
+import torch
+
+import attnres
+from attnres.errors import UserError
+from attnres.ops import cpu, explain
+from attnres.text import listed
+from attnres.training.environment import processor, version
+from attnres.training.parallel import Processes
+from attnres.typed import Count
+
+
+class Arithmetic(TypedDict, total=False):
+    """What a run computes with, as its checkpoint says.
+
+    Attributes:
+        device: name of the processor with the instructions that torch uses, or of the GPU.
+        threads: of each process, on a CPU.
+        reads: the backend of depth reads, see `attnres.ops.explain`; kernels: which build of the C kernels that is.
+    """
+
+    device: str
+    threads: Count
+    reads: str
+    kernels: str | None
+    torch: str
+    transformers: str | None
+    attnres: str
+
+
+_NAMES = {
+    "device": "the device",
+    "threads": "the number of threads",
+    "reads": "the backend of depth reads",
+    "kernels": "the build of the C kernels",
+}
+
+
+def arithmetic(who: Processes, width: int) -> Arithmetic:
+    """What this process computes with, for depth reads of vectors of `width`."""
+    backend = explain([torch.zeros(1, width, device=who.device)]).backend
+    here: Arithmetic = {
+        "device": torch.cuda.get_device_name(who.device) if who.device.type == "cuda" else _processor(),
+        "reads": backend,
+        "kernels": cpu.version() if backend == "cpu" else None,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        "attnres": attnres.__version__,
+    }
+    return {**here, "threads": torch.get_num_threads()} if who.device.type == "cpu" else here
+
+
+@contextmanager
+def kept(recorded: Mapping[str, Any], who: Processes, width: int, *, different: bool) -> Generator[None]:
+    """Compute as `recorded` says inside the block: its number of threads, its C kernels or plain torch.
+
+    Args:
+        recorded: an `Arithmetic`; one of a checkpoint of an earlier version has nothing in it, and nothing is kept.
+        different: go on where something else differs, instead of refusing.
+
+    Raises:
+        UserError: what differs cannot be kept, by name.
+    """
+    with ExitStack() as stack:
+        if who.device.type == "cpu":
+            if threads := recorded.get("threads"):
+                stack.callback(torch.set_num_threads, torch.get_num_threads())
+                torch.set_num_threads(threads)
+            if recorded.get("reads") in ("cpu", "eager"):
+                stack.enter_context(cpu.switched(recorded["reads"] == "cpu"))
+        here: dict[str, Any] = {**arithmetic(who, width)}
+        other = [name for name in recorded if name in here and here[name] != recorded[name]]
+        if other and not different:
+            pairs = [f"{_NAMES.get(name, name)} ({recorded[name]} there, {here[name]} here)" for name in other]
+            raise UserError(
+                f"the run would not go on bit for bit, since it was trained with another {listed(pairs)}: resume it "
+                "where these are the same, or give --allow-different"
+            )
+        yield
+
+
+def _processor() -> str:
+    """Its name without the number of its cores, which changes no result, and the instructions that torch uses."""
+    return f"{processor().rpartition(', ')[0]} ({torch.backends.cpu.get_cpu_capability()})"

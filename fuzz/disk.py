@@ -1,0 +1,122 @@
+"""A disk that is full from the n-th write on, for every n: one sentence, what was there intact, and the rest later.
+
+The fault is put under `attnres.files` and the libraries' own writing of weights and figures: from the n-th call on
+every write, sync, rename and new folder below the campaign's folder fails.
+"""
+
+import builtins
+import errno
+import os
+import pathlib
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fuzz.forked import forked
+from fuzz.inputs import snapshot
+from fuzz.kills import _digests as digests
+from fuzz.material import Material
+from fuzz.tally import Tally
+
+
+class FullDisk:
+    """Fails as a full disk does from the n-th write below `root` on; `install` puts it under this process."""
+
+    def __init__(self, root: Path, after: int) -> None:
+        self.root, self.left = str(root), after
+
+    def install(self) -> None:
+        import safetensors
+        import safetensors.torch
+
+        files = (os.fsync, os.mkdir, os.rename, os.replace)
+        os.fsync, os.mkdir, os.rename, os.replace = map(self._failing, files)  # ty: ignore[invalid-assignment]
+        for name in ("write_text", "write_bytes", "mkdir", "rename", "replace"):
+            setattr(pathlib.Path, name, self._failing(getattr(pathlib.Path, name)))
+        open_ = builtins.open
+
+        def opened(file: Any, mode: str = "r", *rest: Any, **more: Any) -> Any:
+            if set(mode) & set("wax+") and str(file).startswith(self.root):
+                self._count()
+            return open_(file, mode, *rest, **more)
+
+        builtins.open = opened  # ty: ignore[invalid-assignment]
+        write = safetensors.serialize_file
+
+        def serialised(*rest: Any, **more: Any) -> Any:
+            try:
+                self._count()
+            except OSError as error:
+                raise safetensors.SafetensorError(f"I/O error: {error.strerror} (os error 28)") from error
+            return write(*rest, **more)
+
+        for module in (safetensors, safetensors.torch):
+            setattr(module, "serialize_file", serialised)  # noqa: B010 (its signature is another)
+
+    def _failing(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def failing(*rest: Any, **more: Any) -> Any:
+            if not rest or isinstance(rest[0], int) or str(rest[0]).startswith(self.root):
+                self._count()
+            return function(*rest, **more)
+
+        return failing
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def commands(material: Material, out: Path) -> dict[str, list[str]]:
+    """What writes, by name."""
+    return {
+        "train": material.train(out, "--resume"),
+        "prepare": ["prepare", "--source", str(material.corpus), "--tokenizer", "bpe:280", "--out", str(out)],
+        "convert": ["convert", str(material.plain), str(out), "--residual", "full"],
+        "export": ["convert", str(material.run), str(out), "--to", "open-attnres"],
+        "inspect": ["inspect", str(material.run), "--text", "stream read", "--out", str(out), "--no-progress"],
+        "figures": ["figures", str(material.run / "inspection.json"), str(out), "--formats", "png"],
+        "report": ["report", str(material.run), "--out", str(out)],
+        "eval": ["eval", str(material.run), "--tasks", str(material.task), "--out", f"{out}/a.json", "--no-progress"],
+    }
+
+
+RESUMED = ("train", "prepare", "convert", "export")
+"""Whose result must be that of an uninterrupted run once there is room."""
+
+
+def try_full_disks(
+    material: Material, tally: Tally, cases: int, *, only: tuple[str, ...] = (), more: Callable[[], bool] = lambda: True
+) -> None:
+    """Fill the disk at so many writes, command after command, each from its first write to its last."""
+    out = material.root / "full" / "out"
+    names = only or tuple(commands(material, out))
+    places = tally.record.setdefault("disk", {"place": 0, "after": 0})
+    for _ in range(cases):
+        if not more():
+            return
+        name = names[places["place"] % len(names)]
+        ended = _try(material, tally, name, places["after"], out)
+        places["after"] += 1
+        if ended:  # it took no more writes than that
+            places["place"], places["after"] = places["place"] + 1, 0
+
+
+def _try(material: Material, tally: Tally, name: str, after: int, out: Path) -> bool:
+    """One command on one disk; returns whether it ended without meeting the end of the disk."""
+    shutil.rmtree(out.parent, ignore_errors=True)
+    out.parent.mkdir(parents=True)
+    words, before = commands(material, out)[name], snapshot(material)
+    outcome = forked(words, inside=FullDisk(out.parent, after).install)
+    verdict = "changed" if snapshot(material) != before else outcome.verdict
+    said = outcome.said
+    if verdict == "refused" and name in RESUMED:
+        later = forked(words)
+        whole = material.root / f"room-{name}"
+        if not whole.exists():
+            forked(commands(material, whole)[name])
+        if later.verdict != "done" or digests(out) != digests(whole):
+            verdict, said = "different", later.said
+    tally.count("full disks", verdict, f"{name}, full after {after} writes", said=said[-600:])
+    return outcome.code == 0

@@ -1,0 +1,115 @@
+"""Malformed requests to the explorer: none ends in a status of 500 or a traceback, and the page still answers."""
+
+import http.client
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fuzz.material import Material
+from fuzz.mutations import ODD, mutate
+from fuzz.tally import Tally
+
+PATHS = (
+    *("/", "/config", "/gradio_api/queue/join", "/gradio_api/queue/join", "/gradio_api/queue/join", "/theme.css"),
+    *("/gradio_api/queue/data?session_hash=none", "/gradio_api/queue/data", "/gradio_api/cancel", "/gradio_api/reset"),
+    *(
+        "/gradio_api/heartbeat/x",
+        "/gradio_api/info",
+        "/gradio_api/startup-events",
+        "/assets/../../etc/passwd",
+        "/static/%00",
+    ),
+    *(
+        "/gradio_api/file=/etc/passwd",
+        "/gradio_api/upload",
+        "/gradio_api/proxy=http://a",
+        "/%ff",
+    ),
+    *(
+        "/?t=" + "A" * 4000,
+        "/?t=eJzbwMAAAAB",
+        "/gradio_api/run/predict",
+        "/monitoring",
+        "//",
+        "/%2e%2e/%2e%2e/etc/passwd",
+    ),
+)
+EVENT = {"data": [None, None], "fn_index": 0, "session_hash": "abc", "trigger_id": 1, "event_data": None}
+
+
+@contextmanager
+def explorer(material: Material) -> Generator[tuple[int, Path]]:
+    """The explorer on a port; gives the port and the file of what it says on its terminal."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    said = material.root / "explorer.log"
+    with said.open("wb") as file:
+        words = [sys.executable, "-m", "attnres", "app", str(material.run), "--port", str(port)]
+        process = subprocess.Popen(words, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    try:
+        until = time.monotonic() + 240
+        while b"open http" not in said.read_bytes():
+            assert process.poll() is None and time.monotonic() < until, said.read_text()
+            time.sleep(0.2)
+        yield port, said
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def try_requests(material: Material, tally: Tally, cases: int, *, more: Callable[[], bool] = lambda: True) -> None:
+    """Send so many requests, four at a time, and look at the terminal and the page afterwards."""
+    if not more():
+        return
+    with explorer(material) as (port, said):
+        for first in range(0, cases, 4):
+            if not more():
+                break
+            numbers = [tally.tried("requests") + place for place in range(min(4, cases - first))]
+            answers: dict[int, str] = {}
+            senders = [threading.Thread(target=_send, args=(port, number, answers)) for number in numbers]
+            for sender in senders:
+                sender.start()
+            for sender in senders:
+                sender.join()
+            for number in numbers:
+                tally.count("requests", answers[number], f"seed {number}")
+        text = said.read_text(errors="replace")
+        tally.count("terminal", "traceback" if "Traceback" in text else "done", "explorer", said=text[-2000:])
+        tally.count("terminal", "done" if _status(port, "GET", "/", {}, b"") == 200 else "different", "the page")
+
+
+def _send(port: int, number: int, answers: dict[int, str]) -> None:
+    draw = random.Random(number)
+    path, method = draw.choice(PATHS), draw.choice(("GET", "POST", "POST", "PUT", "HEAD", "OPTIONS"))
+    body = json.dumps(EVENT).encode()
+    for _ in range(draw.choice((0, 1, 1, 2))):
+        body = mutate(body, draw, "json")
+    headers = {"content-type": draw.choice(("application/json", "text/plain", "multipart/form-data"))}
+    if draw.random() < 0.2:
+        name = draw.choice(("origin", "host", "content-length", "transfer-encoding", "cookie", "range", "accept"))
+        headers[name] = str(draw.choice(("null", "evil.example", "-1", "chunked", *map(repr, ODD))))[:100]
+    status = _status(port, method, path, headers, body)
+    answers[number] = "no answer" if status is None else f"status {status // 100}xx"
+
+
+def _status(port: int, method: str, path: str, headers: dict[str, str], body: bytes) -> int | None:
+    """The status of an answer; None where the server closed the connection or streams without an end."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=10)
+    try:
+        safe = {name: value.encode("ascii", "replace").decode().replace("\n", " ") for name, value in headers.items()}
+        connection.request(method, path.encode("ascii", "replace").decode().replace(" ", "%20"), body, safe)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return None
+    finally:
+        connection.close()

@@ -1,0 +1,83 @@
+"""Hostile values for the flags of every command."""
+
+import random
+from collections.abc import Callable
+
+from fuzz.forked import forked
+from fuzz.inputs import snapshot
+from fuzz.material import Material
+from fuzz.tally import Tally
+
+VALUES = (
+    *(
+        "",
+        " ",
+        "-1",
+        "0",
+        "1e400",
+        "nan",
+        "inf",
+        "9" * 5000,
+        "x",
+        "[[",
+        "{{{{" * 600,
+        "a" * 300,
+        "~nosuchuser/x",
+        "\x1b[2J",
+    ),
+    *("../..", "/dev/null", "/proc/self/mem", ".", "a\nb", "none", "True", "{}", "{a: 1}", "{family: llama}", "--help"),
+    *("hub:", "hub:a:b:c:d", "bpe:1", "bpe:99999999999", "²", "\udcff", "name=\udcff", "block:num_blocks=x", "a=b"),
+)
+FLAGS = {
+    "train": "config source tokenizer size residual steps batch-size lr seq-len seed out name device dtype betas "
+    "init-from settings held-out limit column block-size accumulation save-every keep-at",
+    "compare": "variants seeds lrs jobs out timing-s config steps",
+    "prepare": "source tokenizer column held-out limit out",
+    "convert": "residual block-size num-blocks read-scale settings dtype to",
+    "eval": "tasks data limit window stride batch-tokens dtype device out lm-eval-tasks",
+    "generate": "prompt max-new-tokens temperature top-k top-p seed dtype device beside",
+    "inspect": "text file corpus limit context kind out threshold knock-out batch-tokens dtype device column",
+    "figures": "formats limit text",
+    "report": "out images",
+    "app": "host port",
+}
+
+
+def try_flags(material: Material, tally: Tally, cases: int, *, more: Callable[[], bool] = lambda: True) -> None:
+    """Try so many command lines with one or two hostile values each."""
+    for _ in range(cases):
+        number = tally.tried("flags")
+        if not more():
+            return
+        draw = random.Random(number)
+        command = sorted(FLAGS)[number % len(FLAGS)]
+        words = _begin(material, command)
+        for flag in draw.sample(
+            FLAGS[command].split(), draw.choice((1, 1, 2)) if len(FLAGS[command].split()) > 1 else 1
+        ):
+            words += [f"--{flag}", draw.choice(VALUES)]
+        before, elsewhere = snapshot(material), material.root / "elsewhere"
+        elsewhere.mkdir(exist_ok=True)
+        outcome = forked(words, seconds=20, cwd=elsewhere)
+        verdict = "changed" if snapshot(material) != before else outcome.verdict
+        if verdict == "slow" and command in ("train", "compare", "prepare", "app", "inspect", "eval", "generate"):
+            verdict = "done"  # a legal value that asks for much
+        tally.count("flags", verdict, " ".join(words), said=outcome.said[-600:])
+
+
+def _begin(material: Material, command: str) -> list[str]:
+    """The command with what it needs, doing little."""
+    quick = ["--no-progress"]
+    begin = {
+        "train": [*material.train(material.root / "out")[1:], "--steps", "1"],
+        "compare": ["--steps", "0"],
+        "prepare": ["--source", str(material.corpus), "--tokenizer", "bpe:280"],
+        "convert": [str(material.plain), str(material.root / "out")],
+        "eval": [str(material.run), "--tasks", str(material.task), *quick],
+        "generate": [str(material.run), "--prompt", "read", "--max-new-tokens", "2"],
+        "inspect": [str(material.run), "--text", "stream read write", *quick],
+        "figures": [str(material.run / "inspection.json"), str(material.root / "out")],
+        "report": [str(material.run), "--out", str(material.root / "out")],
+        "app": [str(material.root / "absent")],
+    }
+    return [command, *begin[command]]

@@ -1,0 +1,125 @@
+"""A resumed run keeps the threads and kernels that it was begun with, and says what it cannot keep."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnres.errors import UserError
+from attnres.ops import cpu
+from attnres.training import TrainConfig, loop, train
+from attnres.training.metrics import read
+
+Configure = Callable[..., TrainConfig]
+
+
+@pytest.fixture
+def threads():
+    """Torch's number of threads is put back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> None:
+    """Train up to `step`, and save there."""
+    measure = loop.Run.measure
+
+    def stop(run: loop.Run) -> None:
+        measure(run)
+        run.signalled = 143 if run.past.step == step else 0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Run, "measure", stop)
+        with pytest.raises(loop.Interrupted):
+            train(config, progress=False)
+
+
+def weights(folder: Path) -> bytes:
+    return (folder / "model" / "model.safetensors").read_bytes()
+
+
+def test_threads_and_kernels_stay_those_that_the_run_was_begun_with(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: None
+) -> None:
+    if cpu.load() is None:
+        pytest.skip("no C compiler: there is one way to read alone")
+    torch.set_num_threads(1)
+    train(configure("whole"), progress=False)
+    with cpu.switched(False):
+        train(configure("plain"), progress=False)
+    assert weights(tmp_path / "whole") != weights(tmp_path / "plain"), "the last bits tell the two apart"
+
+    stop_after(3, monkeypatch, configure("run"))
+    state = json.loads((tmp_path / "run" / "checkpoint" / "state.json").read_text())
+    assert state["arithmetic"]["threads"] == 1 and state["arithmetic"]["kernels"] == cpu.version()
+    torch.set_num_threads(2)
+    with cpu.switched(False):
+        train(configure("run", resume=True), progress=False)
+        assert cpu.load() is None and torch.get_num_threads() == 2, "put back when the run ends"
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole")
+
+    with cpu.switched(False):
+        torch.set_num_threads(1)
+        stop_after(3, monkeypatch, configure("begun-plain"))
+    train(configure("begun-plain", resume=True), progress=False)
+    assert weights(tmp_path / "begun-plain") == weights(tmp_path / "plain")
+    assert cpu.load() is not None and "ATTNRES_CPU_KERNELS" not in os.environ
+
+
+def test_what_cannot_be_kept_is_named_and_allowed_if_asked_for(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after(3, monkeypatch, configure())
+    path = tmp_path / "run" / "checkpoint" / "state.json"
+    state = json.loads(path.read_text())
+    before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file() and file != path}
+    path.write_text(json.dumps(state | {"arithmetic": state["arithmetic"] | {"torch": "1.0", "kernels": "0123"}}))
+    message = r"another the build of the C kernels \(0123 there, \w+ here\) and torch \(1\.0 there, .* here\): resume"
+    with pytest.raises(UserError, match=message):
+        train(configure(resume=True), progress=False)
+    assert before == {file: file.read_bytes() for file in before}
+    assert train(configure(resume=True, allow_different=True), progress=False)["step"] == 8
+
+
+def test_a_checkpoint_of_an_earlier_version_goes_on(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after(3, monkeypatch, configure())
+    path = tmp_path / "run" / "checkpoint" / "state.json"
+    state = json.loads(path.read_text())
+    del state["arithmetic"]
+    path.write_text(json.dumps(state))
+    assert train(configure(resume=True), progress=False)["step"] == 8
+
+
+@pytest.mark.parametrize("what", ["removed", "renamed", "metrics", "lock"])
+def test_a_folder_that_is_taken_away_is_noticed_and_the_run_saved_beside(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    train(configure("whole"), progress=False)
+    folder, measure = tmp_path / "run", loop.Run.measure
+
+    def take_away(run: loop.Run) -> None:
+        measure(run)
+        if run.past.step == 5 and run.gone is None:
+            if what == "removed":
+                shutil.rmtree(folder)
+            elif what == "renamed":
+                folder.rename(tmp_path / "elsewhere")
+            else:
+                (folder / {"metrics": "metrics.jsonl", "lock": ".lock"}[what]).unlink()
+
+    monkeypatch.setattr(loop.Run, "measure", take_away)
+    with pytest.raises(UserError, match=r"run was removed or renamed, .* up to step 6 is saved in .*run\.saved, where"):
+        train(configure(), progress=False)
+    monkeypatch.undo()
+    assert folder.exists() is (what in ("metrics", "lock"))
+    train(configure("run.saved", resume=True), progress=False)
+    assert weights(tmp_path / "run.saved") == weights(tmp_path / "whole")
+    lines = [read(tmp_path / name / "metrics.jsonl") for name in ("run.saved", "whole")]
+    assert [line["step"] for line in lines[0]] == [line["step"] for line in lines[1]]
