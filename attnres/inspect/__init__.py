@@ -3,16 +3,19 @@
 from typing import TYPE_CHECKING
 
 from attnres.inspect.attribution import Attribution, attribute
-from attnres.inspect.edits import AddLogit, KnockOut, Pin, Recency, Swap, Uniform, pin_from
+from attnres.inspect.edits import AddLogit, KnockOut, Patch, Pin, Recency, Steer, Swap, Uniform, pin_from
 from attnres.inspect.effects import Effect, effect, predict
 from attnres.inspect.intervene import intervene, source_names
+from attnres.inspect.patching import Patching, patch
 from attnres.inspect.record import Trace, find_residual, record
 from attnres.inspect.survey import CorpusEffect, corpus_effect
+from attnres.inspect.vectors import Vectors, read_vectors
 from attnres.lazy import lazy_names
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
     from attnres.inspect.inspector import inspect_model
+    from attnres.inspect.lens import Direct, Lens, direct, logit_lens
     from attnres.inspect.prune import PruneReport, prune_report
 else:  # these need Transformers
     __getattr__, __dir__ = lazy_names(
@@ -20,6 +23,10 @@ else:  # these need Transformers
         {
             "Inspection": "attnres.inspect.inspection",
             "inspect_model": "attnres.inspect.inspector",
+            "Direct": "attnres.inspect.lens",
+            "Lens": "attnres.inspect.lens",
+            "direct": "attnres.inspect.lens",
+            "logit_lens": "attnres.inspect.lens",
             "PruneReport": "attnres.inspect.prune",
             "prune_report": "attnres.inspect.prune",
         },
@@ -29,24 +36,34 @@ __all__ = [
     "AddLogit",
     "Attribution",
     "CorpusEffect",
+    "Direct",
     "Effect",
     "Inspection",
     "KnockOut",
+    "Lens",
+    "Patch",
+    "Patching",
     "Pin",
     "PruneReport",
     "Recency",
+    "Steer",
     "Swap",
     "Trace",
     "Uniform",
+    "Vectors",
     "attribute",
     "corpus_effect",
+    "direct",
     "effect",
     "find_residual",
     "inspect_model",
     "intervene",
+    "logit_lens",
+    "patch",
     "pin_from",
     "predict",
     "prune_report",
+    "read_vectors",
     "record",
     "source_names",
 ]

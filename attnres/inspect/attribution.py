@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.files import write_json
 from attnres.forward import evaluating, log_probs
+from attnres.inspect import notebook
 from attnres.inspect.edits import KnockOut
-from attnres.inspect.effects import prompt_ids
+from attnres.inspect.effects import Text, Token, prompt_ids, token_id
 from attnres.inspect.intervene import Watch, intervene
 from attnres.inspect.record import find_residual
 from attnres.ops import compute_dtype
-from attnres.residuals import Residual
+from attnres.residuals import Read, Residual
 
 ALONG = 0.02
 """Part of a gradient along a read above which what follows sees the read's length; a norm leaves rounding and eps."""
@@ -53,14 +54,14 @@ class Agreement:
     top: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Attribution:
     """Changes of ln p(target) when edges are removed, in nats: negative where the prediction relied on the edge.
 
     Attributes:
         position, target: p is that of token `target` after tokens 0 .. position. log_probability: ln p, unedited.
         everywhere: edges were removed at all tokens, else at `position` alone.
-        reads: names. sources: names of each read's sources.
+        layout: the reads and their sources; reads, sources: their names.
         knockout: measured changes, rows parallel to `sources`.
         gradient: the same to first order.
         agreement: of the two.
@@ -70,8 +71,7 @@ class Attribution:
     target: int
     log_probability: float
     everywhere: bool
-    reads: list[str]
-    sources: list[list[str]]
+    layout: Sequence[Read]
     knockout: list[list[float]]
     gradient: list[list[float]]
     agreement: Agreement
@@ -89,9 +89,30 @@ class Attribution:
         ]
         return sorted(edges, key=lambda edge: -abs(getattr(edge, by)))[:k]
 
+    @property
+    def reads(self) -> list[str]:
+        return [read.name for read in self.layout]
+
+    @property
+    def sources(self) -> list[list[str]]:
+        return [[source.name for source in read.sources] for read in self.layout]
+
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        return asdict(self)
+        values = {name: value for name, value in vars(self).items() if name != "layout"}
+        values["agreement"] = asdict(self.agreement)
+        return values | {"reads": self.reads, "sources": self.sources}
+
+    def __repr__(self) -> str:
+        edges = sum(map(len, self.knockout))
+        return f"Attribution(token {self.target} after position {self.position}: {edges} edges)"
+
+    def frame(self) -> Any:
+        """A data frame with a row an edge: read, source, knockout, gradient."""
+        return notebook.edges_frame(self.reads, self.sources, knockout=self.knockout, gradient=self.gradient)
+
+    def _repr_html_(self) -> str:
+        return notebook.heat(f"{self!r}: change of ln p without it, nats", self.layout, self.knockout)
 
     def save(self, path: str | Path) -> None:
         """Write as JSON. Raises UserError."""
@@ -100,10 +121,10 @@ class Attribution:
 
 def attribute(
     model: nn.Module,
-    input_ids: Tensor | Sequence[int],
+    input_ids: Text,
     *,
     position: int = -1,
-    target: int | None = None,
+    target: Token | None = None,
     everywhere: bool = True,
     batch_size: int = 32,
     progress: Callable[[int], None] | None = None,
@@ -122,9 +143,9 @@ def attribute(
     says little of a source that has nearly all the weight: without it the read is another vector altogether.
 
     Args:
-        input_ids: (T,) or (1, T); tokens after `position` play no part.
-        target: a token id. None is the token that follows `position` in the text; after the last one, the model's
-            likeliest.
+        input_ids: the text, in letters or as ids; tokens after `position` play no part.
+        target: a token, its letters or its id. None is the token that follows `position` in the text; after the last
+            one, the model's likeliest.
         everywhere: remove edges at all tokens 0 .. position; else at `position` alone.
         batch_size: copies in one forward pass.
         progress: called with the number of edges after each pass.
@@ -139,30 +160,31 @@ def attribute(
             f"position {position} in a text of {length} tokens: expected 0 to {length - 1}, or -1, the last"
         )
     position %= length
-    if target is None and position + 1 < length:
-        target = int(ids[0, position + 1])
+    if target is not None:
+        wanted: int | None = token_id(model, target)
+    else:
+        wanted = int(ids[0, position + 1]) if position + 1 < length else None
     ids = ids[:, : position + 1]
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}: expected at least 1")
     residual = find_residual(model)
     with evaluating(model):
-        probe, log_p, target = _backward(model, residual, ids, target)
+        probe, log_p, known = _backward(model, residual, ids, wanted)
         edges = [(index, source) for index, names in enumerate(probe.sources) for source in names]
         knockout = []
         for start in range(0, len(edges), batch_size):
             part = edges[start : start + batch_size]
-            knockout += [value - log_p for value in _removed(model, ids, part, target, everywhere)]
+            knockout += [value - log_p for value in _removed(model, ids, part, known, everywhere)]
             if progress is not None:
                 progress(len(part))
     gradient = [probe.estimate(index, source, everywhere) for index, source in edges]
     choice = np.array([len(probe.sources[index]) > 1 for index, _ in edges], dtype=bool)
     return Attribution(
         position=position,
-        target=target,
+        target=known,
         log_probability=log_p,
         everywhere=everywhere,
-        reads=[read.name for read in probe.layout],
-        sources=probe.sources,
+        layout=probe.layout,
         knockout=_as_rows(knockout, probe.sources),
         gradient=_as_rows(gradient, probe.sources),
         agreement=agreement(np.array(knockout)[choice], np.array(gradient)[choice]),
@@ -253,7 +275,7 @@ def _backward(model: nn.Module, residual: Residual, ids: Tensor, target: int | N
     observer, residual.observer = residual.observer, probe
     try:
         with torch.enable_grad():
-            log_probs = _last_log_probs(model, ids)[0]
+            log_probs = last_log_probs(model, ids)[0]
             if target is None:
                 target = int(log_probs.argmax())
             if not 0 <= target < len(log_probs):
@@ -276,10 +298,20 @@ def _removed(
         mask[row, 0 if everywhere else -1 :] = True
         edits.append(KnockOut(source, reads=index, tokens=mask))
     with torch.no_grad(), intervene(model, *edits):
-        return _last_log_probs(model, ids.expand(shape))[:, target].tolist()
+        return last_log_probs(model, ids.expand(shape))[:, target].tolist()
 
 
-def _last_log_probs(model: nn.Module, ids: Tensor) -> Tensor:
+def by_size(
+    reads: Sequence[str], sources: Sequence[Sequence[str]], rows: Sequence[Sequence[float]]
+) -> list[tuple[str, str, float]]:
+    """(read, source, value) of reads with a choice, the largest in absolute value first."""
+    edges = [
+        (read, *edge) for read, names, row in zip(reads, sources, rows) if len(names) > 1 for edge in zip(names, row)
+    ]
+    return sorted(edges, key=lambda edge: -abs(edge[2]))
+
+
+def last_log_probs(model: nn.Module, ids: Tensor) -> Tensor:
     """(B, V) after the last token, in at least fp32."""
     forward: Any = model.forward
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(forward).parameters else {}

@@ -1,4 +1,4 @@
-"""Edits of the weights of reads: knock a source out, pin, swap, or add to a logit."""
+"""Edits of reads: of their weights (knock a source out, pin, swap, add to a logit), or of the vectors that they mix."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -14,8 +14,8 @@ from attnres.inspect.record import Trace
 from attnres.residuals import Residual, Source, depths, outputs
 
 Reads = str | int | Collection[str | int] | None
-"""Which reads: names ("mlp 3", "attention 2 key", "output"), numbers from 0 (negative ones count from the end), a
-range; None is all."""
+"""Which reads: names ("mlp 3", "attention 2 key", "output"), all of a kind ("mlp") or of a sublayer ("attention 2"),
+numbers from 0 (negative ones count from the end), a range; None is all."""
 
 Tokens = Tensor | int | Sequence[int] | None
 """Which tokens: a bool mask (B, T) or (T,), or positions in each row (negative ones from the end); None is all."""
@@ -49,8 +49,25 @@ class Edit:
     def check(self, reads: Sequence[int], residual: Residual) -> None:
         """Raise a UserError if the edit cannot be made at the reads of these numbers."""
 
+    @property
+    def changes_values(self) -> bool:
+        """Whether it is an edit of vectors, and not of weights."""
+        return False
+
+    def meant(self, reads: Sequence[int], residual: Residual) -> Sequence[int]:
+        """The reads that are edited, of those that `of_reads` chooses."""
+        return reads
+
     def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
         """The edited weights (B, T, n) of the `place`-th of the edit's reads; of all tokens, whatever `tokens` says."""
+        raise NotImplementedError
+
+    def exchanges(self, name: str | None) -> bool:
+        """Whether it changes the vector of that source, or (None) what the read made; an edit of vectors says."""
+        return False
+
+    def exchange(self, vector: Tensor) -> Tensor:
+        """What stands in the place of a vector (B, T, d); an edit of vectors says."""
         raise NotImplementedError
 
 
@@ -59,7 +76,8 @@ class KnockOut(Edit):
     """Remove sources K from reads: p'_i = 0 for i in K, and p'_j = p_j / sum_{k not in K} p_k elsewhere.
 
     Without `renormalise`, and for coefficients that do not sum to one, the others stay as they are. A read of which
-    nothing is left reads zeros. Reads without these sources stay as they are.
+    nothing is left reads zeros; where all reads of a kind are meant (reads="mlp"), those without another source are
+    left alone. Reads without these sources stay as they are.
 
     Args:
         source: "embedding", "mlp 3", "block 2", "partial", ..., or several.
@@ -72,6 +90,11 @@ class KnockOut(Edit):
 
     def check(self, reads: Sequence[int], residual: Residual) -> None:
         _check_sources(_several(self.source), reads, residual)
+
+    def meant(self, reads: Sequence[int], residual: Residual) -> Sequence[int]:
+        names = [read.name for read in residual.layout()]
+        of_kind = isinstance(self.reads, str) and self.reads not in names
+        return with_choice(_several(self.source), reads, residual) if of_kind else reads
 
     def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
         gone = torch.tensor([source.name in _several(self.source) for source in sources], device=weights.device)
@@ -208,6 +231,90 @@ class AddLogit(Edit):
         return torch.where(total > 0, scaled / total.clamp_min(torch.finfo(total.dtype).tiny), 0.0)
 
 
+class _Vectors(Edit):
+    """An edit of vectors: one source's, or what the reads made."""
+
+    @property
+    def of_source(self) -> str | None:
+        return getattr(self, "source", None)
+
+    @property
+    def of_vector(self) -> Any:
+        return getattr(self, "vector", None)
+
+    @property
+    def changes_values(self) -> bool:
+        return True
+
+    @property
+    def positional(self) -> bool:
+        return self.of_tokens is not None or torch.as_tensor(self.of_vector).dim() > 1
+
+    def exchanges(self, name: str | None) -> bool:
+        return name == self.of_source
+
+    def check(self, reads: Sequence[int], residual: Residual) -> None:
+        if self.of_source is not None:
+            _check_sources((self.of_source,), reads, residual)
+        try:
+            shape = tuple(torch.as_tensor(self.of_vector).shape)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(f"the vector is {type(self.of_vector).__name__}: expected numbers ({error})") from error
+        if not 1 <= len(shape) <= 3 or shape[-1] != residual.width:
+            raise UserError(
+                f"a vector of shape {shape} in a model of width {residual.width}: expected ({residual.width},), or one "
+                f"a token, (T, {residual.width}) or (B, T, {residual.width})"
+            )
+
+    def _fitting(self, vector: Tensor) -> Tensor:
+        """This edit's vector as `vector` (B, T, d) is."""
+        own = torch.as_tensor(self.of_vector).to(vector)
+        try:
+            return own.expand_as(vector)
+        except RuntimeError:
+            raise UserError(
+                f"vectors of shape {tuple(own.shape)} for a forward pass of {tuple(vector.shape)}: give vectors of as "
+                "many tokens, or one for all"
+            ) from None
+
+
+@dataclass(frozen=True, eq=False)
+class Patch(_Vectors):
+    """Put another vector in the place of a source of reads, v'_i = vector: of another prompt (`read_vectors`), a mean,
+    or zeros. The weights stay those that the true sources were given, and other reads of the same source see it as it
+    is.
+
+    Args:
+        vector: (d,), or one a token, (T, d) or (B, T, d).
+    """
+
+    source: str
+    vector: Any
+    reads: Reads = None
+    tokens: Tokens = None
+
+    def exchange(self, vector: Tensor) -> Tensor:
+        return self._fitting(vector)
+
+
+@dataclass(frozen=True, eq=False)
+class Steer(_Vectors):
+    """Add a vector to a source of reads, v'_i = v_i + vector, or without a source to what the reads made, h' = h +
+    vector.
+
+    Args:
+        vector: (d,), or one a token, (T, d) or (B, T, d).
+    """
+
+    vector: Any
+    source: str | None = None
+    reads: Reads = None
+    tokens: Tokens = None
+
+    def exchange(self, vector: Tensor) -> Tensor:
+        return vector + self._fitting(vector)
+
+
 def pin_from(trace: Trace, reads: Reads = None, *, each_token: bool = False) -> Pin:
     """Pin the weights that a recording saw: their means, which fit any text, or with `each_token` those of each token
     of its last forward pass (recorded with `tokens=True`), which fit texts of as many tokens.
@@ -224,6 +331,13 @@ def pin_from(trace: Trace, reads: Reads = None, *, each_token: bool = False) -> 
     return Pin([rows[index] for index in numbers], numbers)
 
 
+def with_choice(sources: Sequence[str], reads: Sequence[int], residual: Residual) -> list[int]:
+    """Those of the reads that have one of the sources and another one too; all of them where none does."""
+    layout = residual.layout()
+    rows = {index: [source.name for source in layout[index].sources] for index in reads}
+    return [index for index, row in rows.items() if len(row) > 1 and set(sources) & set(row)] or list(reads)
+
+
 def choose_reads(reads: Reads, names: Sequence[str]) -> list[int]:
     """The numbers of the reads meant by `reads`, out of those called `names`.
 
@@ -236,9 +350,10 @@ def choose_reads(reads: Reads, names: Sequence[str]) -> list[int]:
     wanted: Any = [reads] if isinstance(reads, str | int | Integral) else reads
     for read in wanted:
         if isinstance(read, str):
-            if read not in names:
-                raise unknown("read", read, names)
-            numbers.append(list(names).index(read))
+            of_kind = [index for index, name in enumerate(names) if read in (name, *_groups(name))]
+            if not of_kind:
+                raise unknown("read", read, {*names, *(group for name in names for group in _groups(name))})
+            numbers += of_kind
         elif _is_number(read) and -len(names) <= read < len(names):
             numbers.append(int(read) % len(names))
         else:
@@ -248,6 +363,12 @@ def choose_reads(reads: Reads, names: Sequence[str]) -> list[int]:
     if len(set(numbers)) < len(numbers):
         raise UserError(f"a read is given twice in {', '.join(names[index] for index in numbers)}: name each once")
     return numbers
+
+
+def _groups(name: str) -> list[str]:
+    """What a read of that name is one of: "mlp" of "mlp 3"; "attention" and "attention 2" of "attention 2 key"."""
+    parts = name.split(" ")
+    return [" ".join(parts[:count]) for count in range(1, len(parts))]
 
 
 def token_mask(tokens: Tokens, shape: Sequence[int], device: torch.device) -> Tensor | None:

@@ -9,11 +9,17 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.forward import evaluating, log_probs
+from attnres.inspect import notebook
 from attnres.inspect.edits import Edit
 from attnres.inspect.intervene import intervene
 from attnres.stats import or_none, ratio
+from attnres.text import short, with_error
 
 Edits = Edit | Sequence[Edit]
+Text = str | Tensor | Sequence[int]
+"""One text: in letters, for a model that was loaded with its tokenizer, or its token ids, (T,) or (1, T)."""
+Token = int | str
+"""A token: its id, or its letters."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +35,7 @@ class Prediction:
         return -self.log_probs[:-1].gather(1, self.ids[1:, None])[:, 0]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Effect:
     """One text with and without an edit; losses and differences in nats, differences are after - before.
 
@@ -55,8 +61,22 @@ class Effect:
         """For JSON."""
         return {name: value for name, value in vars(self).items() if name != "before"}
 
+    def __repr__(self) -> str:
+        change = with_error(self.difference, self.error, signed=True)
+        return f"Effect({change} nats per token over {len(self.loss_before)} predictions)"
 
-def predict(model: nn.Module, input_ids: Tensor | Sequence[int]) -> Prediction:
+    def frame(self) -> Any:
+        """A data frame with a row a prediction: the token's id, its losses before and after, and the KL before it."""
+        ids = self.before.ids[1:].tolist()
+        rows = zip(ids, self.loss_before, self.loss_after, self.kl)
+        return notebook.frame({"id": i, "before": a, "after": b, "kl": kl} for i, a, b, kl in rows)
+
+    def _repr_html_(self) -> str:
+        rows = [(part["id"], short(part["before"], 3), short(part["after"], 3)) for part in self.top]
+        return notebook.table(f"{self!r}; likeliest after the text:", ("token id", "before", "after"), rows)
+
+
+def predict(model: nn.Module, input_ids: Text) -> Prediction:
     """The model's predictions for one text (T,) or (1, T).
 
     Raises:
@@ -70,7 +90,7 @@ def predict(model: nn.Module, input_ids: Tensor | Sequence[int]) -> Prediction:
 
 def effect(
     model: nn.Module,
-    input_ids: Tensor | Sequence[int],
+    input_ids: Text,
     edits: Edits,
     *,
     top: int = 10,
@@ -79,7 +99,7 @@ def effect(
     """What `edits` do to the predictions for one text.
 
     Args:
-        input_ids: (T,) or (1, T).
+        input_ids: the text, in letters or as ids.
         top: how many likely next tokens to list.
         before: the prediction without edits (`predict`, or an earlier `Effect.before`) for the same text and model; it
             is made where it is not given.
@@ -114,13 +134,56 @@ def several(edits: Edits) -> Sequence[Edit]:
     return (edits,) if isinstance(edits, Edit) else edits
 
 
-def prompt_ids(model: nn.Module, input_ids: Tensor | Sequence[int]) -> Tensor:
+def tokenizer_of(model: Any) -> Any:
+    """The tokenizer that lies with the model's files (`Checkpoint.load` notes where), read once.
+
+    Raises:
+        UserError: the model comes from no folder or name that has one.
+    """
+    if getattr(model, "read_tokenizer", None) is None:
+        from transformers import AutoTokenizer
+
+        folder = getattr(model, "tokenizer_folder", None) or getattr(model, "name_or_path", "")
+        try:
+            model.read_tokenizer = AutoTokenizer.from_pretrained(folder)
+        except Exception as error:  # Transformers raises many kinds
+            raise UserError(
+                "text was given in letters, and the model has no tokenizer beside it: give token ids, or load the "
+                "model from its folder"
+            ) from error
+    return model.read_tokenizer
+
+
+def token_id(model: nn.Module, token: Token) -> int:
+    """The id of a token, given by it or by its letters.
+
+    Raises:
+        UserError: letters that are not one token, or an id outside the vocabulary.
+    """
+    if isinstance(token, str):
+        ids = tokenizer_of(model)(token, add_special_tokens=False)["input_ids"]
+        if len(ids) != 1:
+            raise UserError(f"'{token}' is {len(ids)} tokens: give one, with the space before it if there is one")
+        return int(ids[0])
+    embedding: Any = model.get_input_embeddings()  # ty: ignore[not-callable]
+    if not 0 <= token < embedding.weight.shape[0]:
+        raise UserError(f"target is {token}: expected a token id from 0 to {embedding.weight.shape[0] - 1}")
+    return int(token)
+
+
+def prompt_ids(model: nn.Module, input_ids: Text) -> Tensor:
     """(1, T): one text's ids on the model's device.
 
     Raises:
-        UserError: an empty text, several at once, one longer than the model's context, or ids outside its vocabulary.
+        UserError: an empty text, several at once, one longer than the model's context, ids outside its vocabulary, or
+            letters for a model without a tokenizer.
     """
-    ids = torch.as_tensor(input_ids)
+    if isinstance(input_ids, str):
+        input_ids = tokenizer_of(model)(input_ids, verbose=False)["input_ids"]
+    try:
+        ids = torch.as_tensor(input_ids)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"a text is {type(input_ids).__name__}: expected letters or token ids ({error})") from error
     if ids.dim() == 2 and ids.shape[0] == 1:
         ids = ids[0]
     if ids.dim() != 1:

@@ -12,6 +12,7 @@ import numpy as np
 
 from attnres.errors import UserError
 from attnres.files import write_text
+from attnres.inspect import notebook
 from attnres.reading import read_json
 from attnres.residuals import Read, Traits, layout_of, traits_of
 from attnres.stats import plain
@@ -70,7 +71,7 @@ class Table(TypedDict):
     title: str
 
 
-@dataclass
+@dataclass(repr=False)
 class Inspection:
     """One model, seen on some text: as it is in memory, so it is in a file.
 
@@ -128,6 +129,25 @@ class Inspection:
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             setattr(self, item.name, plain(getattr(self, item.name), DIGITS))
+
+    def __repr__(self) -> str:
+        tokens, loss = self.data.get("tokens"), self.losses.get("mean")
+        seen = "" if tokens is None else f", {tokens:,} tokens"
+        seen += "" if loss is None else f", loss {loss:.3f}"
+        return f"Inspection({self.model['name']}: {self.model['residual']}, {len(self.reads)} reads{seen})"
+
+    def frame(self) -> Any:
+        """A data frame with a row a (read, source) edge: weight, contribution, size, and shares of the weights (`high`,
+        `largest`); without rows for a residual that weighs nothing."""
+        routing: Any = self.routing or {"reads": [], "sources": [], "weights": []}
+        more = {name: routing[name] for name in (*MEASURES, "high", "largest") if name in routing}
+        return notebook.edges_frame(routing["reads"], routing["sources"], weight=routing["weights"], **more)
+
+    def _repr_html_(self) -> str:
+        by, rows = ("contribution", self.routing.get("contribution")) if self.routing else ("", None)
+        if self.routing and rows is None:
+            by, rows = "weight", self.routing["weights"]
+        return f"<p>{self!r}</p>" if rows is None else notebook.heat(f"{self!r}: {by}", self.layout, rows, 1.0)
 
     @property
     def layout(self) -> tuple[Read, ...]:

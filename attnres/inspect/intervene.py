@@ -1,4 +1,4 @@
-"""Editing a running model: where its reads come from, inside one block of code."""
+"""Editing a running model: what its reads are made of, inside one block of code."""
 
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.inspect.edits import Edit, choose_reads, token_mask
 from attnres.inspect.record import find_residual
-from attnres.residuals import Residual, Source
+from attnres.residuals import Editor, Residual, Source
 
 
 def source_names(model: nn.Module) -> list[list[str]]:
@@ -58,7 +58,7 @@ def intervene(model: nn.Module, *edits: Edit) -> Generator[None]:
         hook.remove()
 
 
-class Watch:
+class Watch(Editor):
     """An editor that changes nothing: it keeps a running pass's outputs, as every editor must."""
 
     def __init__(self, residual: Residual) -> None:
@@ -87,9 +87,12 @@ class _Edits(Watch):
         self.positional, self.cached = False, False
         for edit in edits:
             if not isinstance(edit, Edit):
-                raise UserError(f"{edit!r} is no edit: expected KnockOut, Uniform, Recency, Pin, Swap or AddLogit")
+                raise UserError(
+                    f"{edit!r} is no edit: expected KnockOut, Uniform, Recency, Pin, Swap, AddLogit, Patch or Steer"
+                )
             reads = choose_reads(edit.of_reads, names)
             edit.check(reads, residual)
+            reads = edit.meant(reads, residual)
             self.positional |= edit.positional
             for place, index in enumerate(reads):
                 self.by_read.setdefault(index, []).append((edit, place))
@@ -111,7 +114,30 @@ class _Edits(Watch):
             return weights
         edited = weights.view(*self.shape, -1)
         for edit, place in self.by_read[index]:
+            if edit.changes_values:
+                continue
             new = edit.rewrite(edited, self.rows[index], place, self.residual.traits.sums_to_one)
             mask = token_mask(edit.of_tokens, self.shape, weights.device)
             edited = new if mask is None else torch.where(mask.unsqueeze(-1), new, edited)
         return edited.reshape(weights.shape)
+
+    def exchange(self, index: int, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        for edit, _ in self.by_read.get(index, ()):
+            if edit.changes_values:
+                names = [source.name for source in self.rows[index]]
+                values = [
+                    self._where(edit, edit.exchange(value), value) if edit.exchanges(name) else value
+                    for name, value in zip(names, values)
+                ] + list(values[len(names) :])
+        return values
+
+    def steer(self, index: int, h: Tensor) -> Tensor:
+        for edit, _ in self.by_read.get(index, ()):
+            if edit.changes_values and edit.exchanges(None):
+                h = self._where(edit, edit.exchange(h), h)
+        return h
+
+    def _where(self, edit: Edit, new: Tensor, old: Tensor) -> Tensor:
+        """The changed vectors (B, T, d) at the edit's tokens, the others as they were."""
+        mask = token_mask(edit.of_tokens, self.shape, old.device)
+        return new.to(old.dtype) if mask is None else torch.where(mask.unsqueeze(-1), new.to(old.dtype), old)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
+from attnres.inspect import notebook
 from attnres.inspect.contribution import Contributions
 from attnres.ops import compute_dtype
 from attnres.residuals import Residual, Source
@@ -310,6 +311,29 @@ class Trace:
         if not all(rows):
             return None
         return np.stack([np.pad(row, (0, self.num_sublayers + 1 - len(row))) for row in rows])
+
+    # -- in a notebook --------------------------------------------------------------------------------------------
+    def __repr__(self) -> str:
+        return f"Trace({self.residual}: {len(self.reads)} reads, {self.tokens:,} tokens)"
+
+    def frame(self) -> Any:
+        """A data frame with a row a (read, source) edge: weight, contribution, size, rms, cosine with the query;
+        without rows before the first pass."""
+        return notebook.edges_frame(
+            self.reads,
+            self.sources,
+            weight=self.weights,
+            contribution=self.contribution,
+            size=self.size,
+            rms=self.source_rms,
+            cosine=self.source_cosine,
+        )
+
+    def _repr_html_(self) -> str:
+        if not self.tokens or not all(self.sources):
+            return f"<p>{self!r}</p>"
+        by, rows = ("contribution", self.contribution) if all(self.contribution) else ("weight", self.weights)
+        return notebook.heat(f"{self!r}: {by}", self.layout, rows, 1.0)
 
     # -- by label -------------------------------------------------------------------------------------------------
     @property

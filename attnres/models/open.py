@@ -274,7 +274,8 @@ class Checkpoint:
         Raises:
             UserError: weights that are damaged, missing or not of this config; code that is not trusted.
         """
-        model, _ = self.load_all(dtype, **options)
+        model: Any = self.load_all(dtype, **options)[0]
+        model.tokenizer_folder = None if self.tokenizer_folder is None else str(self.tokenizer_folder)
         return model if "device_map" in options else model.to(device)
 
     def load_all(self, dtype: str | torch.dtype = "auto", **options: Any) -> tuple[PreTrainedModel, list[str]]:

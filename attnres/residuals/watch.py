@@ -31,7 +31,7 @@ class Observer(Protocol):
 
 
 class Editor(Protocol):
-    """Changes the weights of a forward pass's reads. While a residual has one, its reads are made in plain torch.
+    """Changes what a forward pass reads. While a residual has one, its reads are made in plain torch.
 
     Attributes:
         outputs: the running pass's embedding and sublayer outputs so far, (..., d) each, kept from `on_start` and
@@ -49,6 +49,15 @@ class Editor(Protocol):
     def edit(self, index: int, weights: Tensor) -> Tensor:
         """Return the weights that read `index` uses in place of `weights`, both (tokens, sources). They are used as
         they are: rows need not sum to one."""
+
+    def exchange(self, index: int, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the sources (..., d) that read `index` mixes in place of `values`, which it gave their weights: the
+        same sequence where none is exchanged."""
+        return values
+
+    def steer(self, index: int, h: Tensor) -> Tensor:
+        """Return what goes on in place of `h` (..., d), which read `index` made."""
+        return h
 
 
 def watched(
@@ -69,25 +78,35 @@ def watched(
     if residual.editor is not None:
         if weights is None:
             raise UserError(f"residual '{residual.name}' mixes its sources by no weights: there is nothing to edit")
-        edited = residual.editor.edit(index, weights)
-        if edited is not weights:
-            h = _mixed_anew(h, weights, edited, values or residual.editor.outputs)
-        weights = edited.detach()
+        editor = residual.editor
+        edited, shown = editor.edit(index, weights), values or editor.outputs
+        exchanged = editor.exchange(index, shown)
+        if edited is not weights or exchanged is not shown:
+            h = _mixed_anew(h, weights, edited, shown, exchanged)
+        if exchanged is not shown:
+            values = exchanged
+        h, weights = editor.steer(index, h), edited.detach()
     if residual.observer is not None:
         residual.observer.on_read(index, h, weights, values)
     return h
 
 
-def _mixed_anew(h: Tensor, weights: Tensor, edited: Tensor, values: Sequence[Tensor]) -> Tensor:
-    """Return `h` (..., d), made with `weights` (tokens, n) of `values`, as `edited` weights make it.
+def _mixed_anew(
+    h: Tensor, weights: Tensor, edited: Tensor, values: Sequence[Tensor], exchanged: Sequence[Tensor]
+) -> Tensor:
+    """Return `h` (..., d), made with `weights` (tokens, n) of `values`, as `edited` weights make it of what was
+    `exchanged` for them.
 
-    Where a token's weights changed the sum is made again: what taking values from h leaves is rounding, and the norm
-    after a read that lost everything, or nearly, makes that as large as any input. Elsewhere h stays as it is.
+    Where a token's weights or sources changed the sum is made again: what taking values from h leaves is rounding, and
+    the norm after a read that lost everything, or nearly, makes that as large as any input. Elsewhere h stays as it is.
     """
     dtype = compute_dtype(h.dtype)
     changed = (edited != weights).any(-1, keepdim=True)
+    for value, other in zip(values, exchanged, strict=True):
+        if other is not value:
+            changed = changed | (other != value).any(-1).reshape(-1, 1)
     factors = torch.where(changed, edited, edited - weights).to(dtype).view(*h.shape[:-1], -1)
     mixed = h.to(dtype).masked_fill(changed.view(*h.shape[:-1], 1), 0.0)
-    for i, value in enumerate(values):
+    for i, value in enumerate(exchanged):
         mixed = mixed + factors[..., i : i + 1] * value
     return mixed.to(h.dtype)

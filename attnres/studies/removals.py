@@ -6,9 +6,9 @@ from typing import Any
 
 from rich.console import Console
 
-from attnres.errors import UserError, unknown
+from attnres.errors import UserError
 from attnres.inspect.attribution import Attribution, attribute
-from attnres.inspect.edits import KnockOut
+from attnres.inspect.edits import KnockOut, choose_reads, with_choice
 from attnres.inspect.effects import effect
 from attnres.inspect.intervene import intervene, source_names
 from attnres.inspect.pieces import piece, spelled
@@ -40,14 +40,12 @@ def find_knock_out(source: str, where: str | None, model: Any) -> KnockOut:
     Raises:
         UserError: no such read, or none of them has the source.
     """
-    layout = find_residual(model).layout()
-    reads = [read for read in layout if where in (None, read.name, read.sublayer, read.kind)]
-    if not reads:
-        raise unknown("read", str(where), {name for read in layout for name in (read.name, read.sublayer, read.kind)})
-    if where not in [read.name for read in reads]:  # a read without its only source has no input at all
-        choices = [read for read in reads if len(read.sources) > 1 and source in [s.name for s in read.sources]]
-        reads = choices or reads
-    edit = KnockOut(source, reads=[read.name for read in reads])
+    residual = find_residual(model)
+    names = [read.name for read in residual.layout()]
+    reads = choose_reads(where, names)
+    if where not in names:  # a read without its only source has no input at all
+        reads = with_choice((source,), reads, residual)
+    edit = KnockOut(source, reads=reads)
     with intervene(model, edit):  # says what is wrong with it
         return edit
 

@@ -9,6 +9,7 @@ from tiny import SIZE
 from attnres import RESIDUALS, UserError, depth_read_reference
 from attnres.inspect import record
 from attnres.models import build
+from attnres.residuals import Editor
 
 
 def make(residual, **settings):
@@ -366,7 +367,7 @@ def test_asking_a_residual_without_weights_for_them_says_so():
     assert model.residual.observer is None
 
 
-class Editing:
+class Editing(Editor):
     """An editor that changes nothing, or the weights of one read."""
 
     def __init__(self, change=lambda index, weights: weights):

@@ -13,6 +13,7 @@ from attnres.residuals.base import Residual, State, Ways
 from attnres.residuals.check.subject import Network, Subject, close, collecting, distance, expect, tokens
 from attnres.residuals.layout import Read, Source, depths, outputs, sublayer_name
 from attnres.residuals.registry import make_residual
+from attnres.residuals.watch import Editor
 
 _CLOSE = 1e-6
 """What counts as the same in fp64 here: implied weights are fp32, and norms have an eps."""
@@ -42,7 +43,7 @@ class Recording:
         self.outputs.append(output)
 
 
-class Fixed:
+class Fixed(Editor):
     """An editor that gives reads weights of its own, the same whatever they mix.
 
     Args:

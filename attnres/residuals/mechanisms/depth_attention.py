@@ -281,8 +281,11 @@ class DepthAttention(Residual):
             scale=self.weighting.total(len(sources)) if self.read_scale == "sum" else 1.0,
             eps=self.key_norm_eps,
             edit=None if editor is None else lambda weights: editor.edit(index, weights),
+            exchange=None if editor is None else lambda values: editor.exchange(index, values),
         )
         h = self.gates.hold(mixed.h, lambda: self._plain_stream(state), index).to(sources[0].dtype)
+        if editor is not None:
+            h = editor.steer(index, h)
         if self.observer is not None:
             self.observer.on_read(index, h, mixed.weights, mixed.values)
         return with_norm(h, norm), state

@@ -130,6 +130,7 @@ class Weighting(nn.Module):
         scale: float,
         eps: float,
         edit: Callable[[Tensor], Tensor] | None,
+        exchange: Callable[[Sequence[Tensor]], Sequence[Tensor]] | None,
     ) -> Mixed:
         """Make read `index`.
 
@@ -139,6 +140,7 @@ class Weighting(nn.Module):
             scale: of the read. eps: of the norms.
             edit: makes the weights (tokens, sources) that are used out of those that are not edited; with several heads
                 each source's factor goes to all.
+            exchange: makes what is mixed out of the sources that were weighed.
         """
         first = sources[0]
         dtype = compute_dtype(first.dtype)
@@ -164,6 +166,8 @@ class Weighting(nn.Module):
                 rows, before = edit(rows), rows
                 factor = torch.where(before == rows, 1.0, rows / before).view(*weights.shape[:-2], 1, -1)
                 weights = weights * factor if self.heads > 1 else rows.view_as(weights)
+            if exchange is not None:
+                values = [value.to(dtype) for value in exchange(values)]
             h = weighted_sum(values, [self._factor(weights[..., i] * scale) for i in range(len(values))])
             if self.null_source:
                 values = [*values, torch.zeros_like(values[0])]

@@ -1,0 +1,210 @@
+"""What reads say in tokens: the head applied to every read, and what each source adds to a token's logit.
+
+A read goes through the final norm and the head as if it were the output's (nostalgebraist's logit lens, 2020). The
+output's read is a sum and the head is linear, so that once the norm's scale is held at what it was, a token's logit is
+a sum over
+sources: W_y . N(p_i v_i), and what is left (biases, gates).
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from attnres.errors import UserError
+from attnres.forward import evaluating, log_probs
+from attnres.inspect import notebook
+from attnres.inspect.effects import Text, Token, prompt_ids, token_id
+from attnres.inspect.record import find_residual
+from attnres.inspect.vectors import read_vectors
+from attnres.models.stream import describe_norm
+from attnres.ops import Norm
+from attnres.residuals import outputs as outputs_of
+from attnres.text import short
+
+
+@dataclass(frozen=True, repr=False)
+class Lens:
+    """Every read as a prediction.
+
+    Attributes:
+        reads: R names, the output's last: the model's own prediction. tokens: ids (T).
+        top: (R, T, k) likeliest ids after each token. probability: theirs.
+        target: (R, T) ln p of the text's next token, of the last the model's likeliest.
+        divergence: (R, T) sum_x p(x) ln(p(x) / q(x)) in nats, p the model's prediction and q the read's.
+    """
+
+    reads: list[str]
+    tokens: list[int]
+    top: list[list[list[int]]]
+    probability: list[list[list[float]]]
+    target: list[list[float]]
+    divergence: list[list[float]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def __repr__(self) -> str:
+        return f"Lens({len(self.reads)} reads, {len(self.tokens)} tokens)"
+
+    def frame(self) -> Any:
+        """A data frame with a row a read and position: likeliest id, its probability, ln p of the text's next token and
+        the divergence from the model's prediction."""
+        return notebook.frame(
+            {
+                "read": read,
+                "position": t,
+                "top": self.top[r][t][0],
+                "probability": self.probability[r][t][0],
+                "target": self.target[r][t],
+                "divergence": self.divergence[r][t],
+            }
+            for r, read in enumerate(self.reads)
+            for t in range(len(self.tokens))
+        )
+
+    def _repr_html_(self) -> str:
+        rows = [
+            (read, self.top[r][-1][0], short(self.probability[r][-1][0], 3), short(self.divergence[r][-1]))
+            for r, read in enumerate(self.reads)
+        ]
+        head = ("read", "likeliest id", "p", "KL to the output, nats")
+        return notebook.table(f"{self!r}, after the last token", head, rows)
+
+
+def logit_lens(model: Any, text: Text, *, top: int = 5) -> Lens:
+    """Put every read of a text through the final norm and the head, whatever the head does besides (scales, caps).
+
+    Raises:
+        UserError: as `predict`, or a residual that mixes by no weights.
+    """
+    vectors = read_vectors(model, text)
+    top = min(top, len(vectors.log_probs))
+    norm = _final_norm(model)
+    with evaluating(model), torch.no_grad():
+        last = _predictions(model, norm(vectors.reads[-1]))
+        following = torch.cat([vectors.ids[1:], last[-1].argmax().view(1)])
+        rows: list[tuple[Any, ...]] = []
+        for h in vectors.reads:
+            read = _predictions(model, norm(h))
+            best = read.topk(top)
+            apart = nn.functional.kl_div(read, last, reduction="none", log_target=True).sum(-1)
+            target = read.gather(1, following[:, None])[:, 0]
+            rows.append((best.indices.tolist(), best.values.exp().tolist(), target.tolist(), apart.tolist()))
+    ids, chances, targets, divergence = (list(column) for column in zip(*rows, strict=True))
+    return Lens([read.name for read in vectors.layout], vectors.ids.tolist(), ids, chances, targets, divergence)
+
+
+@dataclass(frozen=True)
+class Direct:
+    """What the sources of the output's read add to a logit.
+
+    Attributes:
+        position, target, against: the logit is that of `target` after token `position`, less that of `against`.
+        logit: W_y . N(h) + b, before any scale or cap. rest: what no source adds: biases, gates.
+        sources: what each source of the output's read adds, by name. outputs: of single outputs, blocks taken apart;
+            None where the read is no such sum.
+    """
+
+    position: int
+    target: int
+    against: int | None
+    logit: float
+    rest: float
+    sources: dict[str, float]
+    outputs: dict[str, float] | None
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def frame(self) -> Any:
+        """A data frame with a row an output, or a source where single outputs are not told apart, and the rest."""
+        parts = self.sources if self.outputs is None else self.outputs
+        return notebook.frame({"part": name, "logit": value} for name, value in {**parts, "rest": self.rest}.items())
+
+    def _repr_html_(self) -> str:
+        rows = [(name, short(value, signed=True)) for name, value in {**self.sources, "rest": self.rest}.items()]
+        title = f"What sources add to the logit of token {self.target}, {self.logit:.2f} in all"
+        return notebook.table(title, ("source", "logit"), rows)
+
+
+def direct(
+    model: Any, text: Text, *, position: int = -1, target: Token | None = None, against: Token | None = None
+) -> Direct:
+    """What each source of the output's read adds to a token's logit after `position`; None is the likeliest token.
+
+    Raises:
+        UserError: as `predict`; a position or token that is not there; a final norm whose arithmetic is not known.
+    """
+    ids = prompt_ids(model, text)
+    length = ids.shape[1]
+    if not -length <= position < length:
+        raise UserError(
+            f"position {position} in a text of {length} tokens: expected 0 to {length - 1}, or -1, the last"
+        )
+    vectors = read_vectors(model, ids[:, : position % length + 1])
+    norm, residual = _final_norm(model), find_residual(model)
+    spec, head = describe_norm(norm, vectors.reads[-1]), model.get_output_embeddings()
+    if not isinstance(spec, Norm):
+        raise UserError(f"the final norm is {type(norm).__name__}: its arithmetic is not known here")
+    wanted = int(vectors.log_probs.argmax()) if target is None else token_id(model, target)
+    rival = None if against is None else token_id(model, against)
+    h = vectors.reads[-1][-1].double()
+    centred = h - h.mean() if spec.center else h
+    scale = (centred.square().mean() + spec.eps).rsqrt()
+
+    def of(weight: Tensor) -> Tensor:
+        """The row of the target, less that of the rival, in double precision."""
+        return weight[wanted].double() - (0.0 if rival is None else weight[rival].double())
+
+    row = of(head.weight)
+    along = row * scale * (1.0 if spec.weight is None else spec.weight.double())
+    along = along - along.mean() if spec.center else along  # of vectors that are not centred
+    constant = 0.0 if spec.bias is None else (row @ spec.bias.double()).item()
+    constant += 0.0 if getattr(head, "bias", None) is None else of(head.bias).item()
+    logit = (along @ h).item() + constant
+    weights = vectors.weights[-1][-1].double()
+    terms = [weight * vector[-1].double() for weight, vector in zip(weights, vectors.sources[-1], strict=True)]
+    whole = torch.stack(terms).sum(0)
+    factor = (h @ whole) / (whole @ whole).clamp_min(1e-30)  # of reads that are scaled
+    parts = [(factor * (along @ term)).item() for term in terms]
+    rows: list[Tensor] = []
+    for index, read_weights in enumerate(vectors.weights):
+        mixing = residual.mixing_row(index, read_weights.float(), rows)
+        if mixing is None:
+            break
+        rows.append(mixing)
+    names = [source.name for source in vectors.layout[-1].sources]
+    outputs = None
+    if len(rows) == len(vectors.weights):
+        shares = rows[-1].expand(len(vectors.reads[-1]), -1)[-1].double()
+        of_outputs = [(share * (along @ one[-1].double())).item() for share, one in zip(shares, vectors.outputs)]
+        written = outputs_of(residual.num_sublayers + 1, residual.sublayers)
+        outputs = dict(zip([one.name for one in written], of_outputs, strict=True))
+    return Direct(
+        len(vectors.ids) - 1, wanted, rival, logit, logit - sum(parts), dict(zip(names, parts, strict=True)), outputs
+    )
+
+
+def _final_norm(model: Any) -> nn.Module:
+    base = model.base_model
+    return base.get_submodule(base.family.final_norm)
+
+
+def _predictions(model: Any, hidden: Tensor) -> Tensor:
+    """(T, V) log-probabilities from normed vectors (T, d): the model's own head, for which its base hands these out."""
+    base = model.base_model
+    before = base.__dict__.get("forward")
+    base.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
+    try:
+        ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+        return log_probs(model(input_ids=ids, use_cache=False).logits[0])
+    finally:
+        if before is None:
+            del base.forward
+        else:
+            base.forward = before

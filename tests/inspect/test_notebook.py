@@ -1,0 +1,76 @@
+"""What a notebook shows: short lines, whole HTML with nothing of the text's own code in it, data frames with names."""
+
+import xml.etree.ElementTree as ET
+
+import pytest
+import torch
+
+from attnres import UserError
+from attnres.inspect import KnockOut, attribute, direct, effect, inspect_model, logit_lens, patch, record
+from attnres.models import load
+
+TEXT, OTHER = "The quick brown fox", "The lazy brown dog"
+
+
+@pytest.fixture(scope="module")
+def model(folder_of):
+    return load(folder_of("block"))
+
+
+@pytest.fixture(scope="module")
+def shown(model, tokenizer):
+    ids = torch.tensor([tokenizer(TEXT)["input_ids"]])
+    with torch.no_grad(), record(model) as trace:
+        model(input_ids=ids)
+    other = tokenizer(OTHER)["input_ids"]
+    count = min(ids.shape[1], len(other))
+    return {
+        "trace": trace,
+        "effect": effect(model, TEXT, KnockOut("embedding", reads="mlp")),
+        "attribution": attribute(model, TEXT),
+        "patching": patch(model, ids[:, :count], other[:count]),
+        "lens": logit_lens(model, TEXT),
+        "direct": direct(model, TEXT),
+        "inspection": inspect_model(
+            model, tokenizer, [TEXT + "<script>"], context=16, prompts=False, name="<script>", example=TEXT
+        ),
+    }
+
+
+def test_each_is_a_short_line_and_a_table(shown):
+    for name, one in shown.items():
+        page = one._repr_html_()
+        tree = ET.fromstring(f"<body>{page}</body>")
+        assert not list(tree.iter("script")), name
+        assert list(tree.iter("td")), name
+        if name != "direct":
+            assert len(repr(one)) < 200 and "\n" not in repr(one), name
+
+
+def test_frames_have_a_row_an_edge_with_its_names(shown):
+    pytest.importorskip("pandas")
+    trace, attribution = shown["trace"], shown["attribution"]
+    table = trace.frame()
+    assert list(table.columns) == ["read", "source", "weight", "contribution", "size", "rms", "cosine"]
+    one = table[(table.read == "mlp 1") & (table.source == "block 1")].iloc[0]
+    row = trace.sources[3].index("block 1")
+    assert one.weight == trace.weights[3][row] and one.contribution == trace.contribution[3][row]
+    assert len(attribution.frame()) == len(table) == len(shown["patching"].frame())
+    assert set(shown["inspection"].frame().columns) >= {"weight", "contribution", "size", "high"}
+    assert list(shown["effect"].frame().columns) == ["id", "before", "after", "kl"]
+    assert shown["lens"].frame().groupby("read").size().nunique() == 1
+    assert shown["direct"].frame().part.iloc[-1] == "rest"
+
+
+def test_letters_are_read_by_the_models_own_tokenizer(model, make_model, tokenizer):
+    ids = tokenizer(TEXT)["input_ids"]
+    change = KnockOut("embedding", reads="output")
+    assert effect(model, TEXT, change).loss_after == effect(model, ids, change).loss_after
+    target = tokenizer.convert_ids_to_tokens(ids[-1]).replace("Ġ", " ")
+    assert attribute(model, TEXT, position=-2, target=target).target == ids[-1]
+    with pytest.raises(UserError, match=r"'a fox' is [0-9] tokens: give one"):
+        attribute(model, TEXT, target="a fox")
+    with pytest.raises(UserError, match="the model has no tokenizer beside it"):
+        effect(make_model(), TEXT, change)
+    with pytest.raises(UserError, match="a text is dict: expected letters or token ids"):
+        effect(model, {"text": TEXT}, change)
