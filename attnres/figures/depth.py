@@ -26,6 +26,7 @@ from attnres.figures.plot import (
     thin_ticks,
 )
 from attnres.residuals import Source, depths
+from attnres.text import listed
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
@@ -156,9 +157,27 @@ def by_depth(comparison: Comparison, keys: Sequence[str], name: str, title: str)
         dotted += ", and as many sources as there are" if dotted else "as many sources as there are"
     caption += f" Dotted: {dotted}." if dotted else ""
     caption += f" {MARKS}{', diamond: the output' if any(quantity(key).reads for key in keys) else ''}."
+    caption += "".join(coinciding(comparison, key) for key in keys)
     if any(len(variant.seeds) > 1 for variant in comparison.variants):
         caption += " Lines: means over seeds; bands: least to most."
     return Plot(*comparison.named(name, title), caption, figure)
+
+
+def coinciding(comparison: Comparison, key: str) -> str:
+    """A sentence that names lines which lie on one another, within a hundredth of the panel's range; else nothing."""
+    tables = [(one.label, table.mean(0)) for one in comparison.variants if (table := rows(one, key)) is not None]
+    values = np.concatenate([line for _, line in tables] or [np.zeros(1)])
+    close = 0.01 * (np.nanmax(values) - np.nanmin(values))
+    groups: list[list[str]] = []
+    for place, (name, line) in enumerate(tables):
+        if any(name in group for group in groups):
+            continue
+        alike = [
+            other for other, own in tables[place:] if own.shape == line.shape and np.nanmax(np.abs(own - line)) <= close
+        ]
+        groups.append(alike)
+    what = quantity(key).axis
+    return "".join(f" {listed(group)} are the same line in '{what}'." for group in groups if len(group) > 1)
 
 
 def panel(ax: Axes, comparison: Comparison, key: str) -> None:

@@ -91,8 +91,9 @@ def final_difference(comparison: Comparison) -> Plot:
         if not math.isnan(last.margin):
             ends = [last.mean - last.margin, last.mean + last.margin]
             ax.plot(ends, [y, y], color=colour, linewidth=1.8, solid_capstyle="butt")
-        filled = colour if last.decided else style.PAPER
-        ax.plot(last.mean, y, "o", color=colour, markersize=4.5, markerfacecolor=filled)
+        chance = one.traits.is_control and one.traits.starts_standard
+        filled = colour if last.decided and not chance else style.PAPER
+        ax.plot(last.mean, y, "s" if chance else "o", color=colour, markersize=4.5, markerfacecolor=filled)
         if len(last.per_seed) > 1:
             ax.plot(last.per_seed, [y - 0.26] * len(last.per_seed), "|", color=colour, markersize=3.5, alpha=0.9)
     ax.set_yticks(range(len(shown)), [plain(one.label) for one in reversed(shown)])
@@ -103,6 +104,8 @@ def final_difference(comparison: Comparison) -> Plot:
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
     ax.set_xlabel("difference in held-out loss, nats per token")
     caption = "Left of the line is better. Bars: 95 % interval of the paired difference; hollow: within the error."
+    if any(one.traits.is_control and one.traits.starts_standard for one in shown):
+        caption += " Square: the baseline's own function, which shows what chance does to a run."
     if any(math.isnan(one.differences[-1].margin) for one in shown):
         caption += " No bar: the error is not known."
     if any(len(one.differences[-1].per_seed) > 1 for one in shown):

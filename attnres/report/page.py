@@ -168,7 +168,7 @@ def _row(table: Table, row: Row, colour: str) -> str:
         text = escape(number) + (f' <span class="err">± {escape(error)}</span>' if sign else "")
         if column.name == "difference":
             kind = "even"
-            if row.paired is not None and row.paired.decided and row.complete:
+            if row.paired is not None and row.decided and row.complete:
                 kind = "good" if row.paired.mean < 0 else "bad"
             text = f'<span class="{kind}">{escape(number)}</span>' + text[len(escape(number)) :]
         out.append(f"<td>{text}</td>")

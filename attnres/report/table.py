@@ -26,6 +26,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+ROUNDS = 5
+"""Of a timing in turn, from which its medians are shown."""
+SPREAD = 1.5
+"""The upper quartile of a step's ratio over the lower, beyond which nothing is shown."""
+
+
 @dataclass(frozen=True)
 class Row:
     """What is known of one variant. NaN or None: not known."""
@@ -38,6 +44,17 @@ class Row:
     paired: Paired | None  # against the baseline
     tokens_per_s: float
     step_ratio: float  # to the baseline's step
+    step_quartiles: tuple[float, float] = (math.nan, math.nan)  # of that ratio over the rounds of a timing in turn
+
+    @property
+    def is_chance(self) -> bool:
+        """Whether it computes what the baseline computes: its difference is what chance does to a run."""
+        return self.traits.is_control and self.traits.starts_standard
+
+    @property
+    def decided(self) -> bool:
+        """Whether its difference to the baseline is outside its error, and more than chance."""
+        return self.paired is not None and self.paired.decided and not self.is_chance
 
     @property
     def residual(self) -> str:
@@ -95,6 +112,7 @@ class Table:
     baseline: str | None
     interleaved: bool  # speeds and step-time ratios come from variants timed in turn, not from separate runs
     notes: list[str]
+    doubt: str = ""  # why tokens/s and step times are not shown
 
     def row(self, label: str) -> Row:
         return next(row for row in self.rows if row.label == label)
@@ -115,8 +133,9 @@ def build_table(study: Study) -> Table:
             ratio = _median_of(counted, "step_s") / base_time
             speed = _median_of(counted, "tokens_per_s")
         pair = paired(study, label, baseline) if baseline else None
-        rows.append(Row(label, runs, counted, *mean_loss(study, label), pair, speed, ratio))
-    return Table(rows, baseline, interleaved, _notes(study, rows, baseline, interleaved))
+        rows.append(Row(label, runs, counted, *mean_loss(study, label), pair, speed, ratio, _quartiles(study, label)))
+    doubt = _doubt(study, rows) if interleaved else ""
+    return Table(rows, baseline, interleaved, _notes(study, rows, baseline, interleaved, doubt), doubt)
 
 
 # ------------------------------------------------------------------ what a run knows
@@ -143,6 +162,25 @@ def _timed(study: Study, label: str) -> float:
     return float(entry.get("median_s") or math.nan)
 
 
+def _quartiles(study: Study, label: str) -> tuple[float, float]:
+    entry = (study.speed or {}).get("variants", {}).get(label) or {}
+    low, high = entry.get("ratio_quartiles") or (math.nan, math.nan)
+    return float(low), float(high)
+
+
+def _doubt(study: Study, rows: list[Row]) -> str:
+    """Why a timing says nothing: too few rounds, or rounds that differ too much; empty where it says something."""
+    entries = (study.speed or {}).get("variants", {})
+    rounds = [len(entry["times"]) for entry in entries.values() if isinstance(entry, dict) and entry.get("times")]
+    if rounds and min(rounds) < ROUNDS:
+        return f"only {min(rounds)} rounds were timed (at least {ROUNDS} are needed)"
+    wide = [row for row in rows if row.step_quartiles[1] > SPREAD * row.step_quartiles[0]]
+    if wide:
+        low, high = wide[0].step_quartiles
+        return f"the rounds differ too much: half of those of {wide[0].label} lie between {low:.2f}× and {high:.2f}×"
+    return ""
+
+
 def _tokens_a_step(run: Run) -> float:
     size, length = run.config.get("batch_size"), run.config.get("data", {}).get("seq_len")
     return math.nan if size is None or length is None else float(size * length)
@@ -151,7 +189,7 @@ def _tokens_a_step(run: Run) -> float:
 # ------------------------------------------------------------------ notes under the table
 
 
-def _notes(study: Study, rows: list[Row], baseline: str | None, interleaved: bool) -> list[str]:
+def _notes(study: Study, rows: list[Row], baseline: str | None, interleaved: bool, doubt: str) -> list[str]:
     notes = _what_the_losses_error_is(rows)
     pairs = [row.paired for row in rows if row.paired is not None]
     if pairs:
@@ -168,11 +206,15 @@ def _notes(study: Study, rows: list[Row], baseline: str | None, interleaved: boo
             reasons.setdefault(why_unpaired(study, row.label, baseline or ""), []).append(row.label)
     notes += [f"No difference to {baseline} for {listed(labels)}: {reason}." for reason, labels in reasons.items()]
     if any(not math.isnan(row.step_ratio) for row in rows) and len(rows) > 1:
-        if interleaved:
+        if doubt:
+            notes.append(f"Tokens/s and step time are withheld: {doubt}; table.csv has them.")
+        elif interleaved:
             device = str((study.speed or {}).get("device") or "")
             notes.append(
                 "Tokens/s and step time: whole training steps of the variants taken in turn in one process, medians"
-                + (f" ({device})." if device else ".")
+                + (f" ({device})" if device else "")
+                + "; in brackets the quartiles of the rounds' ratios." * any(r.step_quartiles[0] > 0 for r in rows)
+                + "." * (not any(r.step_quartiles[0] > 0 for r in rows))
             )
         else:
             notes.append(
@@ -275,6 +317,13 @@ def _extra(row: Row, table: Table) -> str:
     return number(count, 0) + (f" ({100 * count / base:.2f} %)" if count and base > 0 else "")
 
 
+def _step_time(row: Row, table: Table) -> str:
+    if table.doubt or math.isnan(row.step_ratio):
+        return UNKNOWN
+    low, high = row.step_quartiles
+    return f"{row.step_ratio:.2f}×" + ("" if math.isnan(low) or low == high else f" ({low:.2f}–{high:.2f})")
+
+
 def _perplexity(row: Row, table: Table) -> str:
     return UNKNOWN if math.isnan(row.loss) else f"{row.perplexity:.{'2f' if row.perplexity < 1e6 else '2e'}}"
 
@@ -298,11 +347,14 @@ COLUMNS = (
     _of_pair("se_seeds", lambda pair: pair.se_seeds),
     _of_pair("windows", lambda pair: pair.windows),
     _of_pair("difference_step", lambda pair: pair.step),
-    _of_pair("decided", lambda pair: pair.decided),
-    Column("tokens_per_s", lambda row, _: row.tokens_per_s, "Tokens/s", lambda row, _: number(row.tokens_per_s, 0)),
+    Column("decided", lambda row, _: None if row.paired is None else row.decided),
+    Column(
+        *("tokens_per_s", lambda row, _: row.tokens_per_s, "Tokens/s"),
+        text=lambda row, table: UNKNOWN if table.doubt else number(row.tokens_per_s, 0),
+    ),
     Column(
         *("step_time_ratio", lambda row, _: row.step_ratio, "Step time"),
-        text=lambda row, _: UNKNOWN if math.isnan(row.step_ratio) else f"{row.step_ratio:.2f}×",
+        text=_step_time,
     ),
     Column("step_time_interleaved", lambda _, table: table.interleaved),
     Column(
@@ -322,6 +374,8 @@ COLUMNS = (
         text=lambda row, _: UNKNOWN if math.isnan(row.mfu) else f"{row.mfu:.1%}",
         optional=True,
     ),
+    Column("step_time_low", lambda row, _: row.step_quartiles[0]),
+    Column("step_time_high", lambda row, _: row.step_quartiles[1]),
 )
 """All there is to say of a variant: in this order in the CSV file, those with a title in the table."""
 
@@ -354,7 +408,7 @@ def print_table(table: Table, verdict: str, console: "Console | None" = None) ->
         for column in columns:  # eighty columns: what is in brackets or can be had from the CSV is left out
             text = column.text(row, table).split(" (")[0]
             cells[column.name] = Text(text if column.name == "difference" else text.split(" ± ")[0])
-        if row.paired and row.paired.decided and row.complete:
+        if row.paired and row.decided and row.complete:
             cells["difference"].stylize("bold green" if row.paired.mean < 0 else "bold red")
         if not row.complete:
             cells["label"].append(" *", style="yellow")

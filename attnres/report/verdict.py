@@ -36,8 +36,9 @@ def verdict(study: Study, table: Table) -> str:
     compared = [row for row in done if row.paired is not None]
     controls = [row for row in compared if row.traits.is_control]
     tested = [row for row in compared if not row.traits.is_control]
-    same = [row for row in controls if row.traits.starts_standard]  # and nothing in it is learned
-    other = [row for row in compared if not (row.traits.is_control and row.traits.starts_standard)]
+    same = [row for row in controls if row.is_chance]
+    other = [row for row in compared if not row.is_chance]
+    controls = [row for row in controls if not row.is_chance]  # against chance no gain is stated
     sentences = [_against_baseline(other, base)] if other else []
     sentences += [_chance(row, base) for row in same]
     reasons: dict[str, list[str]] = {}
@@ -85,7 +86,8 @@ def _chance(row: Row, base: str) -> str:
     assert row.paired is not None
     size = number(row.paired.mean, digits_for(row.paired.mean, row.paired.se), signed=True)
     runs = "a run" if len(row.counted) == 1 else f"the mean of {len(row.counted)} runs"
-    return f"{row.label}, the control, computes what {base} computes: its {size} is what chance does to {runs}."
+    unseen = ", which an error over windows does not see" if row.paired.basis == "windows" else ""
+    return f"{row.label}, the control, computes what {base} computes: its {size} is what chance does to {runs}{unseen}."
 
 
 def _against_control(study: Study, tested: list[Row], controls: list[Row]) -> list[str]:

@@ -313,6 +313,15 @@ def test_several_seeds_are_a_line_at_their_mean_in_a_band_from_least_to_most():
     assert [band[band[:, 0] == 2][:, 1].min(), band[band[:, 0] == 2][:, 1].max()] == [2.0, 6.0]
 
 
+def test_lines_that_lie_on_one_another_are_named():
+    same, other = inspection("full", 2, sharpness=[1.0, 2.0, 3.0, 4.0, 5.0]), inspection("full", 2, sharpness=[5.0] * 5)
+    three = Comparison([variant(name, "full", (0,), {0: one}) for name, one in zip("abc", (same, other, same))])
+    assert by_depth(three, ("sharpness",), "x", "y").caption.endswith(
+        "a and c are the same line in 'sharpness |w g| √d'."
+    )
+    assert "same line" not in by_depth(models(same, other), ("sharpness",), "x", "y").caption
+
+
 def test_a_quantity_that_is_not_listed_is_drawn_under_its_own_name():
     rows = {"steps": [10, 20], "output_rms": [[1.0] * 4, [3.0] * 4]}
     rows |= {"gates": [[0.4], [1e-9]], "of_reads": [[0.1] * 5, [0.3] * 5], "of_sublayers": [[0.1] * 4, [0.3] * 4]}

@@ -14,7 +14,7 @@ from synthetic import write_run, write_study
 from attnres.report import load_study
 from attnres.report.page import write_report
 from attnres.report.stats import paired, paired_curve, strongest_baseline
-from attnres.report.table import build_table, print_table, shown, to_csv
+from attnres.report.table import COLUMNS, build_table, print_table, shown, to_csv
 from attnres.report.verdict import verdict
 from attnres.stats import standard_error, t_975
 
@@ -199,8 +199,8 @@ def test_the_verdict_names_winners_the_control_and_ties(tmp_path):
     assert text.startswith("full beats standard by 0.1")
     assert ", block by 0.1" in text
     assert "rescaled, the control, computes what standard computes: its" in text
-    assert "rescaled is" not in text and "than rescaled" not in text.replace("Worse than rescaled, the control", "")
-    assert "Over rescaled, the control, the gain is" in text
+    assert "rescaled is" not in text and "than rescaled" not in text
+    assert "Over rescaled" not in text, "no gain is stated against what chance does"
 
 
 def test_a_control_that_is_another_function_is_judged_as_others_are(tmp_path):
@@ -288,10 +288,12 @@ def test_in_a_sweep_each_setting_is_a_variant_of_its_own(tmp_path):
 
 
 def test_a_variant_worse_than_the_control_is_called_that(tmp_path):
-    for residual, gain in (("standard", 0.0), ("rescaled", -0.4), ("full", -0.2)):
+    for residual, gain in (("standard", 0.0), ("rescaled", -0.4), ("completep", -0.4), ("full", -0.2)):
         write_run(tmp_path, residual, gain=gain)
-    text = verdict(*both(tmp_path))
-    assert "Worse than rescaled, the control: full by 0." in text
+    study, table = both(tmp_path)
+    text = verdict(study, table)
+    assert "Worse than completep, the control: full by 0." in text and "Worse than rescaled" not in text
+    assert table.row("completep").decided and not table.row("rescaled").decided, "chance is never decided"
     assert "nothing beyond the error" not in text
 
 
@@ -334,6 +336,31 @@ def test_the_table_has_what_each_run_cost(tmp_path):
     assert table.interleaved
     assert row.tokens_per_s == pytest.approx(8 * 256 / (0.4 * 1.08))
     assert any("Tokens/s and step time: whole training steps" in note for note in table.notes)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "quartiles", "said"),
+    [
+        (19, (1.04, 1.10), "1.08× (1.04–1.10)"),
+        (3, (1.04, 1.10), "only 3 rounds were timed"),
+        (19, (0.37, 5.06), "half of those of block lie between 0.37× and 5.06×"),
+    ],
+)
+def test_a_timing_has_its_quartiles_and_is_withheld_where_it_says_nothing(tmp_path, rounds, quartiles, said):
+    write_study(tmp_path)
+    speed = json.loads((tmp_path / "speed.json").read_text())
+    for name, entry in speed["variants"].items():
+        entry |= {"times": [0.4] * rounds, "ratio_quartiles": quartiles if name == "block" else [1.0, 1.0]}
+    (tmp_path / "speed.json").write_text(json.dumps(speed))
+    _, table = both(tmp_path)
+    cells = {column.name: column.text(table.row("block"), table) for column in COLUMNS}
+    if "×" in said[:6]:
+        assert cells["step_time_ratio"] == said and any("quartiles" in note for note in table.notes)
+    else:
+        assert cells["step_time_ratio"] == cells["tokens_per_s"] == "–"
+        assert any("withheld" in note and said in note for note in table.notes)
+    (row,) = [row for row in csv.DictReader(io.StringIO(to_csv(table))) if row["label"] == "block"]
+    assert (float(row["step_time_low"]), float(row["step_time_high"])) == quartiles
 
 
 def test_without_an_interleaved_timing_the_ratio_says_so(tmp_path):
