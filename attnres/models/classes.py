@@ -26,7 +26,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 from attnres.errors import UserError
 from attnres.models.families import FAMILIES, Family
 from attnres.models.inputs import Fused, split
-from attnres.models.stream import Stream, make_reading, make_taking
+from attnres.models.stream import Stream, hidden_states_wanted, make_reading, make_taking
 from attnres.residuals import RESIDUALS, Observer, Residual, make_residual, residual_class, settings_of, source_file
 from attnres.residuals.registry import is_known
 from attnres.residuals.values import ValueResidual
@@ -84,10 +84,19 @@ def _start_stream(
     base: nn.Module, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Wrap the first layer's input; the residual is that which `base` has when it runs."""
-    residual = base.get_submodule("residual")
+    residual = cast(nn.Module, base._modules["residual"])
     if args:
         return (Stream.start(residual, args[0]), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": Stream.start(residual, kwargs["hidden_states"])}
+
+
+def _note_hidden_states(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Take note of whether the pass that begins is asked for its hidden states."""
+    if torch.compiler.is_compiling():  # which has no context variables, and takes no bank
+        return
+    wanted = kwargs.get("output_hidden_states")
+    wanted = getattr(base.config, "output_hidden_states", None) if wanted is None else wanted
+    hidden_states_wanted.set(wanted is not None and wanted is not False)
 
 
 def _show_hidden_states(base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -152,6 +161,7 @@ def attach_residual(base: nn.Module, family: Family, config: Any) -> None:
             let_read(layer.get_submodule(path))
     make_reading(base.get_submodule(family.final_norm))
     layers[0].register_forward_pre_hook(functools.partial(_start_stream, base), with_kwargs=True)
+    base.register_forward_pre_hook(_note_hidden_states, with_kwargs=True)
     base.register_forward_hook(_show_hidden_states)
 
 

@@ -5,6 +5,7 @@ becomes a `Stream`, each pre-norm reads when it is given one, and the residual a
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -14,13 +15,20 @@ from torch.utils import _pytree
 
 from attnres.models.exchange import Exchanged, exchange, own_class
 from attnres.models.inputs import Inputs
+from attnres.ops.bank import Bank
 from attnres.ops.norms import Norm
+from attnres.ops.sharded import settled
 from attnres.residuals import Residual, Ways
 from attnres.residuals.base import as_it_is
+from attnres.residuals.program import take_bank
 
 _ADDITIONS = frozenset(
     {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch._C.TensorBase.__add__}
 )
+_UNREAD = "sublayer {} wrote before it read: is each of its pre-norms named in its family?"
+
+hidden_states_wanted: ContextVar[bool] = ContextVar("hidden_states_wanted", default=False)
+"""Whether the running pass is asked for its hidden states, all of which a bank does not keep."""
 
 
 def is_addition(func: Callable) -> bool:
@@ -53,6 +61,10 @@ class Stream:
     def start(cls, residual: nn.Module, embedding: Tensor) -> "Stream":
         """Begin a forward pass. `residual` is a `Residual`, or what wraps one: it is called for every verb, so that the
         wrapper's parameters and hooks are those that count."""
+        if not torch.compiler.is_compiling() and isinstance(residual, Residual) and not hidden_states_wanted.get():
+            bank = take_bank(residual, embedding)
+            if bank is not None:
+                return BankStream(residual, bank, 0)
         inner: Residual = residual("itself")
         for watcher in (inner.observer, inner.editor):
             if watcher is not None:
@@ -66,6 +78,12 @@ class Stream:
         if self.index == inner.num_sublayers:
             return self.residual("finish", self.state, spec)
         x, self._after_read = self.residual("read", self.state, self.index, spec)
+        if inner.value_residual is not None:
+            return self._with_values(x, inner)
+        return Inputs.of(x) if isinstance(x, Ways) else x
+
+    def _with_values(self, x: Tensor | Ways, inner: Residual) -> Tensor | Inputs:
+        """The input of the coming sublayer, where attentions' values take something from the first layer's."""
         kinds, mixes = inner.sublayers, inner.value_residual
         if mixes is not None and kinds[self.index % len(kinds)] == "attention":
             layer = self.index // len(kinds)
@@ -79,9 +97,7 @@ class Stream:
         state, self._after_read = self._after_read, None
         inputs, self._inputs = self._inputs, None
         if state is None:
-            raise TypeError(
-                f"sublayer {self.index} wrote before it read: is each of its pre-norms named in its family?"
-            )
+            raise TypeError(_UNREAD.format(self.index))
         inner: Residual = self.residual("itself")
         for watcher in (inner.observer, inner.editor):
             if watcher is not None:
@@ -122,6 +138,64 @@ class Stream:
         return self.like.size(*dim)
 
 
+class BankStream(Stream):
+    """One forward pass without gradients, before sublayer `index`; its sources are in a bank, which goes on with the
+    pass. So only the latest stream of a pass can be asked, and an earlier one says that it is over."""
+
+    residual: Residual
+
+    def __init__(self, residual: Residual, bank: Bank, index: int, values: Tensor | None = None) -> None:
+        self.residual, self.bank, self.index, self.values = residual, bank, index, values
+        self.number, self.like = bank.number, bank.embedding
+        self._inputs: Inputs | None = None
+
+    def _refusal(self) -> RuntimeError:
+        return RuntimeError(
+            f"the stream before sublayer {self.index} cannot be asked: a pass without gradients keeps its sources in one "
+            "place and goes on; pass output_hidden_states=True, or put an observer on the residual"
+        )
+
+    def read(self, norm: nn.Module | None) -> Tensor | Inputs:
+        residual, bank, index = self.residual, self.bank, self.index
+        if bank.index != index or bank.number != self.number:
+            raise self._refusal()
+        known = bank.norms[index]
+        if known is None or not known.holds(norm):
+            known = bank.norms[index] = KnownNorm(norm, self.like)
+            bank.set_norm(known.fused)
+        x = bank.read()
+        if known.fused is None:
+            scale = bank.scale()
+            x = known.apply(x if scale == 1.0 else x * scale)
+        if index == residual.num_sublayers:
+            residual.banks.put(bank)
+            return x
+        return x if residual.value_residual is None else self._with_values(x, residual)
+
+    def __add__(self, output: Tensor) -> "Stream":
+        bank, index = self.bank, self.index
+        if bank.index != index or bank.number != self.number:
+            raise self._refusal()
+        if not bank.was_read:
+            raise TypeError(_UNREAD.format(index))
+        if type(output) is not Tensor:
+            output = settled(output)
+        if output.requires_grad or not output.is_cpu or output.data_ptr() == 0 or output.shape != self.like.shape:
+            raise RuntimeError(
+                f"sublayer {index} gave a {type(output).__name__} of shape {tuple(output.shape)} on {output.device}, "
+                f"requires_grad={output.requires_grad}: expected {tuple(self.like.shape)} in memory of the CPU and "
+                "without gradients, as the pass began; begin it with gradients on"
+            )
+        bank.write(output)
+        values = self.values if self._inputs is None else self._inputs.first
+        return BankStream(self.residual, bank, index + 1, values)
+
+    __radd__ = __add__
+
+    def hidden_state(self) -> Tensor:
+        raise self._refusal()
+
+
 def _flatten(stream: Stream) -> tuple[list[Any], tuple[nn.Module, int]]:
     return [stream.state, stream.like, stream.values], (stream.residual, stream.index)
 
@@ -139,19 +213,58 @@ def _forward(module: nn.Module) -> Callable:
     return own_class(module).forward
 
 
+def _autocast_dtype(device: str) -> torch.dtype | None:
+    """Autocast's, where it is on."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
 def describe_norm(module: nn.Module, like: Tensor) -> Norm | nn.Module:
     """A pre-norm as a value, where its arithmetic is known; else the module itself.
 
     Under autocast the normed vector comes out in the autocast dtype, since only matrix products consume it.
     """
-    device = like.device.type
-    out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    out_dtype = _autocast_dtype(like.device.type)
     if isinstance(module, nn.LayerNorm) and _forward(module) is nn.LayerNorm.forward:
         return Norm(module.weight, module.bias, module.eps, center=True, out_dtype=out_dtype)
     eps = getattr(module, "variance_epsilon", None)  # the RMSNorm that most families copy from each other
     if eps is not None:
         return Norm(cast(Tensor, module.weight), None, eps, out_dtype=out_dtype)
     return module
+
+
+class KnownNorm:
+    """A norm module as a bank's read knows it from one pass to the next.
+
+    Attributes:
+        fused: its arithmetic, where that is known; else None, and `apply` is the module, or nothing.
+    """
+
+    def __init__(self, module: nn.Module | None, like: Tensor) -> None:
+        spec = as_it_is if module is None else describe_norm(module, like)
+        self.module, self.apply = module, spec
+        self.fused = spec if isinstance(spec, Norm) else None
+        self.places = _places(self.fused)
+        self.eps_name = "eps" if isinstance(module, nn.LayerNorm) else "variance_epsilon"
+
+    def holds(self, module: nn.Module | None) -> bool:
+        """Whether this is the module, and its weights lie where they lay, with the same eps and autocast."""
+        fused = self.fused
+        if module is not self.module or fused is None or module is None:
+            return module is self.module
+        vectors = module._parameters
+        return (
+            vectors.get("weight") is fused.weight
+            and vectors.get("bias") is fused.bias
+            and self.places == _places(fused)
+            and getattr(module, self.eps_name) == fused.eps
+            and _autocast_dtype("cpu") is fused.out_dtype
+        )
+
+
+def _places(norm: Norm | None) -> tuple[int, int]:
+    """Where a norm's weight and bias lie."""
+    weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
+    return (0 if weight is None else weight.data_ptr()), (0 if bias is None else bias.data_ptr())
 
 
 class _Reading(Exchanged):

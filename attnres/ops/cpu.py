@@ -6,7 +6,7 @@ Where `cpu_build` has no library (no compiler, or ATTNRES_CPU_KERNELS=0), `load(
 import ctypes
 import functools
 import os
-from array import array
+import struct
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,21 +23,14 @@ from attnres.ops.norms import Norm
 LANES = 16
 """Widths must be a multiple of this: one vector register of fp32."""
 
-_DTYPES = (torch.float32, torch.bfloat16)
+DTYPES = (torch.float32, torch.bfloat16)
+"""Of the vectors that the kernels read and write."""
 
 _PLAIN = (Tensor, nn.Parameter)
 """Types whose numbers lie where they say; other ones (sharded, in flight, fake) know better what is to be done."""
 
-_PROTOTYPES = {
-    "attnres_read_sealed": "qqqq ppf ppppp i",
-    "attnres_read_sealed_backward": "qqqq ppppp pppp i",
-    "attnres_merge": "qqq ppppf ppp ifpp pp ppppp i",
-    "attnres_merge_backward": "qqq ppp pppp ifppp pppp ppp i",
-    "attnres_mix": "qqq ppp i",
-}
-"""Arguments of each kernel: q int64, p pointer, f float, i int."""
-
-_TYPES = {"q": ctypes.c_int64, "p": ctypes.c_void_p, "f": ctypes.c_float, "i": ctypes.c_int}
+_BANK = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
+"""Arguments of the bank's kernels: bank, step, address of an output, whether that is bf16."""
 
 
 @functools.cache
@@ -45,9 +38,12 @@ def _loaded() -> Any:
     """The library with the kernels' prototypes, or in a few words why there is none."""
     kernels = library()
     if not isinstance(kernels, str):
-        for name, codes in _PROTOTYPES.items():
-            function = getattr(kernels, name)
-            function.argtypes, function.restype = [_TYPES[code] for code in codes.replace(" ", "")], ctypes.c_int
+        for name in ("read_sealed", "read_sealed_backward", "merge", "merge_backward", "mix"):
+            function = getattr(kernels, f"attnres_{name}")
+            function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
+        write, read = kernels.attnres_bank_write, kernels.attnres_bank_read
+        write.argtypes, write.restype = _BANK, None
+        read.argtypes, read.restype = [*_BANK, ctypes.c_void_p, ctypes.c_int64], ctypes.c_int
     return kernels
 
 
@@ -89,14 +85,14 @@ def why_not(tensors: Sequence[Tensor], compute: torch.dtype, outputs: Sequence[t
     if compute is not torch.float32:
         return f"the C kernels compute in fp32, this call in {_name(compute)}"
     for dtype in outputs:
-        if dtype not in _DTYPES:
+        if dtype not in DTYPES:
             return f"the C kernels make fp32 and bf16 vectors, not {_name(dtype)}"
     for t in tensors:
         if not t.is_cpu:
             return f"the C kernels read tensors on a CPU, not on {t.device.type}"
         if type(t) not in _PLAIN:
             return f"the C kernels read plain tensors, not {type(t).__name__}"
-        if t.dtype not in _DTYPES:
+        if t.dtype not in DTYPES:
             return f"the C kernels read fp32 and bf16 vectors, not {_name(t.dtype)}"
         if t.shape[-1] % LANES or not t.shape[-1]:
             return f"width {t.shape[-1]} is not a multiple of {LANES}"
@@ -110,14 +106,8 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _vectors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """With unit stride along the width, in a dtype that the kernels read; copies only what is not so."""
-    readable = [t if t.dtype in _DTYPES else t.float() for t in tensors]
-    return [t if t.stride(1) == 1 else t.contiguous() for t in readable]
-
-
-def address(tensor: Tensor, *shape: int) -> int:
-    """Return where a tensor of this shape has its numbers: the one place from which addresses go to C.
+def address(tensor: Tensor, shape: tuple[int, ...]) -> int:
+    """Return where a tensor of this shape has its numbers: what an address that goes to C is held against.
 
     Raises:
         UserError: it has another shape, or no numbers on this CPU (on another device or on meta, offloaded, freed,
@@ -138,48 +128,60 @@ def address(tensor: Tensor, *shape: int) -> int:
     return place
 
 
-def _rows(shape: tuple[int, int], *tensors: Tensor | None) -> array:
-    """The kernels' `rows` of each matrix: address, bytes from row to row, whether bf16; zeros for None."""
-    words = []
-    for t in tensors:
-        if t is None:
-            words += (0, 0, 0)
-        elif t.dtype is torch.bfloat16:
-            words += (address(t, *shape), 2 * t.stride(0), 1)
-        else:
-            words += (address(t, *shape), 4 * t.stride(0), 0)
-    return array("q", words)
+_Shaped = tuple[Tensor | None, tuple[int, ...]]
 
 
-def _at(rows: array, index: int = 0) -> int:
-    """Address of the `rows` of one matrix."""
-    return rows.buffer_info()[0] + 3 * rows.itemsize * index
+def _call(
+    kernel: str,
+    *counts: int,
+    eps: tuple[float, ...] = (),
+    rows: Sequence[_Shaped] = (),
+    pointers: Sequence[_Shaped] = (),
+    lists: Sequence[_Shaped] = (),
+    last: Sequence[_Shaped] = (),
+) -> None:
+    """Fill a kernel's struct and call it: counts, eps, `rows` of tensors, pointers to fp32, more `rows`, more pointers;
+    each tensor with the shape that it must have.
 
-
-def _float(tensor: Tensor) -> Tensor:
-    if tensor.dtype is not torch.float32:
-        tensor = tensor.float()
-    return tensor if tensor.is_contiguous() else tensor.contiguous()
-
-
-def _optional(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else _float(tensor)
-
-
-def _pointer(tensor: Tensor | None, *shape: int) -> int | None:
-    return None if tensor is None else address(tensor, *shape)
-
-
-def _threads(tokens: int) -> int:
-    return max(1, min(torch.get_num_threads(), tokens // 16))
-
-
-def _call(kernel: str, *arguments: Any) -> None:
-    if getattr(load(), kernel)(*arguments):
+    A `rows` is an address, the bytes from row to row, and whether it is bf16; zeros stand for None. Arguments that the
+    kernels cannot read (another dtype, no unit stride along the width) are copied; results are never such.
+    """
+    words, alive = [], []
+    for matrices, vectors in ((rows, pointers), (lists, last)):
+        for tensor, shape in matrices:
+            if tensor is None:
+                words += (0, 0, 0)
+                continue
+            if tensor.dtype not in DTYPES:
+                tensor = tensor.float()
+            if tensor.shape != shape or not tensor.is_cpu:
+                address(tensor, shape)
+            if tensor.stride(-1) != 1:
+                tensor = tensor.contiguous()
+            place = tensor.data_ptr() or address(tensor, shape)
+            words += (place, tensor.stride(0) * tensor.element_size(), tensor.dtype is torch.bfloat16)
+            alive.append(tensor)
+        for tensor, shape in vectors:
+            if tensor is None:
+                words.append(0)
+                continue
+            if tensor.shape != shape or not tensor.is_cpu:
+                address(tensor, shape)
+            if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
+                tensor = tensor.float().contiguous()
+            words.append(tensor.data_ptr() or address(tensor, shape))
+            alive.append(tensor)
+    call = struct.pack(f"{len(counts)}q{len(eps)}d{len(words)}q", *counts, *eps, *words)
+    if getattr(load(), kernel)(call):
         raise MemoryError(f"{kernel} found no memory for its workspace")
 
 
 _new = functools.partial(torch.empty, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def threads_for(tokens: int) -> int:
+    """How many threads share `tokens`: one for every 16, at most torch's."""
+    return max(1, min(torch.get_num_threads(), tokens // 16))
 
 
 def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> Sealed:
@@ -189,13 +191,15 @@ def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: t
     logits, inv_rms = _new(tokens, n, reads), _new(tokens, n)
     # Apart: what one read keeps must not keep the others alive.
     outputs = [_new(tokens, d, dtype=dtype) for _ in range(reads)]
-    queries, sources = _float(queries), _vectors(sources)
-    source_rows, output_rows = _rows((tokens, d), *sources), _rows((tokens, d), *outputs)
     _call(
         "attnres_read_sealed",
-        *(tokens, n, reads, d, _at(source_rows), address(queries, reads, d), eps),
-        *(logits.data_ptr(), top.data_ptr(), total.data_ptr(), inv_rms.data_ptr(), _at(output_rows)),
-        _threads(tokens),
+        *(tokens, n, reads, d, threads_for(tokens)),
+        eps=(eps,),
+        pointers=(
+            *((queries, (reads, d)), (logits, (tokens, n, reads)), (top, (reads, tokens)), (total, (reads, tokens))),
+            (inv_rms, (tokens, n)),
+        ),
+        lists=[(vector, (tokens, d)) for vector in (*sources, *outputs)],
     )
     return Sealed(outputs, top, total, logits, inv_rms)
 
@@ -211,21 +215,16 @@ def read_sealed_backward(
 ) -> tuple[Tensor, list[Tensor]]:
     """As `eager.read_sealed_backward`."""
     (tokens, d), n, reads = sources[0].shape, len(sources), queries.shape[0]
-    queries, inv_rms, logits, dtop = _float(queries), _float(inv_rms), _float(logits), [_float(x) for x in dtop]
-    sources, grads = _vectors(sources), _vectors(grads)
-    earlier = [None if c is None else _vectors([c])[0] for c in carried]
     dsources = [_new(tokens, d, dtype=source.dtype) for source in sources]
     dqueries = _new(reads, d)
-    source_rows, grad_rows, carried_rows, dsource_rows = (
-        _rows((tokens, d), *vectors) for vectors in (sources, grads, earlier, dsources)
-    )
-    tops = array("q", [address(x, tokens) for x in dtop])
     _call(
         "attnres_read_sealed_backward",
-        *(tokens, n, reads, d, _at(source_rows), address(inv_rms, tokens, n), address(queries, reads, d)),
-        address(logits, tokens, n, reads),
-        *(_at(grad_rows), _at(tops), _at(carried_rows), _at(dsource_rows), dqueries.data_ptr()),
-        _threads(tokens),
+        *(tokens, n, reads, d, threads_for(tokens)),
+        pointers=(
+            *((queries, (reads, d)), (inv_rms, (tokens, n)), (logits, (tokens, n, reads)), (dqueries, (reads, d))),
+        ),
+        lists=[(vector, (tokens, d)) for vector in (*sources, *grads, *carried, *dsources)],
+        last=[(scalars, (tokens,)) for scalars in dtop],
     )
     return dqueries, dsources
 
@@ -251,19 +250,17 @@ def merge(
         assert output is not None
         return output.to(dtype), MergeSaved(output), None
     tokens, d = (opens[0] if output is None else output).shape
-    opens, vectors = _vectors(opens), _vectors([t for t in (output, added) if t is not None])
     partial = before = None
     if added is not None:
-        added, before, partial = vectors.pop(), opens[-1], _new(tokens, d, dtype=dtype)
-        opens[-1] = partial
-    output = vectors[0] if vectors else None
-    top, total, query = _optional(top), _optional(total), _optional(query)
+        *earlier, before = opens
+        partial = _new(tokens, d, dtype=dtype)
+        opens = (*earlier, partial)
     weight = bias = rstd = weights = sealed = scores = inv_rms = None
     if norm is None:  # <dh, h> is then a true term of the gradient: h is kept unrounded
         h = written = _new(tokens, d)
         x = h if dtype is torch.float32 else _new(tokens, d, dtype=dtype)
     else:
-        weight, bias, rstd = _optional(norm.weight), _optional(norm.bias), _new(tokens)
+        weight, bias, rstd = norm.weight, norm.bias, _new(tokens)
         keep = not k and output is not None and output.dtype is dtype
         h = output if keep else _new(tokens, d, dtype=dtype)
         written = None if keep else h
@@ -272,16 +269,20 @@ def merge(
     if k:
         weights, scores, inv_rms = _new(tokens, k), _new(tokens, k), _new(tokens, k)
         sealed = None if output is None else _new(tokens)
-    open_rows = _rows((tokens, d), *opens)
-    others = _rows((tokens, d), before, added, output, written, None if x is h else x)
+    whole, each, one, width = (tokens, d), (tokens, k), (tokens,), (d,)
     _call(
         "attnres_merge",
-        *(tokens, k, d, _at(open_rows), _at(others), _at(others, 1), _pointer(query, d), eps),
-        *(_at(others, 2), _pointer(top, tokens), _pointer(total, tokens)),
-        *(_kind(norm), 0.0 if norm is None else norm.eps, _pointer(weight, d), _pointer(bias, d)),
-        *(_at(others, 3), _at(others, 4), _pointer(rstd, tokens), _pointer(weights, tokens, k)),
-        *(_pointer(sealed, tokens), _pointer(scores, tokens, k), _pointer(inv_rms, tokens, k)),
-        _threads(tokens),
+        *(tokens, k, d, threads_for(tokens), _kind(norm)),
+        eps=(eps, 0.0 if norm is None else norm.eps),
+        rows=(
+            *((before, whole), (added, whole), (output, whole), (written, whole), (None if x is h else x, whole)),
+            *((weight, width), (bias, width)),
+        ),
+        pointers=(
+            *((query, width), (top, one), (total, one), (rstd, one), (weights, each), (sealed, one), (scores, each)),
+            (inv_rms, each),
+        ),
+        lists=[(vector, whole) for vector in opens],
     )
     return x, MergeSaved(h, rstd, weights, sealed, scores, inv_rms), partial
 
@@ -296,29 +297,25 @@ def merge_backward(
 ) -> MergeGrads:
     """As `eager.merge_backward`."""
     (tokens, d), k = saved.h.shape, len(opens)
-    grad, h, *opens = _vectors([grad, saved.h, *opens])
-    earlier = [None if c is None else _vectors([c])[0] for c in carried]
-    query, weights, sealed, scores, inv_rms, rstd = map(
-        _optional, (query, saved.weights, saved.sealed, saved.scores, saved.inv_rms, saved.rstd)
-    )
-    weight = None if norm is None else _optional(norm.weight)
-    alone = k > 0 and sealed is None
+    weight = None if norm is None else norm.weight
+    alone = k > 0 and saved.sealed is None
     doutput, dtop = (None, None) if alone else (_new(tokens, d), _new(tokens))
     dopens = [_new(tokens, d, dtype=source.dtype) for source in opens]
     dquery = _new(d) if k else None
     dweight = None if weight is None else _new(d)
     dbias = None if norm is None or norm.bias is None else _new(d)
-    open_rows, carried_rows, dopen_rows = (_rows((tokens, d), *vectors) for vectors in (opens, earlier, dopens))
-    others = _rows((tokens, d), h, grad, doutput)
+    h, rstd, weights, sealed, scores, inv_rms = saved
+    whole, each, one, width = (tokens, d), (tokens, k), (tokens,), (d,)
     _call(
         "attnres_merge_backward",
-        *(tokens, k, d, _at(open_rows), _at(carried_rows), _pointer(query, d)),
-        *(_pointer(weights, tokens, k), _pointer(sealed, tokens)),
-        *(_pointer(scores, tokens, k), _pointer(inv_rms, tokens, k)),
-        *(_kind(norm), 0.0 if norm is None else norm.eps, _pointer(weight, d), _at(others), _pointer(rstd, tokens)),
-        *(_at(others, 1), _at(others, 2), _pointer(dtop, tokens), _at(dopen_rows)),
-        *(_pointer(dquery, d), _pointer(dweight, d), _pointer(dbias, d)),
-        _threads(tokens),
+        *(tokens, k, d, threads_for(tokens), _kind(norm)),
+        eps=(0.0 if norm is None else norm.eps,),
+        rows=((h, whole), (grad, whole), (doutput, whole), (weight, width)),
+        pointers=(
+            *((query, width), (rstd, one), (weights, each), (sealed, one), (scores, each), (inv_rms, each), (dtop, one)),
+            *((dquery, width), (dweight, width), (dbias, width)),
+        ),
+        lists=[(vector, whole) for vector in (*opens, *carried[:k], *dopens)],
     )
     return MergeGrads(doutput, dtop, dopens, dquery, dweight, dbias)
 
@@ -326,8 +323,7 @@ def merge_backward(
 def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
     """As `eager.mix`."""
     (tokens, d), n = sources[0].shape, len(sources)
-    h, sources, weights = _new(tokens, d, dtype=dtype), _vectors(sources), _float(weights)
-    source_rows, out_rows = _rows((tokens, d), *sources), _rows((tokens, d), h)
-    places = _at(source_rows), address(weights, tokens, n), _at(out_rows)
-    _call("attnres_mix", tokens, n, d, *places, _threads(tokens))
+    h = _new(tokens, d, dtype=dtype)
+    lists = [(vector, (tokens, d)) for vector in (h, *sources)]
+    _call("attnres_mix", tokens, n, d, threads_for(tokens), pointers=[(weights, (tokens, n))], lists=lists)
     return h

@@ -3,7 +3,9 @@
  * Shapes: T tokens, n sealed sources, k open sources, S reads, d width (a multiple of 16). Arithmetic is fp32; vectors
  * come and go as fp32 or bf16. The algebra is that of two_phase.py, the meaning of every argument that of eager.py.
  * Every sum over tokens goes through one row per thread, static ranges and a sum in the order of the threads, so
- * results repeat bit for bit at a thread count. A kernel returns 0, or 1 if there is no memory for its workspace.
+ * results repeat bit for bit at a thread count. A kernel takes one struct, which its caller fills in one go (cpu.py has
+ * the same fields in the same order; every field is eight bytes), and returns 0, or 1 if there is no memory for its
+ * workspace.
  */
 #include <math.h>
 #include <omp.h>
@@ -43,6 +45,8 @@ typedef uint16_t hvec __attribute__((vector_size(2 * W), aligned(2), may_alias))
 typedef struct { char *data; int64_t stride, bf16; } rows;
 
 INLINE rows here(const rows *m, int64_t t) { return (rows){m->data + t * m->stride, 0, m->bf16}; }
+
+#define NONE ((rows){NULL, 0, 0})
 
 INLINE vec widened(hvec h) { return (vec)(__builtin_convertvector(h, uvec) << 16); }
 
@@ -241,9 +245,21 @@ INLINE void sum_of_threads(const float *partial, int64_t apart, int64_t length, 
 }
 
 /* Phase 1. queries: (S, d); logits: (T, n, S); tops, totals: (S, T); inv_rms: (T, n). */
-int attnres_read_sealed(int64_t T, int64_t n, int64_t S, int64_t d, const rows *sources, const float *queries,
-                        float eps, float *logits, float *tops, float *totals, float *inv_rms, const rows *outputs,
-                        int threads) {
+typedef struct {
+    int64_t T, n, S, d, threads;
+    double eps;
+    const float *queries;
+    float *logits, *tops, *totals, *inv_rms;
+    rows lists[]; /* n sources, S outputs */
+} sealed_call;
+
+int attnres_read_sealed(const sealed_call *call) {
+    int64_t T = call->T, n = call->n, S = call->S, d = call->d;
+    const rows *sources = call->lists, *outputs = call->lists + n;
+    float eps = call->eps, *logits = call->logits, *tops = call->tops, *totals = call->totals;
+    float *inv_rms = call->inv_rms;
+    const float *queries = call->queries;
+    int threads = call->threads;
     int64_t each = padded(2 * n) + padded(2 * S) + padded(6 * S) + n * d + padded(n * S) + padded(n) + 2 * padded(S);
     float *space = workspace(threads, each);
     if (!space) return 1;
@@ -341,11 +357,22 @@ static void spread(int64_t J, int64_t plain, const float *const *v, const float 
 #undef CASE
 }
 
-/* Backward of phase 1: every source's gradient in one pass. inv_rms: (T, n); grads: S rows; dtop: S rows (T), see
+/* Backward of phase 1: every source's gradient in one pass. inv_rms: (T, n); grads: S rows; dtop: S vectors (T), see
  * two_phase.py for their meaning; carried: n rows; dqueries: (S, d). */
-int attnres_read_sealed_backward(int64_t T, int64_t n, int64_t S, int64_t d, const rows *sources, const float *inv_rms,
-                                 const float *queries, const float *logits, const rows *grads, float *const *dtop,
-                                 const rows *carried, const rows *dsources, float *dqueries, int threads) {
+typedef struct {
+    int64_t T, n, S, d, threads;
+    const float *queries, *inv_rms, *logits;
+    float *dqueries;
+    rows lists[]; /* n sources, S grads, n carried, n dsources; then the S pointers of dtop */
+} sealed_backward_call;
+
+int attnres_read_sealed_backward(const sealed_backward_call *call) {
+    int64_t T = call->T, n = call->n, S = call->S, d = call->d;
+    const rows *sources = call->lists, *grads = sources + n, *carried = grads + S, *dsources = carried + n;
+    const float *const *dtop = (const float *const *)(dsources + n);
+    const float *queries = call->queries, *inv_rms = call->inv_rms, *logits = call->logits;
+    float *dqueries = call->dqueries;
+    int threads = call->threads;
     int64_t each = 2 * padded(2 * (n + S)) + 2 * padded(6 * n) + (n + S + 1) * d + 2 * padded(n * S) + padded(n) +
                    2 * padded(S) + S * d;
     float *space = workspace(threads, each);
@@ -404,104 +431,219 @@ int attnres_read_sealed_backward(int64_t T, int64_t n, int64_t S, int64_t d, con
 
 /* Phase 2 and the norm. opens: k rows, the last with `added` in it: where `added` has data, that row is first made of
  * `before` and `added`. output: no data without sealed sources. kind: 0 no norm, 1 RMSNorm, 2 LayerNorm. h and x have
- * no data where they need no writing: h if it is `output`, x if it is h. top, total: (T), of the sealed sources'
- * logits; rstd, sealed: (T); weights, scores, inv_rms: (T, k). */
-int attnres_merge(int64_t T, int64_t k, int64_t d, const rows *opens, const rows *before, const rows *added,
-                  const float *query, float key_eps, const rows *output, const float *top, const float *total, int kind,
-                  float eps, const float *weight, const float *bias, const rows *h, const rows *x, float *rstd,
-                  float *weights, float *sealed, float *scores, float *inv_rms, int threads) {
-    int64_t each = padded(6 * k) + padded(k + 1) + d;
+ * no data where they need no writing: h if it is `output` or not wanted, x if it is h. top, total: (T), of the sealed
+ * sources' logits; rstd, sealed: (T); weights, scores, inv_rms: (T, k): each NULL where no backward needs it. */
+typedef struct {
+    int64_t T, k, d, threads, kind;
+    double key_eps, eps;
+    rows before, added, output, h, x, weight, bias;
+    const float *query, *top, *total;
+    float *rstd, *weights, *sealed, *scores, *inv_rms;
+    rows opens[];
+} merge_call;
+
+/* Floats of workspace that one thread of a merge needs. */
+INLINE int64_t merge_space(const merge_call *call) { return padded(6 * call->k) + padded(call->k + 1) + call->d; }
+
+/* Tokens `from` to `to` - 1. */
+static void merge_tokens(const merge_call *call, const rows *opens, int64_t from, int64_t to, float *mine) {
+    int64_t k = call->k, d = call->d;
+    const rows *before = &call->before, *added = &call->added, *output = &call->output, *h = &call->h, *x = &call->x;
+    const rows *weight = &call->weight, *bias = &call->bias;
+    const float *query = call->query, *top = call->top, *total = call->total;
+    float *rstd = call->rstd, *weights = call->weights, *sealed = call->sealed, *scores = call->scores;
+    float *inv_rms = call->inv_rms, key_eps = call->key_eps, eps = call->eps;
+    int kind = call->kind;
+    rows *v = (rows *)take(&mine, 6 * k);
+    float *p = take(&mine, k + 1), *row = take(&mine, d);
+    memset(p, 0, padded(k + 1) * sizeof(float));
+    for (int64_t t = from; t < to; t++) {
+        rows o = here(output, t), hidden = here(h, t), out = here(x, t);
+        for (int64_t j = 0; j < k; j++) {
+            v[j] = here(&opens[j], t);
+            vec dot = {0}, square = {0};
+            if (j == k - 1 && added->data) {
+                rows a = here(before, t), b = here(added, t), made = v[j];
+                for (int64_t i = 0; i < d; i += W) {
+                    vec y = rounded(&made, rounded(&made, get(&a, i)) + get(&b, i));
+                    put(&made, i, y);
+                    dot += y * CVEC(query + i);
+                    square += y * y;
+                }
+            } else {
+                rows r = v[j];
+                for (int64_t i = 0; i < d; i += W) {
+                    vec y = get(&r, i);
+                    dot += y * CVEC(query + i);
+                    square += y * y;
+                }
+            }
+            float r = 1.0f / sqrtf(sum(square) / d + key_eps);
+            p[j] = sum(dot) * r;
+            if (inv_rms) inv_rms[t * k + j] = r;
+            if (scores) scores[t * k + j] = p[j];
+        }
+        float rest = 1;
+        if (k) {
+            float joint = o.data ? top[t] : p[0], whole = 0;
+            for (int64_t j = 0; j < k; j++) joint = p[j] > joint ? p[j] : joint;
+            for (int64_t j = 0; j < k; j++) p[j] -= joint;
+            p[k] = o.data ? top[t] - joint : 0;
+            for (int64_t i = 0; i <= k; i += W) VEC(p + i) = exponential(CVEC(p + i));
+            p[k] = o.data ? p[k] * total[t] : 0;
+            for (int64_t j = 0; j <= k; j++) whole += p[j];
+            for (int64_t j = 0; j <= k; j++) p[j] /= whole;
+            if (weights) memcpy(weights + t * k, p, k * sizeof(float));
+            rest = p[k];
+            if (sealed) sealed[t] = rest;
+        }
+        vec squares = {0}, mean = {0};
+        for (int64_t i = 0; i < d; i += W) {
+            vec y = {0};
+            if (o.data) y = get(&o, i) * rest;
+            for (int64_t j = 0; j < k; j++) y += get(&v[j], i) * p[j];
+            if (hidden.data) put(&hidden, i, y);
+            if (!kind) {
+                if (out.data) put(&out, i, y);
+                continue;
+            }
+            y = rounded(&hidden, y); /* to its dtype, written or not */
+            VEC(row + i) = y;
+            squares += y * y;
+            mean += y;
+        }
+        if (!kind) continue;
+        float centre = 0, power = sum(squares) / d;
+        if (kind == 2) {
+            centre = sum(mean) / d;
+            vec spread = {0};
+            for (int64_t i = 0; i < d; i += W) { vec y = CVEC(row + i) - centre; spread += y * y; }
+            power = sum(spread) / d;
+        }
+        float scale = 1.0f / sqrtf(power + eps);
+        if (rstd) rstd[t] = scale;
+        for (int64_t i = 0; i < d; i += W) {
+            vec y = (CVEC(row + i) - centre) * scale;
+            if (weight->data) y *= get(weight, i);
+            if (bias->data) y += get(bias, i);
+            put(&out, i, y);
+        }
+    }
+}
+
+#define ON_STACK 4096 /* floats of workspace that need no allocation */
+
+static int merge(const merge_call *call, const rows *opens) {
+    int64_t each = merge_space(call), threads = call->threads;
+    if (threads == 1 && each <= ON_STACK) { /* one token: no team of threads, no allocation */
+        float space[ON_STACK] __attribute__((aligned(64)));
+        merge_tokens(call, opens, 0, call->T, space);
+        return 0;
+    }
     float *space = workspace(threads, each);
     if (!space) return 1;
 #pragma omp parallel num_threads(threads)
     {
         int64_t from, to;
-        range(T, &from, &to);
-        float *mine = space + omp_get_thread_num() * each;
-        rows *v = (rows *)take(&mine, 6 * k);
-        float *p = take(&mine, k + 1), *row = take(&mine, d);
-        memset(p, 0, padded(k + 1) * sizeof(float));
-        for (int64_t t = from; t < to; t++) {
-            rows o = here(output, t), hidden = here(h, t), out = here(x, t);
-            for (int64_t j = 0; j < k; j++) {
-                v[j] = here(&opens[j], t);
-                vec dot = {0}, square = {0};
-                if (j == k - 1 && added->data) {
-                    rows a = here(before, t), b = here(added, t), made = v[j];
-                    for (int64_t i = 0; i < d; i += W) {
-                        vec y = rounded(&made, rounded(&made, get(&a, i)) + get(&b, i));
-                        put(&made, i, y);
-                        dot += y * CVEC(query + i);
-                        square += y * y;
-                    }
-                } else {
-                    rows r = v[j];
-                    for (int64_t i = 0; i < d; i += W) {
-                        vec y = get(&r, i);
-                        dot += y * CVEC(query + i);
-                        square += y * y;
-                    }
-                }
-                float r = inv_rms[t * k + j] = 1.0f / sqrtf(sum(square) / d + key_eps);
-                p[j] = scores[t * k + j] = sum(dot) * r;
-            }
-            float rest = 1;
-            if (k) {
-                float joint = o.data ? top[t] : p[0], whole = 0;
-                for (int64_t j = 0; j < k; j++) joint = p[j] > joint ? p[j] : joint;
-                for (int64_t j = 0; j < k; j++) p[j] -= joint;
-                p[k] = o.data ? top[t] - joint : 0;
-                for (int64_t i = 0; i <= k; i += W) VEC(p + i) = exponential(CVEC(p + i));
-                p[k] = o.data ? p[k] * total[t] : 0;
-                for (int64_t j = 0; j <= k; j++) whole += p[j];
-                for (int64_t j = 0; j <= k; j++) p[j] /= whole;
-                for (int64_t j = 0; j < k; j++) weights[t * k + j] = p[j];
-                rest = p[k];
-                if (o.data) sealed[t] = rest;
-            }
-            vec squares = {0}, mean = {0};
-            for (int64_t i = 0; i < d; i += W) {
-                vec y = {0};
-                if (o.data) y = get(&o, i) * rest;
-                for (int64_t j = 0; j < k; j++) y += get(&v[j], i) * p[j];
-                if (hidden.data) put(&hidden, i, y);
-                if (!kind) {
-                    if (out.data) put(&out, i, y);
-                    continue;
-                }
-                if (hidden.data) y = rounded(&hidden, y);
-                VEC(row + i) = y;
-                squares += y * y;
-                mean += y;
-            }
-            if (!kind) continue;
-            float centre = 0, power = sum(squares) / d;
-            if (kind == 2) {
-                centre = sum(mean) / d;
-                vec spread = {0};
-                for (int64_t i = 0; i < d; i += W) { vec y = CVEC(row + i) - centre; spread += y * y; }
-                power = sum(spread) / d;
-            }
-            float scale = rstd[t] = 1.0f / sqrtf(power + eps);
-            for (int64_t i = 0; i < d; i += W) {
-                vec y = (CVEC(row + i) - centre) * scale;
-                if (weight) y *= CVEC(weight + i);
-                if (bias) y += CVEC(bias + i);
-                put(&out, i, y);
-            }
-        }
+        range(call->T, &from, &to);
+        merge_tokens(call, opens, from, to, space + omp_get_thread_num() * each);
     }
     free(space);
     return 0;
 }
 
+int attnres_merge(const merge_call *call) { return merge(call, call->opens); }
+
+/* Sources of one forward pass without gradients, (T, d) each; bank.py fills it in. queries: (reads, d); zeros: (d).
+ * outputs, tops, totals: phase 1 of a group's S reads, S rows, (S, T) and (S, T). */
+typedef struct {
+    int64_t T, d, threads;
+    double key_eps;
+    const float *queries, *zeros;
+    const rows *outputs;
+    const float *tops, *totals;
+    rows table[]; /* where each source lies now; rows of the bank's own memory stay where they are */
+} bank;
+
+/* What one read does. target, before: the row that the latest output goes into, and the row that it is added to, -1 if
+ * it is the source itself. alone: the sum is made first, for the read has it not only as its last source. phase1: which
+ * of the group's reads it is, or -1 for a read in one pass. keeps: the row that takes the read before its norm, or -1.
+ * query: -1 for a read of one source, which has weight one. kind, eps, weight, bias: of the norm. */
+typedef struct {
+    int64_t kind;
+    double eps;
+    rows weight, bias;
+    int64_t target, before, alone, phase1, keeps, query, k, slots[];
+} step;
+
+/* table[target] = table[before] + output. */
+static void accumulate(bank *b, const step *s, rows output) {
+    if (s->before < 0) {
+        b->table[s->target] = output;
+        return;
+    }
+    const rows *target = &b->table[s->target], *before = &b->table[s->before];
+#pragma omp parallel num_threads(b->threads)
+    {
+        int64_t from, to;
+        range(b->T, &from, &to);
+        for (int64_t t = from; t < to; t++) {
+            rows sum = here(target, t), one = here(before, t), other = here(&output, t);
+            for (int64_t i = 0; i < b->d; i += W) put(&sum, i, rounded(&sum, get(&one, i)) + get(&other, i));
+        }
+    }
+}
+
+INLINE rows whole(const bank *b, char *data, int64_t bf16) { return (rows){data, b->d * (bf16 ? 2 : 4), bf16}; }
+
+/* Bring the latest output (T, d) into the bank; without one nothing is to do. */
+void attnres_bank_write(bank *b, const step *s, char *output, int64_t bf16) {
+    if (output) accumulate(b, s, whole(b, output, bf16));
+}
+
+/* One read and its norm into x (T, d), after the latest output came into the bank, if there is one that has not. */
+int attnres_bank_read(bank *b, const step *s, char *output, int64_t output_bf16, char *x, int64_t x_bf16) {
+    rows opens[s->k + 1], added = NONE;
+    if (output) {
+        added = whole(b, output, output_bf16);
+        if (s->alone || s->before < 0) {
+            accumulate(b, s, added);
+            added = NONE;
+        }
+    }
+    for (int64_t j = 0; j < s->k; j++) opens[j] = b->table[s->slots[j]];
+    int64_t place = s->phase1;
+    merge_call call = {
+        .T = b->T, .k = s->k, .d = b->d, .threads = b->threads, .kind = s->kind, .key_eps = b->key_eps, .eps = s->eps,
+        .before = added.data ? b->table[s->before] : NONE, .added = added,
+        .output = place < 0 ? NONE : b->outputs[place],
+        .h = s->keeps < 0 ? (rows){NULL, 0, b->table->bf16} : b->table[s->keeps], .x = whole(b, x, x_bf16),
+        .weight = s->weight, .bias = s->bias, .query = s->query < 0 ? b->zeros : b->queries + s->query * b->d,
+        .top = place < 0 ? NULL : b->tops + place * b->T, .total = place < 0 ? NULL : b->totals + place * b->T,
+    };
+    return merge(&call, opens);
+}
+
 /* Backward of the norm and of phase 2. sealed: (T), NULL without sealed sources; doutput: no data then. dquery,
  * dweight, dbias: (d), NULL where there is none. */
-int attnres_merge_backward(int64_t T, int64_t k, int64_t d, const rows *opens, const rows *carried, const float *query,
-                           const float *weights, const float *sealed, const float *scores, const float *inv_rms,
-                           int kind, float eps, const float *weight, const rows *h, const float *rstd,
-                           const rows *grad, const rows *doutput, float *dtop, const rows *dopens, float *dquery,
-                           float *dweight, float *dbias, int threads) {
+typedef struct {
+    int64_t T, k, d, threads, kind;
+    double eps;
+    rows h, grad, doutput, weight;
+    const float *query, *rstd, *weights, *sealed, *scores, *inv_rms;
+    float *dtop, *dquery, *dweight, *dbias;
+    rows lists[]; /* k opens, k carried, k dopens */
+} merge_backward_call;
+
+int attnres_merge_backward(const merge_backward_call *call) {
+    int64_t T = call->T, k = call->k, d = call->d;
+    const rows *opens = call->lists, *carried = opens + k, *dopens = carried + k;
+    const rows *h = &call->h, *grad = &call->grad, *doutput = &call->doutput, *weight = &call->weight;
+    const float *query = call->query, *rstd = call->rstd, *weights = call->weights, *sealed = call->sealed;
+    const float *scores = call->scores, *inv_rms = call->inv_rms;
+    float *dtop = call->dtop, *dquery = call->dquery, *dweight = call->dweight, *dbias = call->dbias;
+    float eps = call->eps;
+    int kind = call->kind, threads = call->threads;
     int64_t each = 4 * d + 3 * padded(6 * k) + 2 * padded(k);
     float *space = workspace(threads, each);
     if (!space) return 1;
@@ -528,8 +670,8 @@ int attnres_merge_backward(int64_t T, int64_t k, int64_t d, const rows *opens, c
                 for (int64_t i = 0; i < d; i += W) {
                     vec y = get(&g, i), hat = (get(&hidden, i) - centre) * scale, u = y * hat;
                     if (dbias) VEC(of_bias + i) += y;
-                    if (weight) {
-                        vec w = CVEC(weight + i);
+                    if (weight->data) {
+                        vec w = get(weight, i);
                         VEC(of_weight + i) += u;
                         u *= w;
                         y *= w;
@@ -590,8 +732,17 @@ int attnres_merge_backward(int64_t T, int64_t k, int64_t d, const rows *opens, c
 }
 
 /* out = sum_j weights[:, j] v_j. weights: (T, n). */
-int attnres_mix(int64_t T, int64_t n, int64_t d, const rows *sources, const float *weights, const rows *out,
-                int threads) {
+typedef struct {
+    int64_t T, n, d, threads;
+    const float *weights;
+    rows out, sources[];
+} mix_call;
+
+int attnres_mix(const mix_call *call) {
+    int64_t T = call->T, n = call->n, d = call->d;
+    const rows *sources = call->sources, *out = &call->out;
+    const float *weights = call->weights;
+    int threads = call->threads;
 #pragma omp parallel num_threads(threads)
     {
         int64_t from, to;

@@ -29,6 +29,9 @@ MAX_WIDTH = 16384
 MAX_SHARED = 256
 """The most sources, and the most reads, of the Triton kernels' phase 1."""
 
+CACHED = 1 << 20
+"""Bytes of sources that stay in a core's cache from one read to the next."""
+
 _log = logging.getLogger("attnres")
 
 
@@ -40,15 +43,18 @@ class Plan:
         backend: "cpu" (C kernels), "gpu" (Triton kernels) or "eager" (plain torch).
         schedule: "one pass" or "two phases".
         reasons: why this backend and why this schedule.
+        path: "bank", where a pass has its sources in a bank (bank.py), else "general".
     """
 
     backend: str
     schedule: str
     reasons: tuple[str, ...]
+    path: str = "general"
 
     def __str__(self) -> str:
         names = {"cpu": "the C kernels", "gpu": "the Triton kernels", "eager": "plain torch"}
-        return f"{self.schedule} on {names[self.backend]}: {'; '.join(self.reasons)}"
+        where = " in a bank" if self.path == "bank" else ""
+        return f"{self.schedule}{where} on {names[self.backend]}: {'; '.join(self.reasons)}"
 
 
 def vectors_moved(sealed: int, reads: int, *, training: bool) -> tuple[int, int]:
@@ -64,9 +70,14 @@ def vectors_moved(sealed: int, reads: int, *, training: bool) -> tuple[int, int]
     return (one + 3 * n * reads, two + 4 * n + 2 * reads) if training else (one, two)
 
 
-def in_two_phases(sealed: int, reads: int, *, training: bool, opens: int = 1) -> bool:
-    """Whether `reads` reads over `sealed` sources (and up to `opens` open ones) are better made in two phases."""
+def in_two_phases(sealed: int, reads: int, *, training: bool, opens: int = 1, nbytes: int | None = None) -> bool:
+    """Whether `reads` reads over `sealed` sources (and up to `opens` open ones) are better made in two phases.
+
+    `nbytes` are those of the sealed sources, where a kernel takes any number of them: what is in a cache is not moved.
+    """
     one, two = vectors_moved(sealed, reads, training=training)
+    if nbytes is not None:
+        return two < one and nbytes > CACHED
     return sealed > 0 and (two < one or sealed + opens > MAX_ONE_PASS)
 
 
@@ -127,6 +138,13 @@ def backend_for(
     if loud:
         _say_once(reason)
     return module
+
+
+def bank_plan(*, in_common: bool) -> Plan:
+    """How the reads of a pass in a bank of sources (bank.py) are made: in two phases where a group's reads share them."""
+    schedule = "two phases" if in_common else "one pass"
+    why = "a group's sources are more than a cache holds" if in_common else "its sources are few, or stay in a cache"
+    return Plan("cpu", schedule, ("no gradients are needed and nobody watches", why), "bank")
 
 
 def explain(sources: Sequence[Tensor], *, reads: int = 1, opens: int = 0, training: bool | None = None) -> Plan:

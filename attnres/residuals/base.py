@@ -1,5 +1,6 @@
 """What a residual is: a network's depth as a stream with two verbs, read and write."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -9,8 +10,11 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 from torch.utils.checkpoint import checkpoint
 
-from attnres.ops import Norm, apply_norm
+from attnres.ops import Norm, Plan, apply_norm, explain
+from attnres.ops.bank import Banks, Program
+from attnres.ops.dispatch import bank_plan
 from attnres.residuals.layout import About, Learned, Read, Source, Traits, outputs
+from attnres.residuals.program import BankReads, why_no_bank
 from attnres.residuals.values import ValueResidual
 from attnres.residuals.watch import Editor, Observer, watched
 
@@ -91,6 +95,9 @@ class Residual(nn.Module):
         self.editor: Editor | None = None
         self.value_kind = "none"
         self.value_residual: ValueResidual | None = None
+        self.banks = Banks()
+        self.program: Program | str | None = None
+        """Its reads as a program for a bank, or why there is none; made when it is first asked for."""
 
     # -- what a forward pass does ---------------------------------------------------------------------------------
     def forward(self, verb: str, *args: Any) -> Any:
@@ -153,6 +160,33 @@ class Residual(nn.Module):
         if self.watched:
             h = watched(self, h, index, weights, values)
         return with_norm(h, norm)
+
+    def bank_reads(self) -> BankReads | str:
+        """Return how a pass without gradients makes the reads in a bank of sources, or why it cannot."""
+        return f"residual '{self.name}' is made in plain torch"
+
+    def bank_queries(self) -> Tensor:
+        """Return the queries (reads, d) that such a pass scores sources with, in fp32."""
+        raise NotImplementedError
+
+    def explain(self, embedding: Tensor, *, training: bool | None = None) -> Plan:
+        """Say which path a pass from `embedding` (..., d) takes, and why: what its last group of reads does.
+
+        Args:
+            training: whether a backward follows; None asks `torch.is_grad_enabled()`.
+        """
+        training = torch.is_grad_enabled() if training is None else training
+        reason = why_no_bank(self, embedding, training=training)
+        if reason is None:
+            assert isinstance(self.program, Program)
+            shared = self.program.shared(embedding.numel() // self.width, self.width, embedding.dtype)
+            return bank_plan(in_common=bool(shared))
+        plan = self.general_plan(embedding, training=training)
+        return dataclasses.replace(plan, reasons=(*plan.reasons, f"no bank of sources: {reason}"))
+
+    def general_plan(self, embedding: Tensor, *, training: bool) -> Plan:
+        """Say which path reads take where a pass takes no bank."""
+        return explain([embedding], training=training)
 
     # -- what training owes it ------------------------------------------------------------------------------------
     def set_progress(self, fraction: float) -> None:

@@ -19,6 +19,7 @@ from attnres.models.exactness import compare_logits
 from attnres.models.families import BOTH, PROBED, REFUSED, SUM, families_table
 from attnres.models.flops import forward_flops, step_flops
 from attnres.models.probe import probe
+from attnres.ops import cpu
 
 VOCAB = 61
 SPECIAL = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
@@ -166,11 +167,15 @@ def test_means_are_exact_where_a_norm_removes_the_scale(family):
 
 
 @families
-def test_cached_generation_is_uncached_generation(family):
+def test_cached_generation_is_uncached_generation_and_logits_need_no_gradients(family):
     model = stirred(family)
     options = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
     cached = model.generate(IDS, use_cache=True, **options)
     assert torch.equal(cached, model.generate(IDS, use_cache=False, **options))
+    general = model(input_ids=IDS, use_cache=False).logits.detach()  # with gradients, so without a bank
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=IDS, use_cache=False).logits, general, rtol=1e-4, atol=1e-5)
+    assert cpu.load() is None or model.residual.banks._waiting
 
 
 @families

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.ops import compute_dtype, depth_read
+from attnres.ops import compute_dtype, depth_read, scaled_query
 from attnres.residuals.arithmetic import full_precision
 from attnres.residuals.base import NormLike, Residual, Slot, State, with_norm
 from attnres.residuals.layout import EMBEDDING, About, Source, Traits
 from attnres.residuals.mechanisms.block import DEFAULT_BLOCKS
+from attnres.residuals.program import BankReads
 from attnres.residuals.settings import not_both, positive, whole
 from attnres.residuals.watch import watched
 
@@ -95,6 +96,14 @@ class Boundary(Residual):
         if (index + 1) % self.block_size == 0 or index + 1 == self.num_sublayers:
             return Boundaries(stream, (*state.ends, stream))
         return Boundaries(stream, state.ends)
+
+    def bank_reads(self) -> BankReads | str:
+        reads = range(self.num_sublayers + 1)
+        queries = [None if self._inside(index) else self._block(index) for index in reads]
+        return BankReads([self.sources(index) for index in reads], queries, self.key_norm_eps)
+
+    def bank_queries(self) -> Tensor:
+        return scaled_query(self.query, self.gain)
 
     @torch.no_grad()
     def direction(self, index: int) -> Tensor | None:

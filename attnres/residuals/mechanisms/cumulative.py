@@ -10,6 +10,7 @@ from attnres.residuals.base import NormLike
 from attnres.residuals.layout import EMBEDDING, About, Source
 from attnres.residuals.mechanisms.block import DEFAULT_BLOCKS
 from attnres.residuals.mechanisms.depth_attention import DepthAttention, DepthState, sizes_of_groups
+from attnres.residuals.program import BankReads
 from attnres.residuals.settings import not_both, whole
 
 
@@ -89,6 +90,9 @@ class Cumulative(DepthAttention):
 
     def sources(self, index: int) -> tuple[Source, ...]:
         return self.opens(index) if index == self.num_sublayers else super().sources(index)
+
+    def bank_reads(self) -> BankReads | str:
+        return super().bank_reads()
 
     def hidden_state(self, state: DepthState) -> Tensor:
         return self._finished(state)[-1]

@@ -23,6 +23,7 @@ from attnres.residuals.base import NormLike, Residual, Slot, slots_of, with_norm
 from attnres.residuals.layout import Learned, Source, Traits
 from attnres.residuals.mechanisms.gates import Gates
 from attnres.residuals.mechanisms.weighting import Weighting, settings_among
+from attnres.residuals.program import BankReads
 from attnres.residuals.settings import mean_or_sum, positive, whole
 
 NULL = Source("null", None, range(0), open=True)
@@ -129,12 +130,11 @@ class DepthAttention(Residual):
         """What makes every read be made in plain torch, in words; None where the kernels and the schedule serve."""
         return self.weighting.special or (None if self.gates.idle else "gates")
 
-    @property
+@property
     def heeds_recompute(self) -> bool:
         return self.special is None
 
-    def explain(self, embedding: Tensor, *, training: bool | None = None) -> Plan:
-        """Say which path the reads of the last group take for sources like `embedding` (..., d), and why."""
+    def general_plan(self, embedding: Tensor, *, training: bool) -> Plan:
         if self.special is not None:
             return Plan("eager", "one pass", (f"no kernel has {self.special}",))
         start = self.bounds[-2]
@@ -260,6 +260,18 @@ class DepthAttention(Residual):
             assert not isinstance(norm, Norm)
             x = norm(x * count if self.read_scale == "sum" else x)
         return x, rest
+
+    def bank_reads(self) -> BankReads | str:
+        if self.special is not None:
+            return f"no kernel has {self.special}"
+        sources = [self.sources(index) for index in range(self.num_sublayers + 1)]
+        queries = [index if len(mixed) > 1 else None for index, mixed in enumerate(sources)]
+        groups = list(pairwise(self.bounds))
+        return BankReads(sources, queries, self.key_norm_eps, groups, self.read_scale == "sum")
+
+    def bank_queries(self) -> Tensor:
+        query, temperature = scaled_query(self.query, self.gain), self.weighting.read_temperature
+        return query if temperature == 1.0 else query / temperature
 
     def _scaled_query(self, reads: int | slice) -> Tensor:
         """Return what the kernels take as the query: w * g / temperature."""

@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from attnres.residuals.layout import About, Traits
+from attnres.residuals.layout import About, Source, Traits
 from attnres.residuals.mechanisms.one_stream import OneStream
+from attnres.residuals.program import BankReads
 
 
 class Standard(OneStream):
@@ -19,6 +20,14 @@ class Standard(OneStream):
 
     def write(self, state: Tensor, index: int, output: Tensor) -> Tensor:
         return state + output
+
+    def bank_reads(self) -> BankReads | str:
+        reads = range(self.num_sublayers + 1)
+        streams = [(Source("stream", None, range(index + 1), open=True),) for index in reads]
+        return BankReads(streams, [None] * len(reads))
+
+    def bank_queries(self) -> Tensor:
+        return torch.empty(0)
 
     def implied(self, index: int) -> Tensor:
         return torch.ones(index + 1)

@@ -1,0 +1,159 @@
+"""Which passes take a bank of sources, and a network's reads as a program for it, made from what its layout says.
+
+A bank serves forward passes without gradients whose reads nobody watches: see ops/bank.py. Every other pass takes the
+general path, the verbs of the residual.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attnres.ops import cpu, plain
+from attnres.ops.bank import Bank, Group, Program, Step
+from attnres.ops.reference import compute_dtype
+from attnres.residuals.layout import Source
+
+if TYPE_CHECKING:
+    from attnres.residuals.base import Residual
+
+_VERBS = ("start", "read", "write", "finish", "normed", "mix")
+
+
+class BankReads(NamedTuple):
+    """How the reads of a residual are made in a bank: each is a softmax over sources, or one source.
+
+    Attributes:
+        sources: of each read, the head's last: what is kept, each the sum of outputs.
+        queries: the row of `bank_queries` that scores each read's sources; None for one source.
+        eps: of the key norm.
+        groups: first read, and the one after the last, of those that may share a pass over their common sources.
+        summed: reads are multiplied by their number of sources.
+    """
+
+    sources: Sequence[Sequence[Source]]
+    queries: Sequence[int | None]
+    eps: float = 1e-6
+    groups: Sequence[tuple[int, int]] = ()
+    summed: bool = False
+
+
+def why_no_bank(residual: "Residual", embedding: Tensor, *, training: bool) -> str | None:
+    """Return why a forward pass from this embedding (..., d) takes no bank; None where it takes one.
+
+    `training`: gradients are on.
+    """
+    if training:
+        return "gradients are on"
+    if residual.watched:
+        return "an observer or an editor watches the reads"
+    if residual._forward_hooks or residual._forward_pre_hooks or "forward" in vars(residual):
+        return "the residual has hooks"
+    if residual.program is None:
+        residual.program = _program(residual)
+    if isinstance(residual.program, str):
+        return residual.program
+    if plain.is_needed():
+        return "plain torch is asked for, or a transform or a trace is under way"
+    if not embedding.numel():
+        return "there are no tokens"
+    return cpu.why_not((embedding,), compute_dtype(embedding.dtype))
+
+
+def take_bank(residual: "Residual", embedding: Tensor) -> Bank | None:
+    """Return a bank in which a pass from this embedding has begun, None where it takes none."""
+    if why_no_bank(residual, embedding, training=torch.is_grad_enabled()) is not None:
+        return None
+    assert isinstance(residual.program, Program)
+    queries = residual.bank_queries()
+    if type(queries) is not Tensor or not queries.is_cpu:  # the general path says what is wrong
+        return None
+    embedding = embedding.detach().contiguous()
+    bank = residual.banks.take(residual.program, embedding)
+    bank.begin(embedding, queries)
+    return bank
+
+
+def _program(residual: "Residual") -> Program | str:
+    """Return a residual's reads as a program, or why there is none."""
+    reads = residual.bank_reads()
+    if isinstance(reads, str):
+        return reads
+    mechanism = type(residual)
+    saying = next(place for place, cls in enumerate(mechanism.__mro__) if "bank_reads" in vars(cls))
+    others = [verb for cls in mechanism.__mro__[:saying] for verb in _VERBS if verb in vars(cls)]
+    if others:  # a subclass that does something else
+        return f"residual '{residual.name}' has a {others[0]} of its own"
+    return program_of(reads)
+
+
+def program_of(reads: BankReads) -> Program | str:
+    """Return reads as a program, or why there is none.
+
+    A source is known by the read that it goes on from, if any, and its span of outputs; its row is one output, or a sum
+    that an output was added to.
+    """
+    keys = [[_key(source) for source in sources] for sources in reads.sources]
+    last_use = {key: index for index, mixed in enumerate(keys) for key in mixed}
+    row_of: dict[_Key, int] = {(None, 0, 1): 0}
+    kept: dict[int | None, int] = {}
+    sums: list[int] = []
+    count, steps = 1, list[Step]()
+    for index, mixed in enumerate(keys):
+        target = before = keeps = None
+        new = set(mixed) - row_of.keys()
+        if len(new) != (index > 0) or any(stop != index + 1 for _, _, stop in new):
+            return f"read {index} has not one source, new or grown, with the output before it"
+        for key in new:
+            after, start, stop = key
+            former = (after, start, stop - 1)
+            if stop - start > 1 or after is not None:
+                before = row_of.get(former) if stop - start > 1 else kept.get(after)
+                if before is None:
+                    return f"read {index} has a sum that no earlier read began"
+            if before in sums and last_use.get(former, -1) < index:
+                target = before
+            else:
+                target, count = count, count + 1
+                sums += [] if before is None else [target]
+            row_of[key] = target
+        if any(after == index for after, _, _ in last_use):
+            keeps, count = count, count + 1
+            kept[index] = keeps
+            sums.append(keeps)
+        scale = float(len(mixed)) if reads.summed else 1.0
+        rows = tuple(row_of[key] for key in mixed)
+        steps.append(Step(target, before, rows, len(rows), reads.queries[index], keeps, scale, ()))
+    groups = [group for bounds in reads.groups if (group := _group(steps, *bounds)) is not None]
+    for group in groups:
+        for index in range(group.start, group.stop):
+            steps[index] = steps[index]._replace(opens=len(steps[index].rows) - len(group.rows))
+    needed = {row: index for index, step in enumerate(steps) for row in (*step.rows, step.before) if row is not None}
+    for row in set(range(count)) - set(sums):
+        step = steps[needed[row]]
+        steps[needed[row]] = step._replace(done=(*step.done, row))
+    return Program(tuple(steps), tuple(groups), count, tuple(sums), reads.eps)
+
+
+_Key = tuple[int | None, int, int]
+
+
+def _key(source: Source) -> _Key:
+    assert source.span is not None
+    return source.after, source.span.start, source.span.stop
+
+
+def _group(steps: Sequence[Step], start: int, stop: int) -> Group | None:
+    """Return the reads `start` to `stop` - 1 with the rows that they begin with in common; None of less than two."""
+    if steps[start].query is None:  # of the embedding alone
+        start += 1
+    if stop - start < 2:
+        return None
+    first, *others = (step.rows for step in steps[start:stop])
+    count = 0
+    while all(len(rows) > count and rows[count : count + 1] == first[count : count + 1] for rows in (first, *others)):
+        count += 1
+    query = steps[start].query
+    assert query is not None
+    return Group(start, stop, first[:count], query) if count else None
