@@ -102,6 +102,9 @@ def _note_hidden_states(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 def _show_hidden_states(base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     """With `output_hidden_states`, streams become vectors: the running sum, as for a plain model."""
 
+    if not torch.compiler.is_compiling():
+        hidden_states_wanted.set(False)
+
     def vectors(value: Any) -> Any:
         if isinstance(value, tuple):
             return tuple(v.hidden_state() if isinstance(v, Stream) else v for v in value)

@@ -142,8 +142,6 @@ class BankStream(Stream):
     """One forward pass without gradients, before sublayer `index`; its sources are in a bank, which goes on with the
     pass. So only the latest stream of a pass can be asked, and an earlier one says that it is over."""
 
-    residual: Residual
-
     def __init__(self, residual: Residual, bank: Bank, index: int, values: Tensor | None = None) -> None:
         self.residual, self.bank, self.index, self.values = residual, bank, index, values
         self.number, self.like = bank.number, bank.embedding
@@ -151,12 +149,13 @@ class BankStream(Stream):
 
     def _refusal(self) -> RuntimeError:
         return RuntimeError(
-            f"the stream before sublayer {self.index} cannot be asked: a pass without gradients keeps its sources in one "
-            "place and goes on; pass output_hidden_states=True, or put an observer on the residual"
+            f"the stream before sublayer {self.index} cannot be asked: a pass without gradients keeps its sources in "
+            "one place and goes on; pass output_hidden_states=True, or put an observer on the residual"
         )
 
     def read(self, norm: nn.Module | None) -> Tensor | Inputs:
-        residual, bank, index = self.residual, self.bank, self.index
+        bank, index = self.bank, self.index
+        residual = cast(Residual, self.residual)
         if bank.index != index or bank.number != self.number:
             raise self._refusal()
         known = bank.norms[index]
@@ -188,7 +187,7 @@ class BankStream(Stream):
             )
         bank.write(output)
         values = self.values if self._inputs is None else self._inputs.first
-        return BankStream(self.residual, bank, index + 1, values)
+        return BankStream(cast(Residual, self.residual), bank, index + 1, values)
 
     __radd__ = __add__
 
@@ -241,8 +240,8 @@ class KnownNorm:
 
     def __init__(self, module: nn.Module | None, like: Tensor) -> None:
         spec = as_it_is if module is None else describe_norm(module, like)
-        self.module, self.apply = module, spec
-        self.fused = spec if isinstance(spec, Norm) else None
+        self.module, self.fused = module, spec if isinstance(spec, Norm) else None
+        self.apply = as_it_is if isinstance(spec, Norm) else spec
         self.places = _places(self.fused)
         self.eps_name = "eps" if isinstance(module, nn.LayerNorm) else "variance_epsilon"
 

@@ -4,8 +4,8 @@ A `Program` says in numbers which rows of a bank each read mixes and where each 
 depth and layout alone. A `Bank` is the memory of one running pass, and `Banks` keeps those that no pass uses: a pass
 takes one out and puts it back, so that two passes, in turn or in two threads, never share one.
 
-A row is an output where it lies, which is never written to, or memory of the bank, in which sums are made. A sum is made
-in place only where no later read needs what it was before: what is sealed is never written to.
+A row is an output where it lies, which is never written to, or memory of the bank, in which sums are made. A sum is
+made in place only where no later read needs what it was before: what is sealed is never written to.
 """
 
 import ctypes
@@ -207,8 +207,8 @@ class Bank:
             *(scratch, self._tops.data_ptr(), self._totals.data_ptr(), scratch + 4 * floats * reads),
         )
         table = _HEAD.size
-        rows = [self._memory[table + _ROW * row : table + _ROW * (row + 1)] for row in group.rows]
-        if self._kernels.attnres_read_sealed(b"".join((head, *rows, self._phase1[: _ROW * reads]))):
+        rows = [bytes(self._memory[table + _ROW * row : table + _ROW * (row + 1)]) for row in group.rows]
+        if self._kernels.attnres_read_sealed(b"".join((head, *rows, bytes(self._phase1[: _ROW * reads])))):
             raise MemoryError("attnres_read_sealed found no memory for its workspace")
 
     def write(self, output: Tensor) -> None:

@@ -312,7 +312,15 @@ def merge_backward(
         eps=(0.0 if norm is None else norm.eps,),
         rows=((h, whole), (grad, whole), (doutput, whole), (weight, width)),
         pointers=(
-            *((query, width), (rstd, one), (weights, each), (sealed, one), (scores, each), (inv_rms, each), (dtop, one)),
+            *(
+                (query, width),
+                (rstd, one),
+                (weights, each),
+                (sealed, one),
+                (scores, each),
+                (inv_rms, each),
+                (dtop, one),
+            ),
             *((dquery, width), (dweight, width), (dbias, width)),
         ),
         lists=[(vector, whole) for vector in (*opens, *carried[:k], *dopens)],

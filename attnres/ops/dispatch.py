@@ -141,7 +141,7 @@ def backend_for(
 
 
 def bank_plan(*, in_common: bool) -> Plan:
-    """How the reads of a pass in a bank of sources (bank.py) are made: in two phases where a group's reads share them."""
+    """How the reads of a pass in a bank (bank.py) are made, whose groups share sources in two phases or do not."""
     schedule = "two phases" if in_common else "one pass"
     why = "a group's sources are more than a cache holds" if in_common else "its sources are few, or stay in a cache"
     return Plan("cpu", schedule, ("no gradients are needed and nobody watches", why), "bank")

@@ -1,4 +1,4 @@
-"""Passes without gradients, whose sources lie in a bank, against the general path: the same numbers, whoever else runs."""
+"""Passes without gradients, whose sources lie in a bank, against the general path: the same numbers, whoever runs."""
 
 import copy
 import pickle
@@ -123,7 +123,7 @@ def test_memory_that_is_not_needed_any_more_may_hold_anything(residual, settings
 @pytest.mark.parametrize("name", sorted(RESIDUALS))
 @pytest.mark.parametrize("depth", [1, 2, 6, 11])
 def test_rows_hold_the_sums_that_the_layout_names(name, depth):
-    """A program run on sets of outputs in place of vectors: what each read finds in its rows is what its sources are."""
+    """A program run on sets of outputs in place of vectors: what a read finds in its rows is what its sources are."""
     residual = make_residual(name, depth, 16)
     reason = why_no_bank(residual, torch.zeros(1, 16), training=False)
     if reason is not None:
@@ -245,7 +245,7 @@ def test_only_the_latest_stream_of_a_pass_can_be_asked():
             stream + embedding
         assert torch.equal(norm(stream), norm(stream))
         later = embedding + stream
-        with pytest.raises(RuntimeError, match="before sublayer 0 cannot be asked.*output_hidden_states"):
+        with pytest.raises(RuntimeError, match=r"before sublayer 0 cannot be asked.*output_hidden_states"):
             norm(stream)
         with pytest.raises(RuntimeError, match="before sublayer 0 cannot be asked"):
             stream + embedding

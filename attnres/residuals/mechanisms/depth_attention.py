@@ -130,7 +130,7 @@ class DepthAttention(Residual):
         """What makes every read be made in plain torch, in words; None where the kernels and the schedule serve."""
         return self.weighting.special or (None if self.gates.idle else "gates")
 
-@property
+    @property
     def heeds_recompute(self) -> bool:
         return self.special is None
 
