@@ -1,10 +1,13 @@
-"""Generation: one-token decode at several batch sizes and prefill, each against the standard residual.
+"""Generation: one-token decode at several batch sizes and prefill, each against the plain Transformers model.
 
     python benchmarks/decode.py                                     # 0.6b on a GPU, nano on a CPU
+    python benchmarks/decode.py --size 150m --dtype bf16 --batches 1 8 --prefill 2048
+    python benchmarks/decode.py --size nano --compile
     python benchmarks/decode.py --size 0.6b --batches 1 64 --prefill 8192 --graphs
 
 A decode step is one token for each sequence after `--context` tokens, in a static KV cache, set back before each step;
-with --graphs the step is captured once as a CUDA graph and replayed. Prefill is one sequence without gradients.
+with --graphs the step is captured once as a CUDA graph and replayed, with --compile it is compiled. Prefill is one
+sequence without gradients. All models have the same weights; the second ratio is to the standard residual.
 """
 
 import argparse
@@ -19,14 +22,20 @@ from naive import register_naive
 from torch import Tensor
 from transformers import StaticCache
 
-from attnres.models import build
+from attnres.models import build, build_plain
+from attnres.models.sizes import SIZES as NAMED
 from attnres.training.device import tune
 
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
+    "plain": (None, {}),
     "standard": ("standard", {}),
     "block": ("block", {"num_blocks": 8}),
     "full": ("full", {}),
     "naive block": ("naive_block", {"num_blocks": 8}),
+}
+SIZES: dict[str, Any] = NAMED | {
+    "150m": NAMED["100m"]
+    | {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072}
 }
 VOCABULARY = 4096
 DEFAULTS = {
@@ -56,6 +65,10 @@ class Step:
     def eager(self) -> Tensor:
         return self.model(input_ids=self.token, past_key_values=self.cache, use_cache=True).logits
 
+    def compile(self) -> None:
+        """Compile the model for steps of one token."""
+        self.model = torch.compile(self.model)
+
     def capture(self) -> None:
         """Record the step as a CUDA graph, after a few steps on another stream as PyTorch asks."""
         side = torch.cuda.Stream()
@@ -81,15 +94,19 @@ def _models(size: str, device: torch.device, dtype: torch.dtype, positions: int,
     register_naive()
     models = {}
     for label, (residual, settings) in VARIANTS.items():
-        model = build(size, residual, vocab_size=VOCABULARY, max_positions=positions, seed=seed, settings=settings)
+        shape: dict[str, Any] = {"vocab_size": VOCABULARY, "max_positions": positions, "seed": seed}
+        if residual is None:
+            model: Any = build_plain(SIZES[size], **shape).to(dtype)
+        else:
+            model = build(SIZES[size], residual, settings=settings, **shape).to(dtype)
+            model.residual.float()
         tune(model, device, positions)
-        models[label] = model.to(device).to(dtype).eval()
-        models[label].residual.float()
+        models[label] = model.to(device).eval()
     return models
 
 
 def decode(
-    models: dict[str, Any], batch: int, context: int, *, graphs: bool, seconds: float, seed: int
+    models: dict[str, Any], batch: int, context: int, *, graphs: bool, compiled: bool, seconds: float, seed: int
 ) -> dict[str, dict[str, Any]]:
     """One decode step of each model, in turn."""
     steps: dict[str, Step] = {}
@@ -97,6 +114,8 @@ def decode(
 
     def prepare(label: str) -> None:
         step = Step(models[label], batch, context, seed)
+        if compiled:
+            step.compile()
         if graphs:
             step.capture()
         steps[label] = step
@@ -105,8 +124,8 @@ def decode(
         reason = harness.attempt(partial(prepare, label))
         if reason is not None:
             reasons[label] = {"reason": reason}
-    device = next(models["standard"].parameters()).device
-    return harness.measure(steps, device, seconds=seconds, before=lambda label: steps[label].back()) | reasons
+    device, back = next(models["plain"].parameters()).device, lambda label: steps[label].back()
+    return harness.measure(steps, device, seconds=seconds, before=back, second="standard") | reasons
 
 
 @torch.no_grad()
@@ -119,6 +138,7 @@ def run(
     context: int,
     prefill: int,
     graphs: bool,
+    compiled: bool,
     seconds: float,
     seed: int,
     say: Callable[[str], None] = print,
@@ -128,15 +148,16 @@ def run(
     result: dict[str, Any] = {"decode": {}, "prefill": {}}
     bar = harness.progress("decode", len(batches) + 1)
     for batch in batches:
-        rows = decode(models, batch, context, graphs=graphs, seconds=seconds, seed=seed)
+        rows = decode(models, batch, context, graphs=graphs, compiled=compiled, seconds=seconds, seed=seed)
         result["decode"][str(batch)] = rows
-        say(f"decode, batch {batch}, after {context} tokens{', CUDA graph' if graphs else ''}\n{harness.lines(rows)}\n")
+        kind = ("", ", CUDA graph")[graphs] + ("", ", compiled")[compiled]
+        say(f"decode, batch {batch}, after {context} tokens{kind}\n{harness.lines(rows)}\n")
         bar.advance(1, f"batch {batch}")
     ids = torch.randint(VOCABULARY, (1, prefill), generator=torch.Generator().manual_seed(seed)).to(device)
     candidates = {
         label: partial(model, input_ids=ids, use_cache=True, logits_to_keep=1) for label, model in models.items()
     }
-    result["prefill"][str(prefill)] = rows = harness.measure(candidates, device, seconds=seconds)
+    result["prefill"][str(prefill)] = rows = harness.measure(candidates, device, seconds=seconds, second="standard")
     say(f"prefill of {prefill} tokens\n{harness.lines(rows)}\n")
     bar.advance(1, "prefill")
     return result
@@ -145,19 +166,23 @@ def run(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_device(parser)
-    parser.add_argument("--size", default=None, help="a name in attnres.models.sizes.SIZES")
+    parser.add_argument("--size", default=None, choices=list(SIZES))
     parser.add_argument("--batches", type=int, nargs="+", default=None)
     parser.add_argument("--context", type=int, default=None, help="tokens in the cache before the decode step")
     parser.add_argument("--prefill", type=int, default=None, help="tokens of the prefill")
     parser.add_argument("--graphs", action="store_true", help="replay the decode step as a CUDA graph")
+    parser.add_argument("--compile", action="store_true", help="compile the decode step")
     options = parser.parse_args()
     device = harness.settle(options, "decode")
+    if options.compile:
+        harness.compile_many()
     if options.graphs and device.type != "cuda":
         parser.error("--graphs needs a GPU: CUDA graphs do not exist on a CPU")
     values = {name: getattr(options, name) for name in DEFAULTS["cpu"]}
     shape: dict[str, Any] = DEFAULTS[device.type] | {name: value for name, value in values.items() if value is not None}
     result = harness.head("decode", device, options.dtype, options.seed) | {"shape": shape, "graphs": options.graphs}
-    how: dict[str, Any] = {"graphs": options.graphs, "seconds": options.seconds, "seed": options.seed}
+    how: dict[str, Any] = {"graphs": options.graphs, "compiled": options.compile}
+    how |= {"seconds": options.seconds, "seed": options.seed}
     result |= run(device, DTYPES[options.dtype], **shape, **how)
     panels = {f"decode, batch {batch}": rows for batch, rows in result["decode"].items()}
     panels |= {f"prefill, {tokens} tokens": rows for tokens, rows in result["prefill"].items()}
@@ -165,7 +190,7 @@ def main() -> None:
         panel: {name: row["ratio"] for name, row in rows.items() if "ratio" in row} for panel, rows in panels.items()
     }
     title = f"Generation, {shape['size']}, {result['environment']['device']}"
-    harness.finish(options.out, result, ratios, "time, as a ratio to standard", title)
+    harness.finish(options.out, result, ratios, "time, as a ratio to the plain model's", title)
 
 
 if __name__ == "__main__":

@@ -133,10 +133,12 @@ def measure(
     nbytes: Mapping[str, float] | float | None = None,
     copy: float | None = None,
     before: Callable[[str], None] | None = None,
+    second: str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Time candidates in turn; each gets a row, also the one that fails.
 
     Args:
+        second: another candidate that ratios are taken to, as "second_ratio".
         nbytes: what each candidate has to move; then bandwidths are given, and their shares of `copy`, bytes a second.
 
     Returns:
@@ -154,6 +156,8 @@ def measure(
     base = next(iter(times.values()), None)
     for label, call in ready.items():
         row = rows[label] = summary(times[label], base)
+        if second in times:
+            row["second_ratio"] = spread(times[label], times[second]).ratio
         if before is not None:
             before(label)
         row["peak_bytes"] = peak_bytes(call, device)
@@ -167,11 +171,11 @@ def measure(
 
 def lines(rows: Mapping[str, Mapping[str, Any]]) -> str:
     """What `measure` found, as text."""
-    text = [["", "ms", "quartiles", "ratio", "GB/s", "of a copy", "peak MB", "max error", ""]]
+    text = [["", "ms", "quartiles", "ratio", "quartiles", "second", "GB/s", "of a copy", "peak MB", "max error", ""]]
     for label, row in rows.items():
         error = f"{row['max_error']:.1e}" if "max_error" in row else "-"
         if "median_s" not in row:
-            text.append([label, *["-"] * 6, error, row["reason"]])
+            text.append([label, *["-"] * 8, error, row["reason"]])
             continue
         low, high = row["quartiles_s"]
         speed = f"{row['bytes_per_s'] / 1e9:.4g}" if "bytes_per_s" in row else "-"
@@ -179,7 +183,9 @@ def lines(rows: Mapping[str, Mapping[str, Any]]) -> str:
         spread = f"{low * 1e3:.4g}-{high * 1e3:.4g}"
         peak = f"{row['peak_bytes'] / 1e6:.4g}"
         middle, ratio = f"{row['median_s'] * 1e3:.4g}", f"{row['ratio']:.3f}"
-        text.append([label, middle, spread, ratio, speed, share, peak, error, ""])
+        ratios = "{:.3f}-{:.3f}".format(*row["ratio_quartiles"])
+        second = f"{row['second_ratio']:.3f}" if "second_ratio" in row else "-"
+        text.append([label, middle, spread, ratio, ratios, second, speed, share, peak, error, ""])
     return table(text)
 
 

@@ -1,13 +1,14 @@
-"""A whole training step of every residual against the standard one: time, memory, bytes kept for backward.
+"""A whole training step of every residual against the plain model: time, memory, bytes kept for backward.
 
     python benchmarks/step.py                      # d=256, 12 layers, 2,048 tokens, fp32 and bf16; about five minutes
     python benchmarks/step.py --device cuda --sizes 100m 0.6b deep-narrow --compile
 
-Times are medians of steps taken in turn in one process, ratios are to `standard` in the same run; with --compile every
-variant is compiled, the standard one too. Kept bytes are those of distinct storages that one forward pass saves for
-backward, without parameters. Peak memory is that of a process which takes three steps of one variant alone. Peers
-(peers.py) take the place of the naive read; those that take bf16 alone get a bf16 stream. Where the models of all
-variants do not fit into a GPU at once, each is timed with the standard one alone.
+Times are medians of steps taken in turn in one process, ratios are to the plain Transformers model in the same run, the
+second to `standard`; with --compile every variant is compiled, the plain one too. Kept bytes are those of distinct
+storages that one forward pass saves for backward, without parameters. Peak memory is that of a process which takes
+three steps of one variant alone. Peers (peers.py) take the place of the naive read; those that take bf16 alone get a
+bf16 stream. Where the models of all variants do not fit into a GPU at once, each is timed with plain and standard
+alone.
 """
 
 import argparse
@@ -25,7 +26,7 @@ import torch
 from naive import register_naive
 from peers import PEERS
 
-from attnres.models import build
+from attnres.models import build, build_plain
 from attnres.models.sizes import SIZES as NAMED
 from attnres.ops import cpu
 from attnres.progress import Bar
@@ -34,7 +35,7 @@ from attnres.timing import in_turn, seconds_of, spread
 from attnres.training.device import tune
 from attnres.training.environment import peak_memory, reset_peak_memory
 
-Variants = dict[str, tuple[str, dict[str, Any]]]
+Variants = dict[str, tuple[str | None, dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,13 @@ def _qwen3(width: int, layers: int) -> dict[str, Any]:
 # A small vocabulary is a short step, on which depth reads weigh more.
 SIZES = {
     "nano-bench": Size(_qwen3(256, 12), 4096, 8, 256),
+    "nano": Size(NAMED["nano"], 4096, 4, 128),
     "100m": Size(NAMED["100m"], 32_768, 16, 1024),
     "0.6b": Size(NAMED["0.6b"], 32_768, 4, 2048),
     "deep-narrow": Size(_qwen3(256, 48), 32_768, 16, 1024),
 }
 VARIANTS: Variants = {
+    "plain": (None, {}),
     "standard": ("standard", {}),
     "rescaled": ("rescaled", {}),
     "block (8 blocks)": ("block", {"num_blocks": 8}),
@@ -84,7 +87,8 @@ VARIANTS: Variants = {
     "naive block (8 blocks)": ("naive_block", {"num_blocks": 8}),
     "naive full": ("naive_full", {}),
 }
-ON_LARGE = ("standard", "block (8 blocks)", "full", "naive block (8 blocks)")
+BASES = ("plain", "standard")
+ON_LARGE = ("plain", "standard", "block (8 blocks)", "full", "naive block (8 blocks)")
 """Of these, for all sizes but the first."""
 
 
@@ -98,10 +102,12 @@ def variants_of(name: str, dtype: str, device: torch.device) -> tuple[Variants, 
     return variants | peers, {f"{label} block": reason for label, reason in reasons.items() if reason is not None}
 
 
-def kept_for_backward(size: Size, variant: tuple[str, dict[str, Any]], device: torch.device) -> dict[str, float]:
+def kept_for_backward(size: Size, variant: tuple[str | None, dict[str, Any]], device: torch.device) -> dict[str, float]:
     """What one fp32 forward pass saves, in MB and in (tokens, width) vectors a sublayer."""
     residual, settings = variant
-    model = build(size.model, residual, vocab_size=size.vocabulary, max_positions=size.length, settings=settings)
+    shape: dict[str, Any] = {"vocab_size": size.vocabulary, "max_positions": size.length}
+    plain = residual is None
+    model = build_plain(size.model, **shape) if plain else build(size.model, residual, settings=settings, **shape)
     model = model.to(device)
     tune(model, device, size.length)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
@@ -171,7 +177,7 @@ class Run:
         with torch.device("meta"):
             model = build(self.size.model, "standard", vocab_size=self.size.vocabulary)
         state = 16 * sum(parameter.numel() for parameter in model.parameters())
-        return max(2, torch.cuda.get_device_properties(self.device).total_memory // 2 // state)
+        return max(3, torch.cuda.get_device_properties(self.device).total_memory // 2 // state)
 
     def measure(self, seconds: float, bar: Bar) -> dict[str, Any]:
         """Times and peaks of all variants; a row with a reason for each that does not run."""
@@ -184,14 +190,15 @@ class Run:
             else:
                 reasons[label] = peak
             bar.advance(1, f"{self.name}, {self.dtype}: peak of {label}")
-        if "standard" not in peaks:
-            raise SystemExit(f"{self.name}, {self.dtype}: the standard model does not run: {reasons['standard']}")
-        others = [label for label in variants if label in peaks and label != "standard"]
-        size = min(len(others), self.together() - 1) or 1
+        for label in BASES:
+            if label not in peaks:
+                raise SystemExit(f"{self.name}, {self.dtype}: the {label} model does not run: {reasons[label]}")
+        others = [label for label in variants if label in peaks and label not in BASES]
+        size = min(len(others), self.together() - len(BASES)) or 1
         groups = [others[i : i + size] for i in range(0, len(others), size)]
         speed: dict[str, Any] = {"variants": {}}
         for group in groups:
-            labels = ["standard", *group]
+            labels = [*BASES, *group]
             print(f"{self.name}, {self.dtype}: timing {', '.join(labels)} in turn", flush=True)
             made: list[dict[str, Any]] = []
             turn = {label: variants[label] for label in labels}
@@ -203,11 +210,14 @@ class Run:
                 reasons |= dict.fromkeys(group, reason)
                 continue
             part = made[0]
+            standard = part["variants"]["standard"]["times"]
+            for row in part["variants"].values():
+                row["second_ratio"] = spread(row["times"], standard).ratio
             new = {label: row for label, row in part["variants"].items() if label not in speed["variants"]}
-            speed = part | {"variants": speed["variants"] | new}  # the first group's standard stays
+            speed = part | {"variants": speed["variants"] | new}  # the first group's bases stay
         for label, values in speed["variants"].items():
             values["peak_bytes"] = peaks[label]
-            values["peak_ratio"] = peaks[label] / peaks["standard"]
+            values["peak_ratio"] = peaks[label] / peaks["plain"]
         return speed | {"not_timed": reasons}
 
 
@@ -223,13 +233,14 @@ def import_ratio(rounds: int = 7) -> dict[str, float]:
 
 def show(speed: Mapping[str, Any], kept: Mapping[str, Mapping[str, float]]) -> str:
     """One precision of one size as a table."""
-    rows = [["variant", "ms", "ratio", "quartiles", "peak MB", "peak ratio", "kept MB (fp32)", ""]]
+    rows = [["variant", "ms", "ratio", "quartiles", "to standard", "peak MB", "peak ratio", "kept MB (fp32)", ""]]
     for label, values in speed["variants"].items():
         low, high = values["ratio_quartiles"]
         mb = f"{kept[label]['MB']:.0f}" if label in kept else "-"
         row = [f"{values['median_s'] * 1e3:.4g}", f"{values['ratio']:.3f}", f"{low:.3f}-{high:.3f}"]
+        row.append(f"{values['second_ratio']:.3f}")
         rows.append([label, *row, f"{values['peak_bytes'] / 1e6:.0f}", f"{values['peak_ratio']:.3f}", mb, ""])
-    rows += [[label, *["-"] * 6, reason] for label, reason in speed["not_timed"].items()]
+    rows += [[label, *["-"] * 7, reason] for label, reason in speed["not_timed"].items()]
     return harness.table(rows)
 
 
@@ -290,7 +301,7 @@ def main() -> None:
         for dtype in dtypes
     }
     title = f"Training step, {'compiled, ' if options.compile else ''}{result['environment']['device']}"
-    harness.finish(out, result, ratios, "time, as a ratio to standard", title)
+    harness.finish(out, result, ratios, "time, as a ratio to the plain model's", title)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def test_stack_gives_no_time_to_a_network_that_computes_something_else(monkeypat
 
 
 def test_decode_leaves_the_cache_as_long_as_it_was():
-    how = {"size": "nano", "context": 6, "prefill": 8, "graphs": False, "seconds": 0.0, "seed": 0}
+    how = {"size": "nano", "context": 6, "prefill": 8, "graphs": False, "compiled": False, "seconds": 0.0, "seed": 0}
     found = decode.run(CPU, torch.float32, **how, batches=[2], say=_quiet)
     assert set(found["decode"]["2"]) == set(decode.VARIANTS) == set(found["prefill"]["8"])
     assert all("median_s" in row for row in found["decode"]["2"].values())
@@ -123,23 +123,23 @@ def test_a_decode_step_from_a_static_cache_is_the_model_without_a_cache():
 
 
 def test_step_has_the_published_sizes_and_every_peer_has_a_row():
-    assert set(step.SIZES) == {"nano-bench", "100m", "0.6b", "deep-narrow"}
+    assert set(step.SIZES) == {"nano-bench", "nano", "100m", "0.6b", "deep-narrow"}
     assert step.SIZES["deep-narrow"].sublayers == 96
     variants, reasons = step.variants_of("0.6b", "fp32", CPU)
-    assert list(variants)[:4] == list(step.ON_LARGE)
-    assert len(variants) + len(reasons) == 4 + len(step.PEERS)
+    assert list(variants)[:5] == list(step.ON_LARGE)
+    assert len(variants) + len(reasons) == 5 + len(step.PEERS)
 
 
 def test_step_times_variants_of_a_small_model(monkeypatch):
     small = step.Size(step._qwen3(32, 2), 64, 2, 8)
-    monkeypatch.setattr(
-        step, "variants_of", lambda *_: ({k: step.VARIANTS[k] for k in ("standard", "full")}, {"x": "y"})
-    )
-    monkeypatch.setattr(step.Run, "peak_of", lambda self, label: 100 if label == "standard" else 110)
+    labels = ("plain", "standard", "full")
+    monkeypatch.setattr(step, "variants_of", lambda *_: ({k: step.VARIANTS[k] for k in labels}, {"x": "y"}))
+    monkeypatch.setattr(step.Run, "peak_of", lambda self, label: 100 if label == "plain" else 110)
     step.register_naive()
     run = step.Run("nano-bench", small, "fp32", CPU, False)
     found = run.measure(0.0, harness.progress("step", 2))
-    assert list(found["variants"]) == ["standard", "full"]
+    assert list(found["variants"]) == list(labels)
+    assert found["variants"]["plain"]["ratio"] == found["variants"]["standard"]["second_ratio"] == 1.0
     assert found["variants"]["full"]["peak_ratio"] == 1.1
     assert found["not_timed"] == {"x": "y"}
     shown = step.show(found, {"full": {"MB": 2.0}})
