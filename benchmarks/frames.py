@@ -1,11 +1,11 @@
-"""Python frames of this package that one sublayer costs, forward and backward: what small batches and single tokens pay.
+"""Python frames of this package that a sublayer costs, forward and backward: what small batches and single tokens pay.
 
     python benchmarks/frames.py                    # Block, Full and the standard residual, 12 layers
     python benchmarks/frames.py --lines            # and which functions they are
 
-Counted with `sys.setprofile` in a qwen3 of 12 layers and 4 tokens: calls of Python functions in files of attnres, without
-those of the pass's beginning and end that a network of 24 sublayers has once, divided by its sublayers. A pass without
-gradients is the decoding of one token. Counts do not depend on the machine, except for which kernels it has.
+Counted with `sys.setprofile` in a qwen3 of 12 layers and 4 tokens: calls of Python functions in files of attnres, those
+of a pass's beginning and end included, divided by the sublayers. A pass without gradients is the decoding of one token.
+Counts do not depend on the machine, except for which kernels it has.
 """
 
 import argparse

@@ -53,9 +53,8 @@ class Stream:
     like: Tensor
     values: Tensor | None = None
 
-    def __post_init__(self) -> None:
-        self._after_read: Any = None  # no field: `dataclasses.replace` starts it anew
-        self._inputs: Inputs | None = None
+    _after_read = None  # no field: `dataclasses.replace` starts it anew
+    _inputs = None
 
     @classmethod
     def start(cls, residual: nn.Module, embedding: Tensor) -> "Stream":
@@ -74,7 +73,7 @@ class Stream:
     def read(self, norm: nn.Module | None) -> Tensor | Inputs:
         """The input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
         spec = as_it_is if norm is None else describe_norm(norm, self.like)
-        inner: Residual = self.residual("itself")
+        inner = self.residual if isinstance(self.residual, Residual) else self.residual("itself")
         if self.index == inner.num_sublayers:
             return self.residual("finish", self.state, spec)
         x, self._after_read = self.residual("read", self.state, self.index, spec)
@@ -98,7 +97,7 @@ class Stream:
         inputs, self._inputs = self._inputs, None
         if state is None:
             raise TypeError(_UNREAD.format(self.index))
-        inner: Residual = self.residual("itself")
+        inner = self.residual if isinstance(self.residual, Residual) else self.residual("itself")
         for watcher in (inner.observer, inner.editor):
             if watcher is not None:
                 watcher.on_write(self.index, output)
@@ -212,17 +211,13 @@ def _forward(module: nn.Module) -> Callable:
     return own_class(module).forward
 
 
-def _autocast_dtype(device: str) -> torch.dtype | None:
-    """Autocast's, where it is on."""
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-
-
 def describe_norm(module: nn.Module, like: Tensor) -> Norm | nn.Module:
     """A pre-norm as a value, where its arithmetic is known; else the module itself.
 
     Under autocast the normed vector comes out in the autocast dtype, since only matrix products consume it.
     """
-    out_dtype = _autocast_dtype(like.device.type)
+    device = like.device.type
+    out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if isinstance(module, nn.LayerNorm) and _forward(module) is nn.LayerNorm.forward:
         return Norm(module.weight, module.bias, module.eps, center=True, out_dtype=out_dtype)
     eps = getattr(module, "variance_epsilon", None)  # the RMSNorm that most families copy from each other
@@ -256,7 +251,7 @@ class KnownNorm:
             and vectors.get("bias") is fused.bias
             and self.places == _places(fused)
             and getattr(module, self.eps_name) == fused.eps
-            and _autocast_dtype("cpu") is fused.out_dtype
+            and (torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None) is fused.out_dtype
         )
 
 

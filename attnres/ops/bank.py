@@ -203,7 +203,7 @@ class Bank:
         scratch = self._scratch.data_ptr()
         head = struct.pack(
             "5qd5q",
-            *(self.tokens, n, reads, self.width, cpu.threads_for(self.tokens), self.program.eps, queries),
+            *(cpu.threads_for(self.tokens), self.tokens, n, reads, self.width, self.program.eps, queries),
             *(scratch, self._tops.data_ptr(), self._totals.data_ptr(), scratch + 4 * floats * reads),
         )
         table = _HEAD.size

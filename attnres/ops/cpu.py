@@ -133,6 +133,7 @@ _Shaped = tuple[Tensor | None, tuple[int, ...]]
 
 def _call(
     kernel: str,
+    tokens: int,
     *counts: int,
     eps: tuple[float, ...] = (),
     rows: Sequence[_Shaped] = (),
@@ -140,8 +141,8 @@ def _call(
     lists: Sequence[_Shaped] = (),
     last: Sequence[_Shaped] = (),
 ) -> None:
-    """Fill a kernel's struct and call it: counts, eps, `rows` of tensors, pointers to fp32, more `rows`, more pointers;
-    each tensor with the shape that it must have.
+    """Fill a kernel's struct and call it: threads, counts, eps, `rows` of tensors, pointers to fp32, more `rows`, more
+    pointers; each tensor with the shape that it must have.
 
     A `rows` is an address, the bytes from row to row, and whether it is bf16; zeros stand for None. Arguments that the
     kernels cannot read (another dtype, no unit stride along the width) are copied; results are never such.
@@ -171,8 +172,9 @@ def _call(
                 tensor = tensor.float().contiguous()
             words.append(tensor.data_ptr() or address(tensor, shape))
             alive.append(tensor)
-    call = struct.pack(f"{len(counts)}q{len(eps)}d{len(words)}q", *counts, *eps, *words)
-    if getattr(load(), kernel)(call):
+    threads = threads_for(tokens) if tokens > 31 else 1
+    call = struct.pack(f"{2 + len(counts)}q{len(eps)}d{len(words)}q", threads, tokens, *counts, *eps, *words)
+    if getattr(_loaded(), kernel)(call):
         raise MemoryError(f"{kernel} found no memory for its workspace")
 
 
@@ -193,7 +195,7 @@ def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: t
     outputs = [_new(tokens, d, dtype=dtype) for _ in range(reads)]
     _call(
         "attnres_read_sealed",
-        *(tokens, n, reads, d, threads_for(tokens)),
+        *(tokens, n, reads, d),
         eps=(eps,),
         pointers=(
             *((queries, (reads, d)), (logits, (tokens, n, reads)), (top, (reads, tokens)), (total, (reads, tokens))),
@@ -219,7 +221,7 @@ def read_sealed_backward(
     dqueries = _new(reads, d)
     _call(
         "attnres_read_sealed_backward",
-        *(tokens, n, reads, d, threads_for(tokens)),
+        *(tokens, n, reads, d),
         pointers=(
             *((queries, (reads, d)), (inv_rms, (tokens, n)), (logits, (tokens, n, reads)), (dqueries, (reads, d))),
         ),
@@ -227,10 +229,6 @@ def read_sealed_backward(
         last=[(scalars, (tokens,)) for scalars in dtop],
     )
     return dqueries, dsources
-
-
-def _kind(norm: Norm | None) -> int:
-    return 0 if norm is None else 2 if norm.center else 1
 
 
 def merge(
@@ -272,7 +270,7 @@ def merge(
     whole, each, one, width = (tokens, d), (tokens, k), (tokens,), (d,)
     _call(
         "attnres_merge",
-        *(tokens, k, d, threads_for(tokens), _kind(norm)),
+        *(tokens, k, d, 0 if norm is None else 2 if norm.center else 1),
         eps=(eps, 0.0 if norm is None else norm.eps),
         rows=(
             *((before, whole), (added, whole), (output, whole), (written, whole), (None if x is h else x, whole)),
@@ -282,7 +280,7 @@ def merge(
             *((query, width), (top, one), (total, one), (rstd, one), (weights, each), (sealed, one), (scores, each)),
             (inv_rms, each),
         ),
-        lists=[(vector, whole) for vector in opens],
+        lists=tuple(zip(opens, (whole,) * k)),
     )
     return x, MergeSaved(h, rstd, weights, sealed, scores, inv_rms), partial
 
@@ -300,7 +298,9 @@ def merge_backward(
     weight = None if norm is None else norm.weight
     alone = k > 0 and saved.sealed is None
     doutput, dtop = (None, None) if alone else (_new(tokens, d), _new(tokens))
-    dopens = [_new(tokens, d, dtype=source.dtype) for source in opens]
+    dopens = []
+    for source in opens:
+        dopens.append(_new(tokens, d, dtype=source.dtype))
     dquery = _new(d) if k else None
     dweight = None if weight is None else _new(d)
     dbias = None if norm is None or norm.bias is None else _new(d)
@@ -308,7 +308,7 @@ def merge_backward(
     whole, each, one, width = (tokens, d), (tokens, k), (tokens,), (d,)
     _call(
         "attnres_merge_backward",
-        *(tokens, k, d, threads_for(tokens), _kind(norm)),
+        *(tokens, k, d, 0 if norm is None else 2 if norm.center else 1),
         eps=(0.0 if norm is None else norm.eps,),
         rows=((h, whole), (grad, whole), (doutput, whole), (weight, width)),
         pointers=(
@@ -323,7 +323,7 @@ def merge_backward(
             ),
             *((dquery, width), (dweight, width), (dbias, width)),
         ),
-        lists=[(vector, whole) for vector in (*opens, *carried[:k], *dopens)],
+        lists=tuple(zip((*opens, *carried[:k], *dopens), (whole,) * 3 * k)),
     )
     return MergeGrads(doutput, dtop, dopens, dquery, dweight, dbias)
 
@@ -333,5 +333,5 @@ def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tenso
     (tokens, d), n = sources[0].shape, len(sources)
     h = _new(tokens, d, dtype=dtype)
     lists = [(vector, (tokens, d)) for vector in (h, *sources)]
-    _call("attnres_mix", tokens, n, d, threads_for(tokens), pointers=[(weights, (tokens, n))], lists=lists)
+    _call("attnres_mix", tokens, n, d, pointers=[(weights, (tokens, n))], lists=lists)
     return h

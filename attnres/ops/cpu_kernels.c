@@ -246,7 +246,7 @@ INLINE void sum_of_threads(const float *partial, int64_t apart, int64_t length, 
 
 /* Phase 1. queries: (S, d); logits: (T, n, S); tops, totals: (S, T); inv_rms: (T, n). */
 typedef struct {
-    int64_t T, n, S, d, threads;
+    int64_t threads, T, n, S, d;
     double eps;
     const float *queries;
     float *logits, *tops, *totals, *inv_rms;
@@ -360,7 +360,7 @@ static void spread(int64_t J, int64_t plain, const float *const *v, const float 
 /* Backward of phase 1: every source's gradient in one pass. inv_rms: (T, n); grads: S rows; dtop: S vectors (T), see
  * two_phase.py for their meaning; carried: n rows; dqueries: (S, d). */
 typedef struct {
-    int64_t T, n, S, d, threads;
+    int64_t threads, T, n, S, d;
     const float *queries, *inv_rms, *logits;
     float *dqueries;
     rows lists[]; /* n sources, S grads, n carried, n dsources; then the S pointers of dtop */
@@ -434,7 +434,7 @@ int attnres_read_sealed_backward(const sealed_backward_call *call) {
  * no data where they need no writing: h if it is `output` or not wanted, x if it is h. top, total: (T), of the sealed
  * sources' logits; rstd, sealed: (T); weights, scores, inv_rms: (T, k): each NULL where no backward needs it. */
 typedef struct {
-    int64_t T, k, d, threads, kind;
+    int64_t threads, T, k, d, kind;
     double key_eps, eps;
     rows before, added, output, h, x, weight, bias;
     const float *query, *top, *total;
@@ -627,7 +627,7 @@ int attnres_bank_read(bank *b, const step *s, char *output, int64_t output_bf16,
 /* Backward of the norm and of phase 2. sealed: (T), NULL without sealed sources; doutput: no data then. dquery,
  * dweight, dbias: (d), NULL where there is none. */
 typedef struct {
-    int64_t T, k, d, threads, kind;
+    int64_t threads, T, k, d, kind;
     double eps;
     rows h, grad, doutput, weight;
     const float *query, *rstd, *weights, *sealed, *scores, *inv_rms;
@@ -733,7 +733,7 @@ int attnres_merge_backward(const merge_backward_call *call) {
 
 /* out = sum_j weights[:, j] v_j. weights: (T, n). */
 typedef struct {
-    int64_t T, n, d, threads;
+    int64_t threads, T, n, d;
     const float *weights;
     rows out, sources[];
 } mix_call;

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,10 +135,23 @@ def backend_for(
 
     `reads` share them in phase 1, or `opens` of them are the open sources of one merge.
     """
-    _, module, reason, loud = _choose(tensors, compute, outputs, reads, opens)
-    if loud:
-        _say_once(reason)
+    kinds = list[Any]()
+    for tensor in tensors:
+        kinds += (tensor.device, tensor.dtype, tensor.shape[-1], type(tensor))
+    key = (_choose, cpu.load, compute, outputs, reads, opens, *kinds)
+    module = _CHOSEN.get(key)
+    if module is None:
+        _, module, reason, loud = _choose(tensors, compute, outputs, reads, opens)
+        if loud:
+            _say_once(reason)
+        else:
+            _CHOSEN[key] = module
     return module
+
+
+_CHOSEN: dict[Any, ModuleType] = {}
+"""What `backend_for` chose for tensors of these devices, dtypes, widths and types, of which a program has a few; where
+plain torch is slower than it need be, it is asked each time, for that is said."""
 
 
 def bank_plan(*, in_common: bool) -> Plan:

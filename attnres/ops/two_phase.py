@@ -91,16 +91,20 @@ class Merged(NamedTuple):
 
 def _flat(tensors: Sequence[Any]) -> list[Any]:
     """(..., d) as (T, d), None as it is, what a collective is still writing once it is there."""
-    return [t if t is None else settled(t).reshape(-1, t.shape[-1]) for t in tensors]
+    flat = []
+    for t in tensors:
+        if t is not None:
+            t = (t if type(t) is Tensor else settled(t)).reshape(-1, t.shape[-1])
+        flat.append(t)
+    return flat
 
 
 def _handed_on(sources: Sequence[Tensor]) -> list[Tensor]:
     """The sources as new outputs of a Function, not as views of its inputs: FSDP2 warns of views, each costs a node."""
-    return [source.detach() for source in sources]
-
-
-def _backend(tensors: Sequence[Tensor], compute: torch.dtype, *outputs: torch.dtype, **counts: int) -> ModuleType:
-    return registered if torch.compiler.is_compiling() else backend_for(tensors, compute, *outputs, **counts)
+    handed_on = []
+    for source in sources:
+        handed_on.append(source.detach())
+    return handed_on
 
 
 class _Unrecorded:
@@ -137,7 +141,8 @@ class _ReadSealed(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         queries, flat = queries.to(compute), _flat(sources)
-        ctx.backend = _backend(flat, compute, dtype, reads=len(queries))
+        compiling = torch.compiler.is_compiling()
+        ctx.backend = registered if compiling else backend_for(flat, compute, dtype, reads=len(queries))
         outputs, top, total, logits, inv_rms = ctx.backend.read_sealed(queries, flat, eps, dtype)
         ctx.save_for_backward(queries, logits, inv_rms, *sources)
         ctx.dtype = dtype
@@ -208,12 +213,15 @@ class _Merge(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         opens, recomputed = rest[:k], rest[k:]
         shape = opens[0].shape if k else cast(Tensor, output).shape
-        flat, (flat_output, flat_added) = _flat(opens), _flat((output, added))
+        flat_output, flat_added, *flat = _flat((output, added, *opens))
         if norm is not None:
             norm = norm._replace(weight=weight, bias=bias)
         out_dtype = dtype if norm is None else norm.out_dtype or dtype
-        vectors = [t for t in (flat_output, flat_added, *flat) if t is not None]
-        ctx.backend = _backend(vectors, compute_dtype(dtype), dtype, out_dtype, opens=k)
+        vectors = flat if flat_output is None else [*flat, flat_output]
+        vectors = vectors if flat_added is None else [*vectors, flat_added]
+        compute = torch.promote_types(dtype, torch.float32)
+        compiling = torch.compiler.is_compiling()
+        ctx.backend = registered if compiling else backend_for(vectors, compute, dtype, out_dtype, opens=k)
         x, saved, partial = ctx.backend.merge(flat, flat_added, query, eps, flat_output, top, total, norm, dtype)
         scored = opens if partial is None else (*opens[:-1], partial.view(shape))
         ctx.save_for_backward(weight, bias, query, None if recompute else saved.h, *saved[1:], *scored, *recomputed)
@@ -235,23 +243,27 @@ class _Merge(torch.autograd.Function):
         plain.refuse_second_derivative()
         k, count = ctx.k, len(MergeSaved._fields)
         weight, bias, query, *rest = ctx.saved_tensors
-        saved, opens, recomputed = MergeSaved(*rest[:count]), _flat(rest[count : count + k]), rest[count + k :]
+        saved, recomputed = MergeSaved(*rest[:count]), rest[count + k :]
+        grad, *flat = _flat((grads[0], *rest[count : count + k], *grads[4:]))
+        opens, carried = flat[:k], flat[k:]
         if ctx.recompute:
             with torch.autocast(opens[0].device.type if opens else recomputed[0].device.type, enabled=False):
                 saved = saved._replace(h=_read_again(ctx.backend, recomputed, ctx.index, opens, saved, ctx.h_dtype))
         norm = ctx.norm and ctx.norm._replace(weight=weight, bias=bias)
         shape = ctx.shape
-        grad = saved.h.new_zeros(saved.h.shape, dtype=ctx.x_dtype) if grads[0] is None else _flat(grads[:1])[0]
+        grad = saved.h.new_zeros(saved.h.shape, dtype=ctx.x_dtype) if grad is None else grad
         with torch.autocast(grad.device.type, enabled=False):
-            d = ctx.backend.merge_backward(grad, _flat(grads[4:]), opens, query, norm, saved)
+            d = ctx.backend.merge_backward(grad, carried, opens, query, norm, saved)
         output = d.output if ctx.has_output else None
         if output is not None and not k:
             output = output.view(shape)  # that of a norm alone may have any shape
-        dopens = [dopen.view(shape) for dopen in d.opens]
+        dopens = []
+        for dopen in d.opens:
+            dopens.append(dopen.view(shape))
         added = dopens[-1] if ctx.has_added else None
         top = d.top if ctx.has_top else None
         none = (None,) * 6
-        return (*none, d.weight, d.bias, d.query, output, top, None, added, *dopens, *(None for _ in recomputed))
+        return (*none, d.weight, d.bias, d.query, output, top, None, added, *dopens, *(None,) * len(recomputed))
 
 
 def _read_again(

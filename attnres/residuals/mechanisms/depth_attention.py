@@ -102,6 +102,8 @@ class DepthAttention(Residual):
         self.gain = nn.Parameter(torch.empty(reads, width))
         self.weighting = Weighting(reads, width, **settings_among(options, Weighting))
         self.gates = Gates(reads, width, **options)
+        self.special = self.weighting.special or (None if self.gates.idle else "gates")
+        """What makes every read be made in plain torch, in words; None where the kernels and the schedule serve."""
         self.traits = self._traits_with_settings()
         self.init_parameters()
 
@@ -124,11 +126,6 @@ class DepthAttention(Residual):
             # A vector gate, several heads and normed values give each channel a number of its own.
             linear=gates.gate_weight is None and weighting.heads == 1 and not weighting.normed_values,
         )
-
-    @property
-    def special(self) -> str | None:
-        """What makes every read be made in plain torch, in words; None where the kernels and the schedule serve."""
-        return self.weighting.special or (None if self.gates.idle else "gates")
 
     @property
     def heeds_recompute(self) -> bool:
@@ -210,7 +207,9 @@ class DepthAttention(Residual):
         return self._begin_group((embedding,), 0)
 
     def read(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
-        embedding, count = state.sealed[0], len(self._places(len(state.sealed) + len(state.open)))
+        embedding, count = state.sealed[0], len(state.sealed) + len(state.open)
+        places = None if self.window is None else self._places(count)
+        count = count if places is None else len(places)
         if count == 1:  # one source: itself, and exactly no gradient for the query
             return self.normed(embedding, index, norm, values=[embedding]), state
         if self.special is not None or self.editor is not None:
@@ -219,14 +218,13 @@ class DepthAttention(Residual):
         if fused is not None:
             eps = fused.eps / count**2 if self.read_scale == "sum" else fused.eps
             fused = fused._replace(eps=eps, out_dtype=fused.out_dtype or embedding.dtype)
-        phase1, opens, places = None, state.open, range(0)
+        phase1, opens = None, state.open
         if state.outputs:
             place = state.logits[0].shape[-1] - len(state.outputs)
             phase1 = SealedRead(state.outputs[0], state.top[0], state.total[0], state.sealed, state.logits[0], place)
         else:
             every = state.sealed + opens
-            places = self._places(len(every))
-            opens = tuple(every[place] for place in places)
+            opens = every if places is None else tuple(every[place] for place in places)
         merged = merge(
             phase1,
             opens,
@@ -239,8 +237,10 @@ class DepthAttention(Residual):
         )
         values = merged.opens
         if phase1 is None:
-            handed_on = dict(zip(places, merged.opens, strict=True))
-            every = tuple(handed_on.get(place, source) for place, source in enumerate(state.sealed + state.open))
+            every = merged.opens
+            if places is not None:
+                handed_on = dict(zip(places, merged.opens, strict=True))
+                every = tuple(handed_on.get(place, source) for place, source in enumerate(state.sealed + state.open))
             n = len(state.sealed)
             rest = DepthState(every[:n], every[n:])
         else:
