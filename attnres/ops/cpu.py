@@ -34,7 +34,7 @@ _BANK = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
 
 
 @functools.cache
-def _loaded() -> Any:
+def loaded() -> Any:
     """The library with the kernels' prototypes, or in a few words why there is none."""
     kernels = library()
     if not isinstance(kernels, str):
@@ -49,14 +49,14 @@ def _loaded() -> Any:
 
 def load() -> Any:
     """The compiled kernels, or None where they cannot be had. Never raises."""
-    loaded = _loaded()
-    return None if isinstance(loaded, str) else loaded
+    kernels = loaded()
+    return None if isinstance(kernels, str) else kernels
 
 
 def version() -> str | None:
     """Which build of the kernels this process has: the name of the library, a hash of what decides what is in it."""
-    loaded = load()
-    return None if loaded is None else Path(loaded._name).stem
+    kernels = load()
+    return None if kernels is None else Path(kernels._name).stem
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def switched(on: bool) -> Generator[None]:
 
 def _forget() -> None:
     library.cache_clear()
-    _loaded.cache_clear()
+    loaded.cache_clear()
 
 
 def why_not(tensors: Sequence[Tensor], compute: torch.dtype, outputs: Sequence[torch.dtype] = ()) -> str | None:
@@ -97,8 +97,8 @@ def why_not(tensors: Sequence[Tensor], compute: torch.dtype, outputs: Sequence[t
         if t.shape[-1] % LANES or not t.shape[-1]:
             return f"width {t.shape[-1]} is not a multiple of {LANES}"
     if load() is None:
-        loaded = _loaded()
-        return loaded if isinstance(loaded, str) else "there are no C kernels"
+        kernels = loaded()
+        return kernels if isinstance(kernels, str) else "there are no C kernels"
     return None
 
 
@@ -174,7 +174,7 @@ def _call(
             alive.append(tensor)
     threads = threads_for(tokens) if tokens > 31 else 1
     call = struct.pack(f"{2 + len(counts)}q{len(eps)}d{len(words)}q", threads, tokens, *counts, *eps, *words)
-    if getattr(_loaded(), kernel)(call):
+    if getattr(loaded(), kernel)(call):
         raise MemoryError(f"{kernel} found no memory for its workspace")
 
 

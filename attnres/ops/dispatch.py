@@ -138,7 +138,7 @@ def backend_for(
     kinds = list[Any]()
     for tensor in tensors:
         kinds += (tensor.device, tensor.dtype, tensor.shape[-1], type(tensor))
-    key = (_choose, cpu.load, compute, outputs, reads, opens, *kinds)
+    key = (_choose, cpu.load, cpu.loaded(), compute, outputs, reads, opens, *kinds)
     module = _CHOSEN.get(key)
     if module is None:
         _, module, reason, loud = _choose(tensors, compute, outputs, reads, opens)
