@@ -28,6 +28,7 @@ COMMANDS = {
     "inspect": "where every read of a model comes from, and what it does without",
     "figures": "the figures of models and runs, for a paper",
     "app": "look into one or two models in the browser",
+    "plan": "what layouts of GPUs cost for a model: memory, bytes, bubble, time",
     "mechanisms": "which residual mechanisms there are, what each starts at and costs",
     "check": "whether a residual mechanism does what the interface asks",
     "env": "versions, devices, and which backend a read takes",
@@ -56,6 +57,7 @@ examples:
   attnres figures runs/demo figures/
   attnres inspect runs/mine --text "Once upon a time" --knock-out embedding@output --attribute
   attnres app runs/demo/block-seed0 runs/demo/full-seed0 --open
+  attnres plan 0.6b --gpus 16 --context 8192
   attnres check my_residual.py:Mine
 """
 

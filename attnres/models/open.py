@@ -393,6 +393,11 @@ def _place(name: str, path: Path) -> tuple[Path, Path | None, Path | None]:
     if not path.exists():
         raise UserError(f"model '{name}' does not exist: expected a run folder, a model folder or a name on the hub")
     inner = path / "model"
+    if (path / "shares").is_dir() and (path / "state.json").is_file():
+        raise UserError(
+            f"{name} is in the shares of several processes, which attnres train --resume reads: let the run finish, or "
+            "resume it in one process, whose next checkpoint is a whole model"
+        )
     if (inner / "config.json").is_file() and (path / "state.json").is_file():
         if (path / "adapter.safetensors").is_file():
             raise UserError(f"{name} has LoRA's tensors beside its model, which become one when the run is finished")

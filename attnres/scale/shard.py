@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from attnres.models import DepthMixin
@@ -29,6 +29,14 @@ def shard(model: DepthMixin, root: nn.Module, mesh: DeviceMesh, *, reshard: bool
         if not isinstance(layer, Skipped):
             fully_shard(layer, **options)
     fully_shard(root, **options, ignored_params=set(model.residual.parameters()))
+
+
+def let_go(root: nn.Module) -> None:
+    """Let go of every parameter that a forward pass gathered: without a backward behind it nothing else would, and what
+    is saved or stepped then would be memory on loan."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def local(tensor: Tensor) -> Tensor:

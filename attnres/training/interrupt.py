@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM between two steps instead of in the middle of one; a run ends with the comparison it is of."""
+"""Ctrl-C and SIGTERM between two steps instead of in the middle of one; a run ends with the comparison it is of, or
+with the torchrun that started its process."""
 
 import os
 import signal
@@ -15,9 +16,10 @@ LOOK_S = 1.0
 
 
 def end_with_parent() -> None:
-    """Send this process SIGTERM, on which a run saves and stops, once the process that `PARENT` names is no more its
-    parent: it was killed, and nobody would collect the run. Does nothing where none is named."""
-    parent = os.environ.get(PARENT, "")
+    """Send this process SIGTERM, on which a run saves and stops, once the process that `PARENT` names, or torchrun, is
+    no more its parent: it was killed, and nobody would collect the run. Does nothing without one of them."""
+    launcher = str(os.getppid()) if "TORCHELASTIC_RUN_ID" in os.environ else ""
+    parent = os.environ.get(PARENT, launcher)
     if not parent.isdecimal():
         return
 

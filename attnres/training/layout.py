@@ -261,6 +261,8 @@ class Staged(Whole):
 
     @torch.no_grad()
     def window_losses(self, windows: Tensor, rows: int) -> np.ndarray:
+        from attnres.scale.shard import let_go
+
         losses = torch.zeros(len(windows), dtype=torch.float64, device=self.who.device)
         share = torch.arange(len(windows))[self.rank :: self.shares]
         size = rows * self.config.accumulation
@@ -274,6 +276,8 @@ class Staged(Whole):
                 tokens = windows[filled].to(self.who.device)
                 values = self.pipeline.evaluate(tokens[:, :-1], tokens[:, 1:]).double().mean(1)
                 losses[part.to(self.who.device)] = values[: len(part)]
+        for stage in self.pipeline.stages:
+            let_go(stage)
         return self.who.sum(losses).cpu().numpy()
 
     def gathered(self) -> Any:

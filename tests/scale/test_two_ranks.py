@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 from tiny import NARROW
 from two_ranks import train_in_fp64
 
+from attnres import UserError
+from attnres.models import open_checkpoint
 from attnres.training import from_dict, to_dict
 from attnres.training.metrics import read
 
@@ -161,6 +163,8 @@ def test_a_checkpoint_in_shares_is_read_by_one_process_and_refused_when_damaged(
     values = configuration(corpus, tmp_path / "one", resume=True, steps=20)
     shutil.copytree(root / "resharded", tmp_path / "one")
     (tmp_path / "one" / "summary.json").unlink()
+    with pytest.raises(UserError, match=r"in the shares of several processes, .* resume it in one process"):
+        open_checkpoint(tmp_path / "one" / "checkpoint")
     shard = next((tmp_path / "one" / "checkpoint" / "shares").glob("*.distcp"))
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

@@ -1,0 +1,106 @@
+"""`attnres plan`: what layouts of GPUs cost, before anything is started."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import tyro
+
+from attnres.errors import UserError
+from attnres.flags import Settings, Size, parse
+
+
+@dataclass
+class Plan:
+    """Print layouts of GPUs for a model: memory of the fullest rank, bytes of a step, bubble, and a model of its time.
+
+    Nothing is allocated: the model is built of shapes. Vectors that cross between stages are those that `attnres train`
+    sends, from the same table.
+    """
+
+    model: Annotated[tyro.conf.Positional[Size], tyro.conf.arg(metavar="MODEL")] = "nano"
+    """nano, 100m, 0.6b, gpt2-124m, or a mapping {family: qwen3, hidden_size: 64, ...}."""
+    gpus: int = 8
+    """How many there are."""
+    residual: str = "block"
+    """How sublayers read earlier outputs."""
+    settings: Settings = field(default_factory=dict)
+    """Settings of the residual, e.g. block_size=6."""
+    vocab_size: int = 65536
+    """Words of the vocabulary."""
+    dp: int | None = None
+    """Copies; none tries all."""
+    shard: int | None = None
+    """Shares of every parameter; none tries all."""
+    pp: int | None = None
+    """Stages of layers; none tries all."""
+    schedule: str | None = None
+    """Schedule of the stages; none tries 1f1b and interleaved."""
+    microbatches: int = 16
+    """Micro-batches of a step on each copy."""
+    batch: int = 1
+    """Sequences of a micro-batch."""
+    context: int = 4096
+    """Tokens of a sequence."""
+    gpu: Literal["a100", "b200", "h100", "h200"] = "h100"
+    """Its kind."""
+    rows: int = 8
+    """Layouts to show; 0 shows all."""
+    json: bool = False
+    """Print JSON."""
+
+
+def run(arguments: list[str]) -> None:
+    """Parse the arguments after the command's name and carry them out."""
+    options = parse("plan", Plan, arguments)
+    numbers = ("gpus", "vocab_size", "dp", "shard", "pp", "microbatches", "batch", "context")
+    for name in numbers:
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise UserError(f"{name} is {value}: it must be a number above 0")
+
+    import json
+
+    import torch
+
+    from attnres.models import build
+    from attnres.scale.plan import ASSUMPTIONS, Load, plan
+    from attnres.text import duration, memory
+
+    with torch.device("meta"):
+        model = build(
+            options.model or "nano",
+            options.residual,
+            vocab_size=options.vocab_size,
+            max_positions=options.context,
+            settings=options.settings,
+        )
+    load = Load(options.gpus, options.gpu, options.context, options.batch, options.microbatches)
+    rows = plan(model, load, dp=options.dp, shard=options.shard, pp=options.pp, schedule=options.schedule)
+    shown = rows[: options.rows or None]
+    if options.json:
+        print(json.dumps({"layouts": [row.to_dict() for row in shown], "assumptions": ASSUMPTIONS}, indent=2))
+        return
+
+    from rich.table import Table
+
+    from attnres.terminal import wide
+
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    title = f"{parameters / 1e9:,.1f} billion parameters on {options.gpus} {options.gpu}, residual {options.residual}"
+    heads = ("dp x shard x pp", "schedule", "memory", "states", "activations", "sources", "fits")
+    heads += ("vectors (all sent)", "stages/step", "shares/step", "bubble", "step", "tokens/s")
+    table = Table(*heads, title=title)
+    for row in shown:
+        stages = f"{row.schedule}{f' V={row.virtual}' if row.virtual > 1 else ''}" if row.pp > 1 else "-"
+        table.add_row(
+            *(f"{row.dp} x {row.shard} x {row.pp}", stages),
+            *map(memory, (row.memory, row.states, row.activations, row.sources + row.buffers)),
+            "yes" if row.fits else "no",
+            f"{row.vectors} ({row.vectors_naive})" if row.pp > 1 else "-",
+            *map(memory, (row.stage_bytes, row.share_bytes)),
+            *(f"{row.bubble:.0%}", duration(row.seconds), f"{row.tokens_per_s:,.0f}"),
+        )
+    wide().print(table)
+    print("Memory is of the fullest rank, bytes of one rank; time is a model:")
+    for assumption in ASSUMPTIONS:
+        print(f"- {assumption}")

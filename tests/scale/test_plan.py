@@ -1,0 +1,77 @@
+"""The planner's table: bytes that the runtime's table says, layouts that multiply to the GPUs, models of any size."""
+
+import json
+
+import pytest
+import torch
+
+from attnres import UserError
+from attnres.cli import main
+from attnres.models import build
+from attnres.scale.crossings import crossings, vectors
+from attnres.scale.pipeline import plan_cut
+from attnres.scale.plan import Load, in_flight, plan
+
+
+def shapes(residual="block", **fields):
+    """A model without memory."""
+    size = {"family": "qwen3", "hidden_size": 2304, "num_hidden_layers": 28, "num_attention_heads": 18}
+    size |= {"num_key_value_heads": 6, "head_dim": 128, "intermediate_size": 9216, **fields}
+    with torch.device("meta"):
+        return build(size, residual, vocab_size=65536, settings={"block_size": 6} if residual == "block" else {})
+
+
+def test_every_layout_uses_all_gpus_and_the_fastest_that_fits_is_first():
+    rows = plan(shapes(), Load(16))
+    assert all(row.dp * row.shard * row.pp == 16 for row in rows) and len(rows) > 15
+    fitting = [row.tokens_per_s for row in rows if row.fits]  # layouts with more copies take more tokens a step
+    assert fitting == sorted(fitting, reverse=True) and [row.fits for row in rows] == sorted(
+        (row.fits for row in rows), reverse=True
+    )
+
+
+def test_bytes_between_stages_are_those_of_the_runtime():
+    model, load = shapes(), Load(8, context=1024, batch=2, microbatches=8)
+    (row,) = plan(model, load, pp=4, shard=2, schedule="interleaved")
+    table = crossings(model.residual, plan_cut(model, 4, "interleaved", 2))
+    assert row.vectors == vectors(table) < row.vectors_naive
+    # fp32, forward and back, all tokens of a copy's step, shared out among four ranks.
+    assert row.stage_bytes == 2 * vectors(table) * 2 * 1024 * 8 * 2304 * 4 / 4
+    assert sum(row.layers) == 28 and row.bubble == 3 / (2 * 8 + 3)
+
+
+def test_states_are_sixteen_bytes_a_parameter_in_shares():
+    model = shapes()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    (row,) = plan(model, Load(8), shard=8)
+    assert row.states == pytest.approx(total * 16 / 8, rel=1e-4) and row.vectors == row.stage_bytes == row.bubble == 0
+
+
+def test_micro_batches_in_flight():
+    assert in_flight("1f1b", 4, 1, 16) == [4, 3, 2, 1]
+    assert in_flight("gpipe", 2, 1, 16) == [16, 16]
+    assert in_flight("interleaved", 2, 2, 8) == [5, 3]
+
+
+def test_shapes_of_trillions_of_parameters_are_planned(capsys):
+    size = {"family": "qwen3_moe", "hidden_size": 7168, "num_hidden_layers": 94, "num_attention_heads": 64}
+    size |= {"num_key_value_heads": 8, "num_experts": 896, "num_experts_per_tok": 16}
+    size |= {"moe_intermediate_size": 1536, "intermediate_size": 3072}
+    main(["plan", json.dumps(size), "--gpus", "4096", "--gpu", "b200", "--settings", "block_size=24", "--json"])
+    rows = json.loads(capsys.readouterr().out)["layouts"]
+    assert rows[0]["fits"] and rows[0]["states"] < 192e9
+    main(["plan", "100m", "--gpus", "4", "--rows", "2"])
+    assert "0.1 billion parameters on 4 h100" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("numbers", "said"),
+    [
+        ({"pp": 3}, "no layout of 8 GPUs has .* pp 3"),
+        ({"pp": 8, "schedule": "zbw"}, "did you mean 'zbv'"),
+        ({"pp": 4, "schedule": "1f1b", "shard": 2}, "2 micro-batches"),
+    ],
+)
+def test_numbers_that_cannot_be_are_refused(numbers, said):
+    with pytest.raises(UserError, match=said):
+        plan(shapes(), Load(8, microbatches=2), **numbers)
