@@ -19,6 +19,7 @@ from attnres.text import listed, one_line
 COMMANDS = {
     "train": "train one model",
     "compare": "train variants side by side under equal conditions; without options: the demo",
+    "study": "carry out a study of the laboratory: noise, rates, ablations, scaling, ...",
     "report": "make the table and report.html again from run folders on disk",
     "prepare": "tokenise a corpus",
     "convert": "give a pretrained model depth reads, its logits unchanged",

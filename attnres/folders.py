@@ -12,7 +12,7 @@ from attnres.files import LOCK, in_the_way
 from attnres.paths import refuse_special, user_path
 from attnres.reading import read_json
 
-Kind = Literal["comparison", "prepared data", "run", "model", "inspection", "figures", "report", "other"]
+Kind = Literal["comparison", "prepared data", "run", "model", "inspection", "figures", "report", "study", "other"]
 
 _NAMES: dict[Kind, str] = {
     "comparison": "a comparison of runs",
@@ -22,10 +22,12 @@ _NAMES: dict[Kind, str] = {
     "inspection": "an inspection",
     "figures": "figures",
     "report": "a report",
+    "study": "a study",
     "other": "other files",
 }
 _MARKS: dict[str, Kind] = {
     "compare.json": "comparison",
+    "study.json": "study",
     "header.json": "prepared data",
     "config.json": "model",
     "inspection.json": "inspection",

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from attnres.data.hub import read_hub, resolve, revision_of
 from attnres.data.readers import SUFFIXES, read_documents, text_bytes
+from attnres.data.tasks import documents
 from attnres.errors import UserError
 from attnres.paths import refuse_special, user_path
 
@@ -44,7 +45,7 @@ def open_source(spec: str, *, column: str = "text", limit: int | None = None) ->
 
     Args:
         spec: `stdlib`; the path of a .txt, .jsonl or .parquet file or of a folder of such files and .py files;
-            or `hub:NAME[:CONFIG[:SPLIT]]`.
+            `hub:NAME[:CONFIG[:SPLIT]]`; or `task:NAME[:COUNT]` of `attnres.data.tasks`.
         column: the JSON field, Parquet or hub column that holds the text.
         limit: at most this many characters, the last document cut short.
 
@@ -57,6 +58,8 @@ def open_source(spec: str, *, column: str = "text", limit: int | None = None) ->
         repository, *_ = where = resolve(spec)
         revision = revision_of(repository)
         source = Source(spec, json.dumps([*where, revision]), None, lambda: read_hub(spec, column, revision))
+    elif spec.startswith("task:"):
+        source = Source(spec, spec, None, documents(spec))
     elif spec == "stdlib":
         source = _files("stdlib", stdlib_files(), column, sys.version)
     else:

@@ -117,19 +117,19 @@ class Child:
                     return int(record["step"]), float(record["loss"])
         return 0, None
 
-    def failure(self) -> UserError:
-        """Why it failed, in its own words where it had any."""
+    def failure(self, how: str = "", log: Path | None = None) -> UserError:
+        """Why it failed, in its own words where it had any, else `how` and where to look."""
         with contextlib.suppress(OSError):
             message = self._error_file.read_text(encoding="utf-8").strip()
             self._error_file.unlink()
             if message:
                 return UserError(f"{self.name}: {message}")
-        where = f"see {self.log}" if self.log is not None else "see its messages above"
-        if self.code < 0:
+        log = log or self.log
+        where = f"see {log}" if log is not None else "see its messages above"
+        if not how and self.code < 0:
             cause = " (out of memory?)" if -self.code == signal.SIGKILL else ""
             how = f"was ended by {signal.Signals(-self.code).name}{cause}"
-        else:
-            how = f"ended with exit status {self.code}"
+        how = how or f"ended with exit status {self.code}"
         return UserError(f"{self.name} {how}, {where}; the same command continues from its last checkpoint")
 
     @property

@@ -56,14 +56,17 @@ class Work:
 
 
 @contextmanager
-def opened(config: CompareConfig, say: Console, fill: Callable[[Plan], None] | None = None) -> Generator[Work]:
+def opened(
+    config: CompareConfig, say: Console, fill: Callable[[Plan, dict[str, Any]], None] | None = None
+) -> Generator[Work]:
     """Claim a comparison's folder, prepare its data and write its plan; other processes are kept out meanwhile.
 
     How many runs train at once, and on how many threads each, is settled the first time and kept in compare.json: with
     other threads a sum is rounded differently, and a resumed run would not be the same.
 
     Args:
-        fill: may put run folders into it that were trained elsewhere, before it is looked at which are finished.
+        fill: may put run folders into it that were trained elsewhere on the same data (which it is told, as data.json
+            has it), before it is looked at which are finished.
 
     Raises:
         UserError: something cannot run, or the folder holds something else.
@@ -74,7 +77,7 @@ def opened(config: CompareConfig, say: Console, fill: Callable[[Plan], None] | N
     out = refuse_other(config.out, "comparison")
     with locked(out):
         finished = _claim(out, plan)
-        vocabulary = _prepare(out, plan, say)
+        vocabulary, record = _prepare(out, plan, say)
         before = _before(out)
         jobs, threads = _share(before, config.jobs, plan, vocabulary)
         kernels = _kernels(before, plan)
@@ -97,7 +100,7 @@ def opened(config: CompareConfig, say: Console, fill: Callable[[Plan], None] | N
         for name, run in plan.runs.items():
             write_json(out / "configs" / f"{name}.json", to_dict(run))
         if fill is not None:
-            fill(plan)
+            fill(plan, record)
             finished = _claim(out, plan)
         children = [
             Child(name, out / name, out / "configs" / f"{name}.json", run.steps, threads, kernels is not None)
@@ -134,8 +137,9 @@ def _claim(out: Path, plan: Plan) -> dict[str, dict[str, Any]]:
     return {name: summary for name, summary in summaries.items() if summary is not None}
 
 
-def _prepare(out: Path, plan: Plan, say: Console) -> int:
-    """Tokenise once, before the runs: they find the result in the cache. Returns the size of the vocabulary.
+def _prepare(out: Path, plan: Plan, say: Console) -> tuple[int, dict[str, Any]]:
+    """Tokenise once, before the runs: they find the result in the cache. Returns the size of the vocabulary and
+    the content of data.json.
 
     Raises UserError where a run in `out` was trained on other data.
     """
@@ -147,7 +151,7 @@ def _prepare(out: Path, plan: Plan, say: Console) -> int:
     splits = prepared.header["splits"]
     counts = ", ".join(f"{split} {splits[split]['tokens']:,} tokens" for split in ("train", "val"))
     say.print(f"data {data.source}: {counts}", highlight=False, soft_wrap=True)
-    return prepared.vocab_size
+    return prepared.vocab_size, record
 
 
 # ------------------------------------------------------------------ training

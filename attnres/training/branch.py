@@ -33,6 +33,10 @@ def branch(trunk: Path, step: int, config: TrainConfig) -> None:
     Raises:
         UserError: the trunk is no such run, or the branch's run would have gone another way until there.
     """
+    if step >= config.steps:
+        raise UserError(
+            f"a run of {config.steps} steps cannot branch off at step {step}: its decay has no step of its own"
+        )
     there = kept(trunk, step)
     if not there.is_dir():
         raise UserError(f"{trunk} kept no checkpoint of step {step}: train it with keep_at {step}, from the beginning")

@@ -49,7 +49,8 @@ class DataConfig:
     """What it is trained on."""
 
     source: str = "stdlib"
-    """stdlib (Python's own sources), a file or folder (.txt, .jsonl, .parquet), or hub:NAME[:CONFIG[:SPLIT]]."""
+    """stdlib (Python's own sources), a file or folder (.txt, .jsonl, .parquet), hub:NAME[:CONFIG[:SPLIT]], or
+    task:NAME."""
     tokenizer: str | None = None
     """bpe:VOCAB trains a byte-level BPE on the training text; else a local tokenizer folder or a hub name; none is
     bpe:4096, or with finetune.init_from that of the model."""

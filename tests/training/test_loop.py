@@ -577,6 +577,20 @@ def wsd(steps: int, **values: Any) -> dict[str, Any]:
     return {"steps": steps, "optim": {"schedule": "wsd", "warmup": 2 / steps, "decay": 0.25, "lr": 0.01}, **values}
 
 
+def keep_state(trunk: Path, config: TrainConfig) -> None:
+    """What a run that kept its checkpoint of step 6 says of itself."""
+    state = {
+        "step": 6,
+        "config": to_dict(loop.resolve(config)),
+        "data": {},
+        "random": [],
+        "progress": {},
+        "checksums": {},
+    }
+    checkpoint.kept(trunk, 6).mkdir(parents=True)
+    write_json(checkpoint.kept(trunk, 6) / "state.json", {"format": checkpoint.FORMAT, **state})
+
+
 def test_a_branch_ends_as_the_whole_run_does(configure: Configure, tmp_path: Path) -> None:
     train(configure("trunk", **wsd(16, keep_at=(6,))), progress=False)
     whole, short = configure("whole", **wsd(8)), loop.resolve(configure("short", **wsd(8, resume=True)))
@@ -594,17 +608,14 @@ def test_a_branch_ends_as_the_whole_run_does(configure: Configure, tmp_path: Pat
         (6, wsd(8, seed=1), "differs from it in seed: only the schedule may differ"),
         (6, {**wsd(8), "optim": {"schedule": "wsd", "warmup": 0.5, "lr": 0.01}}, "another learning rate at step 1 of"),
         (5, wsd(8), "kept no checkpoint of step 5: train it with keep_at 5"),
+        (8, wsd(8), "a run of 8 steps cannot branch off at step 8"),
         (6, wsd(7), "another learning rate at step 6 of the 6 before it branches off"),
     ],
 )
 def test_a_branch_that_would_have_gone_another_way_is_refused(
     configure: Configure, tmp_path: Path, steps: int, values: dict[str, Any], message: str
 ) -> None:
-    kept = tmp_path / "trunk" / "kept" / "000006"
-    kept.mkdir(parents=True)
-    trunk = to_dict(loop.resolve(configure("trunk", **wsd(16, keep_at=(6,)))))
-    state = {"step": 6, "config": trunk, "data": {}, "random": [], "progress": {}, "checksums": {}}
-    write_json(kept / "state.json", {"format": checkpoint.FORMAT, **state})
+    keep_state(tmp_path / "trunk", configure("trunk", **wsd(16, keep_at=(6,))))
     with pytest.raises(UserError, match=message):
         branch(tmp_path / "trunk", steps, loop.resolve(configure("short", **values)))
     assert not (tmp_path / "short").exists()
@@ -612,9 +623,7 @@ def test_a_branch_that_would_have_gone_another_way_is_refused(
 
 def test_an_annealed_residual_has_no_branches(configure: Configure, tmp_path: Path) -> None:
     model = {"residual": "adaptive", "num_blocks": None}
-    kept = tmp_path / "trunk" / "kept" / "000006"
-    kept.mkdir(parents=True)
-    write_json(kept / "state.json", {"config": to_dict(loop.resolve(configure("trunk", **wsd(16, model=model))))})
+    keep_state(tmp_path / "trunk", configure("trunk", **wsd(16, model=model)))
     with pytest.raises(UserError, match="annealed over a run's steps"):
         branch(tmp_path / "trunk", 6, loop.resolve(configure("short", **wsd(8, model=model))))
     with pytest.raises(UserError, match="only runs with wsd branch off"):

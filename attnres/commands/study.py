@@ -1,0 +1,176 @@
+"""`attnres study`: carry out one of the laboratory's studies, list them, or make the page of all."""
+
+import math
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from attnres.errors import UserError, unknown
+from attnres.flags import Settings, parse
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from attnres.studies.design import Design, Setting, Table
+
+
+@dataclass
+class Study:
+    """Carry out a study: a grid of runs, an analysis, figures and a page. The same command continues it."""
+
+    name: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = ()
+    """Which; --list names them. `all` is all of them, in order."""
+    preset: str = "nano"
+    """The size: seconds, demo, nano or 100m."""
+    seeds: int | None = None
+    """Runs of a group; none is the preset's number. The study of noise takes more."""
+    source: str | None = None
+    """The text: a file, a folder or hub:NAME; none is the preset's."""
+    images: str | None = None
+    """CIFAR-10 for the study resnet: a folder or an archive of JPEGs, split/class/*.jpg."""
+    out: str = "runs/studies"
+    """OUT/PRESET/NAME is the study's folder."""
+    jobs: int | None = None
+    """Runs at once; none is one a core, at most four, or one a GPU."""
+    budget: float | None = None
+    """Hours after which no further run begins; the same command continues."""
+    executor: Literal["local", "slurm"] = "local"
+    """Where the runs are: processes here, or jobs of a Slurm cluster (needs attnres[slurm])."""
+    slurm: Settings = field(default_factory=dict)
+    """Settings of the jobs, by submitit's names, e.g. slurm_partition=gpu timeout_min=600 gpus_per_node=1."""
+    adopt: tuple[str, ...] = ()
+    """Folders whose runs are taken, finished or with a checkpoint, where one of the study has their configuration and
+    data."""
+    dry_run: bool = False
+    """Print what would be run and what it costs, and run nothing."""
+    list: bool = False
+    """Print the studies and what they ask."""
+    report: bool = False
+    """Make OUT/report.html of all studies in OUT, analysed again; nothing is run."""
+
+
+def run(arguments: list[str]) -> None:
+    """Parse the arguments after the command's name and carry them out."""
+    options = parse("study", Study, arguments)
+
+    from attnres.studies.design import Setting
+    from attnres.studies.lab import STUDIES
+    from attnres.studies.presets import PRESETS
+
+    if options.list:
+        return _list(list(STUDIES.values()))
+    if options.report:
+        return _report(Path(options.out))
+    if len(options.name) != 1:
+        raise UserError(f"{len(options.name)} studies given: expected attnres study NAME; --list names them")
+    (name,) = options.name
+    if name not in (*STUDIES, "all"):
+        raise unknown("study", name, STUDIES)
+    if options.preset not in PRESETS:
+        raise unknown("preset", options.preset, PRESETS)
+    preset = PRESETS[options.preset]
+    if options.seeds is not None and options.seeds < 1:
+        raise UserError(f"seeds is {options.seeds}: expected a whole number from 1, how many runs a group has")
+    if options.budget is not None and not options.budget > 0:
+        raise UserError(f"budget is {options.budget}: expected hours, a number above 0")
+    images = None if options.images is None else str(Path(options.images).expanduser().resolve())
+    setting = Setting(options.preset, preset, options.seeds or preset.seeds, options.source, Path(options.out), images)
+    designs = list(STUDIES.values()) if name == "all" else [STUDIES[name]]
+    if options.dry_run:
+        return _dry_run(designs, setting, options.jobs)
+    _carry_out(designs, setting, options)
+
+
+def _carry_out(designs: "list[Design]", setting: "Setting", options: Study) -> None:
+    from rich.console import Console
+
+    from attnres.studies.conduct import conduct
+    from attnres.studies.slurm import Slurm
+    from attnres.terminal import say
+
+    until = math.inf if options.budget is None else time.monotonic() + 3600 * options.budget
+    executor = Slurm(setting.out, options.slurm) if options.executor == "slurm" else None
+    out = Console(highlight=False)
+    for design in designs:
+        outcome = conduct(
+            design,
+            setting,
+            say=Console(stderr=True),
+            jobs=options.jobs,
+            until=until,
+            run=executor,
+            adopted=[Path(folder) for folder in options.adopt],
+        )
+        _print(outcome.result.tables, out)
+        done, asked = outcome.counts
+        say(out, outcome.result.verdict)
+        if done < asked:
+            say(out, f"{done} of {asked} runs are finished: the same command continues")
+        say(out, str(outcome.folder / "study.html"))
+
+
+def _print(tables: "Sequence[Table]", out: "Console") -> None:
+    from attnres.terminal import grid
+
+    for table in tables:
+        shown = grid(table.head[0], right=tuple(table.head[1:]))
+        for row in table.rows:
+            shown.add_row(*row)
+        out.print(f"\n{table.title}", style="bold")
+        out.print(shown)
+
+
+def _list(designs: "list[Design]") -> None:
+    from rich.console import Console
+
+    from attnres.terminal import grid, wide
+
+    table = grid("study", "what it asks")
+    for design in designs:
+        table.add_row(design.name, design.title)
+    wide(Console()).print(table)
+
+
+def _report(out: Path) -> None:
+    from attnres.files import write_text
+    from attnres.studies.conduct import outcome_in
+    from attnres.studies.page import report_page
+
+    folders = sorted(path.parent for path in out.glob("*/*/study.json"))
+    if not folders:
+        raise UserError(f"{out} holds no studies: expected OUT/PRESET/NAME/study.json, as attnres study writes it")
+    write_text(out / "report.html", report_page([outcome_in(folder) for folder in folders]))
+    print(out / "report.html")
+
+
+def _dry_run(designs: "list[Design]", setting: "Setting", jobs: int | None) -> None:
+    from rich.console import Console
+
+    from attnres.studies.conduct import survey
+    from attnres.studies.cost import cost_of, hours, measured_speed
+    from attnres.terminal import grid, say, wide
+
+    out = wide(Console())
+    speed = measured_speed(setting.config())
+    table = grid("study", "arm", right=("runs", "tokens", "FLOPs", "hours"))
+    total = 0.0
+    for design in designs:
+        for arm in survey(design, setting)[0]:
+            cost = cost_of(arm, setting.config())
+            time_h = hours([cost], speed or setting.preset.flops_per_s)
+            total += time_h
+            table.add_row(
+                *(design.name, arm.name, f"{cost.runs}", f"{cost.tokens:,.0f}", f"{cost.flops:.2e}", f"{time_h:.2f}")
+            )
+    out.print(table)
+    what = "measured by a few steps here" if speed else "assumed: the preset's device is not here"
+    unit = "one core" if setting.config().device in ("auto", "cpu") else "one GPU"
+    say(out, f"{total:.1f} hours of {unit} at {speed or setting.preset.flops_per_s:.2g} FLOP/s, {what}.")
+    say(out, "Arms that depend on what earlier ones give are not counted before those have run.")
+    if jobs:
+        say(out, f"{total / jobs:.1f} hours with {jobs} runs at once.")

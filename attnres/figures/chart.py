@@ -1,0 +1,163 @@
+"""Charts of a study, given as data: curves, differences with the band that noise makes, and grids of numbers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+from attnres.figures import style
+from attnres.figures.plot import COLUMN, PAGE, SMALL, Plot, canvas, head, legend, plain
+
+COLOURS = ("#4a5260", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", *style.OTHERS)
+"""Of a chart's lines, in order (Okabe & Ito, then the house's others)."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """One curve. `low` and `high` make a band; `joined` is False for points that no line joins."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    joined: bool = True
+    dashed: bool = False
+
+    @classmethod
+    def through(cls, label: str, points: Sequence[tuple[float, float]]) -> "Line":
+        """The line through points (x, y)."""
+        return cls(label, [x for x, _ in points], [y for _, y in points])
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Lines in one or several panels that share their y axis: title of the panel -> its lines."""
+
+    name: str
+    title: str
+    caption: str
+    x_label: str
+    y_label: str
+    panels: dict[str, list[Line]]
+    log_x: bool = False
+    log_y: bool = False
+    zero: bool = False
+    """Draw the line y = 0."""
+
+    def draw(self) -> Plot:
+        """Draw it inside `style.style`. A line has one colour in all panels."""
+        several = len(self.panels) > 1
+        figure, axes = canvas(PAGE if several else COLUMN, 2.4, 1, len(self.panels), sharey=True)
+        labels = list(dict.fromkeys(line.label for lines in self.panels.values() for line in lines))
+        for ax, (title, lines) in zip(axes[0], self.panels.items(), strict=True):
+            if several:
+                head(ax, title, inches=PAGE / len(self.panels) - 0.5)
+            if self.zero:
+                ax.axhline(0, color=style.MUTED, linewidth=0.9)
+            for line in lines:
+                place = labels.index(line.label)
+                look = {"color": COLOURS[place % len(COLOURS)], "linewidth": 1.2, "label": plain(line.label)}
+                how = style.DASHES[1] if line.dashed else style.DASHES[place // len(COLOURS) % len(style.DASHES)]
+                mark = "o" if len(line.x) < 40 and not line.dashed else ""
+                if line.low:
+                    ax.fill_between(line.x, line.low, line.high, color=look["color"], alpha=0.18, linewidth=0)
+                ax.plot(line.x, line.y, marker=mark, markersize=3, linestyle=how if line.joined else "", **look)
+            if self.log_x:
+                ax.set_xscale("log")
+                ax.xaxis.set_minor_formatter(NullFormatter())
+            if self.log_y:
+                ax.set_yscale("log")
+                ax.yaxis.set_minor_formatter(NullFormatter())
+            ax.set_xlabel(self.x_label)
+        axes[0, 0].set_ylabel(self.y_label)
+        legend(figure, *axes[0])
+        return Plot(self.name, self.title, self.caption, figure)
+
+
+@dataclass(frozen=True)
+class Differences:
+    """Differences to a baseline, one a row: (label, difference, standard error), and the threshold of a verdict.
+
+    The threshold is one number for all, or one a row; what is not known (NaN or infinity) draws nothing.
+    """
+
+    name: str
+    title: str
+    caption: str
+    x_label: str
+    rows: list[tuple[str, float, float]]
+    threshold: Sequence[float] = field(default_factory=tuple)
+
+    def draw(self) -> Plot:
+        """Draw it inside `style.style`, the best at the top."""
+        order = sorted(range(len(self.rows)), key=lambda row: -self.rows[row][1])
+        figure, axes = canvas(COLUMN * 1.35, 0.6 + 0.19 * len(order))
+        ax = axes[0, 0]
+        for place, row in enumerate(order):
+            _, difference, error = self.rows[row]
+            limit = self.threshold[row] if len(self.threshold) else math.nan
+            if math.isfinite(limit):
+                ax.fill_betweenx([place - 0.4, place + 0.4], -limit, limit, color=style.MUTED, alpha=0.18, linewidth=0)
+            clear = math.isfinite(limit) and abs(difference) > limit
+            colour = style.MUTED if not clear else COLOURS[3] if difference < 0 else COLOURS[2]
+            ax.errorbar(
+                difference,
+                place,
+                xerr=error if math.isfinite(error) else None,
+                fmt="o",
+                markersize=3.2,
+                color=colour,
+                linewidth=1.1,
+            )
+        ax.axvline(0, color=style.MUTED, linewidth=0.9)
+        ax.set_yticks(range(len(order)), [plain(self.rows[row][0]) for row in order], fontsize=SMALL)
+        ax.set_ylim(-0.7, len(order) - 0.3)
+        ax.set_xlabel(self.x_label)
+        return Plot(self.name, self.title, self.caption, figure)
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Numbers over two settings, a panel a mechanism: title -> (rows, columns), NaN where there is none; the lowest is
+    framed."""
+
+    name: str
+    title: str
+    caption: str
+    row_label: str
+    rows: list[str]
+    column_label: str
+    columns: list[str]
+    panels: dict[str, np.ndarray]
+    digits: int = 3
+
+    def draw(self) -> Plot:
+        """Draw it inside `style.style`; all panels have one colour scale."""
+        figure, axes = canvas(PAGE, 0.9 + 0.3 * len(self.rows), 1, len(self.panels), sharey=True)
+        values = np.concatenate([panel[np.isfinite(panel)] for panel in self.panels.values()])
+        low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
+        for ax, (title, panel) in zip(axes[0], self.panels.items(), strict=True):
+            ax.imshow(panel, cmap="viridis_r", vmin=low, vmax=max(high, low + 1e-9), aspect="auto")
+            ax.grid(False)
+            for (row, column), value in np.ndenumerate(panel):
+                if math.isfinite(value):
+                    dark = value < low + 0.45 * (high - low)
+                    text = f"{value:.{self.digits}f}"
+                    ax.text(column, row, text, ha="center", va="center", fontsize=6, color="w" if dark else "k")
+            if np.isfinite(panel).any():
+                row, column = np.unravel_index(np.nanargmin(panel), panel.shape)
+                box = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5), (-0.5, -0.5)]) + (column, row)
+                ax.plot(*box.T, color=COLOURS[2], linewidth=1.6, clip_on=False)
+            head(ax, title)
+            ax.set_xticks(range(len(self.columns)), self.columns)
+            ax.set_xlabel(self.column_label)
+        axes[0, 0].set_yticks(range(len(self.rows)), self.rows)
+        axes[0, 0].set_ylabel(self.row_label)
+        axes[0, 0].yaxis.set_major_formatter(FuncFormatter(lambda place, _: self.rows[round(place)]))
+        return Plot(self.name, self.title, self.caption, figure)
+
+
+Chart = Curves | Differences | Grid

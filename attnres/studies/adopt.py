@@ -1,0 +1,68 @@
+"""Runs that were trained elsewhere, in a comparison or another arm: a study takes them instead of training again."""
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from attnres.errors import UserError
+from attnres.files import locked, replaced_folder
+from attnres.reading import read_json
+from attnres.studies.plan import Plan
+from attnres.training.config import differences, to_dict
+from attnres.training.records import ADVICE, RunConfig
+from attnres.typed import checked
+
+
+def runs_in(folders: Iterable[Path], *, unfinished: bool = False) -> dict[Path, dict[str, Any]]:
+    """The configurations of the finished runs in these folders, or in folders in them, by their folder.
+
+    Args:
+        unfinished: those with a checkpoint too, after the finished ones.
+
+    Raises:
+        UserError: a folder that is not there.
+    """
+    runs: dict[Path, dict[str, Any]] = {}
+    for folder in folders:
+        if not folder.is_dir():
+            raise UserError(f"{folder} is not a folder: give one with the run folders to adopt")
+        for name in ("summary.json", *(["checkpoint"] if unfinished else [])):
+            for path in sorted(path for depth in ("", "*/", "*/*/") for path in folder.glob(depth + name)):
+                if (path.parent / "config.json").is_file():
+                    config = path.parent / "config.json"
+                    runs.setdefault(path.parent, dict(checked(read_json(config), RunConfig, config, ADVICE)))
+    return runs
+
+
+def adopt(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) -> list[str]:
+    """Copy into a plan's folders what was trained with the same configuration on the same data; of finished runs no
+    checkpoint, which only a run that goes on needs.
+
+    Returns:
+        The names of the runs that were adopted.
+
+    Raises:
+        UserError: a process is training such a run.
+    """
+    names = []
+    for name, run in plan.runs.items():
+        folder, ours = Path(run.out or "."), to_dict(run)
+        same = (
+            there
+            for there, theirs in runs.items()
+            if there.resolve() != folder.resolve() and not differences(ours, theirs) and _same_data(there, data)
+        )
+        there = None if folder.exists() else next(same, None)
+        if there is None:
+            continue
+        left_out = ["kept", ".*", *(["checkpoint"] if (there / "summary.json").is_file() else [])]
+        with locked(there), replaced_folder(folder) as temporary:
+            shutil.copytree(there, temporary, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)
+        names.append(name)
+    return names
+
+
+def _same_data(folder: Path, data: dict[str, Any]) -> bool:
+    path = folder / "data.json"
+    return path.is_file() and read_json(path) == data

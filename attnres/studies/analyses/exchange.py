@@ -1,0 +1,69 @@
+"""What a lower loss is worth: how many steps the standard model needs for it."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Final losses of the standard model over how long it was trained, each with a whole schedule of its own.
+
+    Between the lengths that were trained the loss is a line in the logarithm of the steps, and beyond them its last
+    piece goes on.
+
+    Attributes:
+        steps: lengths, ascending. losses: means over seeds, falling; lengths whose losses
+            noise has in another order are taken together.
+    """
+
+    steps: tuple[float, ...]
+    losses: tuple[float, ...]
+
+    def equal(self, loss: float) -> float:
+        """The steps at which the standard model has this loss; NaN where fewer than two losses differ."""
+        where, losses = np.log(self.steps), np.asarray(self.losses)
+        if len(where) < 2:
+            return math.nan
+        piece = int(np.clip(np.searchsorted(-losses, -loss), 1, len(where) - 1))
+        slope = (where[piece] - where[piece - 1]) / (losses[piece] - losses[piece - 1])
+        return float(math.exp(where[piece] + slope * (loss - losses[piece])))
+
+    def extrapolates(self, loss: float) -> bool:
+        """Whether a loss lies outside those that were trained."""
+        return not self.losses[-1] <= loss <= self.losses[0]
+
+    def saved(self, loss: float, steps: float) -> float:
+        """The share of steps that a run with this loss after so many steps saves: 0.2 is 20 % fewer."""
+        return 1 - steps / self.equal(loss)
+
+    def saved_time(self, loss: float, steps: float, step_ratio: float) -> float:
+        """The share of wall-clock that it saves, where a step takes `step_ratio` times the standard model's."""
+        return 1 - steps * step_ratio / self.equal(loss)
+
+
+def exchange(steps: Sequence[float], losses: Sequence[float]) -> Exchange:
+    """Return the exchange rate from lengths and their mean losses, in any order."""
+    order = np.argsort(steps)
+    lengths, fallen = np.asarray(steps, dtype=float)[order], np.array(falling(np.asarray(losses)[order].tolist()))
+    distinct = list(dict.fromkeys(fallen.tolist()))
+    together = [float(np.exp(np.log(lengths[fallen == loss]).mean())) for loss in distinct]
+    return Exchange(tuple(together), tuple(distinct))
+
+
+def falling(values: Sequence[float]) -> list[float]:
+    """The nearest sequence in least squares that nowhere rises: neighbours that do are averaged.
+
+    >>> falling([3.0, 1.0, 2.0, 0.5])
+    [3.0, 1.5, 1.5, 0.5]
+    """
+    blocks: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = float(value), 1
+        while blocks and blocks[-1][0] < mean:
+            last, number = blocks.pop()
+            mean, count = (mean * count + last * number) / (count + number), count + number
+        blocks.append((mean, count))
+    return [mean for mean, count in blocks for _ in range(count)]

@@ -1,0 +1,49 @@
+"""Which candidates go on: the better ones of each group, and one more where the best is the last that was tried."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+
+def survivors(losses: Mapping[str, float], keep: int) -> list[str]:
+    """The `keep` candidates with the lowest losses, best first; one that diverged (NaN) never survives.
+
+    >>> survivors({"a": 3.0, "b": 1.0, "c": 2.0}, 2)
+    ['b', 'c']
+    """
+    finite = {name: loss for name, loss in losses.items() if math.isfinite(loss)}
+    return sorted(finite, key=finite.__getitem__)[:keep]
+
+
+def rungs(candidates: int, steps: int, least: int = 1) -> list[tuple[int, int]]:
+    """Successive halving's plan: how many candidates train for how many steps, the last rung to the end.
+
+    Half as many go on each time, for twice as long, so that each rung costs the same (Jamieson and Talwalkar 2016).
+
+    >>> rungs(8, 4000)
+    [(8, 500), (4, 1000), (2, 2000), (1, 4000)]
+    """
+    plan = [(candidates, steps)]
+    while plan[-1][0] > least:
+        plan.append((max(least, math.ceil(plan[-1][0] / 2)), steps))
+    last = len(plan) - 1
+    return [(count, max(1, round(steps / 2 ** (last - place)))) for place, (count, _) in enumerate(plan)]
+
+
+def beyond(losses: Mapping[float, float], factor: float, most: float) -> float | None:
+    """The next rate to try where the best of those tried is the highest: `factor` times it, up to `most`; else None.
+
+    >>> beyond({1.0: 3.0, 2.0: 2.5}, 2.0, 16.0), beyond({1.0: 3.0, 2.0: 3.5}, 2.0, 16.0)
+    (4.0, None)
+    """
+    finite = {rate: loss for rate, loss in losses.items() if math.isfinite(loss)}
+    if not finite or max(losses) != min(finite, key=finite.__getitem__):
+        return None
+    higher = max(losses) * factor
+    return higher if higher <= most else None
+
+
+def at_best(losses: Mapping[str, float], of: Mapping[str, str]) -> dict[str, str]:
+    """For each mechanism its candidate with the lowest loss: `of` names the mechanism of each candidate."""
+    names: Sequence[str] = list(dict.fromkeys(of.values()))
+    best = {name: survivors({c: loss for c, loss in losses.items() if of[c] == name}, 1) for name in names}
+    return {name: kept[0] for name, kept in best.items() if kept}

@@ -1,0 +1,295 @@
+"""A study carried out: its arms one after the other, their rows, what came of it, and its page.
+
+    OUT/PRESET/STUDY/ARM/        a comparison's folder, or computed runs, each with measures.json
+    OUT/PRESET/STUDY/study.json  what was asked for
+    OUT/PRESET/STUDY/runs.csv    every measurement of finished runs
+    OUT/PRESET/STUDY/result.json, study.html
+
+Finished runs are skipped and interrupted ones resumed: the same command continues a study, and ends with the same CSV.
+"""
+
+import dataclasses
+import math
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from rich.console import Console
+
+from attnres.errors import UserError, unknown
+from attnres.files import locked, write_json, write_text
+from attnres.folders import refuse_other
+from attnres.reading import read_json
+from attnres.report.runs import RUN_NAME
+from attnres.stats import plain
+from attnres.studies.adopt import adopt, runs_in
+from attnres.studies.analyses.noise import Noise
+from attnres.studies.children import Child, Runner, train_all
+from attnres.studies.compare import opened
+from attnres.studies.design import Arm, Design, Measured, Result, Setting
+from attnres.studies.lab import STUDIES
+from attnres.studies.plan import Plan
+from attnres.studies.presets import PRESETS
+from attnres.studies.rows import MEASURES, medians, rows_of, to_csv
+from attnres.studies.variants import parse_variants
+from attnres.studies.work import Computation, function
+from attnres.training.branch import branch, branch_step
+from attnres.typed import checked
+
+VERSION = 1
+
+
+class Asked(TypedDict):
+    """study.json: what was asked for."""
+
+    version: int
+    study: str
+    preset: str
+    seeds: int
+    source: str | None
+    images: str | None
+
+
+class Known(TypedDict):
+    """result.json, as far as other studies read it."""
+
+    source: str | None
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A study as far as it came."""
+
+    design: Design
+    setting: Setting
+    measured: Measured
+    result: Result
+
+    @property
+    def folder(self) -> Path:
+        return self.setting.folder(self.design.name)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Finished runs, and those that were asked for so far."""
+        planned = self.measured.planned
+        return sum(len(self.measured.finished[arm]) for arm in planned), sum(map(len, planned.values()))
+
+
+def conduct(
+    design: Design,
+    setting: Setting,
+    *,
+    say: Console,
+    jobs: int | None = None,
+    until: float = math.inf,
+    run: Runner | None = None,
+    adopted: Sequence[Path] = (),
+) -> Outcome:
+    """Run what is not finished yet, arm by arm and seed by seed, and write what came of all of it.
+
+    Args:
+        jobs: runs at once; none is one a core or GPU. until: none begins after this moment (`time.monotonic`).
+        run: what runs them; none is processes on this machine.
+        adopted: folders whose runs are taken, finished or to be continued, where one of the study has their
+            configuration and data.
+
+    Raises:
+        UserError: something cannot run, or the folder holds something else; what is finished stays.
+        Interrupted: Ctrl-C or SIGTERM; the same command continues.
+    """
+    folder = refuse_other(setting.folder(design.name), "study")
+    elsewhere = runs_in(adopted, unfinished=True)
+    with locked(folder):
+        write_json(folder / "study.json", _asked(design, setting))
+        arms, measured = survey(design, setting)
+        while left := [arm for arm in arms if not measured.complete(arm.name)]:
+            before = measured.finished
+            _carry_out(left, folder, say, jobs, until, run, elsewhere)
+            arms, measured = survey(design, setting)
+            if measured.finished == before or time.monotonic() > until:
+                break
+        return write(design, setting, measured)
+
+
+def survey(design: Design, setting: Setting) -> tuple[list[Arm], Measured]:
+    """The arms that a study asks for by now, and what their finished runs gave. Nothing is run."""
+    measured = Measured(noises=_noises(setting), curve=_curve(setting))
+    while True:
+        arms = design.arms(setting, measured)
+        if {arm.name for arm in arms} <= set(measured.planned):
+            return arms, measured
+        measured = _read(arms, setting.folder(design.name), measured)
+        if not all(measured.complete(arm.name) for arm in arms):
+            return arms, measured
+
+
+def write(design: Design, setting: Setting, measured: Measured) -> Outcome:
+    """Analyse what there is, and write runs.csv, result.json and study.html into the study's folder."""
+    from attnres.studies.page import study_page
+
+    outcome = Outcome(design, setting, measured, design.analyse(setting, measured))
+    done, asked = outcome.counts
+    result = {
+        **_asked(design, setting),
+        "finished": done,
+        "planned": asked,
+        "verdict": outcome.result.verdict,
+        "values": plain(outcome.result.values, digits=9),
+        "tables": [dataclasses.asdict(table) for table in outcome.result.tables],
+    }
+    write_text(outcome.folder / "runs.csv", to_csv(measured.rows))
+    write_json(outcome.folder / "result.json", result)
+    write_text(outcome.folder / "study.html", study_page(outcome))
+    return outcome
+
+
+def outcome_in(folder: Path) -> Outcome:
+    """Read a study's folder and analyse it again; nothing is run or written. Raises UserError if it is none."""
+    path = folder / "study.json"
+    asked = checked(read_json(path), Asked, path, "carry the study out again")
+    if asked["version"] != VERSION:
+        raise UserError(f"{path} is of version {asked['version']}, expected {VERSION}: carry the study out again")
+    for what, name, known in (("study", asked["study"], STUDIES), ("preset", asked["preset"], PRESETS)):
+        if name not in known:
+            raise unknown(what, str(name), known)
+    out = folder.parent.parent
+    setting = Setting(
+        asked["preset"], PRESETS[asked["preset"]], int(asked["seeds"]), asked["source"], out, asked["images"]
+    )
+    design = STUDIES[asked["study"]]
+    measured = survey(design, setting)[1]
+    return Outcome(design, setting, measured, design.analyse(setting, measured))
+
+
+def names_of(arm: Arm) -> list[str]:
+    """The names of an arm's runs, seed by seed."""
+    if arm.computed is not None:
+        return list(arm.computed.runs)
+    assert arm.compare is not None
+    labels = [variant.label for variant in parse_variants(arm.compare.variants, arm.compare.lrs)]
+    return [f"{label}-seed{seed}" for seed in arm.compare.seeds for label in labels]
+
+
+def _asked(design: Design, setting: Setting) -> Asked:
+    return {
+        "version": VERSION,
+        "study": design.name,
+        "preset": setting.name,
+        "seeds": setting.seeds,
+        "source": setting.source,
+        "images": setting.images,
+    }
+
+
+def _read(arms: Sequence[Arm], folder: Path, before: Measured) -> Measured:
+    rows, step_s = [], dict[tuple[str, str], float]()
+    planned, finished = dict[str, list[str]](), dict[str, list[str]]()
+    for arm in arms:
+        planned[arm.name] = names_of(arm)
+        needs = [MEASURES] if arm.computed is not None else ["summary.json", *([MEASURES] if arm.measure else [])]
+        finished[arm.name] = [
+            name for name in planned[arm.name] if all((folder / arm.name / name / file).is_file() for file in needs)
+        ]
+        more, times = rows_of(arm, folder / arm.name, finished[arm.name])
+        rows += more
+        step_s |= {(arm.name, label): seconds for label, seconds in medians(times).items()}
+    return dataclasses.replace(before, rows=rows, planned=planned, finished=finished, step_s=step_s)
+
+
+def _noises(setting: Setting) -> dict[int, Noise]:
+    """The noise of this preset and text as its study has it, by the steps of a run."""
+    source = f"the study of noise at {setting.name}"
+    known = _values(setting, "noise").get("by_steps") or {}
+    return {int(n): Noise(one["sigma"], one["degrees"], source) for n, one in known.items() if one["degrees"]}
+
+
+def _curve(setting: Setting) -> dict[int, float]:
+    known = _values(setting, "exchange").get("curve") or {}
+    return {int(steps): float(loss) for steps, loss in known.items()}
+
+
+def _values(setting: Setting, study: str) -> dict[str, Any]:
+    path = setting.folder(study) / "result.json"
+    if not path.is_file():
+        return {}
+    result = checked(read_json(path), Known, path, "carry that study out again")
+    return result["values"] if result["source"] == setting.source else {}
+
+
+# ------------------------------------------------------------------ running
+
+
+def _carry_out(
+    arms: Sequence[Arm],
+    folder: Path,
+    say: Console,
+    jobs: int | None,
+    until: float,
+    run: Runner | None,
+    elsewhere: dict[Path, dict[str, Any]],
+) -> None:
+    """Run the unfinished runs of these arms, all arms together, and measure them."""
+    quiet = Console(quiet=True)
+    children, walls, most = list[Child](), list[float](), list[int]()
+    elsewhere = elsewhere | runs_in([folder])
+    with ExitStack() as stack:
+        for arm in arms:
+            if arm.computed is not None:
+                children += _computations(arm, folder / arm.name)
+                continue
+            assert arm.compare is not None
+            config = dataclasses.replace(arm.compare, out=str(folder / arm.name), jobs=jobs)
+
+            def fill(plan: Plan, data: dict[str, Any], arm: Arm = arm) -> None:
+                for name in adopt(plan, data, elsewhere):
+                    say.print(f"{arm.name}/{name}: taken from a run with this configuration", highlight=False)
+                if arm.trunk:
+                    _branch(plan, folder / arm.trunk)
+
+            work = stack.enter_context(opened(config, quiet if children else say, fill))
+            children += [dataclasses.replace(child, name=f"{arm.name}/{child.name}") for child in work.children]
+            walls += work.walls
+            most.append(work.jobs)
+        children.sort(key=_seed)  # what is there first is one whole study of one seed
+        train_all(children, walls, jobs=jobs or max(most, default=_cores()), say=say, run=run, until=until)
+        for arm in arms:
+            for name in names_of(arm) if arm.measure else []:
+                path = folder / arm.name / name
+                if (path / "summary.json").is_file() and not (path / MEASURES).is_file():
+                    rows = function(arm.measure)(path)
+                    write_json(path / MEASURES, {"function": arm.measure, "rows": rows})
+
+
+def _seed(child: Child) -> int:
+    match = RUN_NAME.fullmatch(child.folder.name)
+    return int(match["seed"]) if match else 0
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _branch(plan: Plan, trunk: Path) -> None:
+    """Begin the runs of a plan that have no folder yet at the checkpoints that their trunks kept."""
+    for name, run in plan.runs.items():
+        if not Path(run.out or ".").exists():
+            branch(trunk / name, branch_step(run), run)
+
+
+def _computations(arm: Arm, folder: Path) -> list[Child]:
+    assert arm.computed is not None
+    children = []
+    for name, arguments in arm.computed.runs.items():
+        if (folder / name / MEASURES).is_file():
+            continue
+        config = folder / "configs" / f"{name}.json"
+        run = {"function": arm.computed.function, "arguments": arguments, "folder": str(folder / name)}
+        write_json(config, run)
+        children.append(Computation(f"{arm.name}/{name}", folder / name, config, 1))
+    return children

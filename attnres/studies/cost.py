@@ -1,0 +1,109 @@
+"""What the runs of a study cost: tokens, FLOPs, and hours at a speed that is measured or assumed."""
+
+import functools
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attnres.errors import UserError
+from attnres.studies.design import Arm
+from attnres.studies.variants import parse_variants
+from attnres.training.branch import branch_step
+from attnres.training.config import TrainConfig, size_of, tokenizer_of
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an arm costs: its runs, the tokens that they train on and the FLOPs for that."""
+
+    arm: str
+    runs: int
+    tokens: float
+    flops: float
+
+
+def cost_of(arm: Arm, model: TrainConfig) -> Cost:
+    """Count an arm's runs. `model`: the preset's run, whose size a pretrained model is taken to have.
+
+    Runs that branch off others train from there alone.
+    """
+    if arm.computed is not None:
+        return Cost(arm.name, len(arm.computed.runs), 0.0, arm.computed.flops * len(arm.computed.runs))
+    assert arm.compare is not None
+    base = arm.compare.base
+    runs = len(parse_variants(arm.compare.variants, arm.compare.lrs)) * len(arm.compare.seeds)
+    steps = base.steps - (branch_step(base) if arm.trunk else 0)
+    tokens = float(runs * steps * base.batch_size * base.data.seq_len)
+    size = base if base.finetune.init_from is None else model
+    vocabulary = vocabulary_of(base)
+    return Cost(arm.name, runs, tokens, tokens * flops_a_token(size_of(size.model), base.data.seq_len, vocabulary))
+
+
+def vocabulary_of(config: TrainConfig) -> int:
+    """The size of the vocabulary that a tokenizer spec asks for; a usual one where it does not say."""
+    kind, _, size = tokenizer_of(config.data).partition(":")
+    return int(size) if kind == "bpe" and size.isdecimal() else 50_257
+
+
+def flops_a_token(size: object, seq_len: int, vocabulary: int) -> float:
+    """FLOPs of training on one token: 6 for each weight that multiplies it, and attention's 6 T d a layer (causal).
+
+    What a residual adds is vectors, not matrices, and is not counted. Source: Kaplan et al. (2020), appendix B.
+    """
+    return _flops_a_token(json.dumps(size, sort_keys=True), seq_len, vocabulary)
+
+
+@functools.cache
+def _flops_a_token(size: str, seq_len: int, vocabulary: int) -> float:
+    from attnres.models import build
+
+    with torch.device("meta"):
+        model: Any = build(json.loads(size), "standard", vocab_size=vocabulary, max_positions=seq_len)
+    table = model.get_input_embeddings().weight
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    tied = model.get_output_embeddings().weight is table
+    config = model.config
+    return 6.0 * (parameters - (0 if tied else table.numel()) + config.num_hidden_layers * seq_len * config.hidden_size)
+
+
+def measured_speed(config: TrainConfig) -> float | None:
+    """FLOPs a second of a training step of the standard model on one thread here; None without the preset's device.
+
+    Steps are timed in this process for a few seconds; the quickest counts, since other work may have the machine:
+    an estimate to a factor of two.
+    """
+    from attnres.studies.speed import step_times
+
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        return None
+    vocabulary, threads = vocabulary_of(config), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times = step_times(
+            {"standard": ("standard", {})},
+            size=size_of(config.model),
+            vocab_size=vocabulary,
+            seq_len=config.data.seq_len,
+            batch_size=config.batch_size,
+            accumulation=config.accumulation,
+            optim=config.optim,
+            dtype="fp32" if config.dtype == "auto" else config.dtype,
+            device="cuda" if config.device.startswith("cuda") else "cpu",
+            seconds=4.0,
+        )
+    except RuntimeError as error:  # out of memory
+        raise UserError(f"a step of this preset cannot be timed here ({error}): choose a smaller preset") from error
+    finally:
+        torch.set_num_threads(threads)
+    tokens = config.batch_size * config.data.seq_len
+    quickest = min(times["variants"]["standard"]["times"])
+    return tokens * flops_a_token(size_of(config.model), config.data.seq_len, vocabulary) / quickest
+
+
+def hours(costs: Sequence[Cost], flops_per_s: float) -> float:
+    """Hours of one core or one GPU for all of them."""
+    return math.fsum(cost.flops for cost in costs) / flops_per_s / 3600

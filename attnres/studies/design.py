@@ -1,0 +1,228 @@
+"""What a study is: one file of `attnres.studies.lab` with a grid of runs, an analysis and figures, as data.
+
+A study asks for arms. An arm is a comparison (`attnres.studies.compare`: variants by seeds, a run folder each) or a
+number of computations (a function of that file, a folder each). Which arms there are may depend on what earlier ones
+gave: `Design.arms` is called again whenever all that it asked for has finished, until it asks for nothing new.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attnres.studies.analyses.noise import UNKNOWN, Noise, combined, pooled
+from attnres.studies.plan import CompareConfig
+from attnres.training.config import TrainConfig, from_dict
+
+if TYPE_CHECKING:
+    from attnres.figures.chart import Chart
+    from attnres.studies.presets import Preset
+
+
+@dataclass(frozen=True)
+class Computed:
+    """Runs that are one call each of a function that returns measurements.
+
+    Attributes:
+        function: "attnres.studies.lab.FILE:NAME", called with a run's arguments; it returns rows such as
+            {"quantity": "loss", "value": 2.5, "step": 100}, the step being optional.
+        runs: arguments by the run's name, LABEL-seedK.
+        flops: of one run, about.
+    """
+
+    function: str
+    runs: dict[str, dict[str, Any]]
+    flops: float
+
+
+@dataclass(frozen=True)
+class Arm:
+    """Runs of one study that share a folder, OUT/NAME.
+
+    Attributes:
+        compare: what is trained; its `out` is set when the study is carried out.
+        computed: in place of that, what is computed.
+        trunk: an arm of the same variants and seeds, off whose runs these branch before their decay.
+        measure: "attnres.studies.lab.FILE:NAME", called with each finished run's folder; it returns rows as `Computed`
+            does, which are kept in the folder.
+        depth: quantities by sublayer at the last step to have in the table too, e.g. output_rms.
+    """
+
+    name: str
+    compare: CompareConfig | None = None
+    computed: Computed | None = None
+    trunk: str = ""
+    measure: str = ""
+    depth: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement of one finished run.
+
+    Attributes:
+        label: the variant. step, tokens: when; 0 where there is no training.
+        flops: spent until then, 6 for each weight and token with attention's share; 0 where it is not counted.
+    """
+
+    arm: str
+    label: str
+    seed: int
+    step: int
+    tokens: int
+    flops: float
+    quantity: str
+    value: float
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Everything that a study's finished runs gave.
+
+    Attributes:
+        planned: names of the runs of each arm asked for so far, and finished ones of them.
+        step_s: median seconds of a step, by (arm, label).
+        noises: of the recipe by its steps, as the study of noise has them; none where that was not run.
+        curve: the standard model's final losses by its steps, as the study of the exchange rate has them.
+    """
+
+    rows: list[Row] = field(default_factory=list)
+    planned: dict[str, list[str]] = field(default_factory=dict)
+    finished: dict[str, list[str]] = field(default_factory=dict)
+    step_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    noises: Mapping[int, Noise] = field(default_factory=dict)
+    curve: Mapping[int, float] = field(default_factory=dict)
+
+    def complete(self, arm: str) -> bool:
+        """Whether every run of an arm is finished."""
+        return arm in self.planned and set(self.planned[arm]) <= set(self.finished.get(arm, []))
+
+    def of(self, arm: str, label: str | None = None, quantity: str = "loss") -> list[Row]:
+        """Rows of an arm, of one label if one is given, in order of seed and step."""
+        rows = [row for row in self.rows if row.arm == arm and row.quantity == quantity]
+        return sorted((row for row in rows if label in (None, row.label)), key=lambda row: (row.seed, row.step))
+
+    def labels(self, arm: str) -> list[str]:
+        """Labels of an arm that have finished, in the order in which they were asked for."""
+        return list(dict.fromkeys(row.label for row in self.rows if row.arm == arm))
+
+    def finals(self, arm: str, label: str, quantity: str = "loss") -> dict[int, float]:
+        """The last value of each seed."""
+        return {row.seed: row.value for row in self.of(arm, label, quantity)}
+
+    def mean(self, arm: str, label: str, quantity: str = "loss") -> float:
+        """Mean over seeds of the last values; NaN without any."""
+        values = list(self.finals(arm, label, quantity).values())
+        return sum(values) / len(values) if values else math.nan
+
+    def noise(self, arm: str, quantity: str = "loss") -> Noise:
+        """The noise of an arm's runs: the study of noise's at that many steps, and that of the arm's own seeds."""
+        groups = {label: list(self.finals(arm, label, quantity).values()) for label in self.labels(arm)}
+        seeds = max(map(len, groups.values()), default=0)
+        ours = pooled(groups.values(), f"{len(groups)} variants of {seeds} seeds")
+        if quantity != "loss" or not groups:
+            return ours
+        return combined(self.noises.get(self.steps(arm, next(iter(groups))), UNKNOWN), ours)
+
+    def flops(self, arm: str, label: str) -> float:
+        """What one run of a label spent."""
+        return max((row.flops for row in self.of(arm, label)), default=math.nan)
+
+    def steps(self, arm: str, label: str) -> int:
+        """The last step of a label's runs."""
+        return max((row.step for row in self.of(arm, label)), default=0)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the page: text in cells."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What came of a study.
+
+    Attributes:
+        verdict: one or a few sentences, which claim nothing beyond the noise.
+        values: numbers for other programs, plain JSON.
+    """
+
+    verdict: str
+    tables: Sequence[Table] = ()
+    charts: "Sequence[Chart]" = ()
+    values: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """At which size and with what a study is carried out.
+
+    Attributes:
+        seeds: how many each group has, where the study does not say how many it needs.
+        source: the text; none is the preset's. images: of the study resnet.
+        name: the preset's. out: OUT/PRESET/STUDY is the study's folder.
+    """
+
+    name: str
+    preset: "Preset"
+    seeds: int
+    source: str | None
+    out: Path
+    images: str | None = None
+
+    def folder(self, study: str) -> Path:
+        """Where a study of this setting lies."""
+        return self.out / self.name / study
+
+    def config(self, **values: Any) -> TrainConfig:
+        """The preset's run with nested values laid over it."""
+        base = from_dict(self.preset.train)
+        if self.source is not None:
+            base = dataclasses.replace(base, data=dataclasses.replace(base.data, source=self.source))
+        return from_dict(values, base)
+
+    def arm(
+        self, name: str, variants: Sequence[str], seeds: Sequence[int] | None = None, *, of: TrainConfig, **more: Any
+    ) -> Arm:
+        """An arm of variants, each with every seed."""
+        which = range(self.seeds) if seeds is None else seeds
+        return Arm(name, CompareConfig(list(variants), list(which), base=of, timing_s=0), **more)
+
+    def some(self, variants: Sequence[str]) -> list[str]:
+        """As many of a long list of variants as the preset takes, the first ones."""
+        return list(variants)[: self.preset.most]
+
+    def own_rate(self, factor: float) -> float:
+        """The rate of the residual's own parameters that is `factor` times AdamW's."""
+        return float(f"{factor * self.config().optim.lr:.4g}")
+
+    @property
+    def recipe(self) -> TrainConfig:
+        """The preset's run with its own rate for the residual's parameters."""
+        return self.config(optim={"residual_lr": self.own_rate(self.preset.own_rate)})
+
+
+@dataclass(frozen=True)
+class Design:
+    """A study.
+
+    Attributes:
+        name: as `attnres study` takes it. title: the question.
+        about: what is done. published: what others found, with the source.
+        arms: what is to be run, from what is known so far. It may run again, and says the same of the same.
+        analyse: what came of it, also of a part of its runs.
+    """
+
+    name: str
+    title: str
+    about: str
+    published: str
+    arms: Callable[[Setting, Measured], list[Arm]]
+    analyse: Callable[[Setting, Measured], Result]

@@ -1,0 +1,93 @@
+"""Tasks whose answers take several steps in a row: whether a mechanism makes more steps in the same depth."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnres.figures.chart import Curves, Line
+from attnres.studies.contrast import contrast
+from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
+from attnres.text import number
+
+NAMES = ("composition", "arithmetic")
+VARIANTS = ("standard", "rescaled", "block", "full", "denseformer", "hyper_connections", "mhc_lite", "muddformer")
+PROBLEMS = 400
+"""Of each number of steps."""
+
+
+def arms(setting: Setting, measured: Measured) -> list[Arm]:
+    """An arm a task, the same shape of run in both."""
+    own = {"residual_lr": setting.own_rate(setting.preset.own_rate)}
+    small = setting.preset.small < 0.01
+    parts = []
+    for name in NAMES:
+        data = {"source": f"task:{name}:200" if small else f"task:{name}", "tokenizer": "bpe:257", "held_out": 0.05}
+        run = setting.config(data=data, optim=own, steps=setting.preset.many)
+        variants = [*setting.some(VARIANTS)] if not small else ["standard", "block"]
+        parts.append(setting.arm(name, variants, of=run, measure=f"{__name__}:answers"))
+    return parts
+
+
+def answers(folder: Path) -> list[dict[str, Any]]:
+    """Rows `accuracy/STEPS` of a trained model on held-out problems, and `accuracy`, their mean: the answer has to be
+    the likeliest character of all."""
+    from attnres.data import load_tokenizer
+    from attnres.data.tasks import STEPS, problems
+    from attnres.forward import evaluating
+    from attnres.models import load
+    from attnres.reading import read_json
+
+    config = read_json(folder / "config.json")
+    name = config["data"]["source"].split(":")[1]
+    model, tokenizer = load(folder / "model"), load_tokenizer(folder / "model")
+    rows: list[dict[str, Any]] = []
+    for steps in range(1, STEPS + 1):
+        by_length: dict[int, list[tuple[list[int], str]]] = {}
+        for text, answer in problems(name, steps, PROBLEMS):
+            ids = tokenizer.encode(text, add_special_tokens=False).ids[-config["data"]["seq_len"] :]
+            by_length.setdefault(len(ids), []).append((ids, answer))
+        right = 0
+        for many in by_length.values():
+            with evaluating(model), torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids for ids, _ in many]), use_cache=False).logits[:, -1]
+            likeliest = [tokenizer.decode([token]) for token in logits.argmax(-1).tolist()]
+            right += sum(guess == answer for guess, (_, answer) in zip(likeliest, many, strict=True))
+        rows.append({"quantity": f"accuracy/{steps}", "step": config["steps"], "value": right / PROBLEMS})
+    mean = sum(row["value"] for row in rows) / len(rows)
+    return [*rows, {"quantity": "accuracy", "step": config["steps"], "value": mean}]
+
+
+def analyse(setting: Setting, measured: Measured) -> Result:
+    """Accuracy by the number of steps, and the mean accuracy against the standard model's."""
+    tables, panels, sentences, values = [], {}, [], {}
+    for name in NAMES:
+        lines, rows = [], []
+        for label in measured.labels(name):
+            curve = [(k, measured.mean(name, label, f"accuracy/{k}")) for k in range(1, 5)]
+            curve = [(k, value) for k, value in curve if not math.isnan(value)]
+            if curve:
+                lines.append(Line.through(label, curve))
+                rows.append([label, *(number(value, 3) for _, value in curve)])
+        if not rows:
+            continue
+        panels[name] = lines
+        tables.append(Table(f"{name}: share of right answers by steps", ["variant", "1", "2", "3", "4"], rows))
+        one = contrast(measured, name, "standard", quantity="accuracy", higher_is_better=True)
+        sentences.append(f"{name}, accuracy: {one.sentence()}")
+        values[name] = one.values()
+    caption = "Held-out problems answered rightly, by how many steps an answer takes; mean over seeds."
+    charts = [Curves("depth-tasks", "Steps in depth", caption, "steps", "accuracy", panels)] if panels else []
+    return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
+
+
+STUDY = Design(
+    "depth-tasks",
+    "Do depth reads make more steps in the same depth?",
+    "Two tasks with known answers, steps along a permutation and nested arithmetic modulo ten, answered at once.",
+    "Physics of Language Models 4.1 finds that such tasks tell architectures apart by more than seeds; nobody has "
+    "published one for depth attention.",
+    arms,
+    analyse,
+)

@@ -1,0 +1,91 @@
+"""Where the best shape is at fixed compute: Figure 7's question, whether depth reads want deeper models."""
+
+import math
+
+import numpy as np
+
+from attnres.figures.chart import Chart, Curves, Grid, Line
+from attnres.studies.analyses.optimum import optimum
+from attnres.studies.cost import flops_a_token, vocabulary_of
+from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
+from attnres.studies.presets import shape
+from attnres.text import number
+
+VARIANTS = ("standard", "block")
+
+
+def arms(setting: Setting, measured: Measured) -> list[Arm]:
+    """An arm a depth; all have about the parameters of the recipe's layers, and as many steps as give equal FLOPs."""
+    preset, recipe = setting.preset, setting.recipe
+    layers = sorted(preset.layers)
+    middle = layers[len(layers) // 2]
+    parameters = _layer_parameters(setting)
+    vocabulary, length = vocabulary_of(recipe), recipe.data.seq_len
+    budget = preset.many * flops_a_token(shape(middle, parameters), length, vocabulary)
+    parts = []
+    for depth in layers:
+        size = shape(depth, parameters)
+        steps = max(2, round(budget / flops_a_token(size, length, vocabulary)))
+        run = setting.config(model={"size": size}, optim={"residual_lr": recipe.optim.residual_lr}, steps=steps)
+        parts.append(setting.arm(f"layers{depth}", VARIANTS, of=run))
+    return parts
+
+
+def _layer_parameters(setting: Setting) -> float:
+    from attnres.models.sizes import SIZES
+
+    size = setting.preset.train["model"]["size"]
+    size = SIZES[size] if isinstance(size, str) else size
+    return 12.0 * size["num_hidden_layers"] * size["hidden_size"] ** 2
+
+
+def analyse(setting: Setting, measured: Measured) -> Result:
+    """The lowest point of each mechanism in width over depth."""
+    parameters = _layer_parameters(setting)
+    ratios, panels, rows = list[float](), {label: list[float]() for label in VARIANTS}, []
+    for layers in sorted(setting.preset.layers):
+        ratio = shape(layers, parameters)["hidden_size"] / layers
+        losses = [measured.mean(f"layers{layers}", label) for label in VARIANTS]
+        ratios.append(ratio)
+        for label, loss in zip(VARIANTS, losses, strict=True):
+            panels[label].append(loss)
+        rows.append([str(layers), f"{ratio:.1f}", *(number(loss, 4) for loss in losses)])
+    table = Table("Loss by shape at equal FLOPs", ["layers", "d / layers", *VARIANTS], rows)
+    noise = [n.sigma for layers in setting.preset.layers if (n := measured.noise(f"layers{layers}")).degrees]
+    sigma = max(noise) / math.sqrt(setting.seeds) if noise else None
+    best, sentences = {}, []
+    for label, losses in panels.items():
+        known = [(ratio, loss) for ratio, loss in zip(ratios, losses) if math.isfinite(loss)]
+        if len(known) < 3:
+            continue
+        best[label] = one = optimum(*zip(*known, strict=True), sigma=sigma)
+        interval = f" (95 %: {number(one.low, 1)} to {number(one.high, 1)})" if math.isfinite(one.low) else ""
+        where = "" if one.inside else ", the edge of the grid"
+        sentences.append(f"{label} is best at d / layers = {number(one.at, 1)}{interval}{where}.")
+    if len(best) == 2:
+        base, other = best["standard"], best["block"]
+        apart = other.high < base.low or other.low > base.high
+        shift = "to deeper models" if other.at < base.at else "to shallower models"
+        sentences.append(f"The optimum moves {shift}." if apart else "Whether the optimum moves is undecided.")
+    columns = [f"{ratio:.1f}" for ratio in ratios]
+    grid = np.array([panels[label] for label in VARIANTS])
+    lines = [Line(label, ratios, losses) for label, losses in panels.items() if any(map(math.isfinite, losses))]
+    caption = "Held-out loss of models of equal FLOPs; small ratios are deep and narrow."
+    charts: list[Chart] = (
+        [Curves("depth-width", "Shape", caption, "d / layers", "loss (nats)", {"": lines}, log_x=True)] if lines else []
+    )
+    if np.isfinite(grid).any():
+        caption = "The same losses; framed: the lowest."
+        charts.append(Grid("depth-width-grid", "Shape", caption, "", list(VARIANTS), "d / layers", columns, {"": grid}))
+    values = {label: {"at": one.at, "inside": one.inside} for label, one in best.items()}
+    return Result(" ".join(sentences) or "Too few shapes have finished.", [table], charts, values)
+
+
+STUDY = Design(
+    "depth-width",
+    "Do depth reads want deeper models?",
+    "Models of equal compute from wide and shallow to narrow and deep, standard and Block.",
+    "arXiv 2603.15031, Figure 7 (6.5e19 FLOPs): baseline best at d / layers = 60 (1.847), Full at 45 (1.802).",
+    arms,
+    analyse,
+)

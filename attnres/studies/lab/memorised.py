@@ -1,0 +1,179 @@
+"""Labels with a structure against labels to be memorised, with and without the norm, and at teachers' temperatures."""
+
+import math
+import statistics
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from attnres.figures.chart import Curves, Line
+from attnres.studies.analyses.noise import pooled
+from attnres.studies.design import Arm, Computed, Design, Measured, Result, Setting, Table
+from attnres.studies.lab.mlp import Mlps
+from attnres.text import number
+
+WIDTH, SAMPLES = 32, 512
+ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+RATES = (0.001, 0.003, 0.01, 0.03)
+TEMPERATURES = (0.01, 1.0, 100.0)
+MECHANISMS = ("standard", "rescaled", "full")
+
+
+def mixture(residual: str, norm: bool, layers: int, steps: int, seed: int) -> list[dict[str, Any]]:
+    """Train on y = alpha (W x) + (1 - alpha) noise for each alpha, at each rate of Adam.
+
+    Returns:
+        Rows `loss/ALPHA`: the least training loss at the end over the rates (mean squared error over y's variance).
+    """
+    rows = []
+    for alpha in ALPHAS:
+        draw = torch.Generator().manual_seed(seed)
+        x = torch.randn(SAMPLES, WIDTH, generator=draw)
+        teacher = torch.randn(WIDTH, WIDTH, generator=draw) / math.sqrt(WIDTH)
+        y = alpha * (x @ teacher) + (1 - alpha) * torch.randn(SAMPLES, WIDTH, generator=draw)
+        losses = [_fit(residual, norm, layers, x, y, rate, steps, seed) for rate in RATES]
+        rows.append({"quantity": f"loss/{alpha:g}", "value": min(losses)})
+    return rows
+
+
+def taught(residual: str, layers: int, temperature: float, steps: int, seed: int) -> list[dict[str, Any]]:
+    """Train on what a random Full network with queries drawn at 1 / temperature gives, at each rate of Adam.
+
+    Returns:
+        Rows `loss/RATE`, as `mixture` has them; infinity, where a run diverged, as 1e9.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(SAMPLES, WIDTH, generator=draw)
+    teacher = Mlps("full", layers, WIDTH, norm=True, generator=draw)
+    with torch.no_grad():
+        teacher.residual.query.normal_(0, 1 / temperature / math.sqrt(WIDTH), generator=draw)
+        y = teacher(x)
+    rates = {rate: _fit(residual, True, layers, x, y, rate, steps, seed) for rate in RATES}
+    return [{"quantity": f"loss/{rate:g}", "value": loss} for rate, loss in rates.items()]
+
+
+def _fit(
+    residual: str, norm: bool, layers: int, x: torch.Tensor, y: torch.Tensor, rate: float, steps: int, seed: int
+) -> float:
+    """The training loss at the end of full batches, relative to the variance of y."""
+    net = Mlps(residual, layers, WIDTH, norm=norm, generator=torch.Generator().manual_seed(seed + 1))
+    head = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    optimizer = torch.optim.Adam([*net.parameters(), head], lr=rate)
+    scale = float(y.var())
+    loss = torch.tensor(math.inf)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / steps))
+        loss = F.mse_loss(net(x) @ head, y) / scale
+        if not torch.isfinite(loss):
+            return 1e9
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return min(1e9, float(loss.detach()))
+
+
+def arms(setting: Setting, measured: Measured) -> list[Arm]:
+    """Mixtures of labels at three depths with and without the norm; teachers at three temperatures."""
+    steps = max(2, round(20_000 * setting.preset.small))
+    small = setting.preset.small < 0.01
+    depths, mechanisms = ((2,), MECHANISMS[:2]) if small else ((4, 10, 30), MECHANISMS)
+    mixtures = {
+        f"{residual}, {layers} layers, {'norm' if norm else 'no norm'}-seed{seed}": {
+            "residual": residual,
+            "norm": norm,
+            "layers": layers,
+            "steps": steps,
+            "seed": seed,
+        }
+        for seed in range(setting.seeds)
+        for layers in depths
+        for norm in (True, False)
+        for residual in mechanisms
+    }
+    teachers = {
+        f"{residual}, T {temperature:g}-seed{seed}": {
+            "residual": residual,
+            "layers": depths[-1],
+            "temperature": temperature,
+            "steps": steps,
+            "seed": seed,
+        }
+        for seed in range(setting.seeds)
+        for temperature in TEMPERATURES
+        for residual in MECHANISMS
+    }
+    each = 6.0 * 2 * WIDTH**2 * SAMPLES * steps * len(RATES)
+    layers = statistics.fmean(depths)
+    return [
+        Arm("mixtures", computed=Computed(f"{__name__}:mixture", mixtures, each * layers * len(ALPHAS))),
+        Arm("teachers", computed=Computed(f"{__name__}:taught", teachers, each * depths[-1])),
+    ]
+
+
+def analyse(setting: Setting, measured: Measured) -> Result:
+    """Full against standard at each alpha and depth: whether structure or memorisation favours either."""
+    tables, charts, sentences, values = [], [], [], {}
+    labels = measured.labels("mixtures")
+    kinds = list(dict.fromkeys(label.partition(", ")[2] for label in labels))
+    rows, panels = [], dict[str, list[Line]]()
+    tested = len(kinds) * len(ALPHAS)
+    ours = [name for name in MECHANISMS if any(label.startswith(f"{name},") for label in labels)]
+    for kind in kinds:
+        logs = {
+            name: [_logs(measured, "mixtures", f"{name}, {kind}", f"{alpha:g}") for alpha in ALPHAS] for name in ours
+        }
+        panels[kind] = [
+            Line(name, ALPHAS, [math.exp(statistics.fmean(many)) for many in each])
+            for name, each in logs.items()
+            if all(each)
+        ]
+        last = ours[-1]
+        for place, alpha in enumerate(ALPHAS):
+            base, other = logs[ours[0]][place], logs[last][place]
+            if not base or not other:
+                continue
+            noise = pooled([many[place] for many in logs.values()])
+            gap = statistics.fmean(other) - statistics.fmean(base)
+            verdict = noise.verdict(gap, len(other), len(base), tested)
+            rows.append([kind, f"{alpha:g}", number(math.exp(gap), 2), verdict])
+            values[f"{kind}/{alpha:g}"] = {"ratio": math.exp(gap), "verdict": verdict}
+    head = ["network", "alpha (1: structure)", "loss over standard's", "verdict"]
+    tables.append(Table(f"{ours[-1] if ours else 'full'} against standard, best of four rates", head, rows))
+    for what in ("norm", "no norm"):
+        verdicts = {
+            row[1]: row[3] for row in rows if row[0].endswith(f", {what}") or row[0].endswith(f"layers, {what}")
+        }
+        if verdicts:
+            said = ", ".join(f"{alpha}: {verdict}" for alpha, verdict in verdicts.items())
+            sentences.append(f"Deepest network, {what} (alpha: {ours[-1]} is): {said}.")
+    if any(panels.values()):
+        caption = (
+            "Training loss at the end over the variance of the labels, best of four rates; mean over seeds of its log."
+        )
+        drawn = {kind: lines for kind, lines in panels.items() if lines and kind.endswith(", norm")}
+        charts.append(Curves("mixtures", "Structure to memorisation", caption, "alpha", "loss", drawn, log_y=True))
+    taught_rows = []
+    for label in measured.labels("teachers"):
+        cells = [_logs(measured, "teachers", label, f"{rate:g}") for rate in RATES]
+        taught_rows.append([label, *(f"{math.exp(statistics.fmean(many)):.2g}" if many else "–" for many in cells)])
+    tables.append(Table("Taught by a random Full network", ["student, teacher's T", *map(str, RATES)], taught_rows))
+    return Result(" ".join(sentences) or "Nothing has run yet.", tables, charts, values)
+
+
+def _logs(measured: Measured, arm: str, label: str, place: str) -> list[float]:
+    """Logarithms of a loss over seeds."""
+    return [math.log(max(row.value, 1e-12)) for row in measured.of(arm, label, f"loss/{place}")]
+
+
+STUDY = Design(
+    "structured-vs-memorised",
+    "Does depth attention fit structure and fail to memorise?",
+    "Networks of MLPs on labels between a linear teacher and noise, with and without the norm before each sublayer, "
+    "the best of four rates; and students of a random Full network at three temperatures of its queries, at each rate.",
+    "Ziming Liu's posts: the first claimed that memorisation favours standard residuals; he withdrew it (his network "
+    "had no pre-norm) and found the rescaled residual competitive and steadier at high rates.",
+    arms,
+    analyse,
+)

@@ -1,0 +1,179 @@
+"""Which learning rates: the residual's own parameters', the standard model's; what else keeps reads from settling."""
+
+import math
+
+from attnres.figures.chart import Curves, Line
+from attnres.studies.analyses.halving import beyond, survivors
+from attnres.studies.contrast import contrast
+from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
+from attnres.studies.presets import shape
+from attnres.text import number
+
+OWN = (0.1, 1.0, 1 / 30, 1 / 3, 0.01)
+"""Of AdamW's rate, for the residual's own parameters; recipes/lasting_rates.yaml has the same."""
+MODEL = (0.5, 1.0, 2.0)
+MOST = 16.0
+"""The highest rate of the standard model that is tried, in multiples of the recipe's."""
+
+
+def _own(setting: Setting, factor: float) -> str:
+    """Block with its own parameters at this multiple of AdamW's rate."""
+    rate = setting.config().optim.lr * factor
+    digits = float(f"{rate:.3g}")
+    return "block" if factor == 1.0 else f"block@residual_lr={digits:g}"
+
+
+def _label(variant: str) -> str:
+    from attnres.studies.variants import parse_variant
+
+    return parse_variant(variant).label
+
+
+def _at(setting: Setting, factor: float) -> str:
+    return f"standard@lr={setting.config().optim.lr * factor:g}"
+
+
+def arms(setting: Setting, measured: Measured) -> list[Arm]:
+    """Coarse at one seed; the standard model upward until it turns; then the best with all seeds, and what is near."""
+    recipe, steps = setting.config(), setting.preset.steps
+    own = setting.some([_own(setting, factor) for factor in OWN])
+    coarse = setting.arm("own", ["standard", *own], [0], of=recipe, depth=("sharpness", "entropy"))
+    parts = [coarse, setting.arm("model", [_at(setting, factor) for factor in MODEL], [0], of=recipe)]
+    if not all(measured.complete(arm.name) for arm in parts):
+        return parts
+    tried = dict.fromkeys(MODEL)
+    losses = {factor: measured.mean("model", _label(_at(setting, factor))) for factor in tried}
+    while (higher := beyond(losses, 2.0, MOST)) is not None:
+        up = setting.arm(f"model-x{higher:g}", [_at(setting, higher)], [0], of=recipe)
+        parts.append(up)
+        if not measured.complete(up.name):
+            return parts
+        losses[higher] = measured.mean(up.name, _label(_at(setting, higher)))
+    by_variant = {variant: measured.mean("own", _label(variant)) for variant in own}
+    best = survivors(by_variant, 2) or own[:1]
+    rate = best[0].partition("@")[2] or f"residual_lr={setting.own_rate(1.0):g}"
+    layers = setting.preset.depth
+    parameters = 12.0 * layers * _width(setting) ** 2
+    parts += [
+        setting.arm("best", ["standard", *best], of=recipe),
+        setting.arm("full", ["full", f"full@{rate}"], range(min(2, setting.seeds)), of=recipe),
+        setting.arm(
+            "knobs",
+            setting.some(
+                [
+                    f"block@{rate},residual_warmup=0.05",
+                    f"block@{rate},residual_hold=0.05",
+                    f"block@{rate},residual_decay=0.01",
+                    f"block:read_temperature=4@{rate}",
+                ]
+            ),
+            [0],
+            of=recipe,
+        ),
+        *(
+            setting.arm(
+                f"layers{depth}",
+                ["standard", f"block@{rate}"],
+                range(min(2, setting.seeds)),
+                of=setting.config(model={"size": shape(depth, parameters)}),
+            )
+            for depth in (2 * layers, 4 * layers)
+        ),
+        setting.arm(
+            "adamw",
+            ["standard", f"block@{rate}"],
+            [0],
+            of=setting.config(steps=steps, optim={"optimizer": "adamw"}),
+        ),
+    ]
+    return parts
+
+
+def _width(setting: Setting) -> int:
+    from attnres.models.sizes import SIZES
+
+    size = setting.preset.train["model"]["size"]
+    return int((SIZES[size] if isinstance(size, str) else size)["hidden_size"])
+
+
+def analyse(setting: Setting, measured: Measured) -> Result:
+    """The loss by rate, the gap of the best over training, and what the rest changes."""
+    optim = setting.config().optim
+    own = {f: measured.mean("own", _label(_own(setting, f))) for f in sorted(OWN)}
+    own = {factor: loss for factor, loss in own.items() if math.isfinite(loss)}
+    model = {}
+    for row in measured.rows:
+        if row.arm.startswith("model") and row.quantity == "loss":
+            rate = float(row.label.rpartition("lr")[2])
+            model[rate / optim.lr] = measured.mean(row.arm, row.label)
+    rows = [[f"{f:.3g}", number(loss, 4), "block, own parameters"] for f, loss in own.items()]
+    rows += [[f"{f:.3g}", number(loss, 4), "standard, all"] for f, loss in sorted(model.items())]
+    tables = [Table("Loss by rate, seed 0", ["multiple of the recipe's rate", "loss", "which"], rows)]
+    values: dict = {"own": {f"{f:.4g}": loss for f, loss in own.items()}}
+    values["model"] = {f"{f:.4g}": loss for f, loss in sorted(model.items())}
+    charts = []
+    if own and model:
+        lines = [Line("block, own parameters", list(own), list(own.values()))]
+        lines.append(Line("standard, all parameters", sorted(model), [model[f] for f in sorted(model)]))
+        caption = "Held-out loss at the end by the rate as a multiple of the recipe's, one seed."
+        panels = {"": lines}
+        charts.append(Curves("rates", "Loss by rate", caption, "multiple", "loss (nats)", panels, log_x=True))
+    over = _over_training(setting, measured)
+    charts += [over] if over else []
+    sentences = []
+    if own:
+        best = min(own, key=own.__getitem__)
+        values["best_own"] = best
+        sentences.append(f"Of the own rates {best:.3g} times AdamW's is best at one seed.")
+    if model:
+        best = min(model, key=model.__getitem__)
+        turned = best != max(model)
+        where = "and higher ones are worse" if turned else "the highest that was tried: it has not turned"
+        sentences.append(f"The standard model is best at {best:g} times the recipe's rate, {where}.")
+        values["best_model"], values["turned"] = best, turned
+    for arm, title in (("best", "The best rates with all seeds"), ("knobs", "What else holds queries back")):
+        labels = measured.labels(arm)
+        if labels:
+            baseline = "standard" if "standard" in labels else labels[0]
+            one = contrast(measured, arm, baseline)
+            tables.append(one.table(title))
+            values[arm] = one.values()
+            if arm == "best":
+                sentences.append(one.sentence())
+    others = [arm for arm in measured.planned if arm.startswith("layers") or arm in ("adamw", "full")]
+    lines_of = []
+    for arm in others:
+        for label in measured.labels(arm):
+            seeds = len(measured.finals(arm, label))
+            lines_of.append([arm, label, number(measured.mean(arm, label), 4), str(seeds)])
+    if lines_of:
+        tables.append(Table("Depth, optimizer, Full", ["arm", "variant", "loss", "seeds"], lines_of))
+    return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
+
+
+def _over_training(setting: Setting, measured: Measured) -> Curves | None:
+    """The gap of each own rate to the standard model of the same seed over training, in the band of the noise."""
+    base = {row.step: row.value for row in measured.of("own", "standard")}
+    lines = []
+    for factor in sorted(OWN):
+        label = _label(_own(setting, factor))
+        points = [(row.tokens, row.value - base[row.step]) for row in measured.of("own", label) if row.step in base]
+        if points:
+            lines.append(Line.through(f"{factor:.3g}", points))
+    if not lines:
+        return None
+    caption = "Block minus standard, seed 0, by the own parameters' rate as a multiple of AdamW's."
+    return Curves("rates-gap", "The gap over training", caption, "tokens", "gap (nats)", {"": lines}, zero=True)
+
+
+STUDY = Design(
+    "rates",
+    "Which learning rates make an advantage that lasts?",
+    "Block with its queries and gains at 1 to 1/100 of the rate, the standard model at rates upward until it turns, "
+    "the best with all seeds; warm-up, hold, decay and temperature of the queries; deeper models; AdamW alone. "
+    "--adopt takes the runs of recipes/lasting_rates.yaml.",
+    "Nobody has published a rate of the queries' own; the paper gives one rate a size, open-attention-residuals decays "
+    "queries with the weights.",
+    arms,
+    analyse,
+)

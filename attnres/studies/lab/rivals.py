@@ -1,0 +1,63 @@
+"""The other ways to connect a network's depth, each at its own best rate."""
+
+from attnres.studies.design import Arm, Design, Measured, Result, Setting
+from attnres.studies.lab.ablations import tuned_result
+from attnres.studies.tuning import tuned_arms
+
+RIVALS = {
+    "standard": "",
+    "block": "1.746 where standard has 1.766 (436 M)",
+    "full": "1.737 where standard has 1.766 (436 M)",
+    "hyper_connections": "",
+    "mhc_lite": "1.747 where standard has 1.766 (436 M)",
+    "identity_hc": "",
+    "frac_connections": "",
+    "denseformer": "1.767 where standard has 1.766 (436 M)",
+    "muddformer": "",
+    "dca": "",
+    "ancre": "",
+    "delta_attnres": "perplexity 36.83 where standard has 38.71 (220 M, its own layout)",
+    "lr_attnres": "",
+    "inkling2": "",
+    "mrla_light": "",
+    "laurel": "",
+    "siamese_norm": "",
+    "parallel_lanes": "",
+    "ddl": "",
+    "highway": "",
+    "rezero": "",
+    "layerscale": "",
+    "layernorm_scaling": "",
+    "norm_preserving": "",
+    "peri_ln": "",
+    "hybrid_norm": "",
+    "keel": "",
+    "deepnorm": "",
+    "postnorm": "",
+    "completep": "",
+    "cumulative": "",
+    "boundary": "3.474 where standard has 3.478 (GPT-2, 124 M)",
+}
+"""Variant -> what was published beside a standard model, where it was."""
+
+
+def arms(setting: Setting, measured: Measured) -> list[Arm]:
+    """All mechanisms at one seed and three rates, then at the best."""
+    return tuned_arms(setting, measured, setting.some(list(RIVALS)), setting.config(steps=setting.preset.many))
+
+
+def analyse(setting: Setting, measured: Measured) -> Result:
+    """Every mechanism against the standard model, with the correction for how many there are."""
+    variants = setting.some(list(RIVALS))
+    return tuned_result(setting, measured, RIVALS, variants, "rivals", "Mechanisms at their own best rate")
+
+
+STUDY = Design(
+    "rivals",
+    "Do depth reads beat the other ways to connect a network?",
+    "Thirty-two mechanisms, each at the best of three rates, the standard model too.",
+    "arXiv 2603.15031, Tables 2 and 4; 'Most Transformer Modifications Still Do Not Transfer' (2605.20798): 2 of 20 "
+    "modifications pass a noise floor at 1.2 B.",
+    arms,
+    analyse,
+)

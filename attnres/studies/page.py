@@ -1,0 +1,114 @@
+"""A study's page, and one page of all studies on disk: each in one file that opens offline."""
+
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import TYPE_CHECKING
+
+from attnres.figures import style
+from attnres.figures.plot import COLUMN
+from attnres.report import theme
+from attnres.report.page import ZOOM
+from attnres.studies.design import Table
+
+if TYPE_CHECKING:
+    from attnres.studies.conduct import Outcome
+
+
+def study_page(outcome: "Outcome") -> str:
+    """The page of one study, as HTML."""
+    design = outcome.design
+    headline, _, more = outcome.result.verdict.partition(". ")
+    return _page(f"{design.title} ({outcome.setting.name})", _kicker(outcome), headline, more, _sections(outcome))
+
+
+def report_page(outcomes: Sequence["Outcome"]) -> str:
+    """The page of several studies: a table of them, then each."""
+    rows = [
+        [one.design.title, one.setting.name, "{} of {}".format(*one.counts), one.result.verdict] for one in outcomes
+    ]
+    parts = [
+        f"<section>\n<h2>All studies</h2>\n{_table(Table('', ['study', 'preset', 'runs', 'verdict'], rows))}</section>"
+    ]
+    for one in outcomes:
+        body = f'<p class="lead">{escape(one.result.verdict)}</p>' + "\n".join(_sections(one))
+        parts.append(f"<section>\n<h2>{escape(one.design.title)} · {escape(one.setting.name)}</h2>\n{body}\n</section>")
+    finished = sum(one.counts[0] == one.counts[1] for one in outcomes)
+    return _page("Studies of depth reads", f"{len(outcomes)} studies", f"{finished} of them are complete", "", parts)
+
+
+def _page(title: str, kicker: str, headline: str, more: str, sections: Sequence[str]) -> str:
+    template = Template((files("attnres.report") / "page.html").read_text(encoding="utf-8"))
+    return template.substitute(
+        title=escape(title),
+        light=theme.variables(dark=False),
+        dark=theme.variables(dark=True),
+        kicker=escape(kicker),
+        headline=escape(headline.rstrip(".") + "."),
+        more=f'<p class="more">{escape(more)}</p>' if more else "",
+        sections="\n".join(sections),
+        footer="Made by <code>attnres study</code>. The mechanism: Attention Residuals, Kimi Team, arXiv 2603.15031. "
+        "Losses depend on the tokenizer and the text: compare them only within a table.",
+    )
+
+
+def _kicker(outcome: "Outcome") -> str:
+    done, asked = outcome.counts
+    setting = outcome.setting
+    source = setting.source or setting.config().data.source
+    return f"{outcome.design.title}  ·  preset {setting.name}, data {source}, {done} of {asked} runs"
+
+
+def _sections(outcome: "Outcome") -> list[str]:
+    design, result = outcome.design, outcome.result
+    anchor = f"{outcome.setting.name}-{design.name}"
+    parts = [f"<section>\n<h2>{escape(table.title)}</h2>\n{_table(table)}\n</section>" for table in result.tables]
+    if result.charts:
+        drawn = []
+        for chart in result.charts:
+            with style.style():
+                plot = chart.draw()
+            broad = plot.figure.get_figwidth() > COLUMN * 1.5
+            svg = theme.to_svg(plot.figure, f"{anchor}-{plot.name}", escape(plot.title, quote=True), ZOOM)
+            svg = f'<div class="scroll">{svg}</div>' if broad else svg
+            caption = f"<figcaption>{escape(plot.caption)}</figcaption>"
+            drawn.append(f'<figure class="card"><h3>{escape(plot.title)}</h3>\n{svg}\n{caption}</figure>')
+        parts.append('<section>\n<div class="figures">\n' + "\n".join(drawn) + "\n</div>\n</section>")
+    done, asked = outcome.counts
+    known = outcome.measured.noises
+    floor = ", ".join(
+        f"sigma {one.sigma:.4f} at {steps:,} steps ({one.degrees + 1} seeds)" for steps, one in known.items()
+    )
+    facts = [
+        ["what is done", design.about],
+        ["published", design.published],
+        ["runs", f"{done} of {asked} that were asked for so far"],
+        ["noise floor", floor or "attnres study noise: not run at this preset and text"],
+        ["command", command(outcome)],
+    ]
+    how = _table(Table("", ["", ""], facts), "plain")
+    parts.append(f"<section>\n<h2>How</h2>\n{how}\n</section>")
+    return parts
+
+
+def command(outcome: "Outcome") -> str:
+    """The command that carries the study out again."""
+    setting = outcome.setting
+    words = ["attnres study", outcome.design.name, "--preset", setting.name, "--seeds", str(setting.seeds)]
+    return " ".join([*words, *(["--source", setting.source] if setting.source else [])])
+
+
+def _table(table: Table, kind: str = "numbers") -> str:
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.head)
+    body = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>'
+        + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
+        + "</tr>\n"
+        for row in table.rows
+    )
+    notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
+    top = f"<thead><tr>{head}</tr></thead>" if any(table.head) else ""
+    return f'<div class="card scroll"><table class="{kind}">{top}<tbody>\n{body}</tbody></table></div>\n' + (
+        f'<ul class="notes">{notes}</ul>' if notes else ""
+    )

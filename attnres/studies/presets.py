@@ -1,0 +1,184 @@
+"""At which size studies are carried out, as data: from seconds for the tests to a GPU a run."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+Size = str | dict[str, Any]
+
+
+def qwen3(width: int, layers: int, heads: int, hidden: int) -> dict[str, Any]:
+    """A Qwen3 of this shape with half as many key-value heads, or one."""
+    return {
+        "family": "qwen3",
+        "hidden_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": max(1, heads // 2),
+        "head_dim": width // heads,
+        "intermediate_size": hidden,
+        "tie_word_embeddings": True,
+    }
+
+
+def gpt2(width: int, layers: int, heads: int) -> dict[str, Any]:
+    """A GPT-2 of this shape without dropout."""
+    fields = {"n_embd": width, "n_layer": layers, "n_head": heads}
+    return {"family": "gpt2", **fields, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One size of studies.
+
+    Attributes:
+        train: the recipe, values over the defaults of a training run.
+        many: steps of studies of many mechanisms.
+        own_rate: rate of the residual's own parameters, as a fraction of AdamW's.
+        seeds: runs of a group where nothing else is asked for. floor: of the standard model, for the noise.
+        ladder: sizes for scaling, ascending, and the tokens a parameter that each has.
+        layers: depths of the grid of depth and width, at one number of parameters; see `shape`.
+        deep: many narrow layers. gpt2: the nanoGPT study's family at this size.
+        small: of studies that train no decoder: a factor on their steps.
+        flops_per_s: assumed of one run where this machine lacks the preset's device.
+        most: variants of a long list; none is all.
+    """
+
+    about: str
+    train: dict[str, Any]
+    many: int
+    own_rate: float
+    seeds: int
+    floor: int
+    ladder: tuple[dict[str, Any], ...]
+    tokens_a_parameter: float
+    layers: tuple[int, ...]
+    deep: Size
+    gpt2: Size
+    small: float
+    flops_per_s: float
+    most: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """Steps of a run at the recipe."""
+        return int(self.train["steps"])
+
+    @property
+    def depth(self) -> int:
+        """Layers of the recipe's model."""
+        size = self.train["model"]["size"]
+        if isinstance(size, str):
+            from attnres.models.sizes import SIZES
+
+            size = SIZES[size]
+        return int(size["num_hidden_layers"])
+
+
+_TINY = qwen3(16, 2, 2, 32)
+
+SECONDS = Preset(
+    about="a model of a few thousand parameters for a few steps: what the tests run",
+    train={
+        "model": {"size": _TINY},
+        "data": {"seq_len": 16, "tokenizer": "bpe:300", "val_windows": 4, "held_out": 0.2},
+        "optim": {"optimizer": "muon", "lr": 0.004, "muon_lr": 0.01},
+        "steps": 4,
+        "batch_size": 2,
+        "dtype": "fp32",
+        "device": "cpu",
+        "val_every": 4,
+        "log_every": 4,
+        "depth_every": 4,
+        "save_every": 4,
+    },
+    many=2,
+    own_rate=0.1,
+    seeds=1,
+    floor=2,
+    ladder=(qwen3(8, 1, 1, 16), qwen3(8, 2, 1, 16), qwen3(16, 2, 2, 32)),
+    tokens_a_parameter=0.01,
+    layers=(1, 2, 4),
+    deep=qwen3(8, 4, 1, 16),
+    gpt2=gpt2(16, 4, 2),
+    small=0.0002,
+    flops_per_s=1e9,
+    most=2,
+)
+
+NANO = Preset(
+    about="2.9 M parameters, 10 M tokens a run: two cores, about 35 minutes a run on one of them",
+    # recipes/lasting_rates.yaml is this recipe.
+    train={
+        "model": {"size": "nano"},
+        "data": {"seq_len": 256, "tokenizer": "bpe:4096", "val_windows": 256},
+        "optim": {"optimizer": "muon", "lr": 0.004, "muon_lr": 0.01},
+        "steps": 5000,
+        "batch_size": 8,
+        "dtype": "bf16",
+        "val_every": 250,
+        "depth_every": 250,
+        "save_every": 250,
+    },
+    many=2000,
+    own_rate=0.1,
+    seeds=3,
+    floor=8,
+    ladder=(qwen3(32, 3, 1, 96), qwen3(48, 5, 2, 144), qwen3(64, 6, 2, 192), qwen3(96, 9, 3, 288)),
+    tokens_a_parameter=20.0,
+    layers=(3, 6, 12, 24, 48),
+    deep=qwen3(64, 48, 2, 192),
+    gpt2=gpt2(128, 12, 4),
+    small=0.1,
+    flops_per_s=8e10,
+)
+
+DEMO = dataclasses.replace(
+    NANO,
+    about="the same model for 1 M tokens: early learning alone, about 4 minutes a run on one core",
+    train={**NANO.train, "steps": 500, "val_every": 100, "depth_every": 100, "save_every": 500},
+    many=500,
+    floor=4,
+    tokens_a_parameter=2.0,
+)
+
+HUNDRED = Preset(
+    about="40 M parameters and its vocabulary, 1.3 B tokens a run: one GPU a run, eight at once",
+    train={
+        "model": {"size": "100m"},
+        "data": {"source": "hub:HuggingFaceFW/fineweb-edu:sample-10BT", "seq_len": 1024, "tokenizer": "bpe:32768"},
+        "optim": {"optimizer": "muon", "lr": 0.002, "muon_lr": 0.01},
+        "steps": 20_000,
+        "batch_size": 64,
+        "dtype": "bf16",
+        "device": "cuda",
+        "compile": True,
+        "val_every": 500,
+        "depth_every": 1000,
+        "save_every": 1000,
+    },
+    many=10_000,
+    own_rate=0.1,
+    seeds=3,
+    floor=8,
+    ladder=(qwen3(256, 8, 4, 768), qwen3(384, 10, 6, 1152), qwen3(512, 12, 8, 1536), qwen3(640, 16, 10, 1920)),
+    tokens_a_parameter=20.0,
+    layers=(6, 12, 24, 48, 96),
+    deep=qwen3(256, 48, 4, 768),
+    gpt2="gpt2-124m",
+    small=1.0,
+    flops_per_s=1.5e14,
+)
+
+PRESETS = {"seconds": SECONDS, "demo": DEMO, "nano": NANO, "100m": HUNDRED}
+"""A preset is data alone: a larger one is a line here."""
+
+
+def shape(layers: int, parameters: float) -> dict[str, Any]:
+    """The Qwen3 of so many layers whose layers have about so many parameters, with three times its width in the MLP.
+
+    A layer has 3 d^2 in its attention with half as many key-value heads, and 9 d^2 in its MLP; d is a multiple of 8.
+    """
+    width = max(8, round((parameters / layers / 12) ** 0.5 / 8) * 8)
+    even = (count for count in range(2, width // 32 + 1, 2) if width % (2 * count) == 0)
+    return qwen3(width, layers, max(even, default=1), 3 * width)

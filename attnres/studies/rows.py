@@ -1,0 +1,102 @@
+"""The measurements of a study's finished runs: read from the run folders, written as one CSV."""
+
+import csv
+import io
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from attnres.reading import read_json
+from attnres.report.runs import RUN_NAME, load_run
+from attnres.studies.cost import flops_a_token
+from attnres.studies.design import Arm, Row
+from attnres.typed import checked
+
+COLUMNS = ("arm", "label", "seed", "step", "tokens", "flops", "quantity", "value")
+MEASURES = "measures.json"
+"""In a run's folder: what the study's own function made of it, or computed."""
+
+
+class Measure(TypedDict):
+    """One of its rows."""
+
+    quantity: str
+    value: float
+    step: NotRequired[int]
+
+
+class Measures(TypedDict):
+    """Its content."""
+
+    rows: list[Measure]
+
+
+def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> tuple[list[Row], dict[str, list[float]]]:
+    """Read the finished ones of these runs of an arm: their rows, and by label the seconds of a step of each."""
+    rows, times = list[Row](), dict[str, list[float]]()
+    for name in names:
+        if arm.computed is not None:
+            match = RUN_NAME.fullmatch(name)
+            assert match is not None, f"{name} is no LABEL-seedK"
+            rows += [_row(arm.name, match["label"], int(match["seed"]), one) for one in _measures(folder / name)]
+            continue
+        run = load_run(folder / name)
+        if run.summary is None:
+            continue
+        times.setdefault(run.label, []).append(float(run.summary["step_s"]))
+        each = _flops(run.config, int(run.data.get("vocab_size") or 0), run.summary)
+        for line in run.val:
+            step = int(line["step"])
+            tokens = round(run.tokens_at(step))
+            values = {"loss": float(line["loss"])}
+            if step == run.last_step:
+                values |= {"parameters": run.summary["parameters"], "own_parameters": run.summary["extra_parameters"]}
+            for quantity, value in values.items():
+                rows.append(Row(arm.name, run.label, run.seed, step, tokens, each * tokens, quantity, float(value)))
+        last = run.depth[-1] if run.depth else {}
+        for quantity in arm.depth:
+            for place, value in enumerate(last.get(quantity, [])):
+                if value is not None:
+                    rows.append(
+                        Row(arm.name, run.label, run.seed, last["step"], 0, 0.0, f"{quantity}/{place}", float(value))
+                    )
+        rows += [_row(arm.name, run.label, run.seed, one) for one in _measures(folder / name)]
+    return rows, times
+
+
+def _measures(folder: Path) -> list[Measure]:
+    path = folder / MEASURES
+    if not path.is_file():
+        return []
+    return checked(read_json(path), Measures, path, "remove that run's folder and run it again")["rows"]
+
+
+def _row(arm: str, label: str, seed: int, one: Measure) -> Row:
+    return Row(arm, label, seed, one.get("step", 0), 0, 0.0, one["quantity"], one["value"])
+
+
+def _flops(config: dict[str, Any], vocabulary: int, summary: dict[str, Any]) -> float:
+    """FLOPs a token; of a pretrained model, whose size the run does not name, by its parameters."""
+    size = config["model"].get("size")
+    if size is None:
+        return 6.0 * summary["parameters"]
+    return flops_a_token(size, config["data"]["seq_len"], vocabulary)
+
+
+def to_csv(rows: Sequence[Row]) -> str:
+    """One line a measurement, sorted: no clock has a part in it, so a study that was stopped gives the same."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(COLUMNS)
+    lines = [
+        (row.arm, row.label, row.seed, row.step, row.tokens, f"{row.flops:.6g}", row.quantity, f"{row.value:.8g}")
+        for row in rows
+    ]
+    writer.writerows(sorted(lines))
+    return out.getvalue()
+
+
+def medians(times: dict[str, list[float]]) -> dict[str, float]:
+    """The median of each label."""
+    return {label: statistics.median(values) for label, values in times.items()}

@@ -1,0 +1,89 @@
+"""Runs as jobs of a Slurm cluster, through submitit; its local executor stands for the cluster in tests."""
+
+import importlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from attnres.errors import Interrupted, UserError
+from attnres.studies.children import Child
+from attnres.training.interrupt import caught_signals
+
+POLL_S = 1.0
+
+
+class Slurm:
+    """Runs children as jobs, up to `most` waiting or running at once.
+
+    Args:
+        settings: of submitit's executor, e.g. slurm_partition, timeout_min, gpus_per_node; submitit's own names.
+        cluster: none is Slurm where there is one; "local" runs jobs as processes here.
+        folder: where jobs leave their logs, on a disk that all nodes have.
+
+    Raises:
+        UserError: submitit is not installed, or does not know a setting.
+    """
+
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], cluster: str | None = "slurm", most: int = 64
+    ) -> None:
+        try:
+            submitit = importlib.import_module("submitit")
+        except ImportError:
+            raise UserError("--executor slurm needs submitit: pip install 'attnres[slurm]'") from None
+        self._command = submitit.helpers.CommandFunction
+        self.most = most
+        try:
+            self.executor = submitit.AutoExecutor(folder=folder / "jobs", cluster=cluster)
+            self.executor.update_parameters(**{"name": "attnres", "timeout_min": 24 * 60, **settings})
+        except (RuntimeError, NameError, TypeError, ValueError) as error:
+            raise UserError(f"Slurm cannot be used: {error}") from error
+
+    def __call__(
+        self,
+        children: list[Child],
+        *,
+        jobs: int,
+        on_start: Callable[[Child], None],
+        on_end: Callable[[Child], None],
+        on_poll: Callable[[list[Child]], None],
+        log_of: Callable[[Child], Path | None],
+        until: float = math.inf,
+    ) -> None:
+        """Submit all of them and wait, as `attnres.studies.children.run_children` does; `jobs` is the cluster's matter.
+
+        Raises:
+            UserError: one failed; the others were cancelled, which has them save.
+            Interrupted: Ctrl-C or SIGTERM; likewise.
+        """
+        waiting, running = list(children), list[tuple[Child, Any]]()
+        failed: UserError | None = None
+        with caught_signals() as signals:
+            try:
+                while (running or waiting) and failed is None and not (signals.interrupts or signals.terminations):
+                    if time.monotonic() > until:
+                        waiting.clear()
+                    while waiting and len(running) < self.most:
+                        child = waiting.pop(0)
+                        on_start(child)
+                        child.began = time.monotonic()
+                        command = self._command(child.command(quiet=True), verbose=False, env=child.environment())
+                        running.append((child, self.executor.submit(command)))
+                    time.sleep(POLL_S)
+                    on_poll([child for child, _ in running])
+                    for child, job in [pair for pair in running if pair[1].done()]:
+                        running.remove((child, job))
+                        if job.exception() is None:
+                            on_end(child)
+                        elif failed is None:
+                            failed = child.failure(f"failed as job {job.job_id}", job.paths.stderr)
+            finally:
+                for _, job in running:
+                    job.cancel()
+            if signals.interrupts or signals.terminations:
+                code = 130 if signals.interrupts else 143
+                raise Interrupted("stopped, the jobs were cancelled: give the same command again to continue", code)
+        if failed is not None:
+            raise failed

@@ -1,0 +1,61 @@
+"""One computed run in a process of its own: `python -m attnres.studies.work RUN.json`.
+
+The file names a function of `attnres.studies.lab` and its arguments; what that returns is kept in the run's folder.
+"""
+
+import importlib
+import os
+import signal
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from attnres.errors import UserError
+from attnres.files import write_json
+from attnres.reading import read_json
+from attnres.studies.children import ERROR_FILE, Child
+from attnres.studies.rows import MEASURES
+
+HOME = "attnres.studies.lab."
+"""Where the functions are: a file names no others."""
+
+
+class Computation(Child):
+    """A run that is one function call; its `config` names the function, its arguments and its folder."""
+
+    def command(self, *, quiet: bool) -> list[str]:
+        """Return the words of the command that computes it."""
+        return [sys.executable, "-m", "attnres.studies.work", str(self.config)]
+
+
+def function(name: str) -> Any:
+    """Return the function called "attnres.studies.lab.FILE:NAME". Raises UserError for any other."""
+    module, _, attribute = name.partition(":")
+    if not module.startswith(HOME) or not attribute.isidentifier():
+        raise UserError(f"'{name}' is no function of a study: expected {HOME}FILE:NAME")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def work(path: Path) -> None:
+    """Compute the run that a file names and write RUN/measures.json. Raises UserError."""
+    run = read_json(path)
+    rows = function(run["function"])(**run["arguments"])
+    write_json(Path(run["folder"]) / MEASURES, {"function": run["function"], "rows": rows})
+
+
+def main() -> None:
+    """Carry out the command; a user's error goes to the study that started it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        work(Path(sys.argv[1]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except UserError as error:
+        with suppress(KeyError, OSError):
+            Path(os.environ[ERROR_FILE]).write_text(str(error), encoding="utf-8")
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()

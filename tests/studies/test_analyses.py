@@ -1,0 +1,189 @@
+"""Analyses on made-up numbers whose answer is known."""
+
+import math
+
+import numpy as np
+import pytest
+
+from attnres.stats import t_975
+from attnres.studies.analyses.budgets import trend
+from attnres.studies.analyses.exchange import exchange, falling
+from attnres.studies.analyses.halving import at_best, beyond, rungs, survivors
+from attnres.studies.analyses.noise import RULE, UNKNOWN, Noise, combined, pooled, t_quantile
+from attnres.studies.analyses.optimum import optimum
+from attnres.studies.analyses.scaling import Fit, fit, fitted, multiplier, multiplier_interval
+
+# ------------------------------------------------------------------ noise
+
+
+def test_students_t_is_that_of_the_table():
+    for degrees in (1, 2, 5, 30, 200):
+        assert t_quantile(0.975, degrees) == pytest.approx(t_975(degrees), rel=2e-3)
+    for degrees, probability, point in ((7, 0.995, 3.499), (10, 0.9995, 4.587), (1, 0.75, 1.0), (20, 0.9, 1.325)):
+        assert t_quantile(probability, degrees) == pytest.approx(point, rel=2e-3)  # NIST, 1.3.6.7.2
+
+
+def null_study(draw: np.random.Generator, mechanisms: int, seeds: int, floor: int) -> int:
+    """How many verdicts a study of one function under many names comes to: none of them would be right."""
+    baseline = draw.normal(3.0, 0.02, floor)
+    groups = [draw.normal(3.0, 0.02, seeds) for _ in range(mechanisms)]
+    noise = pooled([baseline])
+    differences = [float(group.mean() - baseline.mean()) for group in groups]
+    verdicts = [noise.verdict(difference, seeds, floor, mechanisms) for difference in differences]
+    return sum(verdict != "undecided" for verdict in verdicts)
+
+
+@pytest.mark.parametrize(("mechanisms", "seeds", "floor"), [(12, 3, 8), (40, 1, 8), (1, 3, 8), (40, 3, 30), (5, 2, 3)])
+def test_a_study_of_one_function_under_many_names_finds_nothing(mechanisms, seeds, floor):
+    draw = np.random.default_rng(0)
+    quiet = [null_study(draw, mechanisms, seeds, floor) == 0 for _ in range(400)]
+    assert np.mean(quiet) >= 0.93
+
+
+def test_without_the_correction_it_would_find_something():
+    draw = np.random.default_rng(0)
+    loud = 0
+    for _ in range(200):
+        base = draw.normal(size=8)
+        noise = pooled([base])
+        means = draw.normal(size=(40, 3)).mean(1) - base.mean()
+        loud += any(abs(mean) > RULE * noise.error(3, 8) for mean in means)
+    assert loud > 40
+
+
+def test_the_smallest_detectable_difference_is_found_four_times_in_five():
+    draw, noise = np.random.default_rng(1), Noise(0.02, 60)
+    size = noise.detectable(3, 8, 12)
+    hits = 0
+    for _ in range(2000):
+        difference = draw.normal(-size, noise.error(3, 8))
+        hits += noise.verdict(difference, 3, 8, 12) == "better"
+    assert hits / 2000 == pytest.approx(0.8, abs=0.03)
+    assert noise.verdict(0.2, 3, 8, 12) == "worse"
+
+
+def test_noise_is_pooled_within_groups():
+    assert pooled([[1.0, 3.0], [10.0, 12.0]]) == Noise(math.sqrt(2), 2)
+    assert combined(Noise(1.0, 3, "a"), Noise(3.0, 1, "b")) == Noise(math.sqrt(3), 4, "a; b")
+    assert combined(UNKNOWN, Noise(1.0, 3)).degrees == 3
+    assert pooled([[1.0]]) == UNKNOWN or pooled([[1.0]]).degrees == 0
+    assert pooled([[1.0]]).verdict(-100.0, 1, 1) == "undecided", "of one seed nothing is known"
+    assert Noise(1.0, 1000).threshold(1, 1) == pytest.approx(RULE * math.sqrt(2))
+
+
+# ------------------------------------------------------------------ exchange rate
+
+
+def test_the_exchange_rate_of_a_known_curve():
+    steps = [500, 1000, 2000, 4000]
+    rate = exchange(steps[::-1], [4 - math.log(n) / 10 for n in steps[::-1]])
+    for other in (600, 1000, 3000, 6000, 200):
+        assert rate.equal(4 - math.log(other) / 10) == pytest.approx(other)
+    loss = 4 - math.log(2500) / 10
+    assert rate.saved(loss, 2000) == pytest.approx(0.2)
+    assert rate.saved_time(loss, 2000, 1.25) == pytest.approx(0)
+    assert rate.extrapolates(3.0) and not rate.extrapolates(loss)
+
+
+def test_noise_makes_no_longer_run_worse():
+    assert falling([3.0, 1.0, 2.0, 0.5]) == [3.0, 1.5, 1.5, 0.5]
+    rate = exchange([100, 200, 400, 800], [3.0, 1.0, 2.0, 0.5])
+    assert rate.losses == (3.0, 1.5, 0.5) and rate.steps[1] == pytest.approx(math.sqrt(200 * 400))
+    assert math.isnan(exchange([100, 200], [1.0, 2.0]).equal(1.2)), "a curve that never falls names no step"
+
+
+# ------------------------------------------------------------------ scaling
+
+
+def curve(compute, floor=1.7, scale=0.9, exponent=0.3):
+    unit = float(np.exp(np.log(compute).mean()))
+    return Fit(floor, scale, exponent, unit)
+
+
+def test_a_fit_without_noise_is_the_curve():
+    compute = np.geomspace(1e12, 1e16, 6)
+    truth = curve(compute)
+    ours = fit(compute, [truth.loss(c) for c in compute])
+    assert (ours.floor, ours.scale, ours.exponent) == pytest.approx((1.7, 0.9, 0.3), rel=1e-3)
+    pinned = fit(compute[:2], [truth.loss(c) for c in compute[:2]], floor=1.7)
+    assert pinned.exponent == pytest.approx(0.3, rel=1e-3)
+    assert ours.compute(truth.loss(3e14)) == pytest.approx(3e14, rel=1e-2)
+    assert ours.compute(1.6) == math.inf
+
+
+def test_the_papers_fit_gives_the_papers_multiplier():
+    """1.25 times the compute at 5.6 PFLOP/s-days, from 1.891 C^-.057 and 1.870 C^-.058 (arXiv 2603.15031)."""
+    base, block = Fit(0.0, 1.891, 0.057, 1.0), Fit(0.0, 1.870, 0.058, 1.0)
+    assert multiplier(base, block, 5.6) == pytest.approx(1.25, abs=0.03)
+
+
+def test_intervals_hold_the_planted_numbers():
+    compute = np.geomspace(1e12, 1e16, 6)
+    truth, better = curve(compute), curve(compute, scale=0.85)
+    draw = np.random.default_rng(3)
+    held = []
+    for trial in range(16):
+        losses = [[f.loss(c) + 0.004 * draw.standard_normal() for c in compute] for f in (truth, better)]
+        one, two = (fitted(compute, row, 0.004, seed=trial) for row in losses)
+        bounds = [(one.interval("scale"), 0.9), (one.interval("exponent"), 0.3)]
+        bounds.append((multiplier_interval(one, two, compute[3]), multiplier(truth, better, compute[3])))
+        held += [low <= value <= high for (low, high), value in bounds]
+    assert np.mean(held) >= 0.85
+
+
+def test_too_few_points_are_refused():
+    with pytest.raises(ValueError, match="a fit needs 3"):
+        fit([1.0, 2.0], [3.0, 2.0])
+    assert fitted([1.0, 2.0], [3.0, 2.0], floor=0.0).draws == (), (
+        "two points through which the curve goes have no error"
+    )
+
+
+# ------------------------------------------------------------------ optimum, budgets, halving
+
+
+def test_the_valley_of_a_parabola():
+    x = [5, 10, 20, 40, 80]
+    values = [2 + 0.1 * math.log(n / 25) ** 2 for n in x]
+    low = optimum(x, [v + e for v, e in zip(values, (1e-3, -1e-3, 5e-4, -5e-4, 0))], sigma=1e-3)
+    assert low.at == pytest.approx(25, rel=0.05) and low.inside and low.low < 25 < low.high
+    edge = optimum([5, 10, 20], [3.0, 2.0, 1.0])
+    assert edge.at == pytest.approx(20) and not edge.inside
+    assert optimum([5, 10, 20], [1.0, 2.0, 1.9]).at == pytest.approx(5), "a hill has no valley"
+
+
+def test_whether_a_gap_shrinks():
+    noise = Noise(0.002, 14)
+    base = {n: [3.0, 3.001] for n in (0.5, 1, 2, 4)}
+    shrinks = trend({n: [3.0 - 0.04 + 0.01 * math.log2(n)] * 2 for n in base}, base, noise)
+    assert shrinks.slope == pytest.approx(0.01) and shrinks.answer == "shrinks"
+    assert trend({n: [2.96 - 0.01 * math.log2(n)] * 2 for n in base}, base, noise).answer == "grows"
+    assert trend({n: [2.96 + 1e-4 * math.log2(n)] * 2 for n in base}, base, noise).answer == "undecided"
+    assert trend({n: [2.9 + 0.1 * n] for n in base}, base, UNKNOWN).answer == "undecided"
+    assert trend({1: [2.9]}, base, noise).answer == "undecided"
+
+
+def test_halving_keeps_the_planted_best():
+    """Sixteen candidates of which one is better by two sigma at full length; noise falls as rungs get longer."""
+    draw = np.random.default_rng(0)
+    kept = 0
+    for _ in range(100):
+        left = [str(i) for i in range(16)]
+        for count, steps in rungs(16, 1600):
+            assert len(left) == count
+            noise = 0.02
+            losses = {name: (3 - 0.05 * (name == "7")) + 10 / steps + noise * draw.standard_normal() for name in left}
+            left = survivors(losses, max(1, count // 2))
+        kept += left == ["7"]
+    assert kept >= 85
+    assert rungs(6, 900) == [(6, 112), (3, 225), (2, 450), (1, 900)]
+    assert survivors({"a": math.nan, "b": 2.0}, 2) == ["b"]
+
+
+def test_the_best_rate_of_each_and_one_beyond():
+    losses = {"a-1": 3.0, "a-2": 2.0, "b-1": 1.0, "c-1": math.nan}
+    assert at_best(losses, {name: name[0] for name in losses}) == {"a": "a-2", "b": "b-1"}
+    assert beyond({1.0: 3.0, 2.0: 2.5}, 2.0, 16.0) == 4.0
+    assert beyond({1.0: 2.0, 2.0: 2.5}, 2.0, 16.0) is None
+    assert beyond({8.0: 3.0, 16.0: 2.5}, 2.0, 16.0) is None
+    assert beyond({1.0: 3.0, 2.0: math.nan}, 2.0, 16.0) is None

@@ -1,0 +1,97 @@
+"""The small networks of studies that train no decoder: MLPs connected by any mechanism, and ResNets."""
+
+import math
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn import functional as F
+
+from attnres.errors import UserError
+from attnres.studies.lab.growth import grow
+from attnres.studies.lab.images import load_images
+from attnres.studies.lab.memorised import ALPHAS, RATES, mixture, taught
+from attnres.studies.lab.mlp import Mlps, normed
+from attnres.studies.lab.resnet import DEPTHS, Net
+
+
+def values(rows, quantity):
+    return [row["value"] for row in rows if row["quantity"] == quantity]
+
+
+def test_a_standard_network_of_mlps_is_the_sum_written_out():
+    net = Mlps("standard", 3, 8, norm=True, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(5, 8, generator=torch.Generator().manual_seed(1))
+    h = x
+    for first, second in zip(net.first, net.second):
+        h = h + F.relu(normed(h) @ first) @ second
+    torch.testing.assert_close(net(x), normed(h))
+    assert net.streams[-1] == pytest.approx(float(h.detach().square().mean().sqrt()), rel=1e-5)
+    assert len(net.reads) == 4
+
+
+def test_growth_and_its_controls():
+    shape = {"layers": 24, "width": 32, "seed": 0}
+    wild, tame = grow("standard", norm=False, **shape), grow("standard", norm=True, **shape)
+    assert values(wild, "stream")[-1] > 15 * values(tame, "stream")[-1], "the sum without a norm explodes"
+    full = grow("full", norm=True, **shape)
+    assert values(full, "from_standard")[0] < 1e-9, "zero queries are the standard residual"
+    assert values(grow("full", norm=True, query=1.0, **shape), "from_standard")[0] > 0.01
+    assert values(tame, "from_standard") == [0.0]
+    assert 0 < values(tame, "dilution")[0] < 50
+
+
+def test_structure_is_easier_than_noise():
+    losses = [row["value"] for row in mixture("full", norm=True, layers=1, steps=40, seed=0)]
+    assert len(losses) == len(ALPHAS) and losses[-1] < losses[0] < 1.1 and all(map(math.isfinite, losses))
+    rows = taught("full", layers=2, temperature=1.0, steps=4, seed=0)
+    assert [row["quantity"] for row in rows] == [f"loss/{rate:g}" for rate in RATES]
+
+
+@pytest.mark.parametrize("kind", ["plain", "resnet", "standard", "full"])
+def test_a_resnet_has_the_published_number_of_parameters(kind):
+    net = Net(kind, DEPTHS[20], 10)
+    own = sum(parameter.numel() for residual in net.residuals for parameter in residual.parameters())
+    count = sum(parameter.numel() for parameter in net.parameters()) - own
+    assert count == pytest.approx(0.27e6, rel=0.02)
+    assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_blocks_of_a_stage_are_connected_by_the_mechanism():
+    """The standard residual's stages written out; of one block there is nothing to connect, and it is the ResNet."""
+    torch.manual_seed(0)
+    net = Net("standard", 3, 4).eval()
+    x = torch.randn(2, 3, 8, 8)
+    h = F.relu(net.stem(x))
+    for first, *rest in net.stages:
+        stride, width = first.first.stride[0], first.first.out_channels
+        h = F.relu(F.pad(h[:, :, ::stride, ::stride], (0, 0, 0, 0, 0, width - h.shape[1])) + first(h))
+        for branch in rest:
+            h = h + branch(F.relu(h))
+        h = F.relu(h)
+    torch.testing.assert_close(net(x), net.head(h.mean((2, 3))), rtol=1e-4, atol=1e-5)
+    nets = [Net(kind, 1, 4).eval() for kind in ("resnet", "full")]
+    nets[1].load_state_dict(nets[0].state_dict())
+    torch.testing.assert_close(nets[0](x), nets[1](x))
+
+
+def test_images_come_from_a_folder_or_an_archive(tmp_path, monkeypatch):
+    monkeypatch.setenv("ATTNRES_CACHE", str(tmp_path / "cache"))
+    draw = np.random.default_rng(0)
+    for name in ("train/b/0", "train/a/1", "test/a/0"):
+        path = tmp_path / "cifar" / f"{name}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 256, (4, 4, 3), dtype=np.uint8)).save(path)
+    with tarfile.open(tmp_path / "cifar.tar.xz", "w:xz") as archive:
+        archive.add(tmp_path / "cifar", arcname="somewhere/cifar")
+    folder, packed = load_images(str(tmp_path / "cifar")), load_images(str(tmp_path / "cifar.tar.xz"))
+    assert folder["train_y"].tolist() == [0, 1] and folder["test_x"].shape == (1, 3, 4, 4)
+    assert all(np.array_equal(folder[name], packed[name]) for name in folder)
+    for name, message in (("nothing", "there are no images in"), ("cache", "holds no images")):
+        with pytest.raises(UserError, match=message):
+            load_images(str(tmp_path / name))
+    (tmp_path / "broken.tar").write_text("no")
+    with pytest.raises(UserError, match="is no archive of images"):
+        load_images(str(tmp_path / "broken.tar"))

@@ -1,0 +1,284 @@
+"""Every study from end to end in seconds: runs, rows, analysis, figures and page; resumed, adopted, on a cluster."""
+
+import csv
+import dataclasses
+import json
+import math
+import shutil
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from attnres.errors import Interrupted, UserError
+from attnres.flags import config_file
+from attnres.reading import read_json
+from attnres.studies.analyses.noise import Noise
+from attnres.studies.conduct import conduct, names_of, outcome_in, survey
+from attnres.studies.contrast import contrast
+from attnres.studies.cost import cost_of, flops_a_token, hours
+from attnres.studies.design import Measured, Row, Setting
+from attnres.studies.lab import STUDIES
+from attnres.studies.page import report_page
+from attnres.studies.plan import CompareConfig, make_plan
+from attnres.studies.presets import PRESETS, shape
+from attnres.studies.slurm import Slurm
+from attnres.studies.work import Computation, function, work
+from attnres.training import from_dict, train
+from attnres.training.config import differences, to_dict
+
+QUIET = Console(quiet=True)
+
+
+class Here:
+    """Runs children in this process, one after the other, as many as are allowed."""
+
+    def __init__(self, most=10**6):
+        self.most, self.names = most, []
+
+    def __call__(self, children, *, on_start, on_end, **_):
+        for child in children:
+            if len(self.names) == self.most:
+                raise Interrupted("stopped", 130)
+            on_start(child)
+            self.names.append(child.name)
+            if isinstance(child, Computation):
+                work(child.config)
+            else:
+                train(dataclasses.replace(from_dict(read_json(child.config)), resume=True), progress=False)
+            on_end(child)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(20):
+        numbers = ", ".join(str(n * (i + 1)) for n in range(60))
+        (folder / f"{i}.txt").write_text(f"Document {i} counts: {numbers}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images")
+    draw = np.random.default_rng(0)
+    for split, label, index in [(s, c, i) for s in ("train", "test") for c in ("cat", "dog") for i in range(4)]:
+        path = folder / split / label / f"{index}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(path)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attnres.training.loop.write_inside", lambda *_: None)  # which studies do not look at
+        patch.setenv("ATTNRES_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("OMP_NUM_THREADS", "1")
+        yield
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory, corpus, images, cache):
+    return Setting("seconds", PRESETS["seconds"], 1, str(corpus), tmp_path_factory.mktemp("out"), str(images))
+
+
+@pytest.fixture(scope="module")
+def noise(setting):
+    return conduct(STUDIES["noise"], setting, say=QUIET, jobs=1, run=Here())
+
+
+@pytest.mark.parametrize("name", [name for name in STUDIES if name != "noise"])
+def test_a_study_runs_from_end_to_end(setting, noise, name):
+    outcome = conduct(STUDIES[name], setting, say=QUIET, jobs=1, run=Here())
+    done, asked = outcome.counts
+    assert done == asked > 0
+    result = json.loads((outcome.folder / "result.json").read_text())
+    assert result["verdict"] and result["tables"] and result["values"]
+    page = (outcome.folder / "study.html").read_text()
+    assert page.count("<svg") == len(outcome.result.charts) > 0
+    assert "http" not in page.replace("http://www.w3.org", "")
+    rows = list(csv.DictReader((outcome.folder / "runs.csv").read_text().splitlines()))
+    assert {row["arm"] for row in rows} == set(outcome.measured.planned)
+    assert not (set(rows[0]) & {"step_s", "wall_s"}), "what a clock says is no part of it"
+
+
+def test_noise_is_known_to_the_studies_after_it(setting, noise):
+    arms, measured = survey(STUDIES["budgets"], setting)
+    assert set(measured.noises) == {2, 4} and all(one.degrees == 1 for one in measured.noises.values())
+    elsewhere = dataclasses.replace(setting, source="stdlib")
+    assert not survey(STUDIES["budgets"], elsewhere)[1].noises, "another text has another noise"
+    assert arms[0].name == "x4"
+
+
+def test_a_stopped_study_goes_on_and_ends_with_the_same_table(setting, noise, tmp_path):
+    other = dataclasses.replace(setting, out=tmp_path)
+    first, again = Here(most=2), Here()
+    with pytest.raises(Interrupted):
+        conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=first)
+    outcome = conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=again)
+    assert not set(first.names) & set(again.names) and outcome.counts[0] == len(first.names + again.names)
+    assert (outcome.folder / "runs.csv").read_bytes() == (noise.folder / "runs.csv").read_bytes()
+    assert outcome.result == noise.result
+    assert conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=Here(most=0)).counts == outcome.counts
+
+
+def test_runs_of_elsewhere_are_adopted_where_they_are_the_same(setting, noise, tmp_path):
+    other = dataclasses.replace(setting, out=tmp_path)
+    runner = Here()
+    outcome = conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=runner, adopted=[noise.folder])
+    assert runner.names == [] and outcome.counts[0] == outcome.counts[1]
+    assert (outcome.folder / "runs.csv").read_bytes() == (noise.folder / "runs.csv").read_bytes()
+    assert not list(outcome.folder.rglob("checkpoint"))
+    with pytest.raises(UserError, match="is not a folder: give one with the run folders to adopt"):
+        conduct(STUDIES["noise"], other, say=QUIET, adopted=[tmp_path / "nothing"])
+    changed = noise.folder / "recipe" / "standard-seed0" / "data.json"
+    text = changed.read_text()
+    changed.write_text(json.dumps(json.loads(text) | {"windows_sha256": "0"}))
+    third = dataclasses.replace(setting, out=tmp_path / "third")
+    conduct(STUDIES["noise"], third, say=QUIET, jobs=1, run=runner, adopted=[noise.folder / "recipe"])
+    changed.write_text(text)
+    assert "recipe/standard-seed0" in runner.names, "the text was another one"
+    assert "recipe/standard-seed1" not in runner.names
+
+
+def test_when_the_time_is_over_the_rest_is_left_for_later(setting, tmp_path):
+    other = dataclasses.replace(setting, out=tmp_path)
+    outcome = conduct(STUDIES["exchange"], other, say=QUIET, jobs=1, until=time.monotonic() - 1)
+    assert outcome.counts == (0, 4) and outcome.result.verdict == "Too few lengths have finished."
+
+
+def test_one_page_of_all_studies(setting, noise):
+    page = report_page([outcome_in(noise.folder), outcome_in(noise.folder)])
+    assert page.count("How far do runs of one function fall apart?") >= 2
+    assert noise.result.verdict.replace("'", "&#x27;") in page
+    broken = json.loads((noise.folder / "study.json").read_text())
+    folder = setting.out / "copy" / "noise"
+    folder.mkdir(parents=True)
+    for change, message in (
+        ({"preset": "nan0"}, "did you mean 'nano'"),
+        ({"version": 0}, "is of version 0, expected 1"),
+    ):
+        (folder / "study.json").write_text(json.dumps(broken | change))
+        with pytest.raises(UserError, match=message):
+            outcome_in(folder)
+    shutil.rmtree(folder.parent)
+
+
+def test_a_folder_of_something_else_is_refused(setting, tmp_path):
+    (tmp_path / "seconds" / "noise").mkdir(parents=True)
+    (tmp_path / "seconds" / "noise" / "thesis.tex").write_text("")
+    with pytest.raises(UserError, match="holds other files: expected an empty folder or a study"):
+        conduct(STUDIES["noise"], dataclasses.replace(setting, out=tmp_path), say=QUIET)
+
+
+def test_only_functions_of_studies_are_called():
+    with pytest.raises(UserError, match="is no function of a study"):
+        function("os:system")
+
+
+@pytest.mark.parametrize("cluster", ["local"])
+def test_runs_are_jobs_of_a_cluster(setting, tmp_path, cluster):
+    pytest.importorskip("submitit")
+    other = dataclasses.replace(setting, out=tmp_path)
+    study = dataclasses.replace(STUDIES["growth"], arms=lambda s, m: _first_run(STUDIES["growth"].arms(s, m)))
+    outcome = conduct(study, other, say=QUIET, run=Slurm(tmp_path, {"timeout_min": 5}, cluster=cluster))
+    assert outcome.counts == (1, 1)
+    with pytest.raises(UserError, match="Slurm cannot be used"):
+        Slurm(tmp_path, {"partition_of_slurm": 1}, cluster=cluster)
+
+
+def _first_run(arms):
+    (arm,) = arms
+    runs = dict(list(arm.computed.runs.items())[:1])
+    return [dataclasses.replace(arm, computed=dataclasses.replace(arm.computed, runs=runs))]
+
+
+# ------------------------------------------------------------------ what is planned, at every size
+
+
+@pytest.mark.parametrize("preset", ["nano", "100m"])
+def test_a_larger_size_is_data_alone(preset, tmp_path):
+    """The same studies ask for runs that a model can be built for, at FLOPs that grow with the preset."""
+    one = Setting(preset, PRESETS[preset], 3, None, tmp_path, "images")
+    small = Setting("seconds", PRESETS["seconds"], 1, None, tmp_path, "images")
+    for name in ("noise", "rates", "block-size", "scaling", "depth-width", "budgets", "resnet"):
+        costs = [cost_of(arm, one.config()) for arm in survey(STUDIES[name], one)[0]]
+        few = [cost_of(arm, small.config()) for arm in survey(STUDIES[name], small)[0]]
+        assert sum(cost.flops for cost in costs) > 100 * sum(cost.flops for cost in few)
+
+
+def test_shapes_of_one_size_cost_the_same(tmp_path):
+    one = Setting("nano", PRESETS["nano"], 3, None, tmp_path)
+    arms = survey(STUDIES["depth-width"], one)[0]
+    costs = [cost_of(arm, one.config()).flops for arm in arms]
+    assert max(costs) / min(costs) < 1.01
+    assert [shape(layers, 12 * 12 * 128**2)["hidden_size"] for layers in (12, 48, 3)] == [128, 64, 256]
+
+
+def test_flops_are_six_for_each_weight_and_attention():
+    size = PRESETS["nano"].train["model"]["size"]
+    assert flops_a_token(size, 256, 4096) == pytest.approx(6 * (2_886_528 + 12 * 256 * 128), rel=0.02)
+    assert hours([], 1.0) == 0
+
+
+def test_the_recipe_of_issue_ten_is_expressed(tmp_path):
+    """The study of rates asks for the runs of recipes/lasting_rates.yaml, so that they can be adopted."""
+    values, _ = config_file(["--config", "recipes/lasting_rates.yaml"])
+    base = {name: values[name] for name in ("steps", "batch_size", "dtype", "val_every", "depth_every", "save_every")}
+    base = from_dict({**base, "model": values["model"], "data": values["data"], "optim": values["optim"]})
+    theirs = make_plan(CompareConfig(values["variants"], values["seeds"], base=base))
+    arm = survey(STUDIES["rates"], Setting("nano", PRESETS["nano"], 3, None, tmp_path))[0][0]
+    ours = make_plan(arm.compare)
+    assert set(theirs.runs) == set(ours.runs) == set(names_of(arm))
+    for name, run in ours.runs.items():
+        assert not differences(to_dict(run), to_dict(theirs.runs[name])), name
+
+
+# ------------------------------------------------------------------ contrasts
+
+
+def rows_of(losses):
+    return [
+        Row("arm", label, seed, 10, 0, 0.0, "loss", value) for label, many in losses.items() for seed, value in many
+    ]
+
+
+def measured_of(losses, noises=None, curve=None):
+    rows = rows_of({label: list(enumerate(values)) for label, values in losses.items()})
+    return Measured(rows=rows, noises=noises or {}, curve=curve or {})
+
+
+def test_a_contrast_says_no_more_than_the_noise_allows():
+    losses = {
+        "standard": [3.0, 3.01, 2.99],
+        "good": [2.9, 2.91, 2.89],
+        "same": [3.0, 3.0, 3.01],
+        "bad": [3.2, 3.2, 3.2],
+    }
+    one = contrast(measured_of(losses), "arm", "standard")
+    assert [other.verdict for other in one.others] == ["better", "undecided", "worse"]
+    assert one.sentence().startswith(
+        "Better than standard: good (by 0.1000); worse than standard: bad (by 0.2000); not"
+    )
+    alone = contrast(measured_of({label: many[:1] for label, many in losses.items()}), "arm", "standard")
+    assert {other.verdict for other in alone.others} == {"undecided"}
+    assert alone.sentence().startswith("Nothing is decided: with one seed each")
+    assert not math.isfinite(alone.others[0].threshold) and alone.values()["variants"]["good"]["needed"] is None
+    known = contrast(measured_of({"standard": [3.0], "good": [2.9]}, {10: Noise(0.005, 7, "n")}), "arm", "standard")
+    assert known.others[0].verdict == "better"
+
+
+def test_higher_accuracy_is_better():
+    losses = {"standard": [0.5, 0.51, 0.49], "good": [0.9, 0.91, 0.89]}
+    rows = [dataclasses.replace(row, quantity="accuracy") for row in measured_of(losses).rows]
+    one = contrast(Measured(rows=rows), "arm", "standard", quantity="accuracy", higher_is_better=True)
+    assert one.others[0].verdict == "better"
+
+
+def test_steps_saved_are_in_the_table():
+    curve = {5: 3.1, 10: 3.0, 20: 2.9}
+    table = contrast(measured_of({"standard": [3.0], "good": [2.9]}, curve=curve), "arm", "standard").table("t")
+    assert table.head[-1] == "steps saved" and table.rows[1][-1] == "50 %"
