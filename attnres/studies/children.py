@@ -45,23 +45,23 @@ class Child:
     log: Path | None = None
     began: float = 0.0
 
-    def environment(self) -> dict[str, str]:
-        """Return the environment of its process."""
-        environment = {**os.environ, ERROR_FILE: str(self._error_file)}
+    def variables(self) -> dict[str, str]:
+        """Return what the environment of its process has besides, on whatever machine."""
+        variables = {ERROR_FILE: str(self._error_file.resolve()), "OMP_NUM_THREADS": str(self.threads)}
         # The same package as this process's, wherever it was imported from.
         paths = [str(Path(attnres.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
-        environment["OMP_NUM_THREADS"] = str(self.threads)
-        environment[PARENT] = str(os.getpid())
+        variables["PYTHONPATH"] = os.pathsep.join(paths)
         if self.kernels is not None:
-            environment[SWITCH] = "1" if self.kernels else "0"
-        environment[PLUGINS] = plugins()  # a configuration names a file and runs none
-        return environment
+            variables[SWITCH] = "1" if self.kernels else "0"
+        variables[PLUGINS] = plugins()  # a configuration names a file and runs none
+        return variables
 
     def start(self, *, log: Path | None, gpu: str | None = None) -> None:
         """Start it, its output in `log` (None: shown as it comes), seeing one GPU alone if one is named. Raises
         UserError."""
-        environment = self.environment() | ({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu})
+        environment = {**os.environ, **self.variables(), PARENT: str(os.getpid())}
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
         self._error_file.unlink(missing_ok=True)
         self.log, self.began = log, time.monotonic()
         with contextlib.ExitStack() as stack:

@@ -41,6 +41,11 @@ class Slurm:
         except (RuntimeError, NameError, TypeError, ValueError) as error:
             raise UserError(f"Slurm cannot be used: {error}") from error
 
+    def _job(self, child: Child) -> Any:
+        """The child's command with its variables; all others are the job's own, its GPU among them."""
+        words = [f"{name}={value}" for name, value in child.variables().items()]
+        return self._command(["env", *words, *child.command(quiet=True)], verbose=False)
+
     def __call__(
         self,
         children: list[Child],
@@ -69,8 +74,7 @@ class Slurm:
                         child = waiting.pop(0)
                         on_start(child)
                         child.began = time.monotonic()
-                        command = self._command(child.command(quiet=True), verbose=False, env=child.environment())
-                        running.append((child, self.executor.submit(command)))
+                        running.append((child, self.executor.submit(self._job(child))))
                     time.sleep(POLL_S)
                     on_poll([child for child, _ in running])
                     for child, job in [pair for pair in running if pair[1].done()]:
