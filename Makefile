@@ -1,7 +1,7 @@
 # make demo    set up what the demo needs, then compare the standard residual, its control, Block and Full on the text
 #              Python ships with
 # make test    set up the rest, lint, types, tests
-# make bench   the speed of a training step, beside the standard residual and the naive read
+# make bench   the speed of a training step, beside the plain model, the standard residual and the naive read
 # make docs    the documentation site, into build/site
 # make peers   other people's kernels, into build/peers, for the benchmarks and tests that compare with them
 # make bench-gpu   every benchmark on a CUDA device, JSON and plots into benchmarks/results

@@ -40,6 +40,8 @@ def jobs(device: str, quick: bool) -> dict[str, list[str]]:
     if device == "cuda":
         commands["decode_graphs"] = ["decode.py", *on, *few, "--graphs"]
         commands["step_compiled"] = [*commands["step"], "--compile"]
+    else:
+        commands["frames"] = ["frames.py"]
     return commands | {"traffic": ["traffic.py"]}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import StaticCache
 
-from attnres.models import build
+from attnres.models import build, build_plain
 from attnres.ops import dispatch, two_phase
 
 SIZE = {
@@ -62,3 +62,54 @@ def test_a_step_calls_the_reads_kernels_once_a_block_and_once_a_sublayer(residua
         model(input_ids=torch.tensor([[3]]), use_cache=False, output_hidden_states=True)  # so without a bank
     assert calls.count("merge") == 16 + 1  # sublayers and the output
     assert calls.count("read_sealed") <= 4  # groups
+
+
+PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 8, 30, 2], [11]]
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+
+
+@pytest.fixture(scope="module")
+def model():
+    made = build(SIZE, "block", vocab_size=97, max_positions=64, seed=0, settings={"block_size": 3}).eval()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(3)
+        made.residual.query.normal_(0, 0.5)
+    return made
+
+
+@pytest.fixture(scope="module")
+def alone(model):
+    """Each prompt's greedy continuation without a cache: what every other way must give."""
+    return [model.generate(torch.tensor([prompt]), use_cache=False, **GREEDY)[0, len(prompt) :] for prompt in PROMPTS]
+
+
+def test_prompts_padded_on_the_left_go_on_as_each_does_alone(model, alone):
+    longest = max(map(len, PROMPTS))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in PROMPTS])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in PROMPTS])
+    together = model.generate(ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(together[:, longest:], torch.stack(alone))
+
+
+@pytest.mark.parametrize("how", ["static cache", "another model's drafts", "its own drafts", "drafts from the prompt"])
+def test_every_way_of_greedy_decoding_gives_the_same_tokens(model, alone, how):
+    other = build_plain(SIZE, vocab_size=97, max_positions=64, seed=1).eval()
+    options = {
+        "static cache": {"cache_implementation": "static", "disable_compile": True},
+        "another model's drafts": {"assistant_model": other},
+        "its own drafts": {"assistant_model": model},  # all accepted; one pass of several tokens checks them
+        "drafts from the prompt": {"prompt_lookup_num_tokens": 2},
+    }[how]
+    for prompt, expected in zip(PROMPTS[1:], alone[1:], strict=True):
+        if how == "drafts from the prompt":
+            prompt = prompt * 2
+            expected = model.generate(torch.tensor([prompt]), use_cache=False, **GREEDY)[0, len(prompt) :]
+        out = model.generate(torch.tensor([prompt]), **GREEDY, **options)
+        assert torch.equal(out[0, len(prompt) :], expected)
+
+
+def test_beam_search_with_a_cache_is_beam_search_without_one(model):
+    ids, options = torch.tensor(PROMPTS[1:2]), {**GREEDY, "num_beams": 3, "num_return_sequences": 3}
+    beams = model.generate(ids, **options)
+    assert torch.equal(beams, model.generate(ids, use_cache=False, **options))
+    assert len({tuple(row.tolist()) for row in beams}) == 3
