@@ -25,7 +25,12 @@ def _root(x: Any) -> Any:
     return np.sign(x) * np.sqrt(np.abs(x))
 
 
-CONTRIBUTIONS = FuncNorm((_root, lambda x: np.sign(x) * np.square(x)), vmin=-1.0, vmax=1.0)  # square root, either way
+def rooted(largest: float) -> FuncNorm:
+    """A scale over the square root of the size, either way from zero to `largest`."""
+    return FuncNorm((_root, lambda x: np.sign(x) * np.square(x)), vmin=-largest, vmax=largest)
+
+
+CONTRIBUTIONS = rooted(1.0)
 LOOKS: dict[By, dict[str, Any]] = {
     "contribution": {"norm": CONTRIBUTIONS, "colourmap": SIGNED_MAP},
     "weight": {"norm": SHARES, "colourmap": COLOURMAP},

@@ -1,7 +1,7 @@
 """One model looked at: what the command `attnres inspect` does."""
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from attnres.errors import UserError
 from attnres.evals.scoring import LOGIT_BYTES
 from attnres.files import write_json
 from attnres.folders import refuse_other
+from attnres.inspect.attribution import Attribution
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.inspection import Inspection
 from attnres.inspect.inspector import inspect_model
@@ -74,6 +75,8 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
     wanted = [(request, *source_and_read(request)) for request in config.knock_out]
     if config.attribute and text.alone is None:
         raise UserError("--attribute looks at the prediction after one text: give it with --text or --file")
+    if config.graph and (config.out is None or not config.attribute):
+        raise UserError("--graph draws what --attribute measured into the folder --out: give both")
     if config.prune:
         check_prunable(checkpoint.residual, traits_of(checkpoint.residual), config.threshold)
     out = None if config.out is None else refuse_other(config.out, "inspection")
@@ -133,6 +136,8 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
         if out is not None:
             attribution.save(out / "attribution.json")
             files.append(out / "attribution.json")
+        if config.graph and out is not None:
+            files += _pictures(attribution, checkpoint.title(), out)
     if out is not None:
         from attnres.figures import write_figures
 
@@ -142,6 +147,19 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
         if left := [file.name for file in earlier if file.exists() and file not in files]:
             say(console, f"from an earlier inspection: {', '.join(left)}")
     return inspection
+
+
+def _pictures(attribution: Attribution, name: str, out: Path) -> list[Path]:
+    """Write the edges of a prediction as a graph and as a heatmap."""
+    from attnres.figures import NotShown, save_all, style
+    from attnres.figures.edges import edge_map, graph
+
+    plots = []
+    with style.style():
+        plots.append(edge_map(attribution, f"{name}: which edges the prediction depends on"))
+        with suppress(NotShown):
+            plots.append(graph(attribution, f"{name}: how the prediction is made"))
+    return save_all(plots, out, ("svg",))
 
 
 # ------------------------------------------------------------------ which text

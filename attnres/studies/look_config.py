@@ -54,6 +54,8 @@ class InspectConfig(LookConfig):
     it, each on its own."""
     attribute: bool = False
     """Of a text: which edges (read and source) the prediction after it depends on, by knock-out and by gradient."""
+    graph: bool = False
+    """With --attribute and --out: the same as pictures, graph.svg and edges.svg."""
     batch_tokens: int = 4096
     """Tokens in one forward pass."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"

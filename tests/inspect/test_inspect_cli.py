@@ -64,7 +64,7 @@ def test_figures_and_files_are_written(run, folder_of, tmp_path, monkeypatch):
 
     monkeypatch.setattr(attnres.figures, "write_figures", write_figures, raising=False)
     out = tmp_path / "out"
-    options = ["--prune", "--threshold", "0.3", "--knock-out", "embedding", "block1@output", "--attribute"]
+    options = ["--prune", "--threshold", "0.3", "--knock-out", "embedding", "block1@output", "--attribute", "--graph"]
     code, said, err = run(folder_of("block"), "--text", TEXT[:40], "--out", out, *options)
     assert (code, err) == (0, "")
     found = Inspection.load(out / "inspection.json")
@@ -75,7 +75,13 @@ def test_figures_and_files_are_written(run, folder_of, tmp_path, monkeypatch):
     following = knocked[0]["next_tokens"]
     assert len(following) == 5 and {"token", "id", "before", "after"} == set(following[0])
     assert edges["reads"][-1] == "output"
-    assert "attribution.json; figures: 1" in said and "rank correlation" in said and "weight × rms" in said
+    assert (
+        "attribution.json, edges.svg" in said
+        and "figures: 1" in said
+        and (out / "edges.svg").is_file()
+        and "rank correlation" in said
+        and "weight × rms" in said
+    )
 
     code, said, _ = run(folder_of("block"), "--text", TEXT[:40], "--out", out)
     assert code == 0 and "from an earlier inspection: prune.json, knock_out.json, attribution.json" in said

@@ -1,0 +1,170 @@
+"""What was measured on edges, one at a time: all of them as a heatmap, and the largest as a graph of the prediction."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from matplotlib.lines import Line2D
+from matplotlib.patches import FancyArrowPatch
+
+from attnres.figures import style
+from attnres.figures.cells import SIGNED_MAP, cells, named, rooted, scale
+from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, label, number, plain
+from attnres.inspect.colours import LESS, MORE, source_colours
+from attnres.inspect.routing import Routing
+from attnres.residuals import Read, Source, depths, outputs
+
+if TYPE_CHECKING:
+    from attnres.inspect.attribution import Attribution
+    from attnres.inspect.patching import Patching
+
+FLOOR = 0.02
+"""Nats, or a share restored: the least that a scale runs to; what is smaller stays pale."""
+DRAWN = 24
+"""Edges of a graph."""
+
+
+def edge_map(measured: "Attribution | Patching", title: str) -> Plot:
+    """Every edge as a cell, reads in rows: the change of ln p without it, or what patching it restores."""
+    patched = hasattr(measured, "restored")
+    rows: Any = measured.restored if patched else measured.knockout
+    table = Routing(measured.layout, rows)
+    across = table.columns()
+    values = table.matrix(range(len(measured.layout)), across)
+    largest = max(FLOOR, float(np.nanmax(np.abs(values))))
+    width = COLUMN if len(across) <= 12 else PAGE
+    height = min(0.16 * len(values), 7.0)
+    figure, axes = canvas(width, height + 0.9)
+    mesh = cells(axes[0, 0], values, norm=rooted(largest), colourmap=SIGNED_MAP)
+    names = [label(read) for read in measured.layout]
+    named(axes[0, 0], [label(one) for one in across], names, np.arange(len(values), dtype=float), width - 1.3, height)
+    ticks = [part * largest for part in (-1, -0.25, 0, 0.25, 1)]
+    scale(figure, mesh, axes[0, 0], "restored" if patched else "change of ln p without it, nats", fraction=0.05)
+    figure.axes[-1].set_yticks(ticks, [number(tick) for tick in ticks])
+    what = (
+        "What of the clean prompt's prediction each edge's vector restores in the corrupted one: 0 nothing, 1 all."
+        if patched
+        else "Change of ln p of the prediction when the edge is removed, measured: orange is what it relied on."
+    )
+    return Plot("edges", title, f"{what} Rows are reads, columns sources. Hatched: no source of that read.", figure)
+
+
+def graph(attribution: "Attribution", title: str) -> Plot:
+    """The edges without which the prediction changes most and which lead to it, among the `DRAWN` largest.
+
+    From the output upwards: an edge is drawn if what it feeds is the output or is part of a source that is drawn. Each
+    was measured alone; two together may do more or less than the sum.
+
+    Raises:
+        NotShown: no edge changes the prediction by more than `FLOOR`.
+    """
+    edges = leading(attribution)
+    if not edges:
+        raise NotShown(f"no edge changes the prediction by more than {FLOOR:g} nats")
+    layout = attribution.layout
+    order = depths(layout)
+    places = {read.sublayer: (order[i] + 0.6 * (read.kind == "output"), _column(read)) for i, read in enumerate(layout)}
+    written = outputs(max(order) + 1, tuple(dict.fromkeys(read.kind for read in layout[:-1])))
+    whole = [
+        *(source for _, source, _ in edges if source not in written),
+        *written,
+    ]  # of one node the sublayer's colour
+    colours = {_node(source, written): colour for source, colour in zip(whole, source_colours(whole), strict=True)}
+    shown: dict[str, tuple[float, float]] = {}
+    for index, source, _ in edges:
+        shown[layout[index].sublayer] = places[layout[index].sublayer]
+        shown.setdefault(_node(source, written), _place_of(source, places, written))
+    deepest = max(order)
+    figure, axes = canvas(PAGE * 0.62, min(9.0, 0.28 * (deepest + 2) + 0.8))
+    ax = axes[0, 0]
+    most = max(abs(value) for *_, value in edges)
+    for index, source, value in edges:
+        start, end = shown[_node(source, written)], shown[layout[index].sublayer]
+        bend = 0.12 + 0.3 * (end[0] - start[0]) / (deepest + 1)
+        arrow: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 7, "shrinkA": 9, "shrinkB": 9}
+        ax.add_patch(
+            FancyArrowPatch(
+                start[::-1],
+                end[::-1],
+                connectionstyle=f"arc3,rad={bend if start[1] <= end[1] else -bend}",
+                linewidth=0.4 + 3.4 * abs(value) / most,
+                color=MORE if value < 0 else LESS,
+                alpha=0.75,
+                **arrow,
+            )
+        )
+    for source in {source for _, source, _ in edges if _node(source, written) not in places}:
+        members = [
+            name
+            for name, (depth, _) in places.items()
+            if name in shown and int(depth) + 1 in (source.span or ()) and name != "output"
+        ]
+        for member in members:  # what a block is the sum of
+            (y0, x0), (y1, x1) = shown[_node(source, written)], shown[member]
+            ax.plot([x0, x1], [y0, y1], color=style.MUTED, linewidth=0.7, linestyle=":", zorder=0)
+    for name, (depth, column) in shown.items():
+        colour = colours.get(name, style.INK)
+        ax.plot(column, depth, "o", color=colour, markersize=9, zorder=3, markeredgecolor=style.PAPER)
+        ax.annotate(
+            plain(name.partition(" (")[0]),
+            (column, depth),
+            xytext=(8, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=SMALL,
+            zorder=4,
+        )
+    ax.set_ylim(deepest + 0.8, -1.2)
+    ax.set_xlim(-1.9, 3.4)
+    ax.set_axis_off()
+    handles = [
+        Line2D([], [], color=MORE, linewidth=2, label=f"ln p falls without it (widest: {most:.2f} nats)"),
+        Line2D([], [], color=LESS, linewidth=2, label="ln p rises without it"),
+        Line2D([], [], color=style.MUTED, linewidth=0.8, linestyle=":", label="is part of"),
+    ]
+    figure.legend(handles=handles, loc="outside lower left", fontsize=SMALL)
+    caption = (
+        f"The {len(edges)} edges that change ln p of the prediction most when each is removed alone, of those that "
+        "lead to it along others drawn; depth runs downwards. Measured, not estimated: two removed together may do "
+        "more or less."
+    )
+    return Plot("graph", title, caption, figure)
+
+
+def leading(attribution: "Attribution", most: int = DRAWN) -> list[tuple[int, Source, float]]:
+    """(number of the read, source, change of ln p) of the edges of a graph, the output's first."""
+    layout, order = attribution.layout, depths(attribution.layout)
+    sizes = sorted((abs(value) for row in attribution.knockout for value in row), reverse=True)
+    least = max(FLOOR, sizes[min(most, len(sizes)) - 1])
+    feeds = {len(layout) - 1}
+    edges: list[tuple[int, Source, float]] = []
+    for index in range(len(layout) - 1, -1, -1):
+        if index not in feeds:
+            continue
+        for source, value in zip(layout[index].sources, attribution.knockout[index], strict=True):
+            if abs(value) >= least:
+                edges.append((index, source, value))
+                written = set(source.span or ())
+                feeds |= {i for i in range(index) if order[i] + 1 in written}
+    return edges
+
+
+def _column(part: Read | Source) -> float:
+    """Where across a node stands: what writes by its kind, sums between."""
+    return {"attention": 0.0, "mlp": 2.0, "output": 1.0, "embedding": 1.0}.get(part.kind, 1.0)
+
+
+def _node(source: Source, written: Sequence[Source]) -> str:
+    """The node of a source: the sublayer's where it is one output, else its own; what is open is another at each
+    read."""
+    if source.span is not None and len(source.span) == 1:
+        return written[source.span.start].name
+    return f"{source.name} ({source.span})" if source.open else source.name
+
+
+def _place_of(source: Source, places: dict[str, tuple[float, float]], written: Sequence[Source]) -> tuple[float, float]:
+    """Depth and column of a source: its sublayer's, or for a sum the end of its span."""
+    name = _node(source, written)
+    if name in places:
+        return places[name]
+    return (-0.8, 1.0) if source.kind == "embedding" or source.span is None else (max(source.span) - 0.5, 1.0)
