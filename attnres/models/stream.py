@@ -64,6 +64,11 @@ class Stream:
             bank = take_bank(residual, embedding)
             if bank is not None:
                 return BankStream(residual, bank, 0)
+        return cls.plain(residual, embedding)
+
+    @classmethod
+    def plain(cls, residual: nn.Module, embedding: Tensor) -> "Stream":
+        """Begin a forward pass whose state can be taken out anywhere, with gradients or without."""
         inner: Residual = residual("itself")
         for watcher in (inner.observer, inner.editor):
             if watcher is not None:

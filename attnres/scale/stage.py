@@ -37,12 +37,18 @@ class Skipped(nn.Module):
 
 
 class Entry:
-    """A hook before the first layer: the stream is the one that came, whatever the decoder made of its input."""
+    """A hook before the first layer, or what stands in its place: the stream is the one that came, whatever the decoder
+    made of its input; on the first stage one begins with that, of which a state can be taken."""
 
     stream: Stream | None = None
 
+    def __init__(self, begins: Residual | None) -> None:
+        self.begins = begins
+
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stream, self.stream = self.stream, None
+        if self.begins is not None:
+            stream = Stream.plain(self.begins, args[0] if args else kwargs["hidden_states"])
         return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
 
 
@@ -119,19 +125,16 @@ class StageModule(nn.Module):
     def _take_apart(self, model: DepthMixin, cut: Cut) -> None:
         base, layers, sublayers = model.depth_base, model.depth_layers, len(self.residual.itself().sublayers)
         here = range(self.index_in // sublayers, self.index_out // sublayers)
-        self.entry, self.exit = Entry(), [Exit()]  # a list: the exit is registered where the norm was
-        if not self.first:
-            layers[0]._forward_pre_hooks.clear()
-            layers[0]._forward_pre_hooks_with_kwargs.clear()
-        hooks = layers[0]._forward_pre_hooks, layers[0]._forward_pre_hooks_with_kwargs
+        self.entry = Entry(self.residual if self.first else None)
+        self.exit = [Exit()]  # a list: the exit is registered where the norm was
+        layers[0]._forward_pre_hooks.clear()
+        layers[0]._forward_pre_hooks_with_kwargs.clear()
         for index, layer in enumerate(layers):
             if index not in here:
                 layers[index] = Skipped(layer)
+        layers[0].register_forward_pre_hook(self.entry, with_kwargs=True)
         if not self.first:
-            layers[0].register_forward_pre_hook(self.entry, with_kwargs=True)
             base.set_input_embeddings(None)  # ty: ignore[not-callable]
-        elif 0 not in here:  # the embedding alone: the hook that starts the stream moves to the layer's stand-in
-            layers[0]._forward_pre_hooks, layers[0]._forward_pre_hooks_with_kwargs = hooks
         if not self.last:
             parent, _, name = model.family.final_norm.rpartition(".")
             setattr(base.get_submodule(parent), name, self.exit[0])

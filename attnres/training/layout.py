@@ -125,31 +125,31 @@ class Whole:
         """Return the whole model as one process has it, on the first process; None elsewhere."""
         return self.model if self.who.first else None
 
-    def _mesh(self) -> DeviceMesh:
-        """Return the mesh of processes: stages, copies, shares."""
-        parallel = self.config.parallel
-        sizes = (parallel.pp, self.shares // parallel.shard, parallel.shard)
-        return init_device_mesh(self.who.device.type, sizes, mesh_dim_names=("pp", "dp", "shard"))
-
 
 class Sharded(Whole):
     """Every parameter in shares, copies of the shares where there are more processes: FSDP2 and HSDP."""
 
     def __init__(self, config: TrainConfig, who: Processes) -> None:
         super().__init__(config, who)
-        self.mesh = self._mesh()
+        parallel = config.parallel
+        sizes = (parallel.pp, self.shares // parallel.shard, parallel.shard)
+        self.mesh = init_device_mesh(who.device.type, sizes, mesh_dim_names=("pp", "dp", "shard"))
 
     @property
     def whole(self) -> bool:
         return False
+
+    @property
+    def _sharing(self) -> DeviceMesh:
+        """The processes among which parameters are shared out: with copies of the shares in two dimensions."""
+        return self.mesh[("dp", "shard") if self.mesh["dp"].size() > 1 else ("shard",)]
 
     def place(self, objective: Objective) -> Any:
         from attnres.scale.shard import shard
 
         self.model = objective.model
         self.rebuild = _rebuilder(self.model)
-        names = ("dp", "shard") if self.mesh["dp"].size() > 1 else ("shard",)
-        shard(self.model, objective, self.mesh[names])
+        shard(self.model, objective, self._sharing)
         self.plain = self.objective = objective
         return self.model
 
@@ -179,7 +179,7 @@ class Sharded(Whole):
         return self.rebuild(_collected(tensors, self.who))
 
 
-class Staged(Whole):
+class Staged(Sharded):
     """The layers cut into stages, each process with its own; copies and shares of the stages where there are more."""
 
     objective = None
@@ -191,12 +191,7 @@ class Staged(Whole):
         parallel = config.parallel
         self.virtual = parallel.pp_virtual or (2 if schedule_named(parallel.pp_schedule).several else 1)
         check_schedule(parallel.pp_schedule, parallel.pp, self.virtual, config.accumulation)
-        self.mesh = self._mesh()
         self.rank = self.mesh["dp"].get_local_rank() * parallel.shard + self.mesh["shard"].get_local_rank()
-
-    @property
-    def whole(self) -> bool:
-        return False
 
     def place(self, objective: Objective) -> Any:
         from attnres.scale.pipeline import Pipeline, plan_cut
@@ -210,8 +205,7 @@ class Staged(Whole):
 
         def prepare(stage: Any) -> None:
             if parallel.shard > 1:
-                names = ("dp", "shard") if self.mesh["dp"].size() > 1 else ("shard",)
-                shard(stage.model, stage, self.mesh[names], reshard=False)
+                shard(stage.model, stage, self._sharing, reshard=False)
 
         self.pipeline = Pipeline(
             model,
@@ -279,10 +273,6 @@ class Staged(Whole):
         for stage in self.pipeline.stages:
             let_go(stage)
         return self.who.sum(losses).cpu().numpy()
-
-    def gathered(self) -> Any:
-        tensors = {**dict(self.named_parameters()), **self.named_buffers()}
-        return self.rebuild(_collected(tensors, self.who))
 
 
 def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -87,6 +87,18 @@ def test_uneven_cuts_ends_of_their_own_and_tied_tables(layers, tie):
     assert not missing and error < 1e-10
 
 
+@torch.no_grad()
+def test_a_pass_without_gradients_is_cut_too():
+    """In fp32, where the whole model's pass without gradients keeps its sources in a bank that cannot be cut."""
+    model = build(FIVE, "block", vocab_size=31, settings={"block_size": 3})
+    x, y = torch.randint(31, (2, 4)), torch.randint(31, (2, 4))
+    cut = cut_of((2, 1, 2), placed(3, 2))
+    table, caches, tensors = crossings(model.residual, cut), (RankCache(), RankCache()), (x,)
+    for stage, rank in enumerate(cut.ranks):
+        tensors = StageModule(shell(model), stage, cut, table, caches[rank], losses, nullcontext)(*tensors, targets=y)
+    torch.testing.assert_close(tensors, losses(model, {"input_ids": x}, y))
+
+
 def test_a_lost_gradient_is_noticed():
     cache = RankCache()
     cache.keep(0, "block 1", torch.ones(2))
