@@ -17,7 +17,8 @@ from torch.nn import functional as F
 from attnres.forward import evaluating
 
 PART = 1 << 24
-"""Logits that are made at a time, at most (but a row of them at least)."""
+"""Logits that a CPU makes at a time, at most (but a row of them at least); other devices, which need more, eight times
+as many."""
 
 
 @dataclass(frozen=True)
@@ -117,14 +118,19 @@ def is_apart(model: Any) -> bool:
 # ------------------------------------------------------------------ losses in parts
 
 
-def parts(tokens: int, vocabulary: int) -> int:
+def logits_at_a_time(device: torch.device) -> int:
+    """Return how many are made at most, but for a row of them."""
+    return PART if device.type == "cpu" else 8 * PART
+
+
+def parts(targets: Tensor, vocabulary: int) -> int:
     """Return in how many parts the logits of so many tokens are made."""
-    return -(-tokens // max(1, PART // vocabulary))
+    return -(-targets.numel() // max(1, logits_at_a_time(targets.device) // vocabulary))
 
 
 def losses_in_parts(head: Head, hidden: Tensor, targets: Tensor) -> Tensor:
     """-ln p of every target in nats, without gradients: hidden (B, T, d), targets (B, T) -> (B, T) fp32 or fp64."""
-    count = parts(targets.numel(), len(head.weight))
+    count = parts(targets, len(head.weight))
     pairs = zip(hidden.flatten(0, 1).chunk(count), targets.flatten().chunk(count), strict=True)
     with torch.no_grad():
         return torch.cat([F.cross_entropy(head.logits(x), y, reduction="none") for x, y in pairs]).view(targets.shape)
@@ -159,7 +165,7 @@ class _InParts(torch.autograd.Function):
         exact = torch.promote_types(dtype, torch.float32)
         cast = Head(weight.to(dtype), None if bias is None else bias.to(dtype), head.scale, head.cap)
         sums = torch.zeros(3, dtype=exact, device=hidden.device)
-        count = parts(targets.numel(), len(weight))
+        count = parts(targets, len(weight))
         to_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wanted[0] else None
         to_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
         to_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wanted[2] else None

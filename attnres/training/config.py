@@ -175,7 +175,7 @@ class TrainConfig:
     alone (the least memory saved, for a little time)."""
     loss: Literal["auto", "whole", "chunked", "liger"] = "auto"
     """From all logits of a micro-batch (whole), from few rows of them at a time (chunked), or by Liger Kernel on CUDA;
-    auto is whole up to 33 million logits, else liger where it is installed, else chunked."""
+    auto is whole up to 33 million logits (268 on a GPU), else liger where it is installed, else chunked."""
     val_every: int = 100
     """Steps between validations (there is always one at the end)."""
     log_every: int = 10

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.forward import token_losses
 from attnres.head import (
-    PART,
     Head,
     Soft,
     Sums,
     body_of,
     head_of,
     is_apart,
+    logits_at_a_time,
     losses_in_parts,
     sums_by_liger,
     sums_in_parts,
@@ -27,25 +27,25 @@ from attnres.training.distill import Teacher, divergence
 Cast = Callable[[], AbstractContextManager[Any]]
 """Makes the context of a forward pass: bf16 autocast, or nothing."""
 
-LARGE = 2 * PART
-"""Logits of a micro-batch beyond which a loss is not made of all of them at once."""
-
 
 def loss_kind(wanted: str, model: Any, tokens: int, teacher: Teacher | None = None) -> str:
     """How the loss of a micro-batch of so many tokens is made: "whole", "chunked" or "liger".
 
     Args:
-        wanted: one of these, or "auto": not whole beyond `LARGE` logits, where the model's head can be called apart;
-            then by Liger Kernel on CUDA where it is installed and no teacher takes part.
+        wanted: one of these, or "auto": not whole where it would be made in more than two parts and the model's head
+            can be called apart; then by Liger Kernel on CUDA where it is installed and no teacher takes part.
 
     Raises:
         UserError: what was asked for cannot be done with this model, here.
     """
     output = model.get_output_embeddings()
-    if wanted == "whole" or (wanted == "auto" and (output is None or tokens * len(output.weight) <= LARGE)):
+    device = next(model.parameters()).device
+    if wanted == "auto" and (output is None or tokens * len(output.weight) <= 2 * logits_at_a_time(device)):
         return "whole"
+    if wanted == "whole":
+        return wanted
     apart = is_apart(model) and (teacher is None or is_apart(teacher.model))
-    why_not = _why_no_liger(next(model.parameters()).device, teacher)
+    why_not = _why_no_liger(device, teacher)
     if wanted == "auto":
         return ("chunked" if why_not else "liger") if apart else "whole"
     if not apart:

@@ -1,5 +1,6 @@
 """Each benchmark runs, small, and finds what it is there to find."""
 
+import argparse
 import json
 
 import all as every
@@ -7,6 +8,7 @@ import decode
 import generate
 import harness
 import kernels
+import loss
 import pytest
 import stack
 import step
@@ -156,3 +158,12 @@ def test_all_goes_on_after_a_failure_and_reports_it(tmp_path, monkeypatch, capsy
     assert done["traffic"]["status"] == 0
     assert "Training" in (tmp_path / "traffic_cpu.txt").read_text()
     assert "results in" in capsys.readouterr().out
+
+
+def test_losses_of_a_large_vocabulary_are_timed_beside_those_of_all_logits(monkeypatch):
+    monkeypatch.setattr(loss, "peaks_of", lambda kind, options: [300 if kind == "whole" else 200, 100])
+    monkeypatch.setattr(loss, "SIZE", {**loss.SIZE, "hidden_size": 32, "num_hidden_layers": 2})
+    options = argparse.Namespace(device="cpu", dtype="fp32", vocabulary=64, tokens=16, seconds=0.0)
+    rows = loss.measure(options, ["whole", "chunked"])
+    assert (rows["whole"]["ratio"], rows["whole"]["rounds"]) == (1, 3) and rows["chunked"]["median_s"] > 0
+    assert rows["chunked"]["peak_ratio"] == pytest.approx(2 / 3) and rows["chunked"]["taken_ratio"] == 0.5

@@ -28,7 +28,7 @@ from attnres.flags import config_file
 from attnres.head import Sums
 from attnres.models import build, load
 from attnres.residuals.check.interface import TAKEN
-from attnres.training import TrainConfig, checkpoint, from_dict, loop, objective, to_dict, train, validate
+from attnres.training import TrainConfig, checkpoint, from_dict, loop, to_dict, train, validate
 from attnres.training.branch import branch, branch_step
 from attnres.training.metrics import read
 from attnres.training.objective import Objective, loss_kind
@@ -224,7 +224,6 @@ def test_a_large_vocabulary_gets_its_losses_in_parts(
 ) -> None:
     """The losses of a run are those of all logits at once, held-out ones too; its record says how they were made."""
     train(configure(out="whole", dtype=dtype, accumulation=2), progress=False)
-    monkeypatch.setattr(objective, "LARGE", 2 * 16 * 280 - 1)
     monkeypatch.setattr(head, "PART", 5 * 280)
     train(configure(out="parts", dtype=dtype, accumulation=2), progress=False)
     found = [[line["loss"] for line in lines(tmp_path / out) if "loss" in line] for out in ("whole", "parts")]
@@ -235,13 +234,13 @@ def test_a_large_vocabulary_gets_its_losses_in_parts(
 
 def test_a_loss_that_cannot_be_made_so_is_refused(configure: Configure) -> None:
     model = build(configure().model.size, "block", vocab_size=16, max_positions=8)
-    assert loss_kind("auto", model, objective.LARGE // 16) == "whole"
-    assert loss_kind("auto", model, objective.LARGE // 16 + 1) == "chunked"
+    assert loss_kind("auto", model, 2 * head.PART // 16) == "whole"
+    assert loss_kind("auto", model, 2 * head.PART // 16 + 1) == "chunked"
     with pytest.raises(UserError, match="loss is liger and it runs on CUDA, not on cpu: choose chunked or auto"):
         loss_kind("liger", model, 1)
     model.lm_head = torch.nn.Sequential(model.lm_head)
     model.lm_head.weight = model.lm_head[0].weight
-    assert loss_kind("auto", model, objective.LARGE) == "whole"
+    assert loss_kind("auto", model, 2 * head.PART) == "whole"
     with pytest.raises(UserError, match="does more than attnres knows of: choose whole"):
         loss_kind("chunked", model, 1)
 
