@@ -111,9 +111,12 @@ def scale(figure: Figure, mesh: Collection, axes: Any, label: str, **options: An
     if mesh.norm is SHARES:
         bar.set_ticks([0, 0.05, 0.2, 0.5, 1], labels=["0", ".05", ".2", ".5", "1"])
     if mesh.norm is CONTRIBUTIONS:
-        lowest = float(np.nanmin(np.asarray(mesh.get_array(), dtype=float)))
-        bar.ax.set_ylim(-0.1 if lowest > -0.1 else -0.5 if lowest > -0.5 else -1, 1)
-        bar.set_ticks([-1, -0.5, -0.1, 0, 0.1, 0.5, 1], labels=["−1", "−.5", "−.1", "0", ".1", ".5", "1"])
+        least = float(np.nanmin(np.asarray(mesh.get_array(), dtype=float)))
+        lowest = -0.1 if least > -0.1 else -0.5 if least > -0.5 else -1.0
+        names = {-1.0: "−1", -0.5: "−.5", -0.1: "−.1", 0.0: "0", 0.1: ".1", 0.5: ".5", 1.0: "1"}
+        ticks = [tick for tick in names if tick >= lowest]
+        bar.set_ticks(ticks, labels=[names[tick] for tick in ticks])
+        bar.ax.set_ylim(lowest, 1)
     bar.set_label(label, fontsize=SMALL)
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0, labelsize=SMALL)
