@@ -7,6 +7,8 @@
 # make bench-gpu   every benchmark on a CUDA device, JSON and plots into benchmarks/results
 # make test-gpu    the tests that need a CUDA device
 # make test-scale  the tests that need four processes
+# make fuzz    MINUTES=10 of kills, full disks, damaged files, hostile flags and requests; again goes on
+# make audit   known vulnerabilities of the locked versions (needs a network), and their licences into docs/licences.md
 # make clean   remove the environment (runs/ stays)
 #
 # PYTHON picks another interpreter; PIP_ARGS is given to pip, e.g. an index with smaller builds of torch.
@@ -16,7 +18,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: setup demo test lint types bench docs peers bench-gpu test-gpu test-scale clean
+.PHONY: setup demo test lint types bench docs peers bench-gpu test-gpu test-scale fuzz audit clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready
@@ -72,6 +74,15 @@ test-gpu: .venv/ready
 
 test-scale: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m scale tests/scale
+
+MINUTES ?= 10
+fuzz: .venv/ready
+	$(BIN)/python -m fuzz --minutes $(MINUTES) --out fuzz/results/campaign.json
+
+audit: .venv/ready
+	$(PIP) $(PIP_ARGS) --target build/audit pip-audit==2.10.1
+	PYTHONPATH=build/audit $(BIN)/python -m pip_audit --requirement constraints.txt --no-deps --disable-pip
+	$(BIN)/python fuzz/licences.py docs/licences.md
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -138,7 +138,7 @@ def locked(folder: str | Path) -> Generator[Callable[[], bool]]:
             yield lambda: is_same_file(handle, folder / LOCK)
         finally:
             with suppress(OSError):
-                if os.listdir(folder) == [LOCK]:
+                if os.listdir(folder) == [LOCK] and is_same_file(handle, folder / LOCK):
                     shutil.rmtree(folder)
 
 

@@ -30,6 +30,8 @@ class Tally:
         counts = self.record["areas"].setdefault(area, {"tried": 0})
         counts["tried"] += 1
         counts[verdict] = counts.get(verdict, 0) + 1
+        if counts["tried"] % 20 == 0:
+            self.save()
         if verdict in FAILURES and len(self.record["failures"]) < KEPT:
             self.record["failures"].append(
                 {"area": area, "case": counts["tried"] - 1, "verdict": verdict, "what": what} | more

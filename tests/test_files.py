@@ -4,6 +4,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors import SafetensorError
 
 from attnres.errors import UserError
 from attnres.files import locked, recover_folder, replaced_folder, write_bytes, write_json, write_text
+from attnres.locks import Taken, lock
 from attnres.reading import read_json
 
 
@@ -123,3 +125,67 @@ def test_a_folder_that_cannot_be_made_is_not_locked(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write"), locked(tmp_path / "file" / "run"):
         pass
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_that_works_there(tmp_path: Path) -> None:
+    gone = subprocess.run(
+        [sys.executable, "-S", "-c", "import os; print(os.getpid())"], capture_output=True, check=True
+    )
+    number = int(gone.stdout)
+    (tmp_path / "val").mkdir()
+    strays = [tmp_path / f".config.json.{number}.new", tmp_path / "val" / f".000004.npy.{10**22}.new"]
+    others = [tmp_path / ".config.json.new", tmp_path / f".a.{os.getppid()}.new", tmp_path / "val" / "a.new"]
+    for path in (*strays, *others):
+        path.touch()
+    with locked(tmp_path):
+        assert not any(path.exists() for path in strays) and all(path.exists() for path in others)
+    assert names(tmp_path) == sorted([".config.json.new", f".a.{os.getppid()}.new", "val"]), "no lock is left"
+
+
+def test_a_file_in_the_place_of_an_old_folder_is_no_hindrance(tmp_path: Path) -> None:
+    (tmp_path / ".c.old").touch()
+    with replaced_folder(tmp_path / "c") as beside:
+        (beside / "new").touch()
+    assert names(tmp_path) == ["c"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_of_a_folder_can_be_read_by_whom_the_umask_lets(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        with replaced_folder(tmp_path / "c") as beside:
+            (beside / "weights").touch(mode=0o600)
+            (beside / "text").touch()
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "c").iterdir()} == {0o666 & ~umask}
+
+
+def test_whether_a_locked_folder_is_still_there_is_told(tmp_path: Path) -> None:
+    with locked(tmp_path / "run") as in_place:
+        assert in_place()
+        (tmp_path / "run").rename(tmp_path / "elsewhere")
+        assert not in_place()
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / ".lock").touch()
+        assert not in_place(), "another one of the same name"
+    assert names(tmp_path / "run") == [".lock"], "it is not ours to remove"
+
+
+def test_waiting_for_a_lock_outlasts_the_one_that_removes_its_file(tmp_path: Path) -> None:
+    held, order = threading.Event(), []
+
+    def second() -> None:
+        held.wait()
+        with lock(tmp_path / "a.lock", wait=True):
+            order.append("second")
+
+    other = threading.Thread(target=second)
+    other.start()
+    with lock(tmp_path / "a.lock", wait=True):
+        held.set()
+        with pytest.raises(Taken), lock(tmp_path / "a.lock", wait=False):
+            pass
+        order.append("first")
+    other.join()
+    assert order == ["first", "second"] and names(tmp_path) == []

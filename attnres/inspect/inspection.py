@@ -19,6 +19,8 @@ from attnres.stats import plain
 
 FORMAT = 1
 """Raised when what a field means changes; a field more or less is no change: what is missing has its default."""
+LARGEST = 1e30
+"""No number measured is as large: figures cannot be drawn of it."""
 DIGITS = 6
 """Significant digits of the numbers in a file: more than anybody reads, and half of what fp64 would take."""
 
@@ -210,13 +212,20 @@ class Inspection:
         rows = [len(row) for row in self.routing["sources"]] if self.routing else []
         try:
             described = self.traits and [len(read.sources) for read in self.layout]
-        except (ValueError, TypeError, KeyError, AttributeError):
+            places = [part.number for read in self.layout for part in (read, *read.sources) if part.number is not None]
+            depth = self.model.get("num_sublayers", max(places, default=0) + 1)
+            if not all(0 <= place <= depth for place in places):
+                described = None
+        except (ValueError, TypeError, KeyError, AttributeError, LookupError, OverflowError):
             described = None
 
         def fit(tables: Sequence[Sequence[Sequence[Any]]]) -> bool:
             return all([len(row) for row in table] == rows for table in tables)
 
-        if described is None or not {"name", "residual"} <= set(self.model):
+        by_sublayer = [self.output_rms] if self.output_rms else []
+        if not all(len(rows) == self.model.get("num_sublayers", len(rows)) for rows in by_sublayer):
+            wrong.append("output_rms")
+        if described is None or not all(isinstance(self.model.get(name), str) for name in ("name", "residual")):
             wrong.append("model or routing")
         elif self.routing and not (
             described == rows
@@ -254,7 +263,9 @@ def _fits(value: Any, kind: Any) -> bool:
         return isinstance(value, list) and all(_fits(part, inner[0]) for part in value)
     if origin is dict:
         return isinstance(value, dict) and all(_fits(part, inner[1]) for part in value.values())
-    return isinstance(value, (int, float) if kind is float else kind) and not isinstance(value, bool)
+    if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
+        return False
+    return not isinstance(value, int | float) or abs(value) < LARGEST
 
 
 def mean_inspection(inspections: Sequence[Inspection], name: str) -> Inspection:

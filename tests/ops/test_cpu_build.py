@@ -75,3 +75,22 @@ def test_why_there_are_no_kernels_is_said(compiler, monkeypatch):
     assert build() == "the C kernels are built on Linux, not on Windows"
     monkeypatch.setenv("ATTNRES_CPU_KERNELS", "0")
     assert build() == "ATTNRES_CPU_KERNELS is 0" and cpu_build.turned_off()
+
+
+def test_a_library_that_others_could_have_put_there_is_not_loaded(compiler, tmp_path, monkeypatch):
+    build = cpu_build.library.__wrapped__
+    assert isinstance(build(), ctypes.CDLL)
+    folder = tmp_path / "cache" / "kernels"
+    folder.chmod(0o777)
+    assert build() == f"the C kernels in {folder} could have been put there by another user"
+    folder.chmod(0o755)
+    uid = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+    assert isinstance(build(), ctypes.CDLL) is (uid == 0), "root's are trusted"
+
+
+def test_a_home_that_cannot_be_told_is_a_reason(compiler, monkeypatch):
+    for name in ("ATTNRES_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
+    assert "begins with a home folder that cannot be told" in cpu_build.library.__wrapped__()

@@ -1,0 +1,101 @@
+"""A slice of the fault campaign (`make fuzz`), and that the campaign would notice what it is there to notice."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fuzz.disk import FullDisk, try_full_disks
+from fuzz.flags import try_flags
+from fuzz.forked import Outcome, forked
+from fuzz.inputs import kinds, try_inputs
+from fuzz.material import Material, make
+from fuzz.mutations import mutate
+from fuzz.tally import Tally
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        root = tmp_path_factory.mktemp("fuzz") / "work"
+        patch.setenv("ATTNRES_CACHE", str(root.parent / "cache"))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        yield make(root)
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "verdict"),
+    [
+        (0, "", "done"),
+        (2, "attnres: error: no", "refused"),
+        (2, "usage", "traceback"),
+        (1, "attnres: error: unforeseen", "unforeseen"),
+        (0, "Traceback (most recent call last):", "traceback"),
+        (99, "", "traceback"),
+        (-11, "", "traceback"),
+        (None, "", "slow"),
+    ],
+)
+def test_how_a_command_ended_is_told(code, said, verdict):
+    assert Outcome(code, said).verdict == verdict
+
+
+def test_a_traceback_and_a_slow_command_are_noticed():
+    def fail():
+        raise RuntimeError("outside of what the command catches")
+
+    def sleep():
+        import time
+
+        time.sleep(60)
+
+    assert forked(["--version"]).verdict == "done" and forked(["nosuch"]).verdict == "refused"
+    assert forked(["--version"], inside=fail).verdict == "traceback"
+    assert forked(["--version"], inside=sleep, seconds=0.2).verdict == "slow"
+
+
+def test_damage_is_a_function_of_its_seed_and_changes_most_files():
+    content = b'{"a": [1, 2, {"b": null}], "c": "text", "d": 0.5}\n' * 3
+    for kind in ("json", "jsonl", "text", "binary"):
+        damaged = [mutate(content[:50] if kind == "json" else content, random.Random(i), kind) for i in range(60)]
+        assert damaged == [
+            mutate(content[:50] if kind == "json" else content, random.Random(i), kind) for i in range(60)
+        ]
+        assert len(set(damaged)) > 25
+
+
+def test_a_tally_goes_on_where_it_stopped(tmp_path):
+    tally = Tally(tmp_path / "a" / "tally.json")
+    tally.count("inputs", "done")
+    tally.count("inputs", "traceback", "a file", said="Traceback")
+    tally.save()
+    later = Tally(tmp_path / "a" / "tally.json")
+    assert later.tried("inputs") == 2 and later.tried("flags") == 0
+    assert [failure["what"] for failure in later.failures("inputs")] == ["a file"]
+
+
+def test_damaged_files_and_hostile_flags_end_in_a_sentence(material: Material):
+    tally = Tally()
+    try_inputs(material, tally, len(kinds(material)))
+    try_flags(material, tally, 10)
+    assert tally.failures() == []
+    assert tally.record["areas"]["inputs"]["refused"] > 10
+
+
+def test_a_full_disk_is_a_sentence_and_costs_nothing(material: Material):
+    tally = Tally()
+    try_full_disks(material, tally, 6, only=("export",))
+    assert tally.failures() == [] and tally.record["areas"]["full disks"]["refused"] > 2
+
+
+def test_the_full_disk_fails_from_its_write_on(tmp_path: Path):
+    code = (
+        "import sys, pathlib; from fuzz.disk import FullDisk; root = pathlib.Path(sys.argv[1])\n"
+        "FullDisk(root, 1).install(); (root / 'a').mkdir(); print('one')\n"
+        "try:\n    (root / 'b').mkdir()\nexcept OSError as error:\n    print(error.strerror)"
+    )
+    run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert run.stdout == f"one\n{os.strerror(28)}\n" and FullDisk(tmp_path, 3).left == 3
