@@ -53,7 +53,7 @@ def twice(content: bytes, draw: random.Random) -> bytes:
     try:
         fields = json.loads(content)
         name = draw.choice(sorted(fields))
-    except (ValueError, TypeError, IndexError):
+    except (ValueError, TypeError, IndexError, RecursionError):
         return content * 2
     return b"{" + json.dumps(name).encode() + b": 7, " + content.lstrip()[1:]
 
@@ -62,7 +62,7 @@ def values(content: bytes, draw: random.Random) -> bytes:
     """One or two values of a JSON file replaced, or left out."""
     try:
         value = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return content
     for _ in range(draw.choice((1, 1, 2))):
         value = _replaced(value, draw)

@@ -9,6 +9,7 @@ from tiny import NARROW
 
 from attnres.errors import UserError
 from attnres.files import locked
+from attnres.ops import cpu
 from attnres.report import load_study
 from attnres.residuals import register
 from attnres.residuals.mechanisms.standard import Standard
@@ -112,7 +113,7 @@ def test_a_run_cut_short_is_continued(done):
     assert (run / "val" / "000004.npy").read_bytes() == before
 
 
-def test_a_continued_comparison_keeps_its_threads(done, monkeypatch):
+def test_a_continued_comparison_keeps_its_threads_and_kernels(done, monkeypatch):
     config, _, folder = done
     path, summary = folder / "out" / "compare.json", folder / "out" / "standard-seed0" / "summary.json"
     before, finished = path.read_text(), summary.read_text()
@@ -121,11 +122,21 @@ def test_a_continued_comparison_keeps_its_threads(done, monkeypatch):
     asked = []
     monkeypatch.setattr(
         "attnres.studies.compare.train_all",
-        lambda children, walls, **given: asked.append((given["jobs"], *{child.threads for child in children})),
+        lambda children, walls, **given: asked.append(
+            (given["jobs"], *{(child.threads, child.kernels) for child in children})
+        ),
     )
-    compare(dataclasses.replace(config, timing_s=0))
+    (folder / "out" / "configs" / "full-seed0.error").write_text("of a run that was killed")
+    with cpu.switched(False):
+        compare(dataclasses.replace(config, timing_s=0))
+    assert not list((folder / "out").rglob("*.error"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"kernels": None}))
     compare(dataclasses.replace(config, timing_s=0, jobs=1))
-    assert asked == [(3, 5), (1, 5)]
+    kernels = json.loads(before)["kernels"] is not None
+    assert asked == [(3, (5, kernels)), (1, (5, False))]
+    path.write_text(json.dumps(json.loads(before) | {"kernels": "0123"}))
+    with pytest.raises(UserError, match="was begun with build 0123 of the C kernels, and here is"):
+        compare(config)
     path.write_text('{"threads": "many"}')
     with pytest.raises(UserError, match=r"compare\.json is damaged"):
         compare(config)
