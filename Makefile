@@ -77,7 +77,7 @@ test-scale: .venv/ready
 
 MINUTES ?= 10
 fuzz: .venv/ready
-	$(BIN)/python -m fuzz --minutes $(MINUTES) --out fuzz/results/campaign.json
+	$(BIN)/python -m fuzz --minutes $(MINUTES) --out fuzz/results/campaign.json --page docs/reliability.md
 
 audit: .venv/ready
 	$(PIP) $(PIP_ARGS) --target build/audit pip-audit==2.10.1

@@ -17,6 +17,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=5.0, help="time in all, shared between the areas")
     parser.add_argument("--only", nargs="+", choices=AREAS, default=AREAS, help="areas")
     parser.add_argument("--out", type=Path, default=Path("build/fuzz/campaign.json"), help="counts; goes on with them")
+    parser.add_argument("--page", type=Path, help="Markdown page whose counts are written anew")
     parser.add_argument("--work", type=Path, default=Path("build/fuzz/work"), help="folder for what is damaged")
     options = parser.parse_args()
     work = options.work.resolve()
@@ -50,8 +51,9 @@ def main() -> None:
         tally.save()
     tally.record["seconds"] += time.monotonic() - began
     tally.save()
-    for area, counts in tally.record["areas"].items():
-        print(f"{area:<20} " + ", ".join(f"{verdict} {count}" for verdict, count in counts.items()))
+    if options.page is not None:
+        tally.write_into(options.page)
+    print(tally.table())
     for failure in tally.failures():
         print(f"\n{failure['area']}: {failure['verdict']}: {failure['what']}\n{failure.get('said', '')}")
     sys.exit(1 if tally.failures() else 0)

@@ -41,6 +41,23 @@ class Tally:
         """The failures of some areas, of all where none is named."""
         return [failure for failure in self.record["failures"] if not areas or failure["area"] in areas]
 
+    def table(self) -> str:
+        """The counts as a table of Markdown, an area a row."""
+        rows = ["| area | tried | how it ended | failures |", "|---|---:|---|---:|"]
+        for area, counts in self.record["areas"].items():
+            ways = ", ".join(f"{count:,} {verdict}" for verdict, count in sorted(counts.items()) if verdict != "tried")
+            failed = sum(counts.get(verdict, 0) for verdict in FAILURES)
+            rows.append(f"| {area} | {counts['tried']:,} | {ways} | {failed:,} |")
+        return "\n".join(rows)
+
+    def write_into(self, page: Path) -> None:
+        """Put the table under the last heading of a page, in place of what is there."""
+        begin, heading, _ = page.read_text(encoding="utf-8").rpartition("\n## Counts\n")
+        assert heading, f"{page} has no heading 'Counts'"
+        seconds = f"{self.record['seconds'] / 60:,.0f} minutes"
+        lead = f"Of `fuzz/results/campaign.json`, {seconds} of `make fuzz`; a failure stands there with what made it."
+        page.write_text(f"{begin}{heading}\n{lead}\n\n{self.table()}\n", encoding="utf-8")
+
     def save(self) -> None:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)

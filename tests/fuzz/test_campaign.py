@@ -75,6 +75,11 @@ def test_a_tally_goes_on_where_it_stopped(tmp_path):
     later = Tally(tmp_path / "a" / "tally.json")
     assert later.tried("inputs") == 2 and later.tried("flags") == 0
     assert [failure["what"] for failure in later.failures("inputs")] == ["a file"]
+    page = tmp_path / "page.md"
+    page.write_text("# Title\n\n## Counts\n\nof long ago\n")
+    later.write_into(page)
+    assert "of long ago" not in page.read_text() and page.read_text().startswith("# Title\n\n## Counts\n\nOf ")
+    assert "| inputs | 2 | 1 done, 1 traceback | 1 |" in page.read_text()
 
 
 def test_damaged_files_and_hostile_flags_end_in_a_sentence(material: Material):
