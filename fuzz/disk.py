@@ -74,7 +74,6 @@ def commands(material: Material, out: Path) -> dict[str, list[str]]:
         "train": material.train(out, "--resume"),
         "prepare": ["prepare", "--source", str(material.corpus), "--tokenizer", "bpe:280", "--out", str(out)],
         "convert": ["convert", str(material.plain), str(out), "--residual", "full"],
-        "export": ["convert", str(material.run), str(out), "--to", "open-attnres"],
         "inspect": ["inspect", str(material.run), "--text", "stream read", "--out", str(out), "--no-progress"],
         "figures": ["figures", str(material.run / "inspection.json"), str(out), "--formats", "png"],
         "report": ["report", str(material.run), "--out", str(out)],
@@ -82,7 +81,7 @@ def commands(material: Material, out: Path) -> dict[str, list[str]]:
     }
 
 
-RESUMED = ("train", "prepare", "convert", "export")
+RESUMED = ("train", "prepare", "convert")
 """Whose result must be that of an uninterrupted run once there is room."""
 
 

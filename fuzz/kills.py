@@ -14,7 +14,7 @@ from pathlib import Path
 from fuzz.material import SIZE, STEPS, Material
 from fuzz.tally import Tally
 
-COMMANDS = ("train", "train", "compare", "prepare", "convert", "export")
+COMMANDS = ("train", "train", "compare", "prepare", "convert")
 TIMES = ("table.csv", "curves.csv", "report.html", "speed.json", "summary.json", "environment.json", "compare.json")
 """Files that hold seconds, dates or memory; metrics.jsonl and state.json do too."""
 LEFT_S = 15.0
@@ -64,7 +64,6 @@ def _start(material: Material, command: str, out: Path) -> subprocess.Popen:
         "compare": _compare(material, out),
         "prepare": ["prepare", "--source", str(material.corpus), "--tokenizer", "bpe:280", "--out", str(out)],
         "convert": ["convert", str(material.plain), str(out), "--residual", "full"],
-        "export": ["convert", str(material.run), str(out), "--to", "open-attnres"],
     }
     return subprocess.Popen(
         [sys.executable, "-m", "attnres", *lines[command]],

@@ -207,7 +207,7 @@ class Inspection:
 
     def _uneven(self) -> list[str]:
         """Fields whose rows do not fit the reads and sources that they belong to."""
-        by_read = ("distance", "persistence", "sharpness", "input_rms", "query_cosine")
+        by_read = ("distance", "persistence", "sharpness", "input_rms", "query_cosine", "source_rms", "mixing")
         wrong = [name for name in by_read if len(getattr(self, name) or self.reads) != len(self.reads)]
         rows = [len(row) for row in self.routing["sources"]] if self.routing else []
         try:
@@ -222,6 +222,8 @@ class Inspection:
         def fit(tables: Sequence[Sequence[Sequence[Any]]]) -> bool:
             return all([len(row) for row in table] == rows for table in tables)
 
+        if not self.reads or not all(len(row) == len(self.reads) for row in self.entropy.values()):
+            wrong.append("reads or entropy")
         by_sublayer = [self.output_rms] if self.output_rms else []
         if not all(len(rows) == self.model.get("num_sublayers", len(rows)) for rows in by_sublayer):
             wrong.append("output_rms")
