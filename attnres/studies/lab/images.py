@@ -8,12 +8,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-from filelock import FileLock
 from PIL import Image
 
 from attnres.cache import cache_dir
 from attnres.errors import UserError
 from attnres.files import write_bytes
+from attnres.locks import lock
+from attnres.paths import user_path
 
 
 def load_images(source: str) -> dict[str, np.ndarray]:
@@ -24,7 +25,7 @@ def load_images(source: str) -> dict[str, np.ndarray]:
     Raises:
         UserError: nothing there, no such images, or images of several sizes.
     """
-    path = Path(source).expanduser()
+    path = user_path(source)
     if not path.exists():
         raise UserError(
             f"there are no images in {path}: give a folder or an archive with train/CLASS/*.jpg and test/..."
@@ -33,7 +34,7 @@ def load_images(source: str) -> dict[str, np.ndarray]:
     key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
     kept = cache_dir() / "images" / f"{key}.npz"
     kept.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(kept.with_suffix(".lock")):
+    with lock(kept.with_suffix(".lock"), wait=True):
         if not kept.is_file():
             write_bytes(kept, _decoded(path))
     with np.load(kept, allow_pickle=False) as arrays:
