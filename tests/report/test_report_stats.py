@@ -11,8 +11,8 @@ import pytest
 from rich.console import Console
 from synthetic import write_run, write_study
 
+from attnres.errors import UserError
 from attnres.report import load_study
-from attnres.report.page import write_report
 from attnres.report.stats import paired, paired_curve, strongest_baseline
 from attnres.report.table import COLUMNS, build_table, print_table, shown, to_csv
 from attnres.report.verdict import verdict
@@ -177,18 +177,14 @@ def test_a_seed_on_its_way_leaves_the_finished_ones_as_they_are(tmp_path):
     assert "Unfinished, so preliminary: block (2 of 3 seeds finished, whose numbers these are)." in table.notes
 
 
-def test_a_loss_that_is_no_number_is_shown_as_unknown(tmp_path):
+def test_a_loss_that_is_no_number_is_refused(tmp_path):
     write_run(tmp_path, "standard")
-    folder = write_run(tmp_path, "block", stop=200)
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    file = write_run(tmp_path, "block", stop=200) / "metrics.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
     spoilt = [line | ({"loss": math.nan} if line["step"] > 100 and "loss" in line else {}) for line in lines]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in spoilt))
-    np.save(folder / "val" / "000200.npy", np.full(64, math.nan))
-    study, table = both(tmp_path)
-    row = table.row("block")
-    assert [column.text(row, table) for column in shown(table)][1:4] == ["–", "–", "–"]
-    assert row.paired is not None and not row.paired.decided
-    write_report(study, tmp_path)
+    file.write_text("".join(json.dumps(line) + "\n" for line in spoilt))
+    with pytest.raises(UserError, match="NaN is no number of JSON"):
+        both(tmp_path)
 
 
 # ------------------------------------------------------------------ verdict
