@@ -20,6 +20,7 @@ HOMES = {
     "Residual": "attnres.residuals",
     "make_residual": "attnres.residuals",
     "register": "attnres.residuals",
+    "attach": "attnres.models",
     "build": "attnres.models",
     "convert": "attnres.models",
     "load": "attnres.models",
@@ -43,7 +44,7 @@ if TYPE_CHECKING:  # the same for type checkers and editors, and the subpackages
     from attnres.evals.generate import generate
     from attnres.inspect import intervene, record
     from attnres.inspect.inspector import inspect_model
-    from attnres.models import build, convert, load
+    from attnres.models import attach, build, convert, load
     from attnres.ops import Norm, depth_read, depth_read_reference
     from attnres.residuals import RESIDUALS, Residual, make_residual, register
     from attnres.studies.compare import compare
@@ -60,6 +61,7 @@ __all__ = [
     "TrainConfig",
     "UserError",
     "__version__",
+    "attach",
     "build",
     "compare",
     "convert",

@@ -23,6 +23,7 @@ COMMANDS = {
     "report": "make the table and report.html again from run folders on disk",
     "prepare": "tokenise a corpus",
     "convert": "give a pretrained model depth reads, its logits unchanged",
+    "export": "write a model as a graph for other runtimes, such as ONNX",
     "families": "which families of decoders convert",
     "eval": "perplexity and tasks, of one model or of several side by side",
     "generate": "text from a model",

@@ -1,5 +1,6 @@
 """Depth reads inside Hugging Face decoders; importing this registers the classes with Transformers' Auto classes."""
 
+from attnres.models.attach import attach
 from attnres.models.build import build, build_plain
 from attnres.models.classes import CLASSES, DepthMixin
 from attnres.models.convert import Conversion, convert
@@ -8,6 +9,12 @@ from attnres.models.families import FAMILIES, Family, FamilyRow, families_table
 from attnres.models.open import Checkpoint, load, open_checkpoint
 from attnres.models.sizes import SIZES
 from attnres.models.stream import Stream
+
+
+def register_classes() -> None:
+    """Nothing more: importing this package has registered its classes with Transformers. What programs call that find
+    their plug-ins by entry points, such as vLLM in each of its processes."""
+
 
 __all__ = [
     "CLASSES",
@@ -19,6 +26,7 @@ __all__ = [
     "Family",
     "FamilyRow",
     "Stream",
+    "attach",
     "build",
     "build_plain",
     "convert",
@@ -26,4 +34,5 @@ __all__ = [
     "families_table",
     "load",
     "open_checkpoint",
+    "register_classes",
 ]

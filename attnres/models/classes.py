@@ -1,4 +1,5 @@
-"""Config and model classes with depth reads, one pair per family, registered with Transformers' Auto classes.
+"""Config and model classes with depth reads, a config, a base model and its heads for each family, registered with
+Transformers' Auto classes.
 
 Each is a subclass of the family's own class. The residual and its settings are fields of the config; its parameters are
 one module of the base model (`model.model.residual`, also `model.residual`). Every other weight keeps its name, so
@@ -7,14 +8,16 @@ plain checkpoints load directly.
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import MODEL_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
@@ -24,12 +27,33 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from attnres.errors import UserError
-from attnres.models.families import FAMILIES, Family
+from attnres.models.attach import attach_stream
+from attnres.models.families import FAMILIES, Family, layer_count
 from attnres.models.inputs import Fused, split
-from attnres.models.stream import Stream, hidden_states_wanted, make_reading, make_taking
+from attnres.models.remote import write_loader
+from attnres.models.stream import Stream, hidden_states_wanted
 from attnres.residuals import RESIDUALS, Observer, Residual, make_residual, residual_class, settings_of, source_file
 from attnres.residuals.registry import is_known
 from attnres.residuals.values import ValueResidual
+
+AUTOS: tuple[Any, ...] = tuple(
+    getattr(transformers, f"AutoModel{head}")
+    for head in (
+        "",
+        "ForCausalLM",
+        "ForMaskedLM",
+        "ForSeq2SeqLM",
+        "ForSequenceClassification",
+        "ForTokenClassification",
+        "ForQuestionAnswering",
+        "ForImageClassification",
+        "ForImageTextToText",
+        "ForSpeechSeq2Seq",
+        "ForAudioClassification",
+        "ForCTC",
+    )
+)
+"""Transformers' Auto classes: a family's classes are registered with those that have the plain ones."""
 
 
 class ResidualConfigMixin:
@@ -39,10 +63,29 @@ class ResidualConfigMixin:
     residual: str
     residual_settings: dict[str, Any] | None
     residual_file: str | None
-    sublayers: Sequence[str] = ("attention", "mlp")
-    num_hidden_layers: int
-    num_attention_heads: int
-    hidden_size: int
+    family: Family
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: this class did not come with a model, whatever file of a model it was found through."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        plain = config_dict.get("model_type")
+        if plain and not str(plain).startswith("attnres_") and "residual" not in config_dict:
+            warnings.warn(
+                f"a plain '{plain}' checkpoint is loaded into {cls.__name__}: it gets residual '{cls.residual}' with "
+                "fresh parameters, and computes something else than before; attnres.convert keeps what it computes",
+                stacklevel=2,
+            )
+        return super().from_dict(config_dict, **kwargs)  # ty: ignore[missing-attribute]
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """Write config.json, and beside it the file with which Transformers finds these classes by itself."""
+        auto_map = write_loader(self, Path(save_directory), auto_classes(type(self)))
+        if auto_map:
+            self.auto_map = auto_map
+        super().save_pretrained(save_directory, **kwargs)  # ty: ignore[missing-attribute]
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # ty: ignore[missing-attribute]
@@ -66,28 +109,24 @@ class ResidualConfigMixin:
                 "(attnres.register) and give its name"
             )
         residual_class(self.residual, self.residual_file)
-        layers = self.num_hidden_layers * len(self.sublayers)
-        residual = make_residual(self.residual, layers, self.hidden_size, **(self.residual_settings or {}))
-        residual.sublayers = self.sublayers
+        layers, kinds = cast(int, layer_count(self)), self.family.sublayers
+        width = self.layers_config.hidden_size
+        residual = make_residual(self.residual, layers * len(kinds), width, **(self.residual_settings or {}))
+        residual.sublayers = kinds
         if residual.value_kind != "none":
-            layers, heads = self.num_hidden_layers, self.shared_heads
-            residual.value_residual = ValueResidual(residual.value_kind, layers, heads, self.hidden_size)
+            residual.value_residual = ValueResidual(residual.value_kind, layers, self.shared_heads, width)
         return residual
+
+    @property
+    def layers_config(self) -> Any:
+        """The config of the layers that have the residual: of a model of more than text or more than a decoder, that of
+        its text's decoder."""
+        return self.get_text_config(decoder=True)  # ty: ignore[missing-attribute]
 
     @property
     def shared_heads(self) -> int:
         """Heads of keys and values, which several of queries may share."""
-        return getattr(self, "num_key_value_heads", None) or self.num_attention_heads
-
-
-def _start_stream(
-    base: nn.Module, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Wrap the first layer's input; the residual is that which `base` has when it runs."""
-    residual = cast(nn.Module, base._modules["residual"])
-    if args:
-        return (Stream.start(residual, args[0]), *args[1:]), kwargs
-    return args, {**kwargs, "hidden_states": Stream.start(residual, kwargs["hidden_states"])}
+        return getattr(self.layers_config, "num_key_value_heads", None) or self.layers_config.num_attention_heads
 
 
 def _note_hidden_states(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -112,8 +151,9 @@ def _show_hidden_states(base: nn.Module, args: tuple[Any, ...], output: Any) -> 
 
     if type(output) is tuple:  # return_dict=False
         return tuple(map(vectors, output))
-    if getattr(output, "hidden_states", None) is not None:
-        output.hidden_states = vectors(output.hidden_states)
+    for name in ("hidden_states", "decoder_hidden_states"):
+        if getattr(output, name, None) is not None:
+            setattr(output, name, vectors(getattr(output, name)))
     return output
 
 
@@ -125,75 +165,20 @@ def _refuse_parallel(family: Family, config: Any) -> None:
         )
 
 
-class _StartValues(PreTrainedModel):
-    """Gives a residual its start values where Transformers draws weights."""
-
-    @torch.no_grad()
-    def _init_weights(self, module: nn.Module) -> None:
-        residual = getattr(self, self.base_model_prefix, self)._modules.get("residual")
-        if isinstance(module, ValueResidual):
-            module.init_parameters()
-        elif residual is not None and module in residual.modules():  # which spares what was loaded
-            cast(Residual, residual).init_parameters()
-        else:
-            super()._init_weights(module)
-
-
-class DepthBase(_StartValues):
-    """A base model (without a head) whose hidden state is a depth stream; mixed in front of the family's own class."""
-
-    family: Family
-    residual: nn.Module
-    _keep_in_fp32_modules_strict = ["residual"]  # noqa: RUF012
-
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse_parallel(self.family, config)
-        super().__init__(config, *args, **kwargs)
-        attach_residual(self, self.family, config)
-
-
-def attach_residual(base: nn.Module, family: Family, config: Any) -> None:
-    """Make the residual's parameters, and let the layers of `base` read and write a stream."""
-    layers = cast(nn.ModuleList, base.get_submodule(family.layers))
-    with torch.device(next(layers[0].parameters()).device):
-        residual = base.residual = config.make_residual().float()
-    _split_inputs(layers, family, residual, config)
-    let_read = make_reading if family.normed else make_taking
-    for layer in layers:
-        for path in family.reads:
-            let_read(layer.get_submodule(path))
-    make_reading(base.get_submodule(family.final_norm))
-    layers[0].register_forward_pre_hook(functools.partial(_start_stream, base), with_kwargs=True)
-    base.register_forward_pre_hook(_note_hidden_states, with_kwargs=True)
-    base.register_forward_hook(_show_hidden_states)
-
-
-def _split_inputs(layers: nn.ModuleList, family: Family, residual: Residual, config: Any) -> None:
-    """Let attentions take inputs for each of their projections, where the residual gives them such."""
-    name = residual.name
-    several = any(isinstance(way, str) for index in range(residual.num_sublayers) for way in residual.ways(index))
-    values = residual.value_residual
-    if several or values is not None:
-        what = f"residual '{name}'" if several else f"value_residual '{cast(ValueResidual, values).kind}'"
-        fused = Fused(config.num_attention_heads, config.shared_heads, family.by_head)
-        split(list(layers), family.projections, fused, what, family.causal_lm)
-    if values is not None and values.replaces and len(family.projections) > 1:
-        for layer in list(layers)[1:]:
-            layer.get_submodule(family.projections[-1]).requires_grad_(False)
-
-
-class DepthMixin(_StartValues):
-    """A causal language model whose hidden state is a depth stream; mixed in front of the family's own class."""
+class Depth(PreTrainedModel):
+    """What base models and heads with a depth stream share; mixed in front of the family's own class."""
 
     family: Family
     plain_class: type[PreTrainedModel]
-    _keep_in_fp32_modules_strict = ["residual"]  # noqa: RUF012
 
-    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
-        _refuse_parallel(self.family, config)
-        super().__init__(config, *args, **kwargs)
-        self.attach_residual()
-        self._scale_branches()
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing: this class did not come with a model, whatever file of a model it was found through."""
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """As the plain class: custom code would have modules without parameters left as they were allocated."""
+        return cls.plain_class.is_custom_code()
 
     @property
     def depth_base(self) -> nn.Module:
@@ -203,6 +188,91 @@ class DepthMixin(_StartValues):
     @property
     def depth_layers(self) -> nn.ModuleList:
         return cast(nn.ModuleList, self.depth_base.get_submodule(self.family.layers))
+
+    def _set_gradient_checkpointing(  # ty: ignore[incompatible-method-override]
+        self, enable: bool = True, gradient_checkpointing_func: Any = None, **kw: Any
+    ) -> None:
+        options = getattr(gradient_checkpointing_func, "keywords", {})
+        if enable and options.get("use_reentrant"):
+            raise UserError(
+                "use_reentrant=True was given: reentrant checkpointing drops gradients of a depth stream's earlier "
+                "sources without a word; pass use_reentrant=False"
+            )
+        if gradient_checkpointing_func is None:
+            super()._set_gradient_checkpointing(enable, **kw)
+        else:
+            super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kw)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        residual = self.depth_base._modules.get("residual")
+        if isinstance(module, ValueResidual):
+            module.init_parameters()
+        elif residual is not None and module in residual.modules():  # which spares what was loaded
+            cast(Residual, residual).init_parameters()
+        else:
+            super()._init_weights(module)
+
+    def attach_residual(self) -> None:
+        """Make the base model one of depth streams, unless it is; see `attach_residual`."""
+        base = self.depth_base
+        if base is not self and isinstance(base, DepthBase):
+            return
+        if base is not self and isinstance(base, PreTrainedModel):
+            cls = model_class(type(base), self.family, type(self.config), DepthBase)
+            # Transformers notes in this constructor what a class records (`output_hidden_states`, say).
+            PreTrainedModel.__init__(object.__new__(cls), self.config)
+            base.__class__ = cls
+        attach_residual(base, self.family, self.config)
+
+
+class DepthBase(Depth):
+    """A base model (without a head) whose hidden state is a depth stream."""
+
+    residual: nn.Module
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        _refuse_parallel(self.family, config)
+        super().__init__(config, *args, **kwargs)
+        self.attach_residual()
+
+
+def attach_residual(base: nn.Module, family: Family, config: Any) -> None:
+    """Make the residual's parameters, and let the layers of `base` read and write a stream."""
+    layers = cast(nn.ModuleList, base.get_submodule(family.layers))
+    with torch.device(next(layers[0].parameters()).device):
+        residual = config.make_residual().to(torch.promote_types(torch.get_default_dtype(), torch.float32))
+    _split_inputs(layers, family, residual, config)
+    attach_stream(base, residual, list(layers), family.reads, family.final_norm, normed=family.normed)
+    base.register_forward_pre_hook(_note_hidden_states, with_kwargs=True)
+    base.register_forward_hook(_show_hidden_states)
+    holder = base.get_submodule(family.layers.rpartition(".")[0])
+    if holder is not base:
+        holder.register_forward_hook(_show_hidden_states)
+
+
+def _split_inputs(layers: nn.ModuleList, family: Family, residual: Residual, config: Any) -> None:
+    """Let attentions take inputs for each of their projections, where the residual gives them such."""
+    name = residual.name
+    several = any(isinstance(way, str) for index in range(residual.num_sublayers) for way in residual.ways(index))
+    values = residual.value_residual
+    if several or values is not None:
+        what = f"residual '{name}'" if several else f"value_residual '{cast(ValueResidual, values).kind}'"
+        fused = Fused(config.layers_config.num_attention_heads, config.shared_heads, family.by_head)
+        split(list(layers), family.projections, fused, what, family.causal_lm)
+    if values is not None and values.replaces and len(family.projections) > 1:
+        for layer in list(layers)[1:]:
+            layer.get_submodule(family.projections[-1]).requires_grad_(False)
+
+
+class DepthMixin(Depth):
+    """A model with a head whose hidden state is a depth stream."""
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        _refuse_parallel(self.family, config)
+        super().__init__(config, *args, **kwargs)
+        self.attach_residual()
+        self._scale_branches()
 
     @property
     def residual(self) -> Residual:
@@ -215,16 +285,6 @@ class DepthMixin(_StartValues):
             super().__setattr__(name, value)
         else:
             setattr(base, name, value)
-
-    def attach_residual(self) -> None:
-        """Make the base model one of depth streams; see `attach_residual`."""
-        base = self.depth_base
-        if base is not self and isinstance(base, PreTrainedModel):
-            cls = _base_class(type(base), self.family, type(self.config))
-            # Transformers notes in this constructor what a class records (`output_hidden_states`, say).
-            PreTrainedModel.__init__(object.__new__(cls), self.config)
-            base.__class__ = cls
-        attach_residual(base, self.family, self.config)
 
     def _scale_branches(self) -> None:
         scale = self.residual.itself().branch_scale()
@@ -244,37 +304,28 @@ class DepthMixin(_StartValues):
                         return
                     (weight[:, weight.shape[1] * 2 // 3 :] if part else weight).mul_(scale)
 
-    def _set_gradient_checkpointing(  # ty: ignore[incompatible-method-override]
-        self, enable: bool = True, gradient_checkpointing_func: Any = None, **kw: Any
-    ) -> None:
-        options = getattr(gradient_checkpointing_func, "keywords", {})
-        if enable and options.get("use_reentrant"):
-            raise UserError(
-                "use_reentrant=True was given: reentrant checkpointing drops gradients of a depth stream's earlier "
-                "sources without a word; pass use_reentrant=False"
-            )
-        if gradient_checkpointing_func is None:
-            super()._set_gradient_checkpointing(enable, **kw)
-        else:
-            super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kw)
+
+_observing = threading.RLock()
 
 
 class _Weights:
-    """Keeps a forward pass's routing weights, and hands on to the observer that was there."""
+    """Keeps the routing weights of this thread's forward pass, and hands on to the observer that was there."""
 
     def __init__(self, before: Observer | None) -> None:
         self.before, self.reads = before, list[Tensor]()
-        self.shape = torch.Size()
+        self.shape, self.thread = torch.Size(), threading.get_ident()
 
     def on_start(self, embedding: Tensor) -> None:
-        self.shape = embedding.shape[:-1]
+        if self.thread == threading.get_ident():
+            self.shape = embedding.shape[:-1]
         if self.before is not None:
             self.before.on_start(embedding)
 
     def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
-        if weights is None:
-            raise UserError("output_routing_weights was asked of a residual that weighs no sources: leave it out")
-        self.reads.append(weights.detach().view(*self.shape, -1))
+        if self.thread == threading.get_ident():
+            if weights is None:
+                raise UserError("output_routing_weights was asked of a residual that weighs no sources: leave it out")
+            self.reads.append(weights.detach().view(*self.shape, -1))
         if self.before is not None:
             self.before.on_read(index, h, weights, values)
 
@@ -291,12 +342,13 @@ def _routing_forward(base_forward: Callable) -> Callable:
         if not output_routing_weights:
             return base_forward(self, *args, **kwargs)
         residual = self.residual("itself")
-        weights = _Weights(residual.observer)
-        residual.observer = weights
-        try:
-            output = base_forward(self, *args, **{**kwargs, "return_dict": True})
-        finally:
-            residual.observer = weights.before
+        with _observing:  # the residual has one observer: those of several threads take turns
+            weights = _Weights(residual.observer)
+            residual.observer = weights
+            try:
+                output = base_forward(self, *args, **{**kwargs, "return_dict": True})
+            finally:
+                residual.observer = weights.before
         output["routing_weights"] = tuple(weights.reads)
         return output.to_tuple() if kwargs.get("return_dict") is False else output
 
@@ -309,26 +361,44 @@ def _routing_forward(base_forward: Callable) -> Callable:
 
 
 @functools.cache
-def _base_class(plain: Any, family: Family, config: type) -> type[PreTrainedModel]:
-    """Return the depth base class of a family's plain base model, importable from here by name as pickling expects."""
-    cls = type(
-        f"AttnRes{plain.__name__}",
-        (DepthBase, plain),
-        {
-            "__module__": __name__,
-            "__doc__": f"{plain.__name__} whose sublayers read and write a depth stream.",
-            "_auto_class": None,
-            "config_class": config,
-            "__annotations__": {"config": config},
-            "family": family,
-        },
-    )
+def model_class(plain: Any, family: Family, config: type, kind: type[Depth]) -> type[Depth]:
+    """Return the subclass of a plain model class that is a `DepthBase` or a `DepthMixin`; pickling finds it here by its
+    name."""
+    fields = {
+        "__module__": __name__,
+        "__doc__": f"{plain.__name__} whose sublayers read and write a depth stream.",
+        "_auto_class": None,
+        "config_class": config,
+        "__annotations__": {"config": config},
+        "family": family,
+        "plain_class": plain,
+        "_keep_in_fp32_modules_strict": [*(plain._keep_in_fp32_modules_strict or ()), "residual"],
+    }
+    if kind is DepthMixin:
+        fields["forward"] = _routing_forward(plain.forward)
+    cls = type(f"AttnRes{plain.__name__}", (kind, plain), fields)
     globals()[cls.__name__] = cls
     return cls
 
 
+def _plain_classes(config: type) -> Iterator[tuple[Any, type[PreTrainedModel]]]:
+    """Yield the Auto classes that know a plain config, with the model class that each has for it."""
+    for auto in AUTOS:
+        plain = auto._model_mapping.get(config, None)
+        plain = plain[0] if isinstance(plain, tuple) else plain
+        if isinstance(plain, type) and issubclass(plain, PreTrainedModel) and issubclass(config, plain.config_class):
+            yield auto, plain
+
+
+def auto_classes(config: type) -> dict[str, str]:
+    """Return the name of the class that each Auto class has for a config with a residual."""
+    classes = {auto.__name__: auto._model_mapping.get(config, None) for auto in AUTOS}
+    return {"AutoConfig": config.__name__} | {auto: cls.__name__ for auto, cls in classes.items() if cls is not None}
+
+
 def register(key: str, family: Family, base_config: type, base_model: Any) -> tuple[type, type]:
-    """Make a family's config and model class: `attnres_{key}` to the Auto classes, `key` in `CLASSES`."""
+    """Make a family's config, base model and heads: `attnres_{key}` to the Auto classes, `key` in `CLASSES`, which has
+    the config and the class for `base_model`."""
     config = type(
         f"AttnRes{base_config.__name__}",
         (ResidualConfigMixin, base_config),
@@ -336,33 +406,22 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
             "__module__": __name__,
             "__doc__": f"{base_config.__name__} with a residual: `residual`, `residual_settings`.",
             "__annotations__": {"residual": str, "residual_settings": dict | None, "residual_file": str | None},
-            "_auto_class": None,  # of code that came with a model; this class did not
+            "_auto_class": None,
             "model_type": f"attnres_{key}",
             "residual": "block",
             "residual_settings": None,
             "residual_file": None,
-            "sublayers": family.sublayers,
-        },
-    )
-    model = type(
-        f"AttnRes{base_model.__name__}",
-        (DepthMixin, base_model),
-        {
-            "__module__": __name__,
-            "__doc__": f"{base_model.__name__} whose sublayers read and write a depth stream.",
-            "_auto_class": None,
-            "config_class": config,
-            "__annotations__": {"config": config},
             "family": family,
-            "plain_class": base_model,
-            "forward": _routing_forward(base_model.forward),
         },
     )
     AutoConfig.register(f"attnres_{key}", config)
-    AutoModelForCausalLM.register(config, model)
-    plain_base = cast(Any, MODEL_MAPPING).get(base_config, None)
-    if isinstance(plain_base, type):
-        AutoModel.register(config, _base_class(plain_base, family, config))
+    plain_classes = dict(_plain_classes(base_config))
+    if base_model not in plain_classes.values():  # code that comes with a model, a part of another
+        plain_classes = {AutoModelForCausalLM if hasattr(base_model, "generate") else AutoModel: base_model}
+    for auto, plain in plain_classes.items():
+        auto.register(config, model_class(plain, family, config, DepthBase if auto is AutoModel else DepthMixin))
+    is_base = plain_classes.get(AutoModel) is base_model
+    model = model_class(base_model, family, config, DepthBase if is_base else DepthMixin)
     # Checkpoints whose names or layout Transformers changes while loading (experts, say) are found by type of model.
     mapping = get_checkpoint_conversion_mapping(base_model.__name__)
     mapping = mapping or get_checkpoint_conversion_mapping(getattr(base_config, "model_type", ""))
@@ -374,7 +433,7 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
     if tokenizer is not None:
         TOKENIZER_MAPPING_NAMES[f"attnres_{key}"] = tokenizer
     # Importable by name, as pickling and `from attnres.models.classes import AttnResQwen3Config` expect.
-    globals()[config.__name__], globals()[model.__name__] = config, model
+    globals()[config.__name__] = config
     CLASSES[key] = config, model
     return config, model
 
@@ -385,9 +444,12 @@ for _key, _family in FAMILIES.items():
         register(_key, _family, getattr(transformers, _family.config), getattr(transformers, _family.causal_lm))
 
 
-def register_stored(config: Mapping[str, Any], folder: Path, *, trust_remote_code: bool = False) -> None:
+def register_stored(config: Mapping[str, Any], folder: Path, *, trust_remote_code: bool = False) -> dict[str, type]:
     """Make what a stored model needs beyond this package, from what its config.json says: the classes of a family that
     was probed, and the mechanism of a user's own file, where code is trusted.
+
+    Returns:
+        Its classes by name, config, base model and heads.
 
     Raises:
         UserError: the config does not say, names classes that are not there, or needs code that was not trusted.
@@ -397,9 +459,14 @@ def register_stored(config: Mapping[str, Any], folder: Path, *, trust_remote_cod
         residual_class(str(file))
     key = str(config.get("model_type", "")).removeprefix("attnres_")
     stored = config.get("residual_family")
-    if key in CLASSES or not isinstance(stored, Mapping):
-        return
-    stored = dict(stored)
+    if key not in CLASSES and isinstance(stored, Mapping):
+        _register_probed(key, dict(stored), folder, trust_remote_code=trust_remote_code)
+    if key not in CLASSES:
+        return {}
+    return {name: globals()[name] for name in auto_classes(CLASSES[key][0]).values()}
+
+
+def _register_probed(key: str, stored: dict[str, Any], folder: Path, *, trust_remote_code: bool) -> None:
     remote = stored.pop("remote", None)
     if remote and not trust_remote_code:
         raise UserError(

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 
 from attnres.errors import UserError, foreign, unknown
 from attnres.folders import refuse_other
-from attnres.models.classes import CLASSES, DepthMixin, register
-from attnres.models.exactness import compare_logits, fixed_tokens, logits
+from attnres.models.classes import CLASSES, Depth, DepthBase, DepthMixin, model_class, register
+from attnres.models.exactness import compare_logits, fixed_inputs, logits
 from attnres.models.export import write_model
-from attnres.models.families import FAMILIES, Family
+from attnres.models.families import FAMILIES, Family, layer_count
 from attnres.models.foreign import formats_of
 from attnres.models.open import DTYPES, Checkpoint, open_checkpoint
 from attnres.models.probe import probe
@@ -134,12 +134,14 @@ def convert(
     >>> print(convert("Qwen/Qwen3-0.6B", "full", out="models/full"))    # doctest: +SKIP
 
     Args:
-        source: a Transformers causal language model in memory, whose weights the converted one shares (training one
-            trains both; `source` itself stays as it is); or a folder, or a name on the hub.
+        source: a Transformers model in memory (a language model, an encoder, a vision or audio model, with any head or
+            none), whose weights the converted one shares (training one trains both; `source` itself stays as it is); or
+            a folder, or a name on the hub.
         residual: a mechanism's name, or FILE.py:CLASS; `settings` are its settings (`num_blocks`, `block_size`,
             ...). `read_scale` is "sum" unless given: the mean is exact only up to the norms' eps.
         out: a folder to write, new or empty: sharded safetensors, config, tokenizer and generation settings of the
-            source, and the report as conversion.json. It is there whole or not at all.
+            source, the report as conversion.json and a model card. What was written is loaded and compared before the
+            folder is there, whole or not at all.
         dtype: bf16, fp16, fp32 or fp64 weights, for a source on disk; None keeps the source's. Queries and gains are
             fp32.
         trust_remote_code: run code that comes with the source. Never unasked.
@@ -208,7 +210,7 @@ def _check_room(source: Checkpoint, out: Path, dtype: str | None) -> None:
 
 def _write(new: DepthMixin, out: Path, folder: Mapping[str, Path]) -> Conversion:
     report: Conversion = replace(cast(Any, new.conversion), out=str(out))
-    write_model(new, out, folder, report.to_dict())
+    write_model(new, out, folder, report.to_dict(), report.source)
     return report
 
 
@@ -223,20 +225,22 @@ def _convert(
 ) -> DepthMixin:
     _check_convertible(model)
     key, probed = _family_key(model)
-    config_class, model_class = CLASSES[key]
-    family: Family = model_class.family
+    config_class, main = CLASSES[key]
+    family: Family = main.family
     if not family.normed and settings.get("read_scale") == "mean":
         raise UserError(
             f"read_scale 'mean' was given, and in {family.causal_lm} attention and MLP take the stream with no norm "
             "before them, so that its scale counts: leave read_scale at 'sum'"
         )
-    config = model.config
+    sizes = model.config.get_text_config(decoder=True)
     with torch.device("meta"):
-        make_residual(residual, 2 * config.num_hidden_layers, config.hidden_size, **settings)
+        sublayers = len(family.sublayers) * cast(int, layer_count(model.config))
+        make_residual(residual, sublayers, sizes.hidden_size, **settings)
     # A copy of every module around the same tensors, which then becomes an instance of the family's own subclass.
     tensors = [*model.parameters(), *model.buffers()]
     new: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    new.__class__ = model_class
+    is_base = getattr(model, model.base_model_prefix, model) is model
+    new.__class__ = model_class(type(model), family, config_class, DepthBase if is_base else DepthMixin)
     new.config.__class__ = config_class
     new.config.residual, new.config.residual_settings = residual, dict(settings)
     new.config.residual_file = source_file(residual)
@@ -277,8 +281,8 @@ def _report(model: PreTrainedModel, new: DepthMixin, source: str, probed: bool, 
     dtype = str(model.dtype).removeprefix("torch.")
     change = difference.largest
     if dtype != difference.arithmetic:
-        tokens = fixed_tokens(model)
-        change = (logits(model, tokens).float() - logits(new, tokens).float()).abs().max().item()
+        inputs = fixed_inputs(model)
+        change = (logits(model, inputs).float() - logits(new, inputs).float()).abs().max().item()
     return Conversion(
         source=source,
         out=None,
@@ -315,14 +319,10 @@ def _name_of(model: Any) -> str:
 
 def _check_convertible(model: Any) -> None:
     if not isinstance(model, PreTrainedModel):
-        raise UserError(f"a {type(model).__name__} was given: expected a Transformers causal language model")
+        raise UserError(f"a {type(model).__name__} was given: expected a Transformers model")
     name, config = type(model).__name__, model.config
-    if isinstance(model, DepthMixin):
+    if isinstance(model, Depth):
         raise UserError(f"{name} has depth reads already (residual '{config.residual}'): convert the plain model")
-    if model.get_output_embeddings() is None:
-        raise UserError(f"{name} has no language-model head: expected a ...ForCausalLM")
-    if config.get_text_config() is not config:
-        raise UserError(f"{name} holds more than a decoder of text: convert its text model alone")
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{name} has quantised weights: load it dequantised, for example with dtype='bf16'")
     devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}
@@ -350,15 +350,14 @@ def _family_key(model: PreTrainedModel) -> tuple[str, bool]:
 
     Every model is probed: a listed family whose layers do something else in this configuration is refused too.
     """
-    probed, base = probe(model), type(model)
-    for key, (_, model_class) in CLASSES.items():
-        family = model_class.family
-        if model_class.plain_class is base and _places(family) == _places(probed):
+    probed, plain = probe(model), type(model)
+    for key, (config, main) in CLASSES.items():
+        if type(model.config) in config.__bases__ and _places(main.family) == _places(probed):
             return key, key not in FAMILIES
     key = model.config.model_type
     if key in CLASSES or not key:
-        key = f"{key}_{base.__name__}".lower()
-    register(key, probed, type(model.config), base)
+        key = f"{key}_{plain.__name__}".lower()
+    register(key, probed, type(model.config), plain)
     return key, True
 
 

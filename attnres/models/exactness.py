@@ -1,9 +1,11 @@
-"""Whether two models compute the same logits, measured.
+"""Whether two models compute the same, measured: logits, or what a base model puts out.
 
 Models in 16 bits are compared in fp32 arithmetic on their own weights: in 16 bits rounding alone moves logits by a
 percent, and would hide a real difference of that size.
 """
 
+import inspect
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -78,35 +80,76 @@ class Arithmetic(TorchDispatchMode):
         return self.dtype if isinstance(value, torch.dtype) and value in self.lower else value
 
 
-def fixed_tokens(model: PreTrainedModel) -> Tensor:
+def fixed_tokens(model: PreTrainedModel, tokens: int = _TOKENS, rows: int = _ROWS) -> Tensor:
     """The same ids (2, at most 32) for every model of one vocabulary."""
     table: Any = model.get_input_embeddings().weight
-    longest = getattr(model.config, "max_position_embeddings", None) or _TOKENS
+    text: Any = model.config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or tokens
     generator = torch.Generator().manual_seed(0)
-    shape = (_ROWS, min(_TOKENS, longest))
+    shape = (rows, min(tokens, longest))
     return torch.randint(0, table.shape[0], shape, generator=generator).to(table.device)
 
 
+def fixed_inputs(model: PreTrainedModel, tokens: int = _TOKENS) -> dict[str, Tensor]:
+    """The same arguments for every model of one configuration: ids, or noise as pictures or as sound; and the decoder's
+    ids where there are an encoder and a decoder."""
+    config: Any = model.config
+    name, first = model.main_input_name, next(model.parameters())
+    generator = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(first)
+
+    rows = 1 if "Classification" in type(model).__name__ else _ROWS  # some take no batch without a padding id
+    if name == "pixel_values":
+        size = config.image_size
+        height, width = size if isinstance(size, list | tuple) else (size, size)
+        inputs = {name: noise(_ROWS, config.num_channels, height, width)}
+    elif name == "input_features" and hasattr(config, "max_source_positions"):
+        inputs = {name: noise(1, config.num_mel_bins, 2 * config.max_source_positions)}
+    elif name == "input_values":
+        inputs = {name: noise(1, 4000)}
+    else:
+        inputs = {name: fixed_tokens(model, tokens, rows)}
+    if config.is_encoder_decoder:
+        ids = torch.randint(0, config.vocab_size, (len(inputs[name]), min(tokens, 8)), generator=generator)
+        inputs["decoder_input_ids"] = ids.to(first.device)
+    return inputs
+
+
 def compare_logits(one: PreTrainedModel, other: PreTrainedModel, arithmetic: torch.dtype | None = None) -> Difference:
-    """Compare the logits of two models in evaluation mode on `fixed_tokens`.
+    """Compare the logits of two models, or what they put out instead, in evaluation mode on `fixed_inputs`.
 
     Args:
         arithmetic: what to compute in, whatever the weights' dtype; by default fp64 for fp64 weights, else fp32.
     """
     dtype = arithmetic or (torch.float64 if one.dtype is torch.float64 else torch.float32)
-    tokens = fixed_tokens(one)
-    expected, actual = logits(one, tokens, dtype), logits(other, tokens, dtype)
+    inputs = fixed_inputs(one)
+    expected, actual = logits(one, inputs, dtype), logits(other, inputs, dtype)
     scale = expected.abs().max().item()
     actual.sub_(expected)
     largest = actual.abs_().max().item()
     name = str(dtype).removeprefix("torch.")
-    return Difference(largest, scale, largest / scale if scale else largest, BOUNDS[dtype], name, tokens.numel())
+    return Difference(
+        largest, scale, largest / scale if scale else largest, BOUNDS[dtype], name, expected[..., 0].numel()
+    )
 
 
-def logits(model: PreTrainedModel, tokens: Tensor, arithmetic: torch.dtype | None = None) -> Tensor:
-    """Logits (rows, tokens, vocabulary) in evaluation mode, without a cache; in the model's own dtypes by default."""
+def logits(
+    model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor], arithmetic: torch.dtype | None = None
+) -> Tensor:
+    """Logits (rows, tokens, vocabulary), or what a model without them puts out first, in evaluation mode and without a
+    cache; in the model's own dtypes by default. `inputs` are ids or named arguments."""
+    arguments: dict[str, Any] = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        arguments["use_cache"] = False
     with evaluating(model), torch.no_grad():
         if arithmetic is None:
-            return model(input_ids=tokens, use_cache=False).logits
+            return _main(model(**arguments))
         with Arithmetic(arithmetic):
-            return model(input_ids=tokens, use_cache=False).logits
+            return _main(model(**arguments))
+
+
+def _main(output: Any) -> Tensor:
+    named = getattr(output, "logits", None)
+    return output[0] if named is None else named

@@ -5,14 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from transformers import GenerationConfig
 
 from attnres.errors import UserError, unknown
-from attnres.files import replaced_folder, write_json
+from attnres.files import replaced_folder, write_json, write_text
 from attnres.folders import refuse_other
+from attnres.models.card import model_card
 from attnres.models.classes import DepthMixin
+from attnres.models.exactness import BOUNDS, fixed_inputs, logits
 from attnres.models.foreign import WRITTEN, formats_of
 from attnres.models.foreign.format import WrittenFormat, cannot
 from attnres.models.foreign.weights import foreign_state
@@ -55,25 +58,46 @@ def export_model(model: DepthMixin | str | Path, out: str | Path, to: str | None
     if not isinstance(model, DepthMixin):
         raise UserError(f"a {name} was given: expected a model of attnres")
     if to is None:
-        write_model(model, out, extra_files)
+        write_model(model, out, extra_files, source=name)
     else:
         _write_foreign(model, Path(out), WRITTEN[to], extra_files)
     return "\n".join([f"{name} -> {out}{f' ({to})' if to else ''}", *_description(model)])
 
 
-def write_model(model: DepthMixin, out: str | Path, extra_files: Mapping[str, Path], report: Any = None) -> None:
-    """Write a folder in our layout, whole or not at all, with copies of `extra_files` (by name).
+def write_model(
+    model: Any, out: str | Path, extra_files: Mapping[str, Path], report: Any = None, source: str | None = None
+) -> None:
+    """Write a folder in our layout, whole or not at all, with copies of `extra_files` (by name) and a model card.
 
     Args:
-        report: what conversion.json will hold, where it is given.
+        report: what conversion.json will hold, where it is given. source: the model that it was made from.
+
+    Raises:
+        UserError: what was written is another function than `model` when it is loaded.
     """
     if "generation_config.json" in extra_files:  # copied as it is; Transformers refuses to write some that it reads
         model.generation_config = GenerationConfig()
     with replaced_folder(out) as folder, quiet_transformers():
         model.save_pretrained(folder, max_shard_size=SHARD)
+        _check_written(model, folder)
         _copy(extra_files, folder)
+        write_text(folder / "README.md", model_card(model, source, report))
         if report is not None:
             write_json(folder / "conversion.json", report)
+
+
+def _check_written(model: Any, folder: Path) -> None:
+    """Load what was written and compare what it computes."""
+    again, info = type(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
+    inputs = fixed_inputs(model)
+    expected, actual = logits(model, inputs).float(), logits(again.to(model.device), inputs).float()
+    largest = (actual - expected).abs().max().item()
+    if info["missing_keys"] or not largest <= BOUNDS[torch.float32] * expected.abs().max().item():
+        missing = f", and lacks {', '.join(sorted(info['missing_keys']))}" if info["missing_keys"] else ""
+        raise UserError(
+            f"{type(model).__name__} computes something else when it is loaded again (outputs differ by {largest:.2g}"
+            f"{missing}): nothing was written; please report it with the name of the model"
+        )
 
 
 def _write_foreign(model: DepthMixin, out: Path, kind: WrittenFormat, extra_files: Mapping[str, Path]) -> None:

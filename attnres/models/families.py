@@ -4,7 +4,7 @@ A family that is not here is looked at when it is converted (`probe.py`).
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 CHECKED_WITH = "5.23.0"
 """The version of Transformers that the table was checked with: every family has a test with a small random model."""
@@ -15,7 +15,8 @@ class Family:
     """Where a decoder keeps its parts.
 
     Attributes:
-        config, causal_lm: names of the family's classes in `transformers`.
+        config, causal_lm: names of the family's classes in `transformers`: its config and its language model, or the
+            class with which it was probed.
         layers, final_norm: paths in the base model.
         reads: paths in a layer, in the order of the calls: what is called on the stream, attention's then the MLP's.
         normed: whether those are norms. A norm removes the scale of a read. Where the attention and the MLP take the
@@ -33,7 +34,7 @@ class Family:
     config: str
     causal_lm: str
     layers: str = "layers"
-    reads: tuple[str, str] = ("input_layernorm", "post_attention_layernorm")
+    reads: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     final_norm: str = "norm"
     normed: bool = True
     parallel: str | None = None
@@ -48,6 +49,14 @@ class Family:
         "mlp.down_proj",
     )
     positions: str = "max_position_embeddings"
+
+
+def layer_count(config: Any) -> int | None:
+    """Return how many layers the text's decoder of a model has, or the only stack there is; None where no config says
+    it."""
+    if config.is_encoder_decoder and hasattr(config, "num_decoder_layers"):
+        return config.num_decoder_layers
+    return getattr(config.get_text_config(decoder=True), "num_hidden_layers", None)
 
 
 def _named(name: str, **other) -> Family:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -29,6 +30,7 @@ from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 from attnres.data.tokenizer import TOKENIZER_FILES, holds_tokenizer
 from attnres.errors import UserError, foreign, unknown
 from attnres.hub import fetch, is_hub_name
+from attnres.models import classes
 from attnres.models.classes import register_stored
 from attnres.models.foreign import formats_of
 from attnres.models.foreign.weights import assemble, foreign_config
@@ -289,15 +291,16 @@ class Checkpoint:
             if self.kind == "foreign":
                 self.check_weights()
                 return assemble(self.name, self.fields, config, self.weight_files, dtype), []
-            with foreign(f"{self.name} cannot be loaded", "is it a causal language model, and whole?"):
-                loaded: Any = AutoModelForCausalLM.from_pretrained(
+            named = None if self.code else _named_class(config)
+            options |= {} if named else {"trust_remote_code": bool(self.code)}
+            with foreign(f"{self.name} cannot be loaded", "is it a model of Transformers, and whole?"):
+                loaded: Any = (named or AutoModelForCausalLM).from_pretrained(
                     self.folder,
                     config=config,
                     dtype=dtype,
                     use_safetensors=True,
                     output_loading_info=True,
                     ignore_mismatched_sizes=True,  # said below, by name
-                    trust_remote_code=bool(self.code),
                     **options,
                 )
         model, info = loaded
@@ -382,6 +385,13 @@ def _length(value: Any, name: str) -> int:
     if type(value) not in (int, float) or not 1 <= value < 2**62:
         raise UserError(f"the model's {name} is {value!r}: expected a number of tokens, 1 or more")
     return int(value)
+
+
+def _named_class(config: Any) -> Any:
+    """The class of ours or of Transformers that a config names, whatever its head; None where it names none."""
+    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    cls = getattr(classes, name, None) or getattr(transformers, name, None)
+    return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
 
 
 def _text_config(config: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Where a decoder that nobody listed reads and writes its stream, found by watching one forward pass.
+"""Where a Transformer that nobody listed reads and writes its stream, found by watching one forward pass.
 
 The first layer is given a stand-in for its hidden state that notes which module is called on it and when something is
-added to it, and refuses everything else. A decoder whose layers read, write, read and write, and whose final norm reads
-last, has depth reads; any other is refused with what it does instead.
+added to it, and refuses everything else. One whose layers read, write, read and write, and whose final norm reads last,
+has depth reads; any other is refused with what it does instead. Reads are norms first of all, wherever in a layer they
+stand; where that does not fit, whatever is called on the stream.
 """
 
 from collections.abc import Callable
@@ -13,13 +14,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from attnres.errors import UserError
+from attnres.errors import UserError, first_line
 from attnres.forward import evaluating
-from attnres.models.families import Family
+from attnres.models.exactness import fixed_inputs, logits
+from attnres.models.families import Family, layer_count
 from attnres.models.stream import is_addition
 from attnres.text import listed
 
-_PATTERN = ["read", "write", "read", "write"]
+_KINDS = {2: ("attention", "mlp"), 3: ("attention", "cross_attention", "mlp")}
+"""What the sublayers of a layer are, by their number."""
+_PATTERN = "read, write, read, write"
 _OUTSIDE = -1
 
 
@@ -57,7 +61,7 @@ class _Watched:
 
 
 def probe(model: PreTrainedModel) -> Family:
-    """The family of this model, by one forward pass over four tokens without gradients.
+    """The family of this model, by a forward pass over four tokens (or a picture, or a sound) without gradients.
 
     Raises:
         UserError: it does not follow the pattern, with the reason.
@@ -66,14 +70,19 @@ def probe(model: PreTrainedModel) -> Family:
     base: nn.Module = getattr(model, model.base_model_prefix, model)
     try:
         path, layers = _find_layers(base, model.config)
-        events, normed = _watch(model, base, layers)
-        reads = _reads(events, len(layers))
+        try:
+            events, normed = _watch(model, base, layers, norms_alone=True)
+            reads = _reads(events, len(layers))
+        except _NoFitError:
+            events, normed = _watch(model, base, layers, norms_alone=False)
+            reads = _reads(events, len(layers))
         final = [place for kind, index, place in events if index == _OUTSIDE and kind == "read"]
         if len(final) != 1 or not normed[_OUTSIDE, final[0]]:
             raise _NoFitError("has no final norm that reads the stream after the last layer")
     except _NoFitError as reason:
         raise UserError(f"{name} cannot have depth reads: it {reason}") from None
     return Family(
+        sublayers=_KINDS[len(reads)],
         config=type(model.config).__name__,
         causal_lm=name,
         layers=path,
@@ -84,20 +93,25 @@ def probe(model: PreTrainedModel) -> Family:
     )
 
 
-def _find_layers(base: nn.Module, config: Any) -> tuple[str, nn.ModuleList]:
-    count = getattr(config, "num_hidden_layers", None)
-    if getattr(config, "is_encoder_decoder", False):
-        raise _NoFitError("is an encoder with a decoder")
-    lists = [(path, m) for path, m in base.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
-    if not lists:
+def _find_layers(base: Any, config: Any) -> tuple[str, nn.ModuleList]:
+    """Path and layers of the text's decoder, or of all there is."""
+    count = layer_count(config)
+    inside, prefix = base, ""
+    if config.is_encoder_decoder or config.get_text_config() is not config:
+        inside = base.get_decoder()
+        prefix = next((path for path, module in base.named_modules() if module is inside and path), "")
+    named = [(path, m) for path, m in inside.named_modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    if not named:
         raise _NoFitError(f"has no list of {count} layers")
-    return max(lists, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))
+    path, layers = max(named, key=lambda pair: sum(p.numel() for p in pair[1].parameters()))
+    return f"{prefix}.{path}" if prefix else path, layers
 
 
 def _watch(
-    model: PreTrainedModel, base: nn.Module, layers: nn.ModuleList
+    model: PreTrainedModel, base: nn.Module, layers: nn.ModuleList, *, norms_alone: bool
 ) -> tuple[list[tuple[str, int, str]], dict[tuple[int, str], bool]]:
-    """(kind, layer, path) of each read and write, and of each read whether a norm makes it."""
+    """(kind, layer, path) of each read and write, and of each read whether a norm makes it; with `norms_alone` other
+    modules that are called on the stream pass it on to what is inside of them."""
     events: list[tuple[str, int, str]] = []
     normed: dict[tuple[int, str], bool] = {}
     now = _OUTSIDE
@@ -133,9 +147,11 @@ def _watch(
             state = args[0] if args else kwargs.get("hidden_states")
             if not isinstance(state, _Watched):
                 return None
+            is_norm = len(args) + len(kwargs) == 1 and _removes_scale(module, state.value)
+            if norms_alone and not is_norm:
+                return None
             note("read", place)
-            alone = len(args) + len(kwargs) == 1
-            normed[now, place] = alone and _removes_scale(module, state.value)
+            normed[now, place] = is_norm
             return _replaced(args, kwargs, state.value)
 
         return hook
@@ -162,14 +178,12 @@ def _watch(
             if id(module) not in inside | above:
                 hook(module.register_forward_pre_hook(read(path), with_kwargs=True))
         hook(base.register_forward_hook(end))
-        device: Any = model.get_input_embeddings().weight.device
         try:
-            with torch.no_grad():
-                model(input_ids=torch.arange(1, 5, device=device).unsqueeze(0), use_cache=False)
+            logits(model, fixed_inputs(model, 4))
         except _NoFitError:
             raise
         except Exception as error:  # whatever its code does with what is no tensor
-            raise _NoFitError(f"does not work on four tokens while watched ({error})") from error
+            raise _NoFitError(f"does something else with its hidden state ({first_line(error)})") from error
     return events, normed
 
 
@@ -187,20 +201,20 @@ def _removes_scale(module: nn.Module, like: Tensor) -> bool:
     return isinstance(small, Tensor) and small.shape == x.shape and torch.allclose(small, large, rtol=1e-2, atol=1e-4)
 
 
-def _reads(events: list[tuple[str, int, str]], count: int) -> tuple[str, str]:
-    """The two reads that all layers share."""
+def _reads(events: list[tuple[str, int, str]], count: int) -> tuple[str, ...]:
+    """The reads that all layers share."""
     paths = set()
     for index in range(count):
         kinds = [kind for kind, at, _ in events if at == index]
         if kinds.count("read") != kinds.count("write") or len(kinds) == 2:
             raise _NoFitError(
                 f"has layers that {', '.join(kinds) or 'do nothing'}: attention and MLP read one stream side by side "
-                f"(parallel residual) or a layer has one sublayer, where {', '.join(_PATTERN)} is needed"
+                f"(parallel residual) or a layer has one sublayer, where {_PATTERN} is needed"
             )
-        if kinds != _PATTERN:
-            raise _NoFitError(f"has layers that {', '.join(kinds)}: {', '.join(_PATTERN)} is needed")
+        if kinds != ["read", "write"] * (len(kinds) // 2) or len(kinds) // 2 not in _KINDS:
+            raise _NoFitError(f"has layers that {', '.join(kinds)}: {_PATTERN} is needed, two or three times in turn")
         paths.add(tuple(place for kind, at, place in events if at == index and kind == "read"))
     if len(paths) != 1:
         names = listed(sorted("/".join(places) for places in paths))
         raise _NoFitError(f"has layers of several kinds, which read at {names}")
-    return paths.pop()  # ty: ignore[invalid-explicit-return]
+    return paths.pop()

@@ -4,6 +4,7 @@ A pre-norm layer's own code already says the two verbs, so no layer is copied or
 becomes a `Stream`, each pre-norm reads when it is given one, and the residual additions write.
 """
 
+import dataclasses
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from attnres.residuals.program import take_bank
 _ADDITIONS = frozenset(
     {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch._C.TensorBase.__add__}
 )
+
+
 _UNREAD = "sublayer {} wrote before it read: is each of its pre-norms named in its family?"
 
 hidden_states_wanted: ContextVar[bool] = ContextVar("hidden_states_wanted", default=False)
@@ -36,14 +39,24 @@ def is_addition(func: Callable) -> bool:
     return func in _ADDITIONS
 
 
+_OF_ALL = frozenset({"is_nested", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_floating_point", "layout", "numel"})
+"""What tensors say of themselves that is the same for every vector of a stream."""
+_CHANGES = "a depth stream is several vectors, and nothing changes them in place: return `output + change`"
+
+
 @dataclass(eq=False)
 class Stream:
     """One forward pass of a network's depth, before sublayer `index`; never changed in place.
 
     `stream + output` is the stream after that sublayer. What a read hands to its write is kept on the object between
-    the two, and dropped by the write. A dataclass, because that is where DDP and FSDP2 look for a layer's tensors.
+    the two. The last output is written when it is first read: what is added to a stream between two sublayers, as hooks
+    on layers do, is added to that output. Asked for anything else that tensors have, it answers as the running sum, one
+    vector a token, which is what a plain model's hidden state would be. A dataclass: there DDP and FSDP2 look for a
+    layer's tensors.
 
     Attributes:
+        state: before the last write; None where `output` is the embedding.
+        output: what has still to be written, as that of sublayer `index - 1`; None where nothing has.
         values: the first layer's, where later layers' take something from them.
     """
 
@@ -51,17 +64,20 @@ class Stream:
     state: Any
     index: int
     like: Tensor
+    output: Tensor | None = None
     values: Tensor | None = None
 
-    _after_read = None  # no field: `dataclasses.replace` starts it anew
+    _after_read = None  # no fields: `dataclasses.replace` starts them anew
     _inputs = None
+    inside = False
+    """A sublayer of the layer that is at work has written: what writes next has to read first."""
 
     @classmethod
-    def start(cls, residual: nn.Module, embedding: Tensor) -> "Stream":
+    def start(cls, residual: nn.Module, embedding: Tensor, *, hooked: bool = False) -> "Stream":
         """Begin a forward pass. `residual` is a `Residual`, or what wraps one: it is called for every verb, so that the
-        wrapper's parameters and hooks are those that count."""
+        wrapper's parameters and hooks are those that count. `hooked`: streams between layers are looked at."""
         if not torch.compiler.is_compiling() and isinstance(residual, Residual) and not hidden_states_wanted.get():
-            bank = take_bank(residual, embedding)
+            bank = None if hooked else take_bank(residual, embedding)
             if bank is not None:
                 return BankStream(residual, bank, 0)
         return cls.plain(residual, embedding)
@@ -69,19 +85,30 @@ class Stream:
     @classmethod
     def plain(cls, residual: nn.Module, embedding: Tensor) -> "Stream":
         """Begin a forward pass whose state can be taken out anywhere, with gradients or without."""
-        inner: Residual = residual("itself")
-        for watcher in (inner.observer, inner.editor):
-            if watcher is not None:
-                watcher.on_start(embedding)
-        return cls(residual, residual("start", embedding), 0, embedding.detach())
+        return cls(residual, None, 0, embedding.detach(), embedding)
+
+    def written(self) -> Any:
+        """The state with the last output in it. Not kept: checkpointing makes a layer's read of it again."""
+        if self.output is None:
+            return self.state
+        if self.state is None:
+            return self.residual("start", self.output)
+        return self.residual("write", self.state, self.index - 1, self.output)
 
     def read(self, norm: nn.Module | None) -> Tensor | Inputs:
         """The input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
         spec = as_it_is if norm is None else describe_norm(norm, self.like)
         inner = self.residual if isinstance(self.residual, Residual) else self.residual("itself")
+        for watcher in (inner.observer, inner.editor):
+            if watcher is None or self.output is None:
+                continue
+            if self.state is None:
+                watcher.on_start(self.output)
+            else:
+                watcher.on_write(self.index - 1, self.output)
         if self.index == inner.num_sublayers:
-            return self.residual("finish", self.state, spec)
-        x, self._after_read = self.residual("read", self.state, self.index, spec)
+            return self.residual("finish", self.written(), spec)
+        x, self._after_read = self.residual("read", self.written(), self.index, spec)
         if inner.value_residual is not None:
             return self._with_values(x, inner)
         return Inputs.of(x) if isinstance(x, Ways) else x
@@ -97,38 +124,89 @@ class Stream:
             return self._inputs
         return Inputs.of(x) if isinstance(x, Ways) else x
 
-    def __add__(self, output: Tensor) -> "Stream":
+    def finish(self, norm: nn.Module) -> Tensor | Inputs:
+        """The normed input of the head.
+
+        Raises:
+            TypeError: not every sublayer has read and written.
+        """
+        count = self.residual("itself").num_sublayers
+        if self.index != count:
+            raise TypeError(
+                f"{self.index} of {count} sublayers have read the stream and written to it: is each of its pre-norms "
+                "named in its family?"
+            )
+        return self.read(norm)
+
+    def __add__(self, output: Any) -> Any:
+        if isinstance(output, Stream):
+            return self.hidden_state() + output.hidden_state()
         state, self._after_read = self._after_read, None
-        inputs, self._inputs = self._inputs, None
-        if state is None:
+        if state is None and (self.inside or self.output is None):
             raise TypeError(_UNREAD.format(self.index))
-        inner = self.residual if isinstance(self.residual, Residual) else self.residual("itself")
-        for watcher in (inner.observer, inner.editor):
-            if watcher is not None:
-                watcher.on_write(self.index, output)
+        if state is None:  # no sublayer: what was put out last is changed
+            return dataclasses.replace(self, output=(cast(Tensor, self.output) + output).to(self.dtype))
+        inputs, self._inputs = self._inputs, None
         values = self.values if inputs is None else inputs.first
-        state = self.residual("write", state, self.index, output)
-        return Stream(self.residual, state, self.index + 1, self.like, values)
+        after = Stream(self.residual, state, self.index + 1, self.like, output, values)
+        after.inside = True
+        return after
 
     __radd__ = __add__
 
+    def __sub__(self, other: Any) -> Any:
+        return self.hidden_state() - other.hidden_state() if isinstance(other, Stream) else self + (-other)
+
     @classmethod
-    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> "Stream":
+    def __torch_function__(cls, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         # A tensor on the left (`output + stream`) and torch.compile come here.
-        if not is_addition(func) or kwargs:
-            name = getattr(func, "__name__", func)
-            raise TypeError(f"a depth stream was given to torch's '{name}': layers may only norm it and add to it")
-        left, right = args
-        return left.__add__(right) if isinstance(left, Stream) else right.__add__(left)
+        if is_addition(func) and not kwargs:
+            left, right = args
+            return left.__add__(right) if isinstance(left, Stream) else right.__add__(left)
+        name = getattr(func, "__name__", str(func))
+        if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
+            raise TypeError(f"torch's '{name}' was given a depth stream: {_CHANGES}")
+        args, kwargs = _pytree.tree_map_only(Stream, Stream.hidden_state, (args, kwargs or {}), is_leaf=_is_stream)
+        return func(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(Tensor, name):
+            raise AttributeError(f"a depth stream has no '{name}'")
+        if name in _OF_ALL:
+            return getattr(self.like, name)
+        if name.endswith("_"):
+            raise TypeError(f"'{name}' of a depth stream was asked: {_CHANGES}")
+        return getattr(self.hidden_state(), name)
+
+    def to(self, *args: Any, **kwargs: Any) -> "Stream":
+        """The stream with all its tensors elsewhere, as what offloads modules asks of their arguments."""
+        if self.like.to(*args, **kwargs) is self.like:
+            return self
+        return _pytree.tree_map_only(Tensor, lambda tensor: tensor.to(*args, **kwargs), self)
+
+    def __getitem__(self, place: Any) -> Tensor:
+        return self.hidden_state()[place]
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        raise TypeError(f"a part of a depth stream was set: {_CHANGES}")
+
+    def __mul__(self, factor: Any) -> Tensor:
+        return self.hidden_state() * factor
+
+    __rmul__ = __mul__
 
     def hidden_state(self) -> Tensor:
         """The stream as one vector a token, for those who look at hidden states."""
-        return self.residual("hidden_state", self.state)
+        return self.residual("hidden_state", self.written())
 
-    # What decoders ask of a hidden state besides.
+    # What decoders ask of a hidden state besides, which costs no sum.
     @property
     def shape(self) -> torch.Size:
         return self.like.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.like.ndim
 
     @property
     def dtype(self) -> torch.dtype:
@@ -138,8 +216,15 @@ class Stream:
     def device(self) -> torch.device:
         return self.like.device
 
+    @property
+    def requires_grad(self) -> bool:
+        return self.output is not None and self.output.requires_grad
+
     def size(self, *dim: int) -> Any:
         return self.like.size(*dim)
+
+    def dim(self) -> int:
+        return self.like.ndim
 
 
 class BankStream(Stream):
@@ -191,21 +276,30 @@ class BankStream(Stream):
             )
         bank.write(output)
         values = self.values if self._inputs is None else self._inputs.first
-        return BankStream(cast(Residual, self.residual), bank, index + 1, values)
+        after = BankStream(cast(Residual, self.residual), bank, index + 1, values)
+        after.inside = True
+        return after
 
     __radd__ = __add__
 
     def hidden_state(self) -> Tensor:
         raise self._refusal()
 
+    def to(self, *args: Any, **kwargs: Any) -> "Stream":
+        return self
+
+
+def _is_stream(value: Any) -> bool:
+    return isinstance(value, Stream)
+
 
 def _flatten(stream: Stream) -> tuple[list[Any], tuple[nn.Module, int]]:
-    return [stream.state, stream.like, stream.values], (stream.residual, stream.index)
+    return [stream.state, stream.like, stream.output, stream.values], (stream.residual, stream.index)
 
 
 def _unflatten(parts: Any, context: tuple[nn.Module, int]) -> Stream:
-    state, like, values = parts
-    return Stream(context[0], state, context[1], like, values)
+    state, like, output, values = parts
+    return Stream(context[0], state, context[1], like, output, values)
 
 
 _pytree.register_pytree_node(Stream, _flatten, _unflatten)
@@ -275,9 +369,22 @@ class _Reading(Exchanged):
         return super().forward(hidden_states)
 
 
-def make_reading(norm: nn.Module) -> None:
-    """Let this norm read streams. Its parameters, name and behaviour on tensors stay as they are."""
-    exchange(norm, _Reading)
+class _Finishing(Exchanged):
+    """As `_Reading`, of the norm before the head."""
+
+    def forward(self, hidden_states: Any) -> Tensor | Inputs:
+        if isinstance(hidden_states, Stream):
+            return hidden_states.finish(self)
+        return super().forward(hidden_states)
+
+
+def make_reading(norm: nn.Module, *, last: bool = False) -> None:
+    """Let this norm read streams. Its parameters, name and behaviour on tensors stay as they are.
+
+    Args:
+        last: it is the norm before the head.
+    """
+    exchange(norm, _Finishing if last else _Reading)
 
 
 def _read_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:

@@ -66,13 +66,13 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 def read_sealed(
     queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
-    """Return outputs, top, total and logits as `two_phase.SealedReads` has them, of sources (T, d); here `top` is the
-    whole log-sum-exp and `total` one."""
-    values = torch.stack([source.to(queries.dtype) for source in sources], 1)
+    """Return outputs, top, total and logits as `two_phase.SealedReads` has them, with the leading axes of the sources
+    (..., d); here `top` is the whole log-sum-exp and `total` one."""
+    values = torch.stack([source.to(queries.dtype) for source in sources], -2)
     logits = (values @ queries.t()) * _inverse_rms(values, eps).unsqueeze(-1)
-    outputs = (logits.softmax(1).transpose(1, 2) @ values).to(dtype)
-    top = logits.logsumexp(1)
-    return list(outputs.unbind(1)), list(top.unbind(1)), [torch.ones_like(x) for x in top.unbind(1)], logits
+    outputs = (logits.softmax(-2).transpose(-1, -2) @ values).to(dtype)
+    top = logits.logsumexp(-2)
+    return list(outputs.unbind(-2)), list(top.unbind(-1)), [torch.ones_like(x) for x in top.unbind(-1)], logits
 
 
 def merge(
@@ -86,12 +86,12 @@ def merge(
     norm: Norm | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return (x, h, sealed, weights, opens) of one read, as `eager.merge` computes them; vectors are (T, d)."""
+    """Return (x, h, sealed, weights, opens) of one read, as `eager.merge` computes them; vectors are (..., d)."""
     compute = compute_dtype(dtype)
     if added is not None:
         opens = [*opens[:-1], (opens[-1] + added).to(dtype)]
     before: Any = output if output is not None else opens[0]
-    p = before.new_ones(before.shape[0], 1, dtype=compute)
+    p = torch.ones_like(before[..., :1], dtype=compute)
     h = before
     if opens:
         assert query is not None
@@ -100,16 +100,16 @@ def merge(
         if output is not None:
             assert top is not None and total is not None
             values, logits = [output.to(compute), *values], [top + total.log(), *logits]
-        p = torch.stack(logits, 1).softmax(1)
-        h = (p.unsqueeze(-1) * torch.stack(values, 1)).sum(1)
+        p = torch.stack(logits, -1).softmax(-1)
+        h = (p.unsqueeze(-1) * torch.stack(values, -2)).sum(-2)
     h = h.to(dtype)
     x = h if norm is None else apply(h.to(compute), norm).to(norm.out_dtype or dtype)
-    sealed, weights = (p[:, 0], p[:, 1:]) if output is not None else (p.new_zeros(p.shape[0]), p)
+    sealed, weights = (p[..., 0], p[..., 1:]) if output is not None else (torch.zeros_like(p[..., 0]), p)
     return x, h, sealed, weights, list(opens)
 
 
 def apply(h: Tensor, norm: Norm) -> Tensor:
-    """Return the norm of h (T, d), which is in the compute dtype."""
+    """Return the norm of h (..., d), which is in the compute dtype."""
     weight, bias = (None if v is None else v.to(h.dtype) for v in (norm.weight, norm.bias))
     if norm.center:
         return F.layer_norm(h, h.shape[-1:], weight, bias, norm.eps)

@@ -132,8 +132,8 @@ class _ReadSealed(torch.autograd.Function):
         queries: Tensor, eps: float, dtype: torch.dtype, compute: torch.dtype, *sources: Tensor
     ) -> tuple[Tensor, ...]:
         """What `forward` returns, of operations that autograd itself differentiates."""
-        outputs, top, total, logits = plain.read_sealed(queries.to(compute), _flat(sources), eps, dtype)
-        return (*outputs, *top, *total, logits, *sources)
+        outputs, top, total, logits = plain.read_sealed(queries.to(compute), sources, eps, dtype)
+        return (*outputs, *top, *total, logits.reshape(-1, *logits.shape[-2:]), *sources)
 
     @staticmethod
     def forward(
@@ -186,10 +186,9 @@ class _Merge(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """What `forward` returns, of operations that autograd itself differentiates."""
         norm = None if norm is None else norm._replace(weight=weight, bias=bias)
-        flat_output, flat_added, *flat = _flat((output, added, *rest[:k]))
-        x, h, sealed, weights, opens = plain.merge(flat, flat_added, query, eps, flat_output, top, total, norm, dtype)
-        shape = rest[0].shape if k else cast(Tensor, output).shape
-        return (x.view(shape), h, sealed, weights, *(source.view(shape) for source in opens))
+        x, h, sealed, weights, opens = plain.merge(rest[:k], added, query, eps, output, top, total, norm, dtype)
+        flat_weights = weights.reshape(sealed.numel(), weights.shape[-1])
+        return (x, *_flat([h]), sealed.reshape(-1), flat_weights, *opens)
 
     @staticmethod
     def forward(

@@ -201,7 +201,7 @@ class StageModule(nn.Module):
         """Return what goes to the next stage."""
         assert self.goes is not None
         slots, dtype = self.goes.slots, stream.like.dtype
-        packed = stream.residual("pack", stream.state, self.index_out)
+        packed = stream.residual("pack", stream.written(), self.index_out)
         names = [slot.name for slot in slots]
         tensors = Collect.apply(self.cache, number, names, *(tensor.to(dtype) for tensor in packed))
         if self.caching and not self.last_here:

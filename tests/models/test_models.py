@@ -19,7 +19,6 @@ from transformers import (
 
 from attnres import RESIDUALS, UserError
 from attnres.models import SIZES, build, build_plain, load
-from attnres.models.stream import Stream
 
 SMALL = {
     "qwen3": SIZE,
@@ -403,12 +402,3 @@ def test_damaged_weights_are_refused_with_a_sentence(tmp_path):
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(UserError, match="cannot be loaded"):
         load(tmp_path)
-
-
-def test_a_stream_refuses_what_would_be_wrong(ids):
-    model = make()
-    stream = Stream.start(model.residual, torch.randn(2, 3, 32))
-    with pytest.raises(TypeError, match="wrote before it read"):
-        stream + torch.randn(2, 3, 32)
-    with pytest.raises(TypeError, match="may only norm it and add to it"):
-        torch.mul(torch.randn(2, 3, 32), stream)

@@ -164,7 +164,7 @@ def test_damaged_files_are_one_sentence(folders, tmp_path, name):
     folder = broken(folders, tmp_path, name)
     data = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(data[: len(data) // 2])
-    with pytest.raises(UserError, match=r"broken cannot be loaded \(.*\): is it a causal language model, and whole\?"):
+    with pytest.raises(UserError, match=r"broken cannot be loaded \(.*\): is it a model of Transformers, and whole\?"):
         open_checkpoint(folder).load()
     with pytest.raises(UserError, match=r"model.safetensors of .*broken is damaged or cut short"):
         _ = open_checkpoint(folder).parameter_count

@@ -1,0 +1,174 @@
+"""Gives the layers of any pre-norm Transformer a depth stream: hooks around them, and norms that read."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, Literal, cast
+
+import torch
+from torch import nn
+
+from attnres.errors import UserError
+from attnres.models.stream import Stream, make_reading, make_taking
+from attnres.residuals import Residual, make_residual, residual_class, settings_of
+
+
+def attach(
+    module: nn.Module,
+    residual: str = "block",
+    *,
+    layers: str = "layers",
+    norms: Sequence[str] = ("norm1", "norm2"),
+    final_norm: str | None = "norm",
+    sublayers: Sequence[str] | None = None,
+    width: int | None = None,
+    read_scale: Literal["sum", "mean"] = "sum",
+    **settings: Any,
+) -> Residual:
+    """Let the layers of a module of your own, or of another library, read and write a depth stream; in place.
+
+    >>> from torch import nn
+    >>> layer = nn.TransformerEncoderLayer(16, 2, 32, norm_first=True, batch_first=True)
+    >>> encoder = nn.TransformerEncoder(layer, 4, nn.LayerNorm(16), enable_nested_tensor=False)
+    >>> attach(encoder, "full").query.shape
+    torch.Size([9, 16])
+
+    A layer's own code stays: it must norm its input once for each sublayer and add what the sublayer puts out to it,
+    `x = x + f(norm(x))`, with whatever scales `f` or the normed vector. With the parameters' start values the module
+    then computes what it computed before, exactly so where `read_scale` is "sum".
+
+    Args:
+        module: it has the parameters as `module.residual` from now on.
+        residual: a mechanism's name, or FILE.py:CLASS; `settings` are its settings.
+        layers: path in `module` of the list of layers.
+        norms: paths in a layer of the norms that read the stream, in the order of the calls.
+        final_norm: path in `module` of the norm after the last layer; None where the layers' output is used as it is.
+        sublayers: kinds of the sublayers, one for each norm, for figures; attention and MLP unless given.
+        width: of the stream; None asks the first norm.
+
+    Returns:
+        The residual.
+
+    Raises:
+        UserError: paths that lead nowhere, a module that has a residual already, unknown names, impossible settings.
+    """
+    if isinstance(getattr(module, "residual", None), Residual):
+        raise UserError(f"{type(module).__name__} has a residual already: attach it once")
+    stack = [layer for layer in _part(module, layers) if isinstance(layer, nn.Module)]
+    if not stack or not norms:
+        raise UserError(f"'{layers}' of {type(module).__name__} holds no layers, or no norms are named")
+    first, *_ = [_part(layer, path) for layer in stack for path in norms]
+    if final_norm is not None:
+        _part(module, final_norm)
+    kinds = tuple(sublayers or ("attention", "mlp"))
+    if len(kinds) != len(norms):
+        raise UserError(f"{len(norms)} norms and {len(kinds)} sublayers were given: one kind for each norm is expected")
+    width = width or _width(first)
+    name = residual_class(residual).name
+    scale = {"read_scale": read_scale} if "read_scale" in settings_of(name) else {}
+    parameter = next(stack[0].parameters())
+    with torch.device(parameter.device):
+        made = make_residual(name, len(stack) * len(norms), width, **scale, **settings).float()
+    made.sublayers = kinds
+    made.train(module.training)
+    attach_stream(module, made, stack, norms, final_norm)
+    return made
+
+
+def _part(module: nn.Module, path: str) -> Any:
+    try:
+        part: Any = module.get_submodule(path)
+    except AttributeError:
+        part = None
+    if part is None:
+        raise UserError(f"{type(module).__name__} has no '{path}': print the module to see the names of its parts")
+    return part
+
+
+def _width(norm: nn.Module) -> int:
+    shape = getattr(norm, "normalized_shape", None) or getattr(getattr(norm, "weight", None), "shape", None)
+    if not shape:
+        raise UserError(f"a {type(norm).__name__} does not say how wide the stream is: give width")
+    return shape[-1]
+
+
+def attach_stream(
+    base: nn.Module,
+    residual: Residual,
+    layers: Sequence[nn.Module],
+    reads: Sequence[str],
+    final_norm: str | None,
+    *,
+    normed: bool = True,
+) -> None:
+    """Let `layers`, which are inside of `base`, read and write a stream of `residual`, which `base` has from now on.
+
+    Args:
+        reads: paths in a layer of what is called on the stream, in order. normed: whether these are norms.
+        final_norm: path in `base` of the norm that reads the stream after the last layer; None: the last layer puts out
+            the read itself.
+    """
+    base.residual = residual
+    let_read = make_reading if normed else make_taking
+    for layer in layers:
+        for path in reads:
+            let_read(layer.get_submodule(path))
+    first, *others = layers
+    first.register_forward_pre_hook(functools.partial(_start_stream, base, layers), with_kwargs=True)
+    for layer in others:
+        layer.register_forward_pre_hook(_check_stream, with_kwargs=True)
+    for number, layer in enumerate(layers, 1):
+        layer.register_forward_hook(functools.partial(_leave, number * len(reads)))
+    if final_norm is None:
+        layers[-1].register_forward_hook(_end_stream)
+    else:
+        make_reading(base.get_submodule(final_norm), last=True)
+
+
+def _start_stream(
+    base: nn.Module,
+    layers: Sequence[nn.Module],
+    layer: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Wrap the first layer's input; the residual is that which `base` has when it runs."""
+    residual = cast(nn.Module, base._modules["residual"])
+    hooked = any(len(one._forward_hooks) > 1 or len(one._forward_pre_hooks) > 1 for one in layers)
+    if args:
+        return (Stream.start(residual, args[0], hooked=hooked), *args[1:]), kwargs
+    return args, {**kwargs, "hidden_states": Stream.start(residual, kwargs["hidden_states"], hooked=hooked)}
+
+
+def _check_stream(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse a tensor between layers: what comes after it would be a plain residual without a word."""
+    if not any(isinstance(value, Stream) for value in (*args, *kwargs.values())):
+        raise _lost_stream(layer)
+
+
+def _leave(count: int, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Refuse a tensor that a layer made of the stream, and a stream that not all of the `count` sublayers up to here
+    have read; from now on what is added is a hook's."""
+    stream = output[0] if isinstance(output, tuple) else output
+    if not isinstance(stream, Stream):
+        raise _lost_stream(layer)
+    if stream.index != count:
+        raise TypeError(
+            f"{stream.index} sublayers and not {count} have read the stream when {type(layer).__name__} is done: is "
+            "each of its pre-norms named, and given the stream itself?"
+        )
+    stream.inside = False
+
+
+def _lost_stream(layer: nn.Module) -> UserError:
+    return UserError(
+        f"a tensor came to or from {type(layer).__name__} where the depth stream goes on: a hook that changes what a "
+        "layer puts out adds to it (`return output + change`), since a stream is more than one vector; "
+        "attnres.inspect.intervene edits reads"
+    )
+
+
+def _end_stream(layer: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Read the last layer's output, for a module without a final norm."""
+    if isinstance(output, tuple):
+        return (output[0].read(None), *output[1:])
+    return output.read(None)

@@ -1,0 +1,124 @@
+"""A depth stream for modules that are not of Transformers."""
+
+import pytest
+import torch
+from torch import nn
+
+from attnres import UserError, attach, record
+from attnres.residuals import RESIDUALS
+
+WIDTH = 16
+
+
+class DiTBlock(nn.Module):
+    """A layer of a diffusion transformer: norms without weights, scaled and shifted by a condition, gated outputs
+    (Peebles and Xie, arXiv 2212.09748, figure 3)."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.norm2 = (nn.LayerNorm(WIDTH, elementwise_affine=False, eps=1e-6) for _ in range(2))
+        self.attn = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+        self.modulation = nn.Linear(WIDTH, 6 * WIDTH)
+
+    def forward(self, x, condition):
+        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(condition).unsqueeze(1).chunk(6, -1)
+        h = self.norm1(x) * (1 + scale1) + shift1
+        x = x + gate1 * self.attn(h, h, h, need_weights=False)[0]
+        return x + gate2 * self.mlp(self.norm2(x) * (1 + scale2) + shift2)
+
+
+class DiT(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(DiTBlock() for _ in range(3))
+        self.head = nn.Sequential(nn.LayerNorm(WIDTH, elementwise_affine=False), nn.Linear(WIDTH, 4))
+
+    def forward(self, x, condition):
+        for block in self.blocks:
+            x = block(x, condition)
+        return self.head(x)
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, norm_first=True, batch_first=True)
+    return nn.TransformerEncoder(layer, 3, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+
+
+def vit():
+    timm = pytest.importorskip(
+        "timm", reason="timm needs torchvision, which the tests' environment has not", exc_type=Exception
+    )
+    return timm.models.vision_transformer.VisionTransformer(
+        img_size=16, patch_size=8, embed_dim=WIDTH, depth=3, num_heads=2, num_classes=4
+    )
+
+
+NETWORKS = {
+    "encoder": (encoder, {}, lambda: (torch.randn(2, 5, WIDTH),)),
+    "vit": (vit, {"layers": "blocks"}, lambda: (torch.randn(2, 3, 16, 16),)),
+    "dit": (
+        DiT,
+        {"layers": "blocks", "final_norm": "head.0"},
+        lambda: (torch.randn(2, 5, WIDTH), torch.randn(2, WIDTH)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_module_of_ones_own_computes_what_it_computed_and_learns_its_reads(name, training):
+    network, paths, inputs = NETWORKS[name]
+    torch.manual_seed(0)
+    module, arguments = network().train(training), inputs()
+    with torch.set_grad_enabled(training):
+        expected = module(*arguments)
+        residual = attach(module, "block", **paths, block_size=3)
+        torch.testing.assert_close(module(*arguments), expected, rtol=1e-5, atol=1e-6)
+    assert "residual.query" in module.state_dict()
+    with torch.no_grad():
+        residual.query.normal_(0, 0.5)
+    with record(module) as trace:
+        changed = module(*arguments)
+    assert len(trace.weights) == 7 and not torch.allclose(changed, expected, atol=1e-4)
+    changed.square().mean().backward()
+    assert residual.query.grad[1:].abs().amax(1).min() > 0
+
+
+@pytest.mark.parametrize("residual", ["standard", "full", "mhc", "densenet"])
+def test_any_mechanism_can_be_attached_and_the_layers_output_read_without_a_norm(residual):
+    if residual not in RESIDUALS:
+        pytest.skip("no such mechanism here")
+    torch.manual_seed(0)
+    module, x = encoder(), torch.randn(2, 5, WIDTH)
+    norm, module.norm = module.norm, None
+    attach(module, residual, final_norm=None)
+    y = module(x)
+    assert y.shape == x.shape and type(y) is torch.Tensor and norm(y).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"layers": "blocks"}, "TransformerEncoder has no 'blocks': print the module"),
+        ({"norms": ("ln1", "ln2")}, "TransformerEncoderLayer has no 'ln1'"),
+        ({"final_norm": "ln"}, "has no 'ln'"),
+        ({"norms": ("norm1",)}, "1 norms and 2 sublayers were given"),
+        ({"residual": "blokc"}, "did you mean 'block'"),
+    ],
+)
+def test_mistakes_are_one_sentence(options, says):
+    module = encoder()
+    with pytest.raises(UserError, match=says):
+        attach(module, **options)
+    module(torch.randn(1, 2, WIDTH))
+    attach(module)
+    with pytest.raises(UserError, match="has a residual already"):
+        attach(module)
+
+
+def test_a_norm_that_is_not_named_is_found_out():
+    module = encoder()
+    attach(module, norms=("norm1",), sublayers=("attention",))
+    with pytest.raises((TypeError, UserError), match=r"sublayer 1 wrote before it read"):
+        module(torch.randn(1, 2, WIDTH))
