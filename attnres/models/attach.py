@@ -99,6 +99,7 @@ def attach_stream(
     final_norm: str | None,
     *,
     normed: bool = True,
+    banked: bool = False,
 ) -> None:
     """Let `layers`, which are inside of `base`, read and write a stream of `residual`, which `base` has from now on.
 
@@ -106,6 +107,8 @@ def attach_stream(
         reads: paths in a layer of what is called on the stream, in order. normed: whether these are norms.
         final_norm: path in `base` of the norm that reads the stream after the last layer; None: the last layer puts out
             the read itself.
+        banked: nothing but the layers themselves asks for the stream between them, so that a pass without gradients may
+            keep its sources in one place.
     """
     base.residual = residual
     let_read = make_reading if normed else make_taking
@@ -113,7 +116,7 @@ def attach_stream(
         for path in reads:
             let_read(layer.get_submodule(path))
     first, *others = layers
-    first.register_forward_pre_hook(functools.partial(_start_stream, base, layers), with_kwargs=True)
+    first.register_forward_pre_hook(functools.partial(_start_stream, base, layers, banked), with_kwargs=True)
     for layer in others:
         layer.register_forward_pre_hook(_check_stream, with_kwargs=True)
     for number, layer in enumerate(layers, 1):
@@ -127,13 +130,14 @@ def attach_stream(
 def _start_stream(
     base: nn.Module,
     layers: Sequence[nn.Module],
+    banked: bool,
     layer: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Wrap the first layer's input; the residual is that which `base` has when it runs."""
     residual = cast(nn.Module, base._modules["residual"])
-    hooked = any(len(one._forward_hooks) > 1 or len(one._forward_pre_hooks) > 1 for one in layers)
+    hooked = not banked or any(len(one._forward_hooks) > 1 or len(one._forward_pre_hooks) > 1 for one in layers)
     if args:
         return (Stream.start(residual, args[0], hooked=hooked), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": Stream.start(residual, kwargs["hidden_states"], hooked=hooked)}

@@ -243,7 +243,8 @@ def attach_residual(base: nn.Module, family: Family, config: Any) -> None:
     with torch.device(next(layers[0].parameters()).device):
         residual = config.make_residual().to(torch.promote_types(torch.get_default_dtype(), torch.float32))
     _split_inputs(layers, family, residual, config)
-    attach_stream(base, residual, list(layers), family.reads, family.final_norm, normed=family.normed)
+    banked = family.causal_lm.endswith(("ForCausalLM", "LMHeadModel"))
+    attach_stream(base, residual, list(layers), family.reads, family.final_norm, normed=family.normed, banked=banked)
     base.register_forward_pre_hook(_note_hidden_states, with_kwargs=True)
     base.register_forward_hook(_show_hidden_states)
     holder = base.get_submodule(family.layers.rpartition(".")[0])
