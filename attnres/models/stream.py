@@ -69,6 +69,7 @@ class Stream:
 
     _after_read = None  # no fields: `dataclasses.replace` starts them anew
     _inputs = None
+    _written = None
     inside = False
     """A sublayer of the layer that is at work has written: what writes next has to read first."""
 
@@ -88,12 +89,19 @@ class Stream:
         return cls(residual, None, 0, embedding.detach(), embedding)
 
     def written(self) -> Any:
-        """The state with the last output in it. Not kept: checkpointing makes a layer's read of it again."""
+        """The state with the last output in it; not kept where there are gradients, for checkpointing makes a layer's
+        read of its input again."""
         if self.output is None:
             return self.state
+        if self._written is not None:
+            return self._written
         if self.state is None:
-            return self.residual("start", self.output)
-        return self.residual("write", self.state, self.index - 1, self.output)
+            state = self.residual("start", self.output)
+        else:
+            state = self.residual("write", self.state, self.index - 1, self.output)
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._written = state
+        return state
 
     def read(self, norm: nn.Module | None) -> Tensor | Inputs:
         """The input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
