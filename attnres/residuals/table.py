@@ -19,7 +19,7 @@ class Row(NamedTuple):
         name, rule, start, moves, source: as its class says (`About`); empty where a user's own says nothing.
         parameters: at L = 24 sublayers and width 256, with the default settings.
         linear: a read is a sum of outputs with one number each.
-        starts_standard: it starts as the standard residual, so that conversion is exact.
+        starts_standard: it starts as the standard residual, up to the eps of the norms: conversion keeps the function.
         is_control: it learns nothing that the method is about.
         settings: their names.
     """
