@@ -7,6 +7,7 @@
 # make bench-gpu   every benchmark on a CUDA device, JSON and plots into benchmarks/results
 # make test-gpu    the tests that need a CUDA device
 # make test-scale  the tests that need four processes
+# make test-long   the tests that make test leaves out because they take minutes together
 # make fuzz    MINUTES=10 of kills, full disks, damaged files, hostile flags and requests; again goes on
 # make audit   known vulnerabilities of the locked versions (needs a network), and their licences into docs/licences.md
 # make clean   remove the environment (runs/ stays)
@@ -18,7 +19,7 @@ PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 
-.PHONY: setup demo test lint types bench docs peers bench-gpu test-gpu test-scale fuzz audit clean
+.PHONY: setup demo test lint types bench docs peers bench-gpu test-gpu test-scale test-long fuzz audit clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready
@@ -74,6 +75,9 @@ test-gpu: .venv/ready
 
 test-scale: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m scale tests/scale
+
+test-long: .venv/ready
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --dist loadfile -m long
 
 MINUTES ?= 10
 fuzz: .venv/ready

@@ -84,3 +84,12 @@ def corpus(tmp_path_factory):
     for index in range(200):
         (folder / f"{index}.txt").write_text(" ".join(draw.choices(words, k=60)), encoding="utf-8")
     return prepare(str(folder), "bpe:280", out=folder / "tokens", held_out=0.2, progress=False).path
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what has a target of its own unless it is asked for."""
+    asked = config.getoption("markexpr", "")
+    for marker in {"scale", "long"} - {marker for marker in ("scale", "long") if marker in asked}:
+        for item in items:
+            if item.get_closest_marker(marker):
+                item.add_marker(pytest.mark.skip(reason=f"make test-{marker}"))

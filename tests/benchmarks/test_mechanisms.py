@@ -52,7 +52,7 @@ def test_a_row_is_a_registered_mechanism_or_a_variant_that_nano_can_have():
         make_residual(residual, 24, 128, **settings)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_each_is_trained_looked_at_drawn_and_timed(bench, results):
     rows, said = results
     assert said == ["timing standard, full heads=2 in turn"]
@@ -68,7 +68,7 @@ def test_each_is_trained_looked_at_drawn_and_timed(bench, results):
     assert rows["standard"]["ratio"] == 1.0 and rows["standard"]["extra_parameters"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_that_fails_is_a_row_with_its_reason(results):
     rows, _ = results
     assert "error: num_blocks is 9: expected 1 to 4" in rows["broken"]["reason"] and "ratio" not in rows["broken"]
@@ -78,7 +78,7 @@ def test_one_that_fails_is_a_row_with_its_reason(results):
     assert "num_blocks is 9" in lines[4]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_not_finite_or_cannot_be_drawn_is_told(bench, results, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
@@ -92,7 +92,7 @@ def test_what_is_not_finite_or_cannot_be_drawn_is_told(bench, results, tmp_path)
     assert "no inspection" in told["record"] and "no inspection" in told["figures"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_command_writes_json_and_a_chart(bench, results, tmp_path, monkeypatch, capsys):
     rows, _ = results
     small = []
@@ -118,7 +118,7 @@ def test_the_command_writes_json_and_a_chart(bench, results, tmp_path, monkeypat
     assert "there is no row 'blok'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_finished_row_is_not_trained_again_and_one_of_another_configuration_is_refused(bench, results, monkeypatch):
     rows, _ = results
     with monkeypatch.context() as patch:

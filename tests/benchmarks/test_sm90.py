@@ -55,6 +55,7 @@ def named(kernel: dict[str, Any]) -> str:
     return f"{kernel['name']} at d={kernel['width']}"
 
 
+@pytest.mark.long
 def test_nothing_spills(built: list[dict[str, Any]]) -> None:
     spilled = [
         f"{named(k)}: {k['spill_stores']} B stored, {k['spill_loads']} B loaded"
@@ -65,16 +66,19 @@ def test_nothing_spills(built: list[dict[str, Any]]) -> None:
     assert not spilled, "\n".join(spilled)
 
 
+@pytest.mark.long
 def test_every_kernel_fits_on_a_multiprocessor(built: list[dict[str, Any]]) -> None:
     assert not [f"{named(k)}: {k['shared']} B shared, {k['registers']} registers" for k in built if not k["ctas"]]
 
 
+@pytest.mark.long
 def test_software_pipelines_copy_16_bytes_at_a_time_and_asynchronously(built: list[dict[str, Any]]) -> None:
     pipelined = [k for k in built if k["stages"] > 1]
     assert pipelined
     assert not [named(k) for k in pipelined if not k["async_16"]]
 
 
+@pytest.mark.long
 def test_vectors_are_loaded_and_stored_16_bytes_at_a_time(built: list[dict[str, Any]]) -> None:
     # What is narrower are scalars per token: never as many as there are wide accesses, never of 2 bytes.
     narrow = [

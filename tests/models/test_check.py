@@ -38,11 +38,24 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "settings"), [*((name, {}) for name in sorted(RESIDUALS)), *SETTINGS])
-def test_every_mechanism_passes(name, settings):
-    results = check(name, **settings)
+@pytest.mark.parametrize("name", sorted(RESIDUALS))
+def test_every_mechanism_passes(name):
+    results = check(name)
     assert [outcome.name for outcome in results] == [*CHECKS, *MODEL_CHECKS]
     assert not [outcome for outcome in results if not outcome.passed]
+
+
+@pytest.mark.parametrize(("name", "settings"), SETTINGS)
+def test_every_setting_passes(name, settings):
+    all_but_compiling = {key: call for key, call in {**CHECKS, **MODEL_CHECKS}.items() if key != "compile"}
+    assert not [outcome for outcome in outcomes(all_but_compiling, Subject.of(name, settings)) if not outcome.passed]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "settings"), SETTINGS)
+def test_every_setting_compiles(name, settings):
+    subject = Subject.of(name, settings)
+    assert not [outcome for outcome in outcomes({"compile": CHECKS["compile"]}, subject) if not outcome.passed]
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ gc.collect()
 """
 
 
-@pytest.mark.parametrize("residual", ["block", "full"])
+@pytest.mark.parametrize("residual", ["block", pytest.param("full", marks=pytest.mark.long)])
 def test_a_sharded_model_computes_what_one_process_computes(residual):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     command = [*torchrun, sys.executable, "-c", f"RESIDUAL = {residual!r}\n{SCRIPT}"]

@@ -32,14 +32,6 @@ def launch(folder: Path, jobs: dict[str, Any], processes: int = 2, seconds: floa
     return json.loads((folder / "results.json").read_text())
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what needs four processes unless it is asked for."""
-    if "scale" not in config.getoption("markexpr", ""):
-        for item in items:
-            if item.get_closest_marker("scale"):
-                item.add_marker(pytest.mark.skip(reason="four processes: make test-scale"))
-
-
 @pytest.fixture(scope="session")
 def launched() -> Callable[..., Any]:
     return launch

@@ -90,7 +90,13 @@ def noise(setting):
     return conduct(STUDIES["noise"], setting, say=QUIET, jobs=1, run=Here())
 
 
-@pytest.mark.parametrize("name", [name for name in STUDIES if name != "noise"])
+LONG = ("rates", "budgets", "scaling", "depth-width", "rivals")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in STUDIES if name != "noise"],
+)
 def test_a_study_runs_from_end_to_end(setting, noise, name):
     outcome = conduct(STUDIES[name], setting, say=QUIET, jobs=1, run=Here())
     done, asked = outcome.counts

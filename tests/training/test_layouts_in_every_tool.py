@@ -138,6 +138,7 @@ def test_a_run_that_was_cut_short_goes_on_bit_for_bit(
     assert all(torch.equal(whole[key], again[key]) for key in whole)
 
 
+@pytest.mark.long
 def test_layouts_are_compared(configure: Configure, tmp_path: Path) -> None:
     base = configure(steps=2, val_every=2)
     base.model.residual, base.model.num_blocks = "standard", None
