@@ -35,7 +35,7 @@ class Misfit(Exception):
         name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in self.names)
         shown = repr(self.value)
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        return f"{f'{prefix}{name}'.lstrip('.')} is {shown}: expected {self.expected}"
+        return f"{prefix}{name} is {shown}: expected {self.expected}".lstrip(". ")
 
     def below(self, name: str | int) -> "Misfit":
         """The same, said of what holds the value under `name`."""
@@ -90,7 +90,7 @@ def checked(value: Any, kind: type[T], path: Any, advice: str) -> T:
     try:
         return fit(value, kind)
     except Misfit as error:
-        raise UserError(f"{path} is damaged ({error.sentence('') or 'its content'}): {advice}") from None
+        raise UserError(f"{path} is damaged ({error.sentence('')}): {advice}") from None
 
 
 def fit(value: Any, hint: Any) -> Any:

@@ -99,9 +99,12 @@ class Checkpoint:
 
     @property
     def code(self) -> dict[str, str]:
-        """Classes that are code in the folder, such as "AutoConfig" -> "module.Class"; none where Transformers' do."""
+        """Classes that are code in the folder and have to run, such as "AutoConfig" -> "module.Class"; none where
+        Transformers' or ours do."""
         if self.kind == "attnres":
             return (self.fields.get("residual_family") or {}).get("remote") or {}
+        if self.kind == "foreign":  # assembled here, whatever classes its config names
+            return {}
         return (self.fields.get("auto_map") or {}) if self.fields.get("model_type") not in CONFIG_MAPPING else {}
 
     def title(self, parts: int = 1) -> str:

@@ -341,7 +341,7 @@ BAD = {
     "nothing there": (shutil.rmtree, "does not exist: expected a run folder, a model folder"),
     "no config": (lambda f: (f / "config.json").unlink(), "holds no model"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
-    "config is a list": (lambda f: (f / "config.json").write_text("[]"), "is not that of a model"),
+    "config is a list": (lambda f: (f / "config.json").write_text("[]"), r"is damaged \(is \[\]: expected keys and"),
     "no type": (lambda f: edit_config(f, model_type=None), "names no model_type"),
     "unknown type": (lambda f: edit_config(f, model_type="lama"), "of type 'lama', which this version of Transformers"),
     "no language model": (
@@ -358,7 +358,10 @@ BAD = {
         lambda f: edit_config(f, quantization_config={"quant_method": "gptq"}),
         r"quantised weights \(gptq\)",
     ),
-    "shapes": (lambda f: edit_config(f, hidden_size=64), "cannot be loaded"),
+    "shapes": (
+        lambda f: edit_config(f, hidden_size=64),
+        r"has shape \(.*\), and its config says \(.*64\)",
+    ),
     "tokenizer": (
         lambda f: tokenizer(VOCAB + 1).save(str(f / "tokenizer.json")),
         "gives id 61 and the model's embedding has 61 rows",

@@ -67,8 +67,9 @@ def test_our_tools_take_them(make, tmp_path):
     model.generation_config.pad_token_id = 0
     with torch.no_grad():
         expected = model(input_ids=IDS, use_cache=False).logits
-        with record(model) as trace:
-            assert torch.equal(model(input_ids=IDS, use_cache=False).logits, expected)
+        with record(model) as trace:  # what is watched takes no bank, whose sums round otherwise
+            watched = model(input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(watched, expected, rtol=0, atol=2e-5 * expected.abs().amax().item())
     assert len(trace.routing["weights"]) == model.residual.num_sublayers + 1
     for row, names in zip(trace.routing["weights"], trace.routing["sources"]):
         assert len(row) == len(names) and sum(row) == pytest.approx(1)
