@@ -32,7 +32,7 @@ class FullDisk:
 
         files = (os.fsync, os.mkdir, os.rename, os.replace)
         os.fsync, os.mkdir, os.rename, os.replace = map(self._failing, files)  # ty: ignore[invalid-assignment]
-        for name in ("write_text", "write_bytes", "mkdir", "rename", "replace"):
+        for name in ("write_text", "write_bytes"):  # the others are those of os, and would count twice
             setattr(pathlib.Path, name, self._failing(getattr(pathlib.Path, name)))
         open_ = builtins.open
 

@@ -6,6 +6,7 @@
 .parquet  one row a document, in one column
 """
 
+import json
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,7 +107,15 @@ def _jsonl(path: Path, column: str) -> Iterator[str]:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
-            row = parse_json(line, f"{path} line {number}", ours=False)
+            try:
+                row = parse_json(line, f"{path} line {number}", ours=False)
+            except UserError as error:
+                if line.endswith("\n") or not isinstance(error.__cause__, json.JSONDecodeError):
+                    raise
+                raise UserError(
+                    f"{path} is truncated or not JSON Lines: line {number}, its last, is not whole "
+                    f"({first_line(error.__cause__)}): write or fetch it again"
+                ) from error
             if not isinstance(row, dict):
                 raise UserError(f"{path} line {number} holds {type(row).__name__}, expected an object with '{column}'")
             text = row.get(column)

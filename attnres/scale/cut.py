@@ -25,7 +25,7 @@ def balanced(costs: Sequence[float], stages: int, *, first: float = 0.0, last: f
         first, last: what the first stage has besides (the embedding) and the last (the head).
 
     >>> balanced([1.0] * 8, 4, last=2.0)
-    (2, 3, 2, 1)
+    (2, 2, 3, 1)
 
     Raises:
         UserError: more stages than layers.

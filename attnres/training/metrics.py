@@ -67,7 +67,8 @@ class Metrics:
         try:
             yield
         except OSError as error:
-            raise UserError(f"cannot write {self.path}: {error.strerror}; the last checkpoint is intact") from error
+            reason = error.strerror or error
+            raise UserError(f"cannot write {self.path}: {reason}; the last checkpoint is intact") from error
 
 
 def read(path: str | Path) -> list[dict[str, Any]]:

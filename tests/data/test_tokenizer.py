@@ -91,7 +91,8 @@ def test_of_a_hub_name_only_the_tokenizer_is_fetched(tmp_path: Path, monkeypatch
     [
         ("tokenizer.json", "{", "is not a tokenizer"),
         ("vocab.json", "{}", "holds no tokenizer: expected tokenizer.json, or vocab.json and merges.txt"),
-        ("tokenizer_config.json", "[", "is not a JSON object"),
+        ("tokenizer_config.json", "[", "is not valid JSON"),
+        ("tokenizer_config.json", "[]", r"is damaged \(is \[\]: expected keys and values\)"),
     ],
 )
 def test_folder_that_holds_no_tokenizer_is_refused(tmp_path: Path, name: str, content: str, message: str):

@@ -186,7 +186,9 @@ def test_a_disk_that_fills_while_metrics_are_written(
     def on_a_full_disk(*given: Any) -> Metrics:
         metrics = Metrics(*given)
         metrics.file.close()
-        metrics.file = open("/dev/full", "a", encoding="utf-8")  # noqa: SIM115
+        metrics.path.unlink()
+        metrics.path.symlink_to("/dev/full")  # still the file of that name: one that is taken away is another story
+        metrics.file = open(metrics.path, "a", encoding="utf-8")  # noqa: SIM115
         return metrics
 
     monkeypatch.setattr(loop, "Metrics", on_a_full_disk)
