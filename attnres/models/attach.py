@@ -11,6 +11,9 @@ from attnres.errors import UserError
 from attnres.models.stream import Stream, make_reading, make_taking
 from attnres.residuals import Residual, make_residual, residual_class, settings_of
 
+_CAPTURES = "transformers.utils.output_capturing"
+"""Where Transformers' hooks are from that collect hidden states."""
+
 
 def attach(
     module: nn.Module,
@@ -137,10 +140,18 @@ def _start_stream(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Wrap the first layer's input; the residual is that which `base` has when it runs."""
     residual = cast(nn.Module, base._modules["residual"])
-    hooked = not banked or any(len(one._forward_hooks) > 1 or len(one._forward_pre_hooks) > 1 for one in layers)
+    # a compiled pass takes no bank, and its hooks are not for Dynamo to look at
+    hooked = not banked or torch.compiler.is_compiling() or any(_hooks_of_others(one) for one in layers)
     if args:
         return (Stream.start(residual, args[0], hooked=hooked), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": Stream.start(residual, kwargs["hidden_states"], hooked=hooked)}
+
+
+def _hooks_of_others(layer: nn.Module) -> bool:
+    """Whether a layer has hooks besides ours, one before it and one after. Those of Transformers do not count: the
+    first pass that is asked for hidden states leaves them on the layers for good, and they do nothing in others."""
+    after = [hook for hook in layer._forward_hooks.values() if getattr(hook, "__module__", None) != _CAPTURES]
+    return len(after) > 1 or len(layer._forward_pre_hooks) > 1
 
 
 def _check_stream(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -174,7 +174,7 @@ class Stream:
         name = getattr(func, "__name__", str(func))
         if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
             raise TypeError(f"torch's '{name}' was given a depth stream: {_CHANGES}")
-        args, kwargs = _pytree.tree_map_only(Stream, Stream.hidden_state, (args, kwargs or {}), is_leaf=_is_stream)
+        args, kwargs = _pytree.tree_map_only(Stream, _as_vector, (args, kwargs or {}), is_leaf=_is_stream)
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -290,6 +290,9 @@ class BankStream(Stream):
 
     __radd__ = __add__
 
+    def written(self) -> Any:
+        raise self._refusal()
+
     def hidden_state(self) -> Tensor:
         raise self._refusal()
 
@@ -299,6 +302,10 @@ class BankStream(Stream):
 
 def _is_stream(value: Any) -> bool:
     return isinstance(value, Stream)
+
+
+def _as_vector(stream: Stream) -> Tensor:
+    return stream.hidden_state()  # that of its own class
 
 
 def _flatten(stream: Stream) -> tuple[list[Any], tuple[nn.Module, int]]:

@@ -256,8 +256,25 @@ def test_only_the_latest_stream_of_a_pass_can_be_asked():
             later + torch.randn(1, 3, 32)
         with pytest.raises(RuntimeError, match="requires_grad=True"):
             later + torch.randn(1, 2, 32).requires_grad_()
-        with pytest.raises(TypeError, match="may only norm it and add to it"):
+        with pytest.raises(RuntimeError, match="before sublayer 1 cannot be asked"):
             torch.mul(embedding, later)
+        with pytest.raises(RuntimeError, match="before sublayer 1 cannot be asked"):
+            later.written()
+
+
+def test_a_pass_whose_layers_have_hooks_takes_no_bank():
+    """What a hook adds goes to the layer's output, which a bank would have summed already."""
+    model, ids = make(), draw(2, 5)
+    expected = in_bank(model, ids)
+    seen = []
+    handle = model.depth_layers[1].register_forward_hook(lambda *pass_: seen.append(pass_[-1].hidden_state()))
+    model.residual.banks._waiting.clear()
+    with torch.no_grad():
+        close(model(input_ids=ids, use_cache=False).logits, expected)
+    assert not model.residual.banks._waiting and len(seen) == 1
+    handle.remove()
+    in_general(model, ids)  # leaves Transformers' own hooks on the layers
+    assert torch.equal(in_bank(model, ids), expected)
 
 
 @torch.no_grad()
