@@ -208,8 +208,10 @@ class Depth(PreTrainedModel):
         residual = self.depth_base._modules.get("residual")
         if isinstance(module, ValueResidual):
             module.init_parameters()
-        elif residual is not None and module in residual.modules():  # which spares what was loaded
-            cast(Residual, residual).init_parameters()
+        elif residual is not None and module in residual.modules():
+            tensors = (*residual.parameters(), *residual.buffers())
+            if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors):
+                cast(Residual, residual).init_parameters()  # which spares what was loaded
         else:
             super()._init_weights(module)
 
