@@ -22,6 +22,7 @@ from attnres.inspect.geometry import query_cosine
 from attnres.inspect.intervene import intervene, source_names
 from attnres.inspect.pieces import piece
 from attnres.inspect.record import find_residual, record
+from attnres.inspect.routing import Named
 from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.reading import read_json
 from attnres.residuals import Read, Residual
@@ -40,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Reading:
+class Reading(Named):
     """A text in a model.
 
     Attributes:
@@ -60,14 +61,6 @@ class Reading:
     log_probs: Tensor
     losses: np.ndarray
     notes: list[str]
-
-    @property
-    def reads(self) -> list[str]:
-        return [read.name for read in self.layout]
-
-    @property
-    def sources(self) -> list[list[str]]:
-        return [[source.name for source in read.sources] for read in self.layout]
 
     @property
     def loss(self) -> float | None:

@@ -18,6 +18,7 @@ from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import Text, Token, prompt_ids, token_id
 from attnres.inspect.intervene import Watch, intervene
 from attnres.inspect.record import find_residual
+from attnres.inspect.routing import Named
 from attnres.ops import compute_dtype
 from attnres.residuals import Read, Residual
 
@@ -55,7 +56,7 @@ class Agreement:
 
 
 @dataclass(frozen=True, repr=False)
-class Attribution:
+class Attribution(Named):
     """Changes of ln p(target) when edges are removed, in nats: negative where the prediction relied on the edge.
 
     Attributes:
@@ -88,14 +89,6 @@ class Attribution:
             for edge in zip(*rows)
         ]
         return sorted(edges, key=lambda edge: -abs(getattr(edge, by)))[:k]
-
-    @property
-    def reads(self) -> list[str]:
-        return [read.name for read in self.layout]
-
-    @property
-    def sources(self) -> list[list[str]]:
-        return [[source.name for source in read.sources] for read in self.layout]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""

@@ -18,12 +18,13 @@ from attnres.inspect.attribution import TOP, by_size, last_log_probs
 from attnres.inspect.edits import Patch
 from attnres.inspect.effects import Text, Token, prompt_ids, token_id
 from attnres.inspect.intervene import intervene
+from attnres.inspect.routing import Named
 from attnres.inspect.vectors import read_vectors
 from attnres.residuals import Read
 
 
 @dataclass(frozen=True, repr=False)
-class Patching:
+class Patching(Named):
     """What the corrupted prompt's prediction becomes when one edge's vector is the clean prompt's.
 
     Attributes:
@@ -40,14 +41,6 @@ class Patching:
     corrupted: float
     layout: Sequence[Read]
     patched: list[list[float]]
-
-    @property
-    def reads(self) -> list[str]:
-        return [read.name for read in self.layout]
-
-    @property
-    def sources(self) -> list[list[str]]:
-        return [[source.name for source in read.sources] for read in self.layout]
 
     @property
     def restored(self) -> list[list[float]]:

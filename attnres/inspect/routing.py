@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -28,6 +28,23 @@ def amounts(row: Sequence[float | None], by: By) -> np.ndarray:
     """One read's numbers: contributions as they are, weights as |weight| / sum |weights|."""
     values = np.array([value or 0.0 for value in row])
     return values if by == "contribution" else np.abs(values) / (np.abs(values).sum() or 1.0)
+
+
+class _HasLayout(Protocol):
+    @property
+    def layout(self) -> Sequence[Read]: ...
+
+
+class Named:
+    """What has numbers for the sources of reads: the names of both, from its `layout`."""
+
+    @property
+    def reads(self: _HasLayout) -> list[str]:
+        return [read.name for read in self.layout]
+
+    @property
+    def sources(self: _HasLayout) -> list[list[str]]:
+        return [[source.name for source in read.sources] for read in self.layout]
 
 
 @dataclass(frozen=True)

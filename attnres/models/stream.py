@@ -44,7 +44,7 @@ _OF_ALL = frozenset({"is_nested", "is_cuda", "is_cpu", "is_meta", "is_sparse", "
 _CHANGES = "a depth stream is several vectors, and nothing changes them in place: return `output + change`"
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class Stream:
     """One forward pass of a network's depth, before sublayer `index`; never changed in place.
 

@@ -13,21 +13,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.ops.cpu_build import SWITCH, library
 from attnres.ops.eager import MergeGrads, MergeSaved, Sealed
 from attnres.ops.norms import Norm
+from attnres.ops.sharded import PLAIN
 
 LANES = 16
 """Widths must be a multiple of this: one vector register of fp32."""
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of the vectors that the kernels read and write."""
-
-_PLAIN = (Tensor, nn.Parameter)
-"""Types whose numbers lie where they say; other ones (sharded, in flight, fake) know better what is to be done."""
 
 _BANK = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
 """Arguments of the bank's kernels: bank, step, address of an output, whether that is bf16."""
@@ -90,7 +88,7 @@ def why_not(tensors: Sequence[Tensor], compute: torch.dtype, outputs: Sequence[t
     for t in tensors:
         if not t.is_cpu:
             return f"the C kernels read tensors on a CPU, not on {t.device.type}"
-        if type(t) not in _PLAIN:
+        if type(t) not in PLAIN:
             return f"the C kernels read plain tensors, not {type(t).__name__}"
         if t.dtype not in DTYPES:
             return f"the C kernels read fp32 and bf16 vectors, not {_name(t.dtype)}"

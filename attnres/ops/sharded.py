@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 
-_PLAIN = (Tensor, nn.Parameter)
+PLAIN = (Tensor, nn.Parameter)
+"""Types whose numbers lie where they say; other ones (sharded, in flight, fake) know better what is to be done."""
 
 
 def settled(tensor: Tensor) -> Tensor:
     """Return `tensor`, or what it stands for where it is the result of a collective: waits until that has arrived."""
-    if type(tensor) in _PLAIN or torch.compiler.is_compiling():
+    if type(tensor) in PLAIN or torch.compiler.is_compiling():
         return tensor
     collectives = sys.modules.get("torch.distributed._functional_collectives")
     if collectives is not None and isinstance(tensor, collectives.AsyncCollectiveTensor):
@@ -32,7 +33,7 @@ def refuse_sharded(values: Iterable[Any]) -> None:
     if sharded is None or torch.compiler.is_compiling():
         return
     for value in values:
-        if type(value) not in _PLAIN and isinstance(value, sharded.DTensor):
+        if type(value) not in PLAIN and isinstance(value, sharded.DTensor):
             raise UserError(
                 f"a depth read was given a DTensor of shape {tuple(value.shape)} with placements {value.placements}: "
                 "reads need whole vectors and parameters, so leave the residual out of what is sharded "

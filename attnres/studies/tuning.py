@@ -1,12 +1,12 @@
 """Several mechanisms, each at its own best rate: all candidates at one seed, then the best of each with all seeds."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from attnres.residuals import make_residual
 from attnres.studies.analyses.halving import at_best
-from attnres.studies.design import Arm, Measured, Setting
+from attnres.studies.contrast import contrast
+from attnres.studies.design import Arm, Design, Measured, Result, Setting
 from attnres.studies.variants import parse_variant
-from attnres.training.config import TrainConfig
 
 COARSE, BEST = "coarse", "best"
 
@@ -18,8 +18,7 @@ def candidates(setting: Setting, variant: str) -> list[str]:
     rates doubled; one without gets half, one and two times the recipe's rate.
     """
     lr, parsed = setting.config().optim.lr, parse_variant(variant)
-    own = any(True for _ in make_residual(parsed.residual, 4, 16, **_small(parsed.settings)).parameters())
-    if not own:
+    if not any(True for _ in make_residual(parsed.residual, 4, 16, **_small(parsed.settings)).parameters()):
         return [variant, f"{variant}@lr={lr / 2:g}", f"{variant}@lr={2 * lr:g}"]
     low, high = setting.own_rate(setting.preset.own_rate), setting.own_rate(1.0)
     twice = setting.own_rate(2 * setting.preset.own_rate)
@@ -37,14 +36,35 @@ def _small(settings: dict) -> dict:
     }
 
 
-def tuned_arms(setting: Setting, measured: Measured, variants: Sequence[str], of: TrainConfig) -> list[Arm]:
-    """The coarse arm, and once it has finished the best of each with all seeds (the coarse seed is taken over)."""
-    of_each = {variant: candidates(setting, variant) for variant in variants}
-    coarse = setting.arm(COARSE, [one for many in of_each.values() for one in many], [0], of=of)
-    if not measured.complete(COARSE):
-        return [coarse]
-    best = chosen_rates(setting, measured, variants)
-    return [coarse, setting.arm(BEST, list(best.values()), of=of)]
+def tuned_study(name: str, question: str, about: str, source: str, published: Mapping[str, str], title: str) -> Design:
+    """A study of variants that each train at their own best rate: all candidates at one seed, and once these have
+    finished the best of each with all seeds (the coarse seed is taken over).
+
+    Args:
+        published: variant -> what others have for it, "" for nothing.
+        title: of its table.
+    """
+
+    def arms(setting: Setting, measured: Measured) -> list[Arm]:
+        variants, config = setting.some(list(published)), setting.config(steps=setting.preset.many)
+        all_candidates = [one for variant in variants for one in candidates(setting, variant)]
+        coarse = setting.arm(COARSE, all_candidates, [0], of=config)
+        if not measured.complete(COARSE):
+            return [coarse]
+        best = chosen_rates(setting, measured, variants)
+        return [coarse, setting.arm(BEST, list(best.values()), of=config)]
+
+    def analyse(setting: Setting, measured: Measured) -> Result:
+        best = chosen_rates(setting, measured, setting.some(list(published)))
+        if "standard" not in best or not measured.labels(BEST):
+            return Result("Too few runs have finished: the coarse rates come first.")
+        one = contrast(measured, BEST, label_of(best["standard"]))
+        notes = {label_of(candidate): published.get(variant, "") for variant, candidate in best.items()}
+        return Result(
+            one.sentence(), [one.table(title, notes)], [one.chart(name, title)], {name: one.values(), "rates": best}
+        )
+
+    return Design(name, question, about, source, arms, analyse)
 
 
 def chosen_rates(setting: Setting, measured: Measured, variants: Sequence[str]) -> dict[str, str]:

@@ -1,10 +1,6 @@
 """What each part of the mechanism does: the paper's Table 4."""
 
-from collections.abc import Mapping, Sequence
-
-from attnres.studies.contrast import contrast
-from attnres.studies.design import Arm, Design, Measured, Result, Setting
-from attnres.studies.tuning import BEST, chosen_rates, label_of, tuned_arms
+from attnres.studies.tuning import tuned_study
 
 PUBLISHED = {
     "standard": "1.766",
@@ -24,38 +20,12 @@ PUBLISHED = {
 depend on no input (1.749), has no mechanism here."""
 
 
-def tuned_result(
-    setting: Setting, measured: Measured, published: Mapping[str, str], variants: Sequence[str], name: str, title: str
-) -> Result:
-    """Every variant at its own best rate against the standard model at its own."""
-    best = chosen_rates(setting, measured, variants)
-    if "standard" not in best or not measured.labels(BEST):
-        return Result("Too few runs have finished: the coarse rates come first.")
-    baseline = label_of(best["standard"])
-    one = contrast(measured, BEST, baseline)
-    notes = {label_of(chosen): published.get(variant, "") for variant, chosen in best.items()}
-    return Result(
-        one.sentence(), [one.table(title, notes)], [one.chart(name, title)], {name: one.values(), "rates": best}
-    )
-
-
-def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """All variants at one seed and three rates, then at the best."""
-    return tuned_arms(setting, measured, setting.some(list(PUBLISHED)), setting.config(steps=setting.preset.many))
-
-
-def analyse(setting: Setting, measured: Measured) -> Result:
-    """Table 4, each row at its best rate."""
-    variants = setting.some(list(PUBLISHED))
-    return tuned_result(setting, measured, PUBLISHED, variants, "ablations", "Table 4 at each variant's own best rate")
-
-
-STUDY = Design(
+STUDY = tuned_study(
     "ablations",
     "What does each part of the mechanism do?",
     "Eleven of the twelve rows of the paper's Table 4 and the control, each at the best of three rates.",
     "arXiv 2603.15031, Table 4: one run a row, 436 M active parameters; baseline 1.766, Full 1.737, input-dependent "
     "queries 1.731, sigmoid 1.741, no key norm 1.743, sliding window 1.764, Block 1.746.",
-    arms,
-    analyse,
+    PUBLISHED,
+    "Table 4 at each variant's own best rate",
 )

@@ -1,8 +1,6 @@
 """The other ways to connect a network's depth, each at its own best rate."""
 
-from attnres.studies.design import Arm, Design, Measured, Result, Setting
-from attnres.studies.lab.ablations import tuned_result
-from attnres.studies.tuning import tuned_arms
+from attnres.studies.tuning import tuned_study
 
 RIVALS = {
     "standard": "",
@@ -41,23 +39,12 @@ RIVALS = {
 """Variant -> what was published beside a standard model, where it was."""
 
 
-def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """All mechanisms at one seed and three rates, then at the best."""
-    return tuned_arms(setting, measured, setting.some(list(RIVALS)), setting.config(steps=setting.preset.many))
-
-
-def analyse(setting: Setting, measured: Measured) -> Result:
-    """Every mechanism against the standard model, with the correction for how many there are."""
-    variants = setting.some(list(RIVALS))
-    return tuned_result(setting, measured, RIVALS, variants, "rivals", "Mechanisms at their own best rate")
-
-
-STUDY = Design(
+STUDY = tuned_study(
     "rivals",
     "Do depth reads beat the other ways to connect a network?",
     "Thirty-two mechanisms, each at the best of three rates, the standard model too.",
     "arXiv 2603.15031, Tables 2 and 4; 'Most Transformer Modifications Still Do Not Transfer' (2605.20798): 2 of 20 "
     "modifications pass a noise floor at 1.2 B.",
-    arms,
-    analyse,
+    RIVALS,
+    "Mechanisms at their own best rate",
 )
