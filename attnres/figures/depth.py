@@ -173,7 +173,9 @@ def coinciding(comparison: Comparison, key: str) -> str:
         if any(name in group for group in groups):
             continue
         alike = [
-            other for other, own in tables[place:] if own.shape == line.shape and np.nanmax(np.abs(own - line)) <= close
+            other
+            for other, theirs in tables[place:]
+            if theirs.shape == line.shape and np.nanmax(np.abs(theirs - line)) <= close
         ]
         groups.append(alike)
     what = quantity(key).axis

@@ -136,9 +136,11 @@ def learned(inspection: "Inspection") -> Plot:
     for ax, (table, values) in zip(axes[0], flat):
         ax.set_ylabel(table["title"])
         if table["axes"][0] in ("read", "sublayer"):
-            own = of_reads[: len(values)] if table["axes"] == ["read"] else None
-            depth_line(ax, values, own, **look)
-            depth_axis(ax, len(values) if own is None else own[-1] + 1, reads=len(values) == len(inspection.reads))
+            sublayers = of_reads[: len(values)] if table["axes"] == ["read"] else None
+            depth_line(ax, values, sublayers, **look)
+            depth_axis(
+                ax, len(values) if sublayers is None else sublayers[-1] + 1, reads=len(values) == len(inspection.reads)
+            )
         else:
             ax.plot(values, marker="o", linewidth=1.2, markersize=3.0, **look)
             ax.set_xlabel(table["axes"][0])

@@ -82,11 +82,11 @@ def layer_shares(inspection: "Inspection", by: By = "contribution") -> tuple[np.
     """(layers + 1, layers + 1): how much of a layer's reads (last row: of the output's) is the embedding (column 0) and
     each layer (both sublayers' outputs); NaN for later layers. Reads of one sublayer count as one, their mean."""
     matrix, by = matrix_of(inspection, by)
-    matrix, own = np.nan_to_num(matrix), np.array(depths(inspection.layout))
+    matrix, written = np.nan_to_num(matrix), np.array(depths(inspection.layout))
     layers = (matrix.shape[1] - 1) // 2
     if layers < 1 or matrix.shape[1] % 2 == 0:
         raise NotShown("not layers of two sublayers each")
-    sublayers = np.stack([matrix[own == sublayer].mean(0) for sublayer in range(2 * layers + 1)])
+    sublayers = np.stack([matrix[written == sublayer].mean(0) for sublayer in range(2 * layers + 1)])
     reads = np.vstack([sublayers[:-1].reshape(layers, 2, -1).mean(1), sublayers[-1:]])
     values = np.hstack([reads[:, :1], reads[:, 1:].reshape(layers + 1, layers, 2).sum(2)])
     values[:-1][np.triu_indices(layers, 2, layers + 1)] = np.nan

@@ -129,7 +129,7 @@ def spread(sublayers: Sequence[int]) -> np.ndarray:
     [0.0, 0.75, 1.25, 2.0]
     """
     counts = np.bincount(sublayers)[np.asarray(sublayers)]
-    order = np.array([list(sublayers[:place]).count(own) for place, own in enumerate(sublayers)])
+    order = np.array([list(sublayers[:place]).count(sublayer) for place, sublayer in enumerate(sublayers)])
     return np.asarray(sublayers) + (order - (counts - 1) / 2) / counts
 
 
@@ -146,23 +146,23 @@ def depth_line(
     """
     table = np.atleast_2d(np.array(values, dtype=float))
     numbers = table.mean(0)
-    own = np.arange(len(numbers)) if sublayers is None else np.asarray(sublayers)
-    depth, places = np.unique(own), spread(own.tolist())
+    sublayer_of = np.arange(len(numbers)) if sublayers is None else np.asarray(sublayers)
+    depth, places = np.unique(sublayer_of), spread(sublayer_of.tolist())
     colour, few = look["color"], len(numbers) < 60
 
     def each(row: np.ndarray) -> list[float]:
-        return [row[own == sublayer].mean() for sublayer in depth]
+        return [row[sublayer_of == sublayer].mean() for sublayer in depth]
 
     if len(table) > 1:
         ax.fill_between(depth, each(table.min(0)), each(table.max(0)), color=colour, alpha=0.15, linewidth=0)
     ax.plot(depth, each(numbers), linewidth=1.2, **look)
     size = 3.0 if few else 1.6
     hollow: dict[str, Any] = {"markerfacecolor": style.PAPER, "markeredgewidth": 0.9}
-    output = own == len(depth) - 1 if len(depth) % 2 else np.zeros(len(own), dtype=bool)
+    output = sublayer_of == len(depth) - 1 if len(depth) % 2 else np.zeros(len(sublayer_of), dtype=bool)
     dots: dict[str, Any] = {"color": colour, "clip_on": False, "in_layout": False, "zorder": 3}
     for where, mark, more in (
-        (~output & (own % 2 == 0), "o", {"markersize": size}),
-        (~output & (own % 2 == 1), "o", {"markersize": size, **hollow}),
+        (~output & (sublayer_of % 2 == 0), "o", {"markersize": size}),
+        (~output & (sublayer_of % 2 == 1), "o", {"markersize": size, **hollow}),
         (output, "D", {"markersize": size + 0.6}),
     ):
         ax.plot(places[where], numbers[where], mark, **dots, **more)

@@ -134,9 +134,9 @@ class Inspection:
 
     def __repr__(self) -> str:
         tokens, loss = self.data.get("tokens"), self.losses.get("mean")
-        seen = "" if tokens is None else f", {tokens:,} tokens"
-        seen += "" if loss is None else f", loss {loss:.3f}"
-        return f"Inspection({self.model['name']}: {self.model['residual']}, {len(self.reads)} reads{seen})"
+        extent = "" if tokens is None else f", {tokens:,} tokens"
+        extent += "" if loss is None else f", loss {loss:.3f}"
+        return f"Inspection({self.model['name']}: {self.model['residual']}, {len(self.reads)} reads{extent})"
 
     def frame(self) -> Any:
         """A data frame with a row a (read, source) edge: weight, contribution, size, and shares of the weights (`high`,

@@ -70,11 +70,11 @@ def attach(
     scale = {"read_scale": read_scale} if "read_scale" in settings_of(name) else {}
     parameter = next(stack[0].parameters())
     with torch.device(parameter.device):
-        made = make_residual(name, len(stack) * len(norms), width, **scale, **settings).float()
-    made.sublayers = kinds
-    made.train(module.training)
-    attach_stream(module, made, stack, norms, final_norm)
-    return made
+        connection = make_residual(name, len(stack) * len(norms), width, **scale, **settings).float()
+    connection.sublayers = kinds
+    connection.train(module.training)
+    attach_stream(module, connection, stack, norms, final_norm)
+    return connection
 
 
 def _part(module: nn.Module, path: str) -> Any:

@@ -21,16 +21,16 @@ def exchange(module: nn.Module, mixin: type[Exchanged]) -> None:
 
 def own_class(module: nn.Module) -> type[nn.Module]:
     """The class that a module had before an exchange."""
-    own: Any = type(module)
-    return own.__bases__[1] if isinstance(module, Exchanged) else own
+    cls: Any = type(module)
+    return cls.__bases__[1] if isinstance(module, Exchanged) else cls
 
 
 @functools.cache
-def _exchanged(mixin: type[Exchanged], own: type[nn.Module]) -> type[nn.Module]:
-    bases: tuple[type, ...] = (mixin, own)
-    return type(f"{mixin.__name__.lstrip('_')}{own.__name__}", bases, {"__module__": __name__})
+def _exchanged(mixin: type[Exchanged], cls: type[nn.Module]) -> type[nn.Module]:
+    bases: tuple[type, ...] = (mixin, cls)
+    return type(f"{mixin.__name__.lstrip('_')}{cls.__name__}", bases, {"__module__": __name__})
 
 
-def _empty(mixin: type[Exchanged], own: type[nn.Module]) -> nn.Module:
+def _empty(mixin: type[Exchanged], cls: type[nn.Module]) -> nn.Module:
     """Return an empty module of the exchanged class: what unpickling and copying fill."""
-    return object.__new__(_exchanged(mixin, own))
+    return object.__new__(_exchanged(mixin, cls))

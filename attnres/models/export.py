@@ -88,14 +88,14 @@ def write_model(
 
 def _check_written(model: Any, folder: Path) -> None:
     """Load what was written and compare what it computes."""
-    again, info = type(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
+    loaded, info = type(model).from_pretrained(folder, dtype="auto", output_loading_info=True)
     # In fp32, whatever the weights' dtype: in 16 bits one rounding more is already larger than the bound.
-    found = compare_logits(model, again.to(model.device), torch.float32)
-    if info["missing_keys"] or not found.within:
+    difference = compare_logits(model, loaded.to(model.device), torch.float32)
+    if info["missing_keys"] or not difference.within:
         missing = f", and lacks {', '.join(sorted(info['missing_keys']))}" if info["missing_keys"] else ""
         raise UserError(
             f"{type(model).__name__} computes something else when it is loaded again (outputs differ by "
-            f"{found.largest:.2g}{missing}): nothing was written; please report it with the name of the model"
+            f"{difference.largest:.2g}{missing}): nothing was written; please report it with the name of the model"
         )
 
 

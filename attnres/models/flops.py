@@ -79,5 +79,5 @@ def _attention(config: Any, length: int) -> float:
     value = getattr(config, "v_head_dim", None) or size
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None) or length
-    seen = {"full_attention": length, "sliding_attention": min(length, window)}
-    return sum(2 * heads * (key + value) * seen.get(kind, 0) for kind in kinds)
+    reach = {"full_attention": length, "sliding_attention": min(length, window)}
+    return sum(2 * heads * (key + value) * reach.get(kind, 0) for kind in kinds)

@@ -152,18 +152,18 @@ def _(
     assert first is not None
     (tokens, d), k, compute = first.shape, len(opens), compute_dtype(dtype)
 
-    def new(present: object, *shape: int, made: torch.dtype = compute) -> Tensor:
-        return first.new_empty(shape, dtype=made) if present else first.new_empty(0, dtype=torch.float32)
+    def new(present: object, *shape: int, dtype: torch.dtype = compute) -> Tensor:
+        return first.new_empty(shape, dtype=dtype) if present else first.new_empty(0, dtype=torch.float32)
 
     return [
-        new(True, tokens, d, made=out_dtype if kind else dtype),
-        new(k, tokens, d, made=dtype if kind else compute),
+        new(True, tokens, d, dtype=out_dtype if kind else dtype),
+        new(k, tokens, d, dtype=dtype if kind else compute),
         new(kind, tokens),
         new(k, tokens, k),
         new(k and output is not None, tokens),
         new(k, tokens, k),
         new(k, tokens, k),
-        new(added is not None, tokens, d, made=dtype),
+        new(added is not None, tokens, d, dtype=dtype),
     ]
 
 
@@ -255,12 +255,12 @@ def _(
 ) -> list[Tensor]:
     (tokens, d), compute = h.shape, compute_dtype(h.dtype)
 
-    def new(present: object, *shape: int, made: torch.dtype = compute) -> Tensor:
-        return h.new_empty(shape, dtype=made) if present else h.new_empty(0, dtype=torch.float32)
+    def new(present: object, *shape: int, dtype: torch.dtype = compute) -> Tensor:
+        return h.new_empty(shape, dtype=dtype) if present else h.new_empty(0, dtype=torch.float32)
 
     to_sealed = not opens or sealed is not None
     return [
-        new(to_sealed, tokens, d, made=_dtype_of_phase1(h, grad, kind)),
+        new(to_sealed, tokens, d, dtype=_dtype_of_phase1(h, grad, kind)),
         new(to_sealed, tokens),
         new(opens, d),
         new(weight is not None, d),

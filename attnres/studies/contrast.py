@@ -60,9 +60,9 @@ class Contrast:
         ]
         if open_ones := self.verdicts("undecided"):
             parts.append(f"not to be told from {self.baseline}: {listed(open_ones)}")
-        said = "; ".join(parts)
+        sentence = "; ".join(parts)
         floor = f"sigma {self.noise.sigma:.4f} with {self.noise.degrees} degrees of freedom"
-        return f"{said[0].upper()}{said[1:]} (noise: {floor}, {len(self.others)} compared)."
+        return f"{sentence[0].upper()}{sentence[1:]} (noise: {floor}, {len(self.others)} compared)."
 
     def table(self, title: str, published: Mapping[str, str] | None = None) -> Table:
         """A row a variant; `published`: what others have for it."""
@@ -84,11 +84,11 @@ class Contrast:
         notes = []
         if self.noise.degrees:
             n = max(one.seeds for one in self.others) if self.others else 1
-            seen = self.noise.detectable(n, self.base_seeds, max(1, len(self.others)))
+            least = self.noise.detectable(n, self.base_seeds, max(1, len(self.others)))
             notes.append(
                 f"Noise: sigma {self.noise.sigma:.4f} with {self.noise.degrees} degrees of freedom "
-                f"({self.noise.source}). A  difference has to exceed max(3, Student's t at 5 % over "
-                f"{len(self.others)} comparisons) standard errors; a true one of {seen:.4f} "
+                f"({self.noise.source}). A difference has to exceed max(3, Student's t at 5 % over "
+                f"{len(self.others)} comparisons) standard errors; a true one of {least:.4f} "
                 "would be seen in four of five such studies."
             )
         else:

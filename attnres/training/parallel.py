@@ -77,10 +77,10 @@ class Processes:
             refusal = error
         if self.world_size == 1:
             return
-        said = [text for text in self.gather(refusal and str(refusal)) if text]
-        if said and self.first:
-            raise refusal or UserError(said[0])
-        if said:
+        refusals = [text for text in self.gather(refusal and str(refusal)) if text]
+        if refusals and self.first:
+            raise refusal or UserError(refusals[0])
+        if refusals:
             raise SystemExit(2)
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -107,7 +107,7 @@ class Weighting(nn.Module):
             "values=normed": self.normed_values,
             "null_source=true": self.null_source,
         }
-        return ", ".join(name for name, given in settings.items() if given) or None
+        return ", ".join(name for name, value in settings.items() if value) or None
 
     @property
     def bounded(self) -> bool:

@@ -13,8 +13,8 @@ VARIANTS = ("standard", "block", "full")
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """The recipe, and a model of many narrow layers."""
-    own = {"residual_lr": setting.own_rate(setting.preset.own_rate)}
-    deep = setting.config(model={"size": setting.preset.deep}, optim=own, steps=setting.preset.many)
+    optim = {"residual_lr": setting.own_rate(setting.preset.own_rate)}
+    deep = setting.config(model={"size": setting.preset.deep}, optim=optim, steps=setting.preset.many)
     depth = tuple(QUANTITIES)
     seeds = range(min(2, setting.seeds))
     return [

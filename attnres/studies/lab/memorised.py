@@ -146,8 +146,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             row[1]: row[3] for row in rows if row[0].endswith(f", {what}") or row[0].endswith(f"layers, {what}")
         }
         if verdicts:
-            said = ", ".join(f"{alpha}: {verdict}" for alpha, verdict in verdicts.items())
-            sentences.append(f"Deepest network, {what} (alpha: {ours[-1]} is): {said}.")
+            listing = ", ".join(f"{alpha}: {verdict}" for alpha, verdict in verdicts.items())
+            sentences.append(f"Deepest network, {what} (alpha: {ours[-1]} is): {listing}.")
     if any(panels.values()):
         caption = (
             "Training loss at the end over the variance of the labels, best of four rates; mean over seeds of its log."

@@ -36,8 +36,8 @@ def _at(setting: Setting, factor: float) -> str:
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """Coarse at one seed; the standard model upward until it turns; then the best with all seeds, and what is near."""
     recipe, steps = setting.config(), setting.preset.steps
-    own = setting.some([_own(setting, factor) for factor in OWN])
-    coarse = setting.arm("own", ["standard", *own], [0], of=recipe, depth=("sharpness", "entropy"))
+    variants = setting.some([_own(setting, factor) for factor in OWN])
+    coarse = setting.arm("own", ["standard", *variants], [0], of=recipe, depth=("sharpness", "entropy"))
     parts = [coarse, setting.arm("model", [_at(setting, factor) for factor in MODEL], [0], of=recipe)]
     if not all(measured.complete(arm.name) for arm in parts):
         return parts
@@ -49,8 +49,8 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
         if not measured.complete(up.name):
             return parts
         losses[higher] = measured.mean(up.name, _label(_at(setting, higher)))
-    by_variant = {variant: measured.mean("own", _label(variant)) for variant in own}
-    best = survivors(by_variant, 2) or own[:1]
+    by_variant = {variant: measured.mean("own", _label(variant)) for variant in variants}
+    best = survivors(by_variant, 2) or variants[:1]
     rate = best[0].partition("@")[2] or f"residual_lr={setting.own_rate(1.0):g}"
     layers = setting.preset.depth
     parameters = 12.0 * layers * _width(setting) ** 2
