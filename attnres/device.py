@@ -1,4 +1,6 @@
-"""Chooses the device that a model runs on."""
+"""Chooses the device that a model runs on, and counts the cores there are."""
+
+import os
 
 import torch
 
@@ -20,3 +22,8 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name} was asked for, but PyTorch finds no CUDA device here: use --device cpu")
     return device
+
+
+def cores() -> int:
+    """How many of the processor's cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

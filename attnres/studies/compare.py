@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from attnres.device import cores
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
 from attnres.folders import refuse_other
@@ -193,8 +194,7 @@ def _jobs(plan: Plan, vocabulary: int) -> int:
     one on two threads), as many as fit in memory and at most four; on GPUs one each."""
     if not next(iter(plan.runs.values())).device.startswith("cpu"):
         return max(1, torch.cuda.device_count())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    jobs = min(cores, 4, len(plan.runs))
+    jobs = min(cores(), 4, len(plan.runs))
     while jobs > 1 and not _fits(jobs, plan, vocabulary):
         jobs -= 1
     return max(1, jobs)

@@ -10,7 +10,6 @@ Finished runs are skipped and interrupted ones resumed: the same command continu
 
 import dataclasses
 import math
-import os
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -20,6 +19,7 @@ from typing import Any, TypedDict
 
 from rich.console import Console
 
+from attnres.device import cores
 from attnres.errors import UserError, unknown
 from attnres.files import locked, write_json, write_text
 from attnres.folders import refuse_other
@@ -257,7 +257,7 @@ def _carry_out(
             walls += work.walls
             most.append(work.jobs)
         children.sort(key=_seed)  # what is there first is one whole study of one seed
-        train_all(children, walls, jobs=jobs or max(most, default=_cores()), say=say, run=run, until=until)
+        train_all(children, walls, jobs=jobs or max(most, default=cores()), say=say, run=run, until=until)
         for arm in arms:
             for name in names_of(arm) if arm.measure else []:
                 path = folder / arm.name / name
@@ -269,10 +269,6 @@ def _carry_out(
 def _seed(child: Child) -> int:
     match = RUN_NAME.fullmatch(child.folder.name)
     return int(match["seed"]) if match else 0
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _branch(plan: Plan, trunk: Path) -> None:
