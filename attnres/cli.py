@@ -28,6 +28,7 @@ COMMANDS = {
     "eval": "perplexity and tasks, of one model or of several side by side",
     "generate": "text from a model",
     "inspect": "where every read of a model comes from, and what it does without",
+    "search": "the tokens at which a source is most of a read, with context",
     "figures": "the figures of models and runs, for a paper",
     "app": "look into one or two models in the browser",
     "plan": "what layouts of GPUs cost for a model: memory, bytes, bubble, time",
@@ -58,6 +59,7 @@ examples:
   attnres generate runs/mine --prompt "Once upon a time" --show-depth
   attnres figures runs/demo figures/
   attnres inspect runs/mine --text "Once upon a time" --knock-out embedding@output --attribute
+  attnres search runs/mine embedding@output --corpus my_text/
   attnres app runs/demo/block-seed0 runs/demo/full-seed0 --open
   attnres plan 0.6b --gpus 16 --context 8192
   attnres check my_residual.py:Mine

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from attnres.inspect.inspector import inspect_model
     from attnres.inspect.lens import Direct, Lens, direct, logit_lens
     from attnres.inspect.prune import PruneReport, prune_report
+    from attnres.inspect.search import Search, search
 else:  # these need Transformers
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -27,8 +28,10 @@ else:  # these need Transformers
             "Lens": "attnres.inspect.lens",
             "direct": "attnres.inspect.lens",
             "logit_lens": "attnres.inspect.lens",
+            "Search": "attnres.inspect.search",
             "PruneReport": "attnres.inspect.prune",
             "prune_report": "attnres.inspect.prune",
+            "search": "attnres.inspect.search",
         },
     )
 
@@ -46,6 +49,7 @@ __all__ = [
     "Pin",
     "PruneReport",
     "Recency",
+    "Search",
     "Steer",
     "Swap",
     "Trace",
@@ -65,5 +69,6 @@ __all__ = [
     "prune_report",
     "read_vectors",
     "record",
+    "search",
     "source_names",
 ]

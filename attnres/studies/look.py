@@ -1,17 +1,14 @@
 """One model looked at: what the command `attnres inspect` does."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from attnres.data.sources import open_source
 from attnres.device import pick_device
 from attnres.errors import UserError
-from attnres.evals.scoring import LOGIT_BYTES
 from attnres.files import write_json
 from attnres.folders import refuse_other
 from attnres.inspect.attribution import Attribution
@@ -23,10 +20,8 @@ from attnres.inspect.measures import dynamics
 from attnres.inspect.prune import check_prunable, prune_report
 from attnres.inspect.survey import Survey, encode, front, survey
 from attnres.inspect.tables import show
-from attnres.models.open import Checkpoint, open_checkpoint
-from attnres.paths import refuse_special, user_path
+from attnres.models.open import Checkpoint
 from attnres.progress import counting
-from attnres.reading import read_json
 from attnres.residuals import traits_of
 from attnres.studies.look_config import InspectConfig
 from attnres.studies.removals import (
@@ -38,22 +33,9 @@ from attnres.studies.removals import (
     prune_table,
     source_and_read,
 )
+from attnres.studies.texts import LookText, batch_size_of, context_of, open_residual, text_of
 from attnres.terminal import say, wide
 from attnres.training.metrics import read as read_metrics
-from attnres.training.records import ADVICE, RunConfig
-from attnres.typed import checked
-
-LARGEST_WINDOW = 2048
-"""Tokens in a window where none is given: attention over more costs more than it shows."""
-
-
-@dataclass(frozen=True)
-class _Text:
-    """What is looked at: documents that can be read several times, and their name; a text of the user's is `alone`."""
-
-    name: str
-    read: Callable[[], Iterator[str]]
-    alone: str | None = None
 
 
 def look(config: InspectConfig, console: Console | None = None) -> Inspection:
@@ -63,28 +45,26 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
         UserError: no model with a residual of this package, no text, or options that do not fit.
     """
     console = wide(console)
-    checkpoint = open_checkpoint(config.model, trust_remote_code=config.trust_remote_code)
-    if checkpoint.residual is None:
-        raise UserError(
-            f"{config.model} is a plain {checkpoint.config.model_type} model without depth reads: give one of attnres, "
-            "or make it one with attnres convert"
-        )
+    checkpoint, residual = open_residual(config, config.model)
     run = checkpoint.run
-    text = _text(config, run)
-    context = _context(config, checkpoint)
+    text = text_of(config, run)
+    context = context_of(config, checkpoint)
     wanted = [(request, *source_and_read(request)) for request in config.knock_out]
     if config.attribute and text.alone is None:
         raise UserError("--attribute looks at the prediction after one text: give it with --text or --file")
     if config.graph and (config.out is None or not config.attribute):
         raise UserError("--graph draws what --attribute measured into the folder --out: give both")
     if config.prune:
-        check_prunable(checkpoint.residual, traits_of(checkpoint.residual), config.threshold)
+        check_prunable(residual, traits_of(residual), config.threshold)
     out = None if config.out is None else refuse_other(config.out, "inspection")
     model = checkpoint.load(config.dtype, str(pick_device(config.device)))
 
     knock_outs = [(request, find_knock_out(source, read, model)) for request, source, read in wanted]
 
-    options: dict[str, Any] = {"context": context, "batch_size": _batch_size(config, checkpoint, context)}
+    options: dict[str, Any] = {
+        "context": context,
+        "batch_size": batch_size_of(config.batch_tokens, checkpoint, context),
+    }
     first = text.alone or next(text.read(), "")
     inspection = inspect_model(
         model,
@@ -162,52 +142,7 @@ def _pictures(attribution: Attribution, name: str, out: Path) -> list[Path]:
     return save_all(plots, out, ("svg",))
 
 
-# ------------------------------------------------------------------ which text
-
-
-def _text(config: InspectConfig, run: Path | None) -> _Text:
-    options = [name for name in ("text", "file", "corpus") if getattr(config, name) is not None]
-    if len(options) > 1:
-        raise UserError(f"both --{options[0]} and --{options[1]} are given: give one of them")
-    for name in options:
-        if name != "text" and not getattr(config, name).strip():
-            raise UserError(f"--{name} is empty: expected a name")
-    if config.limit < 2:
-        raise UserError(f"limit is {config.limit} tokens: expected at least 2, one to predict another")
-    if config.text is not None:
-        return _alone("the text", config.text)
-    if config.file is not None:
-        return _alone(config.file, _read(user_path(config.file)))
-    spec, column = config.corpus, config.column
-    if spec is None and run is not None:
-        data = checked(read_json(run / "config.json"), RunConfig, run / "config.json", ADVICE).get("data", {})
-        spec, column = data.get("source"), data.get("column", column)
-    if spec is None:
-        raise UserError("there is no text to look at: give --text TEXT, --file FILE or --corpus SOURCE")
-    source = open_source(spec, column=column)
-    return _Text(source.name, source.read)
-
-
-def _alone(name: str, text: str) -> _Text:
-    # Arguments that are no UTF-8 come with lone surrogates in them.
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if not text or text.isspace():
-        raise UserError(f"{name} is empty: expected some text, at least two tokens")
-    return _Text(name, lambda: iter([text]), text)
-
-
-def _read(path: Path) -> str:
-    refuse_special(path)
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text ({error.reason}): give a text file") from error
-    except OSError as error:
-        hint = "; a folder of texts is a --corpus" if path.is_dir() else ""
-        raise UserError(f"{path} cannot be read: {error.strerror or error}{hint}") from error
-
-
-def _remarks(config: InspectConfig, checkpoint: Checkpoint, text: _Text, inspection: Inspection) -> list[str]:
+def _remarks(config: InspectConfig, checkpoint: Checkpoint, text: LookText, inspection: Inspection) -> list[str]:
     """What was done to the text that the user may not expect."""
     data, remarks = inspection.data, []
     if text.alone is not None and data["windows"] > 1:
@@ -225,7 +160,7 @@ def _remarks(config: InspectConfig, checkpoint: Checkpoint, text: _Text, inspect
     return remarks
 
 
-def _encoded(checkpoint: Checkpoint, text: _Text, limit: int) -> Iterator[Any]:
+def _encoded(checkpoint: Checkpoint, text: LookText, limit: int) -> Iterator[Any]:
     """The documents as the inspection read them, without labels."""
     for document in text.read():
         encoded = encode(checkpoint.tokenizer, document)
@@ -234,17 +169,3 @@ def _encoded(checkpoint: Checkpoint, text: _Text, limit: int) -> Iterator[Any]:
         limit -= len(encoded.ids)
         if limit <= 0:
             return
-
-
-def _context(config: InspectConfig, checkpoint: Checkpoint) -> int:
-    if config.context is None:
-        return min(checkpoint.context, LARGEST_WINDOW)
-    if not 2 <= config.context <= checkpoint.context:
-        raise UserError(f"context is {config.context} tokens: expected 2 to {checkpoint.context:,}, the model's own")
-    return config.context
-
-
-def _batch_size(config: InspectConfig, checkpoint: Checkpoint, context: int) -> int:
-    if config.batch_tokens < 1:
-        raise UserError(f"batch_tokens is {config.batch_tokens}: expected at least 1")
-    return max(1, min(config.batch_tokens // context, LOGIT_BYTES // (context * (checkpoint.vocab_size or 1) * 4)))

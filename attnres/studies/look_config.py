@@ -60,3 +60,28 @@ class InspectConfig(LookConfig):
     """Tokens in one forward pass."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """Of the weights; auto is what they are stored in."""
+
+
+@dataclass
+class SearchConfig(LookConfig):
+    """Find the tokens at which a source is most of a read, with the text around them.
+
+    Without a text, a run folder is searched on what it was trained on.
+    """
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """A run folder, a model folder or a hub name."""
+    edge: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE@READ")]
+    """One source of one read, e.g. embedding@mlp3, "block 2@output"."""
+    by: Literal["contribution", "weight"] = "contribution"
+    """What tokens are ordered by: how much of the read the source is, or the weight that it is given."""
+    least: bool = False
+    """Where it is least of the read, instead of most."""
+    top: int = 20
+    """So many tokens."""
+    out: str | None = None
+    """A file for the same as JSON."""
+    batch_tokens: int = 4096
+    """Tokens in one forward pass."""
+    dtype: Literal["auto", "fp32", "bf16"] = "auto"
+    """Of the weights; auto is what they are stored in."""

@@ -30,7 +30,7 @@ def source_and_read(text: str) -> tuple[str, str | None]:
     """What SOURCE or SOURCE@READ names. Raises UserError."""
     source, at, where = text.partition("@")
     if not source.strip() or (at and not where.strip()):
-        raise UserError(f"--knock-out is '{text}': expected SOURCE or SOURCE@READ, such as embedding@mlp3")
+        raise UserError(f"'{text}' names no edge: expected SOURCE or SOURCE@READ, such as embedding@mlp3")
     return _spaced(source), _spaced(where) if at else None
 
 

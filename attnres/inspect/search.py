@@ -1,0 +1,235 @@
+"""The tokens of a corpus at which one source is most, or least, of one read."""
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from attnres.errors import UserError, unknown
+from attnres.forward import evaluating
+from attnres.inspect import notebook
+from attnres.inspect.edits import choose_reads
+from attnres.inspect.pieces import pieces
+from attnres.inspect.record import find_residual, record
+from attnres.inspect.routing import By
+from attnres.inspect.survey import encode, front
+from attnres.text import short
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CONTEXT = 60
+"""Characters of text on either side of a token that is shown."""
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One token.
+
+    Attributes:
+        token: what it says; before, after: the text around it.
+        contribution, weight: of the source in the read at this token.
+        document: its number, from 0; position: of the token in it.
+        window: the text that the model was given; the token begins at its character `at`.
+    """
+
+    token: str
+    before: str
+    after: str
+    contribution: float
+    weight: float
+    document: int
+    position: int
+    window: str
+    at: int
+
+
+@dataclass(frozen=True, repr=False)
+class Search:
+    """The tokens at which `source` is most (or `least`) of `read`, the first the most extreme.
+
+    Attributes:
+        by: the number that they are ordered by. mean: of that number, over all `tokens` looked at.
+    """
+
+    read: str
+    source: str
+    by: By
+    least: bool
+    mean: float
+    tokens: int
+    documents: int
+    hits: list[Hit]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"Search({self.source} in {self.read}: {'least' if self.least else 'most'} by {self.by} of "
+            f"{self.tokens:,} tokens, mean {short(self.mean)})"
+        )
+
+    def frame(self) -> Any:
+        """A data frame with a row a token."""
+        return notebook.frame(asdict(hit) for hit in self.hits)
+
+    def _repr_html_(self) -> str:
+        rows = [(short(getattr(hit, self.by)), hit.before, hit.token, hit.after) for hit in self.hits]
+        return notebook.table(repr(self), (self.by, "before", "token", "after"), rows)
+
+
+def search(
+    model: Any,
+    tokenizer: "PreTrainedTokenizerBase",
+    documents: Iterable[str],
+    source: str,
+    read: str | int,
+    *,
+    context: int,
+    by: By = "contribution",
+    least: bool = False,
+    top: int = 20,
+    limit: int | None = None,
+    batch_size: int = 8,
+    on_tokens: Callable[[int], None] | None = None,
+) -> Search:
+    """Look at every token of documents, in windows of `context` tokens that are seen alone, and keep the `top` at which
+    `source` is most of `read`.
+
+    Args:
+        source, read: one of each, as `source_names` has them; a read may be its number.
+        by: the number that tokens are ordered by; least: the smallest instead of the largest.
+        limit: stop after so many tokens. batch_size: windows in a forward pass.
+        on_tokens: called with the number of tokens of each pass.
+
+    Raises:
+        UserError: no such read, or it lacks the source; no text; a context or count that is none.
+    """
+    index, place = find_edge(model, source, read)
+    layout = find_residual(model).layout()
+    before = front(tokenizer)
+    if context <= len(before) or top < 1 or batch_size < 1:
+        raise UserError(
+            f"context is {context}, top {top} and batch_size {batch_size}: expected a context of more than "
+            f"{len(before)} tokens, and at least 1 of the others"
+        )
+    best = _Best(top)
+    total, tokens, seen = 0.0, 0, set[int]()
+    device = next(model.parameters()).device
+    for batch in _batches(_windows(tokenizer, documents, context - len(before), limit), batch_size):
+        ids = torch.tensor([[*before, *window.ids] for window in batch], device=device)
+        weights, contributions = _of_edge(model, ids, index, place)
+        for window, *rows in zip(batch, weights[:, len(before) :], contributions[:, len(before) :], strict=True):
+            seen.add(window.document)
+            values = rows[1] if by == "contribution" else rows[0]
+            total, tokens = total + float(values.sum()), tokens + len(values)
+            best.add(window, -values if least else values, *rows)
+        if on_tokens is not None:
+            on_tokens(ids.numel())
+    if not tokens:
+        raise UserError("there is no text to search: the documents are empty")
+    source_name = layout[index].sources[place].name
+    hits = [_hit(tokenizer, *found) for found in best.sorted()]
+    return Search(layout[index].name, source_name, by, least, total / tokens, tokens, len(seen), hits)
+
+
+def find_edge(model: nn.Module, source: str, read: str | int) -> tuple[int, int]:
+    """The numbers of one read and of one of its sources.
+
+    Raises:
+        UserError: no such read, several of them, or none of its sources is called so.
+    """
+    layout = find_residual(model).layout()
+    numbers = choose_reads(read, [one.name for one in layout])
+    if len(numbers) > 1:
+        raise UserError(f"'{read}' names {len(numbers)} reads: name one, such as '{layout[numbers[0]].name}'")
+    names = [one.name for one in layout[numbers[0]].sources]
+    if source not in names:
+        raise unknown(f"source of {layout[numbers[0]].name}", source, names)
+    return numbers[0], names.index(source)
+
+
+class _Window(NamedTuple):
+    """Tokens `start` .. of a document: their ids and offsets in its text."""
+
+    document: int
+    text: str
+    start: int
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+class _Best:
+    """The largest `count` values so far, each with where it stands."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._heap: list[tuple[float, int, int, _Window, float, float]] = []
+        self._order = 0
+
+    def add(self, window: _Window, values: torch.Tensor, weights: torch.Tensor, contributions: torch.Tensor) -> None:
+        for t in values.topk(min(self.count, len(values))).indices.tolist():
+            self._order -= 1  # among equals the first stays
+            entry = (float(values[t]), self._order, t, window, float(weights[t]), float(contributions[t]))
+            if len(self._heap) < self.count:
+                heapq.heappush(self._heap, entry)
+            elif entry > self._heap[0]:
+                heapq.heapreplace(self._heap, entry)
+            else:
+                return
+
+    def sorted(self) -> Iterator[tuple[_Window, int, float, float]]:
+        for _, _, t, window, weight, contribution in sorted(self._heap, reverse=True):
+            yield window, t, weight, contribution
+
+
+def _windows(
+    tokenizer: "PreTrainedTokenizerBase", documents: Iterable[str], room: int, limit: int | None
+) -> Iterator[_Window]:
+    left = limit
+    for number, text in enumerate(documents):
+        encoded = encode(tokenizer, text)
+        ids = encoded.ids.tolist()[:left]
+        for start in range(0, len(ids), room):
+            part = slice(start, start + room)
+            yield _Window(number, text, start, ids[part], encoded.offsets[: len(ids)][part])
+        if left is not None and not (left := left - len(ids)):
+            return
+
+
+def _batches(windows: Iterable[_Window], size: int) -> Iterator[list[_Window]]:
+    """Neighbouring windows of one length together."""
+    batch: list[_Window] = []
+    for window in windows:
+        if batch and (len(batch) == size or len(batch[0].ids) != len(window.ids)):
+            yield batch
+            batch = []
+        batch.append(window)
+    if batch:
+        yield batch
+
+
+def _of_edge(model: Any, ids: torch.Tensor, index: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and contributions (B, T) of one edge."""
+    with evaluating(model), torch.no_grad(), record(model, tokens=True) as trace:
+        model.base_model(input_ids=ids, use_cache=False)  # nobody looks at the logits
+    if not trace.token_weights:
+        raise UserError(f"residual '{trace.residual}' mixes its sources by no weights: there is nothing to search by")
+    return trace.token_weights[index][..., place], trace.token_contributions[index][..., place]
+
+
+def _hit(tokenizer: "PreTrainedTokenizerBase", window: _Window, place: int, weight: float, contribution: float) -> Hit:
+    words = pieces(tokenizer, window.ids, window.text, window.offsets)
+    if window.offsets:
+        first, last = window.offsets[0][0], window.offsets[-1][1]
+        text, (start, end) = window.text[first:last], window.offsets[place]
+        at, token, rest = start - first, window.text[start:end], window.text[end:last]
+    else:
+        text, at, token, rest = "".join(words), len("".join(words[:place])), words[place], "".join(words[place + 1 :])
+    before, after = text[:at][-CONTEXT:], rest[:CONTEXT]
+    return Hit(token, before, after, contribution, weight, window.document, window.start + place, text, at)
