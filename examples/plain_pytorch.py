@@ -1,7 +1,7 @@
 """A small GPT in plain PyTorch, no Transformers: the standard residual and Attention Residuals side by side.
 
 python examples/plain_pytorch.py                # about a minute on 2 cores, on the sources of Python's own library
-python examples/plain_pytorch.py my_text.txt    # or on a file or folder of .txt, .jsonl, .parquet or .py
+python examples/plain_pytorch.py my_text.txt    # or on a file or folder of text (.txt, .jsonl, .csv, .parquet, ...)
 
 What makes it an AttnRes model are the four lines marked <-. Tokens are bytes. Both models start from the same weights
 and see the same batches, in turn. A minute and one seed say how it is written and what it costs, not which is better:

@@ -10,11 +10,13 @@ class Prepare:
     """Tokenise a corpus into shards. Training does it by itself; this is for doing it ahead or keeping the result."""
 
     source: str = "stdlib"
-    """stdlib (Python's own sources), a file or folder (.txt, .jsonl, .parquet), or hub:NAME[:CONFIG[:SPLIT]]."""
+    """stdlib (Python's own sources), a file or folder (.txt, .jsonl, .json, .csv, .parquet, .arrow, .py; text also as
+    .gz or .zst; what datasets.save_to_disk wrote), hub:NAME[:CONFIG[:SPLIT]], task:NAME, or several: mix:SOURCE,SOURCE
+    is all of each, mix:SOURCE=3,SOURCE=1 has their texts in these shares until one is used up."""
     tokenizer: str = "bpe:4096"
     """bpe:VOCAB trains a byte-level BPE on the training text; else a local tokenizer folder or a hub name."""
     column: str = "text"
-    """Field of .jsonl, column of .parquet and hub data sets that holds the text."""
+    """Field or column that holds the text, of rows."""
     held_out: float = 0.05
     """Fraction of the documents held out for validation."""
     limit: int | None = None

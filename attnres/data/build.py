@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from attnres.cache import cache_dir
 from attnres.data.shards import VERSION, SplitWriter, Tokens, open_tokens, read_header
-from attnres.data.sources import Source, open_source, spooled
+from attnres.data.sources import Rows, Source, open_source, spooled
 from attnres.data.tokenizer import (
     bpe_size,
     file_sha256,
@@ -58,7 +58,7 @@ class Prepared:
 
 
 def prepare(
-    source: str = "stdlib",
+    source: str | Path | Rows = "stdlib",
     tokenizer: str = "bpe:4096",
     *,
     out: str | Path | None = None,
@@ -80,7 +80,7 @@ def prepare(
         out: the folder to make. None: one under `cache_dir()`, named by a hash of the settings and the source.
         held_out: the share of documents for the `val` split, in [0, 1).
         limit: at most this many characters of text.
-        column: the JSON field, Parquet or hub column with the text.
+        column: the JSON field or the column with the text.
         progress: show a bar on stderr.
 
     Raises:
@@ -89,12 +89,14 @@ def prepare(
     """
     if not 0 <= held_out < 1:
         raise UserError(f"held_out is {held_out}, expected a share of the documents from 0 up to, not including, 1")
-    folder = user_path(source)
-    settings = {"source": source, "tokenizer": tokenizer, "held_out": held_out, "limit": limit, "column": column}
-    if all((folder / name).is_file() for name in ("header.json", "tokenizer.json")):
-        return _prepared_before(folder, settings, out)
+    settings = {"tokenizer": tokenizer, "held_out": held_out, "limit": limit, "column": column}
+    if isinstance(source, str | Path):
+        folder = user_path(source)
+        if all((folder / name).is_file() for name in ("header.json", "tokenizer.json")):
+            return _prepared_before(folder, settings, out)
     size = bpe_size(tokenizer)
     text = open_source(source, column=column, limit=limit)
+    settings = {"source": text.name, **settings}
     known = {**settings, "version": VERSION, "text": text.fingerprint, "tokenizer_files": fingerprint(tokenizer)}
     key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     target = (cache_dir() / "data" / key[:16] if out is None else user_path(out)).absolute()
@@ -108,7 +110,7 @@ def prepare(
             loaded = load_with_end(tokenizer) if size is None else None
             with replaced_folder(target) as folder:
                 header = _build(folder, text, loaded, size or 0, held_out, progress)
-                about = {"version": VERSION, "key": key, "settings": settings, "source": source}
+                about = {"version": VERSION, "key": key, "settings": settings, "source": text.name}
                 write_json(folder / "header.json", about | header)
     return Prepared(target, read_header(target))
 
@@ -127,8 +129,7 @@ def _prepared_before(folder: Path, settings: dict[str, Any], out: str | Path | N
     made_with = header.get("settings")
     made_with = made_with if isinstance(made_with, dict) else {}
     defaults = inspect.signature(prepare).parameters
-    for name in ("tokenizer", "held_out", "limit", "column"):
-        value = settings[name]
+    for name, value in settings.items():
         if value in (defaults[name].default, made_with.get(name)):
             continue
         if name == "tokenizer" and user_path(value).exists():

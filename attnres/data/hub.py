@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from attnres.cache import cache_dir
-from attnres.data.readers import wrong_column
+from attnres.data.readers import field_of
 from attnres.errors import UserError
 from attnres.files import write_text
 from attnres.hub import dataset_rows
@@ -63,7 +63,7 @@ def read_hub(spec: str, column: str, revision: str | None = None) -> Iterator[st
     repository, config, split = resolve(spec)
     what = f"source '{spec}'"
     rows = dataset_rows(what, repository, config, split, streaming=True, revision=revision)
-    texts = _column(what, rows, column)
+    texts = (text for row in rows for text in field_of(row, what, column))
     return articles(texts) if repository == HUB["wikitext"][0] else texts
 
 
@@ -76,12 +76,3 @@ def articles(lines: Iterable[str]) -> Iterator[str]:
             article = []
         article.append(line)
     yield "".join(article)
-
-
-def _column(what: str, rows: Iterable[dict[str, object]], column: str) -> Iterator[str]:
-    for row in rows:
-        text = row.get(column)
-        if column not in row or not isinstance(text, str | None):
-            raise wrong_column(what, column, [k for k, v in row.items() if isinstance(v, str)])
-        if text is not None:
-            yield text

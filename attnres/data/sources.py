@@ -1,24 +1,49 @@
-"""Where text comes from: the standard library of the running Python, local files, the Hugging Face hub."""
+"""Where text comes from: the standard library of the running Python, local files, the Hugging Face hub, data sets in
+memory, and mixtures of these."""
 
 import hashlib
 import json
+import math
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypedDict
 
 from attnres.data.hub import read_hub, resolve, revision_of
-from attnres.data.readers import SUFFIXES, read_documents, text_bytes
+from attnres.data.readers import PACKED, SUFFIXES, field_of, read_documents, suffix_of, text_bytes
 from attnres.data.tasks import documents
 from attnres.errors import UserError
 from attnres.paths import refuse_special, user_path
+from attnres.reading import read_json
+from attnres.typed import checked
 
 # Not the library itself, or (the last) its own build: paths and flags of one machine.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "__pycache__"}
 _BUILD = ("_sysconfigdata", "config-")
+_DESCRIPTIONS = (".json", ".csv")
+"""Kinds of files that describe others as often as they hold text."""
+_SAVED, _SPLITS = "state.json", "dataset_dict.json"
+"""Files of the folders that the library datasets saves: of one data set, of its splits in folders of their names."""
+Rows = Iterable[Mapping[str, Any]]
+"""A data set in memory: rows by column, such as a `datasets.Dataset`."""
+
+
+class _SavedFile(TypedDict):
+    filename: str
+
+
+class _Saved(TypedDict):
+    """What is looked at in a data set's `state.json`."""
+
+    _data_files: list[_SavedFile]
+
+
+class _Splits(TypedDict):
+    splits: list[str]
 
 
 @dataclass(frozen=True)
@@ -40,13 +65,16 @@ class Source:
     spool: bool = False
 
 
-def open_source(spec: str, *, column: str = "text", limit: int | None = None) -> Source:
+def open_source(spec: str | Path | Rows, *, column: str = "text", limit: int | None = None) -> Source:
     """The source that `spec` names.
 
     Args:
-        spec: `stdlib`; the path of a .txt, .jsonl or .parquet file or of a folder of such files and .py files;
-            `hub:NAME[:CONFIG[:SPLIT]]`; or `task:NAME[:COUNT]` of `attnres.data.tasks`.
-        column: the JSON field, Parquet or hub column that holds the text.
+        spec: `stdlib`; the path of a file of text or of a folder of such (`readers.SUFFIXES`), or of a folder that
+            `datasets.save_to_disk` made; `hub:NAME[:CONFIG[:SPLIT]]`; `task:NAME[:COUNT]` of `attnres.data.tasks`;
+            `mix:SOURCE,SOURCE,...`, all of each in turn, or `mix:SOURCE=WEIGHT,SOURCE=WEIGHT,...`, documents of each so
+            that their texts are as long as the weights say, until one is used up. Or a `datasets.Dataset`, or other
+            rows that can be gone through several times; they are gone through once here.
+        column: the JSON field or the column that holds the text.
         limit: at most this many characters, the last document cut short.
 
     Raises:
@@ -54,19 +82,103 @@ def open_source(spec: str, *, column: str = "text", limit: int | None = None) ->
     """
     if limit is not None and limit < 1:
         raise UserError(f"limit is {limit} characters, expected at least 1 (or none)")
+    source = _unlimited(str(spec), column) if isinstance(spec, str | Path) else _in_memory(spec, column)
+    size = min((size for size in (source.size, limit) if size is not None), default=None)
+    return replace(
+        source, size=size, read=lambda: _documents(source.read(), limit), spool=source.spool and limit is not None
+    )
+
+
+def _unlimited(spec: str, column: str) -> Source:
+    """The source of that name, whole; `spool` says that a pass is slow."""
+    if spec.startswith("mix:"):
+        return _mixture(spec, column)
     if spec.startswith("hub:"):
         repository, *_ = where = resolve(spec)
         revision = revision_of(repository)
-        source = Source(spec, json.dumps([*where, revision]), None, lambda: read_hub(spec, column, revision))
-    elif spec.startswith("task:"):
-        source = Source(spec, spec, None, documents(spec))
-    elif spec == "stdlib":
-        source = _files("stdlib", stdlib_files(), column, sys.version)
-    else:
-        source = _local(spec, column)
-    size = min((size for size in (source.size, limit) if size is not None), default=None)
-    spool = spec.startswith("hub:") and limit is not None
-    return replace(source, size=size, read=lambda: _documents(source.read(), limit), spool=spool)
+        return Source(spec, json.dumps([*where, revision]), None, lambda: read_hub(spec, column, revision), spool=True)
+    if spec.startswith("task:"):
+        return Source(spec, spec, None, documents(spec))
+    if spec == "stdlib":
+        return _files("stdlib", stdlib_files(), column, sys.version)
+    return _local(spec, column)
+
+
+def _in_memory(rows: Rows, column: str) -> Source:
+    """Rows that a program has, known by what they hold."""
+    kind = type(rows).__name__
+    if isinstance(rows, Mapping):
+        raise UserError(
+            f"a {kind} was given: expected one data set, for example its split {next(iter(rows), 'train')!r}"
+        )
+    if iter(rows) is rows:
+        raise UserError(
+            f"a {kind} was given, which can be gone through once: expected a datasets.Dataset or a list of rows"
+        )
+
+    def read() -> Iterator[str]:
+        for number, row in enumerate(rows):
+            yield from field_of(row, f"row {number} of the {kind}", column)
+
+    state, size = hashlib.sha256(), 0
+    for text in _documents(read(), None):
+        data = text.encode()
+        state.update(len(data).to_bytes(8, "big") + data)
+        size += len(data)
+    return Source(f"{kind} {state.hexdigest()[:12]}", state.hexdigest(), size, read)
+
+
+def _mixture(spec: str, column: str) -> Source:
+    """Several sources, in turn or by their weights."""
+    parts = [_weighted(part.strip()) for part in spec.removeprefix("mix:").split(",")]
+    sources, weights = [], [weight for _, weight in parts if weight is not None]
+    for name, _ in parts:
+        if not name or name.startswith("mix:"):
+            raise UserError(f"source '{spec}' is not mix:SOURCE,SOURCE,... or mix:SOURCE=WEIGHT,SOURCE=WEIGHT,...")
+        sources.append(_unlimited(name, column))
+    if weights and len(weights) < len(sources):
+        raise UserError(
+            f"source '{spec}' has weights for {len(weights)} of {len(sources)}: give all of them one, or none"
+        )
+    sizes = [source.size for source in sources if source.size is not None]
+    size = None if len(sizes) < len(sources) else sum(sizes)
+    if size is not None and weights:
+        size = int(min(one / weight for one, weight in zip(sizes, weights, strict=True)) * sum(weights))
+    fingerprint = json.dumps([[source.fingerprint for source in sources], weights])
+    spool = any(source.spool for source in sources)
+    return Source(spec, fingerprint, size, lambda: _interleaved(sources, weights), spool=spool)
+
+
+def _weighted(part: str) -> tuple[str, float | None]:
+    """A source and its weight: "a.txt=2" is ("a.txt", 2.0), where what follows the last = is a number."""
+    name, _, number = part.rpartition("=")
+    try:
+        weight = float(number)
+    except ValueError:
+        return part, None
+    if not name:
+        return part, None
+    if not 0 < weight < math.inf:
+        raise UserError(f"the weight of source '{name}' is {number}: expected a number above 0")
+    return name, weight
+
+
+def _interleaved(sources: Sequence[Source], weights: Sequence[float]) -> Iterator[str]:
+    """All documents of each source in turn; with weights always one of the source that lags most behind its weight,
+    until that one has no more."""
+    passes = [_documents(source.read(), None) for source in sources]
+    if not weights:
+        for texts in passes:
+            yield from texts
+        return
+    taken = [0] * len(passes)
+    while True:
+        turn = min(range(len(passes)), key=lambda place: taken[place] / weights[place])
+        text = next(passes[turn], None)
+        if text is None:
+            return
+        taken[turn] += len(text)
+        yield text
 
 
 @contextmanager
@@ -101,17 +213,37 @@ def stdlib_files() -> list[Path]:
 def _local(spec: str, column: str) -> Source:
     path = user_path(spec)
     if path.is_dir():
-        files = [file for file in _walk(path, {"__pycache__"}) if file.suffix in SUFFIXES]
-        if not files:
-            raise UserError(f"folder {path} has no file that ends in {', '.join(SUFFIXES)}")
-        return _files(spec, files, column, "")
+        return _files(spec, _files_in(path), column, "")
     if not path.exists():
         raise UserError(
-            f"source '{spec}' does not exist: give stdlib, a file or folder ({', '.join(SUFFIXES)}), or hub:NAME"
+            f"source '{spec}' does not exist: give stdlib, a file or folder ({', '.join(SUFFIXES)}), hub:NAME or "
+            "mix:SOURCE,SOURCE"
         )
-    if path.suffix not in SUFFIXES:
-        raise UserError(f"{path} ends in '{path.suffix}', expected {', '.join(SUFFIXES)}")
+    if suffix_of(path) not in SUFFIXES:
+        raise UserError(
+            f"{path} ends in '{path.suffix}', expected {', '.join(SUFFIXES)}, of text also with {' or '.join(PACKED)}"
+        )
     return _files(spec, [path], column, "")
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The files of text in a folder, or of the data set that was saved there; of several splits those of `train`.
+
+    Files that may describe others count where there are no others.
+    """
+    if (folder / _SPLITS).is_file():
+        splits = checked(read_json(folder / _SPLITS, ours=False), _Splits, folder / _SPLITS, "save it again")["splits"]
+        if "train" not in splits and len(splits) != 1:
+            raise UserError(f"{folder} has the splits {', '.join(splits)}: name one, for example {folder / splits[0]}")
+        folder = folder / ("train" if "train" in splits else splits[0])
+    if (folder / _SAVED).is_file():
+        saved = checked(read_json(folder / _SAVED, ours=False), _Saved, folder / _SAVED, "save it again")
+        return [folder / Path(file["filename"]).name for file in saved["_data_files"]]
+    files = [file for file in _walk(folder, {"__pycache__"}) if suffix_of(file) in SUFFIXES]
+    files = [file for file in files if suffix_of(file) not in _DESCRIPTIONS] or files
+    if not files:
+        raise UserError(f"folder {folder} has no file that ends in {', '.join(SUFFIXES)}")
+    return files
 
 
 def _files(name: str, files: list[Path], column: str, salt: str) -> Source:

@@ -167,4 +167,4 @@ def _place_of(source: Source, places: dict[str, tuple[float, float]], written: S
     name = _node(source, written)
     if name in places:
         return places[name]
-    return (-0.8, 1.0) if source.kind == "embedding" or source.span is None else (max(source.span) - 0.5, 1.0)
+    return (-0.8, 1.0) if source.kind == "embedding" or source.span is None else (source.span.stop - 1.5, 1.0)

@@ -20,7 +20,7 @@ from attnres.folders import refuse_other
 from attnres.models.classes import CLASSES, Depth, DepthBase, DepthMixin, model_class, register
 from attnres.models.exactness import compare_logits, fixed_inputs, logits
 from attnres.models.export import write_model
-from attnres.models.families import FAMILIES, Family, layer_count
+from attnres.models.families import FAMILIES, Family, layer_count, refuse_own_reads
 from attnres.models.foreign import formats_of
 from attnres.models.open import DTYPES, Checkpoint, open_checkpoint
 from attnres.models.probe import probe
@@ -182,6 +182,7 @@ def convert(
 def check_source(source: Checkpoint) -> None:
     """Refuse with a UserError a model on disk that cannot be given depth reads, before its weights are read."""
     name, quantised = source.name, source.fields.get("quantization_config")
+    refuse_own_reads(name, source.fields.get("model_type"))
     if source.kind == "attnres":
         raise UserError(
             f"{name} has depth reads already (residual '{source.fields.get('residual')}'): convert the plain one"
@@ -323,6 +324,7 @@ def _check_convertible(model: Any) -> None:
     name, config = type(model).__name__, model.config
     if isinstance(model, Depth):
         raise UserError(f"{name} has depth reads already (residual '{config.residual}'): convert the plain model")
+    refuse_own_reads(name, getattr(config, "model_type", None))
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(f"{name} has quantised weights: load it dequantised, for example with dtype='bf16'")
     devices = {parameter.device for parameter in model.parameters()} - {torch.device("meta")}

@@ -6,6 +6,8 @@ A family that is not here is looked at when it is converted (`probe.py`).
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from attnres.errors import UserError
+
 CHECKED_WITH = "5.23.0"
 """The version of Transformers that the table was checked with: every family has a test with a small random model."""
 
@@ -121,7 +123,10 @@ FAMILIES: dict[str, Family] = {
 BOTH, SUM, PROBED, REFUSED = "mean and sum", "sum only", "probed", "refused"
 
 _PARALLEL = "attention and MLP read one stream side by side (parallel residual)"
+_INKLING = ("inkling2", "inkling2_text")
+
 _OTHERS = (
+    ("Inkling 2", _INKLING, REFUSED, "has depth reads of its own; residual 'inkling2' is their like"),
     ("Cohere, Phi, GPT-J, CodeGen", ("cohere", "cohere2", "phi", "gptj", "codegen"), REFUSED, _PARALLEL),
     ("Falcon", ("falcon",), PROBED, f"refused with parallel_attn: {_PARALLEL}"),
     ("GPT-1", ("openai-gpt",), REFUSED, "a norm follows the addition (post-norm)"),
@@ -129,6 +134,15 @@ _OTHERS = (
     ("Mamba", ("mamba", "mamba2"), REFUSED, "a layer has one sublayer, and casts the hidden state itself"),
     ("any other", (), PROBED, "looked at when it is converted, and refused with the reason where it does not fit"),
 )
+
+
+def refuse_own_reads(name: str, model_type: str | None) -> None:
+    """Raise UserError for a model of Transformers that has depth reads of its own."""
+    if model_type in _INKLING:
+        raise UserError(
+            f"{name} is an Inkling 2, which has depth reads of its own: Transformers loads it as it is, and residual "
+            "'inkling2' gives such reads to other models"
+        )
 
 
 class FamilyRow(NamedTuple):

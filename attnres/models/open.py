@@ -32,6 +32,7 @@ from attnres.errors import UserError, foreign, unknown
 from attnres.hub import fetch, is_hub_name
 from attnres.models import classes
 from attnres.models.classes import register_stored
+from attnres.models.families import refuse_own_reads
 from attnres.models.foreign import formats_of
 from attnres.models.foreign.weights import assemble, foreign_config
 from attnres.paths import user_path
@@ -367,6 +368,7 @@ def load(
     """
     checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
     if checkpoint.kind == "plain":
+        refuse_own_reads(str(name), checkpoint.fields.get("model_type"))
         raise UserError(
             f"{name} holds a plain '{checkpoint.fields.get('model_type')}' model: expected one with a residual; "
             "attnres.convert gives it depth reads"

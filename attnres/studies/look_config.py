@@ -15,9 +15,10 @@ class LookConfig:
     file: str | None = None
     """A text file, shown token by token."""
     corpus: str | None = None
-    """stdlib, a file or folder (.txt, .jsonl, .parquet, .py), or hub:NAME[:CONFIG[:SPLIT]]: many documents."""
+    """stdlib, a file or folder (.txt, .jsonl, .parquet, .py, ...), or hub:NAME[:CONFIG[:SPLIT]]: many documents;
+    attnres prepare --help names all kinds of sources."""
     column: str = "text"
-    """Field of .jsonl, column of .parquet and hub data sets that holds the text."""
+    """Field or column that holds the text, of rows."""
     limit: int = 20_000
     """Read so many tokens of the text or corpus."""
     context: int | None = None

@@ -26,7 +26,11 @@ def test_missing_file(tmp_path: Path, own_cache: Path):
 
 def test_unknown_kind_of_file(tmp_path: Path, own_cache: Path):
     (tmp_path / "a.docx").write_bytes(b"x")
-    refused(tmp_path / "a.docx", r"ends in '.docx', expected .txt, .jsonl, .parquet, .py", own_cache)
+    refused(
+        tmp_path / "a.docx",
+        r"ends in '.docx', expected .txt, .jsonl, .json, .csv, .parquet, .arrow, .py, of text",
+        own_cache,
+    )
 
 
 def test_folder_without_text(tmp_path: Path, own_cache: Path):
@@ -79,6 +83,56 @@ def test_truncated_jsonl(tmp_path: Path, own_cache: Path):
     path = write_jsonl(tmp_path / "a.jsonl", [document(i) for i in range(20)])
     path.write_bytes(path.read_bytes()[:-30])
     refused(path, "is truncated or not JSON Lines: line 20, its last, is not whole", own_cache)
+
+
+@pytest.mark.parametrize("packed", [".gz", ".zst"])
+def test_truncated_compressed_files(tmp_path: Path, own_cache: Path, packed: str):
+    plain, path = write_jsonl(tmp_path / "a", [document(i) for i in range(200)]), tmp_path / f"a.jsonl{packed}"
+    with pa.output_stream(str(path), compression={".gz": "gzip", ".zst": "zstd"}[packed]) as file:
+        file.write(plain.read_bytes())
+    path.write_bytes(path.read_bytes()[:-40])
+    refused(path, "is not whole, or not compressed as its name says", own_cache)
+    path.write_bytes(plain.read_bytes())
+    refused(path, "is not whole, or not compressed as its name says", own_cache)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('id,text\n1,"open', "is truncated or no CSV: line 2"),
+        ("id,text\n1,a\n2\n", "line 3 has 1 fields and its header 2"),
+        ("id,body\n1,a\n", "no text column 'text': the ones with text are id, body"),
+        ("", "holds no text"),
+    ],
+)
+def test_csv_that_is_none(tmp_path: Path, own_cache: Path, content: str, message: str):
+    (tmp_path / "a.csv").write_text(content)
+    refused(tmp_path / "a.csv", message, own_cache)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('[{"text": "a"}', "is not valid JSON"),
+        ('[{"text": "a"}, 2]', "entry 2 holds int, expected an object with 'text'"),
+        ('{\n "text": "a"\n}', "line 1 is not valid JSON"),
+        ("", "holds no text"),
+    ],
+)
+def test_json_that_is_none(tmp_path: Path, own_cache: Path, content: str, message: str):
+    (tmp_path / "a.json").write_text(content)
+    refused(tmp_path / "a.json", message, own_cache)
+
+
+def test_damaged_arrow(tmp_path: Path, own_cache: Path):
+    path = tmp_path / "a.arrow"
+    for write in (pa.ipc.new_stream, pa.ipc.new_file):
+        with write(path, pa.schema({"text": pa.string()})) as file:
+            file.write(pa.record_batch({"text": [document(i) for i in range(50)]}))
+        path.write_bytes(path.read_bytes()[:-400])
+        refused(path, "is not a complete Arrow file", own_cache)
+    path.write_bytes(b"")
+    refused(path, "is not a complete Arrow file", own_cache)
 
 
 def test_jsonl_of_something_else(tmp_path: Path, own_cache: Path):

@@ -1,10 +1,14 @@
 """What each source reads, in which order."""
 
+import csv
+import gzip
+import io
 import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -44,6 +48,121 @@ def test_parquet_rows_are_documents_and_nulls_are_skipped(tmp_path: Path):
     texts = [document(i) for i in range(40)]
     pq.write_table(pa.table({"text": [*texts, None], "n": [0] * 41}), tmp_path / "a.parquet", row_group_size=7)
     assert read(tmp_path / "a.parquet") == texts
+
+
+TEXTS = ["one", "", "  \n", 'two, "quoted"\nand a line', "x" * 200_000]
+KEPT = [TEXTS[0], *TEXTS[3:]]
+
+
+def as_csv(texts: list[str]) -> str:
+    file = io.StringIO()
+    csv.writer(file).writerows([("id", "text"), *enumerate(texts)])
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".txt"])
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+def test_text_is_read_compressed_or_not(tmp_path: Path, suffix: str, packed: str):
+    rows = [{"id": i, "text": text} for i, text in enumerate([*TEXTS, None])]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    content = {".jsonl": lines, ".json": json.dumps(rows, indent=1), ".csv": as_csv(TEXTS), ".txt": KEPT[1]}[suffix]
+    path, data = tmp_path / f"a{suffix}{packed}", content.encode("utf-8-sig")
+    if packed == ".gz":
+        path.write_bytes(gzip.compress(data[:9]) + gzip.compress(data[9:]))  # files put together are one file
+    elif packed == ".zst":
+        with pa.output_stream(str(path), compression="zstd") as file:
+            file.write(data)
+    else:
+        path.write_bytes(data)
+    expected = KEPT[1:2] if suffix == ".txt" else KEPT
+    assert read(path) == read(tmp_path) == expected
+
+
+def test_a_json_file_of_lines_is_what_pandas_and_datasets_write(tmp_path: Path):
+    datasets.Dataset.from_dict({"text": TEXTS}).to_json(str(tmp_path / "a.json"))
+    assert read(tmp_path / "a.json") == KEPT
+
+
+def test_saved_data_sets_are_read_as_the_library_reads_them(tmp_path: Path):
+    data = datasets.Dataset.from_dict({"text": [document(i) for i in range(50)], "n": range(50)})
+    data.shuffle(seed=1).save_to_disk(tmp_path / "one", num_shards=3)
+    expected = list(datasets.load_from_disk(str(tmp_path / "one"))["text"])
+    assert read(tmp_path / "one") == expected and expected != data["text"][:]
+    (arrow,) = (tmp_path / "one").glob("data-00001-*.arrow")
+    assert read(arrow) == expected[17:34]
+    with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema({"text": pa.large_string()})) as file:
+        file.write(pa.record_batch({"text": pa.array([*TEXTS, None], pa.large_string())}))
+    assert read(tmp_path / "a.arrow") == KEPT
+    splits = {"test": data.select(range(5)), "train": data.select(range(5, 20))}
+    datasets.DatasetDict(splits).save_to_disk(tmp_path / "splits")
+    assert read(tmp_path / "splits") == splits["train"]["text"][:]
+    assert read(tmp_path / "splits" / "test") == splits["test"]["text"][:]
+    datasets.DatasetDict({"a": data, "b": data}).save_to_disk(tmp_path / "no train")
+    with pytest.raises(UserError, match=r"has the splits a, b: name one, for example .*no train/a"):
+        read(tmp_path / "no train")
+
+
+def test_a_data_set_in_memory_is_prepared_once(tmp_path: Path):
+    rows = {"body": [document(i) for i in range(60)] + ["", None], "n": list(range(62))}
+    data = datasets.Dataset.from_dict(rows)
+    made = prepare(data, "bpe:300", held_out=0.2, column="body", progress=False)
+    again = prepare(data.to_iterable_dataset(), "bpe:300", held_out=0.2, column="body", progress=False)
+    other = prepare(data.select(range(59)), "bpe:300", held_out=0.2, column="body", progress=False)
+    assert sum(split["documents"] for split in made.header["splits"].values()) == 60
+    assert made.path != other.path and made.header["splits"] == again.header["splits"]
+    assert made.header["source"].startswith("Dataset ")
+    assert prepare(data, "bpe:300", held_out=0.2, column="body", progress=False).path == made.path
+    with pytest.raises(UserError, match=r"row 0 of the Dataset has no text column 'text': .* body"):
+        open_source(data)
+    with pytest.raises(UserError, match=r"a DatasetDict was given: expected one data set, for example its split 'a'"):
+        open_source(datasets.DatasetDict({"a": data}))
+    with pytest.raises(UserError, match="can be gone through once"):
+        open_source(row for row in data)
+
+
+def test_folders_leave_out_what_describes_other_files(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "info.json").write_text('{"license": "mit"}')
+    assert read(tmp_path) == ["text"]
+
+
+def test_a_mixture_without_weights_is_all_of_each(tmp_path: Path):
+    one, two = write_jsonl(tmp_path / "k=1.jsonl", ["a", "b"]), write_jsonl(tmp_path / "two.jsonl", ["c", " "])
+    source = open_source(f"mix:{one}, {two}")
+    assert list(source.read()) == list(source.read()) == ["a", "b", "c"]
+    assert source.size == one.stat().st_size + two.stat().st_size
+
+
+def test_a_mixture_has_the_shares_of_its_weights_until_one_is_used_up(tmp_path: Path):
+    long = write_jsonl(tmp_path / "long.jsonl", ["l" * 30 for _ in range(100)])
+    short = write_jsonl(tmp_path / "short.jsonl", ["s" * 7 for _ in range(100)])
+    spec = f"mix:{long}=3,{short}=1"
+    texts = read(spec)
+    lengths = {letter: sum(len(text) for text in texts if text[0] == letter) for letter in "ls"}
+    assert lengths["s"] == 700  # all of it, where there is too little
+    assert abs(lengths["l"] - 3 * lengths["s"]) <= 30
+    half = "".join(texts)[: 14 * 100]
+    assert abs(half.count("l") - 3 * half.count("s")) <= 60  # at every place
+    assert "".join(read(spec, limit=100)) == "".join(texts)[:100]
+    assert open_source(spec).fingerprint != open_source(f"mix:{long}=2,{short}=1").fingerprint
+    made = prepare(spec, "bpe:300", progress=False)
+    assert sum(split["documents"] for split in made.header["splits"].values()) == len(texts)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("mix:{0}=1,{0}", "has weights for 1 of 2: give all of them one, or none"),
+        ("mix:{0}=0,{0}=1", "the weight of source '.*' is 0: expected a number above 0"),
+        ("mix:{0}=inf,{0}=1", "is inf: expected a number above 0"),
+        ("mix:{0},", "is not mix:SOURCE,SOURCE"),
+        ("mix:mix:{0}", "is not mix:SOURCE,SOURCE"),
+        ("mix:{0}=two", "=two' does not exist"),
+    ],
+)
+def test_mistakes_in_a_mixture_are_sentences(corpus: Path, spec: str, message: str):
+    with pytest.raises(UserError, match=message):
+        open_source(spec.format(corpus))
 
 
 def test_another_column_can_be_chosen(tmp_path: Path):

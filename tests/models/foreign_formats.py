@@ -325,10 +325,26 @@ def with_kimi_names(draw, state):
     return state
 
 
-def kimi(folder, dtype=None, wrapped=False, **fields):
-    config = {**KIMI_LINEAR, "attn_res_block_size": 2, **fields}
+QWEN = {
+    "model_type": "qwen3_ar",  # of FlagOS's modeling_qwen3_ar.py, which has K3's `_apply_attn_res` in a Qwen3
+    "architectures": ["Qwen3ARForCausalLM"],
+    "auto_map": {"AutoConfig": "configuration_qwen3_ar.Qwen3ARConfig"},
+    "attn_res_output_route": True,
+    "vocab_size": VOCAB,
+    "hidden_size": WIDTH,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": INNER,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def kimi(folder, dtype=None, wrapped=False, qwen=False, **fields):
+    config = {**(QWEN if qwen else KIMI_LINEAR), "attn_res_block_size": 2, **fields}
     draw = Draw(2)
-    state = with_kimi_names(draw, kimi_linear(draw))
+    state = with_kimi_names(draw, qwen_like(draw, qk_norm=True) if qwen else kimi_linear(draw))
     if wrapped:
         config = {"model_type": "kimi_k3", "architectures": ["KimiK3ForConditionalGeneration"], "text_config": config}
         state = {f"language_model.{name}": tensor for name, tensor in state.items()}
@@ -339,11 +355,13 @@ def kimi_logits(folder):
     config, state = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
     config = config.get("text_config", config)
     state = {name.removeprefix("language_model."): tensor for name, tensor in state.items()}
+    config["model_type"] = config["model_type"].removesuffix("_ar")
     plain_folder = written(folder / "plain", config, {k: v for k, v in state.items() if "_res_" not in k})
     model = AutoModelForCausalLM.from_pretrained(plain_folder, dtype=torch.float64)
     plain = Plain.__new__(Plain)
     plain.model, plain.base = model.eval(), model.model
-    model.set_experts_implementation("eager")
+    if hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("eager")
     plain.mask = torch.full((9, 9), -math.inf, dtype=torch.float64).triu(1)[None, None]
 
     def start(index):

@@ -1,9 +1,11 @@
 """Checkpoints of other projects against those projects' formulas; and back again."""
 
 import json
+import logging
 
 import pytest
 import torch
+import transformers
 from foreign_formats import (
     FLA,
     IDS,
@@ -23,7 +25,7 @@ from foreign_formats import (
 )
 from safetensors.torch import load_file, save_file
 
-from attnres import UserError
+from attnres import UserError, convert
 from attnres.inspect import record
 from attnres.models import build, export_model, load
 from attnres.models.foreign import WRITTEN
@@ -32,6 +34,7 @@ CASES = {f"open-attnres-{k}": ("open-attnres", open_attnres, v, open_attnres_log
 CASES |= {f"fla-{k}": ("fla", fla, v, fla_logits) for k, v in FLA.items()}
 CASES |= {f"kimi-{k}": ("kimi", kimi, {**v, "wrapped": w}, kimi_logits) for k, (v, w) in KIMI.items()}
 CASES |= {f"nanogpt-{k}": ("nanogpt", nanogpt, v, nanogpt_logits) for k, v in NANO.items()}
+CASES["kimi-flagos"] = ("kimi", kimi, {"qwen": True}, kimi_logits)
 cases = pytest.mark.parametrize(("kind", "make", "fields", "formula"), CASES.values(), ids=CASES)
 kinds = pytest.mark.parametrize("make", [open_attnres, fla, kimi, nanogpt])
 written = {open_attnres: "open-attnres", fla: "fla"}
@@ -179,6 +182,8 @@ def test_wrong_and_mixed_keys_are_one_sentence(make, change, message, tmp_path):
         (kimi, {"model_type": "kimi_k9"}, "'kimi_k9' with Kimi's names"),
         (nanogpt, {"use_moe": True}, "use_moe=True"),
         (nanogpt, {"residual_mode": "gated_blocks"}, "residual_mode='gated_blocks'"),
+        (nanogpt, {"use_value_residual": True}, "use_value_residual=True"),
+        (kimi, {"attn_res_output_route": False}, "attn_res_output_route=False"),
         (nanogpt, {"attnres_n_blocks": 3}, "divides the 4 layers"),
     ],
 )
@@ -189,6 +194,28 @@ def test_what_no_class_computes_is_refused(make, fields, message, tmp_path):
     with pytest.raises(UserError, match=message) as error:
         load(folder)
     assert "\n" not in str(error.value)
+
+
+def test_inkling2_is_refused_by_its_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "inkling2"}))
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for take in (load, convert):
+        with pytest.raises(UserError, match=r"is an Inkling 2, which has depth reads of its own"):
+            take(tmp_path)
+
+
+def test_what_is_loaded_says_nothing_that_misleads(tmp_path, caplog, monkeypatch):
+    """Biases that are zero are no missing weights, and no report comes before a refusal."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    transformers.logging.set_verbosity_warning()
+    load(nanogpt(tmp_path / "no bias", bias=False))
+    with pytest.raises(UserError):
+        load(spoilt(nanogpt(tmp_path / "more"), lambda s: s.update({"transformer.more": torch.zeros(2)})))
+    assert not caplog.records
+    monkeypatch.setenv("ATTNRES_DEBUG", "1")
+    load(tmp_path / "no bias")
+    assert "MISSING" in caplog.text
+    transformers.logging.set_verbosity_error()
 
 
 def test_a_pickle_is_refused(tmp_path):

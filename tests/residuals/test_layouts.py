@@ -113,7 +113,8 @@ def paper(network, residual, size, scale, temperature=1.0, null=False):
 
 
 def boundary(network, residual, size, normed=False):
-    """The nanoGPT study: a plain residual in a block; the mix of embedding and block ends becomes the stream."""
+    """The nanoGPT study: a plain residual in a block; the mix of embedding and block ends becomes the stream. The blog
+    (normed) has the mixes of earlier blocks in its list, not what they ended with: `checkpoints.append(x)` after it."""
     ends, x = [network.embedding], network.embedding
     for index in range(SUBLAYERS):
         x = x + network.sublayer(index, network.normed(x, index))
@@ -123,7 +124,7 @@ def boundary(network, residual, size, normed=False):
             if normed:
                 keys = F.rms_norm(torch.stack(ends), (WIDTH,), gain, EPS)
                 weights = (keys @ query / WIDTH**0.5).softmax(0)
-                x = (weights.unsqueeze(-1) * keys).sum(0)
+                ends[-1] = x = (weights.unsqueeze(-1) * keys).sum(0)
             else:
                 x = softmax_read(ends, query, gain)
     return network.normed(x, SUBLAYERS)

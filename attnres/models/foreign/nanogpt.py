@@ -21,7 +21,12 @@ class NanoGPT(Format):
 
     def read(self, config: Config) -> Target:
         need(self, config, "n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-        serve("this checkpoint", config, {"residual_mode": ("full_attnres", "block_attnres"), "use_moe": (False,)})
+        served = {
+            "residual_mode": ("full_attnres", "block_attnres"),
+            "use_moe": (False,),
+            "use_value_residual": (False,),
+        }
+        serve("this checkpoint", config, served)
         layers, full = config["n_layer"], config["residual_mode"] == "full_attnres"
         blocks = layers if full else config.get("attnres_n_blocks", 4)
         if type(blocks) is not int or blocks < 1 or layers % blocks:

@@ -1,4 +1,4 @@
-"""Depth reads at block boundaries alone, whose mix becomes the stream: the layout of a nanoGPT study and its blog."""
+"""Depth reads at block boundaries alone, whose mix becomes the stream: the layouts of a nanoGPT study and of a blog."""
 
 import math
 from collections.abc import Sequence
@@ -85,7 +85,11 @@ class Boundary(Residual):
         stream, weights, values = self.mix(state.ends, len(state.ends) - 2)
         if self.watched:
             stream = watched(self, stream, index, weights.reshape(len(weights), -1).T, values)
-        return with_norm(stream, norm), Boundaries(stream, state.ends)
+        return with_norm(stream, norm), Boundaries(stream, self._kept(state.ends, stream))
+
+    def _kept(self, ends: tuple[Tensor, ...], mix: Tensor) -> tuple[Tensor, ...]:
+        """Return the states that later boundaries mix: of the block that ended, what its layers left."""
+        return ends
 
     def _inside(self, index: int) -> bool:
         """Whether read `index` is of the plain stream: no block ends before it."""
@@ -156,16 +160,42 @@ class Boundary(Residual):
 
 
 class BoundaryNormed(Boundary):
-    """As `boundary`, with the keys as values too and scaled logits:
+    """As `boundary`, with the keys as values too, scaled logits, and mixes kept in place of the block ends:
 
-        k_i = g_n * e_i / rms(e_i),   x <- sum_i a_i k_i,   a = softmax_i( w_n . k_i / sqrt(d) )
+        k_i = g_n * e_i / rms(e_i),   x <- sum_i a_i k_i,   a = softmax_i( w_n . k_i / sqrt(d) ),   e_n <- x
 
-    Source: the snippet of the study's blog post (axu.sh/post/attention-residuals); its code does what `boundary` does.
+    So a boundary mixes the embedding, the mixes at the boundaries before it, and the state that its block ends with.
+
+    Source: S. Mohan, "attention residuals", samitmohan.github.io, 18 March 2026, its Block snippet; its Full, which
+    mixes before each layer and not at the end, is none of the layouts here.
     """
 
     name = "boundary_normed"
-    about = About("as boundary, and the values are normed", "w = 0", "3 + N/2S", "the blog snippet of the same study")
+    about = About(
+        "as boundary, the values are normed, and of a block that ended its mix is kept",
+        "w = 0",
+        "3 + N/2S",
+        "samitmohan.github.io, 18 March 2026",
+    )
     traits = Boundary.traits._replace(linear=False)  # the values are normed: a number for each channel
+
+    def _kept(self, ends: tuple[Tensor, ...], mix: Tensor) -> tuple[Tensor, ...]:
+        """Return the states that later boundaries mix: of the block that ended, the mix that became the stream."""
+        return (*ends[:-1], mix)
+
+    def sources(self, index: int) -> tuple[Source, ...]:
+        if self._inside(index):
+            return super().sources(index)
+        embedding, *past, last = super().sources(index)
+        ends = [one.span.stop - 1 for one in past if one.span]
+        mixes = [one._replace(span=range(end + 1, end + 1), after=end) for one, end in zip(past, ends, strict=True)]
+        return (embedding, *mixes, last)
+
+    def slots(self, index: int) -> tuple[Slot, ...]:
+        slots = super().slots(index)
+        if index == 0 or not self._at_end(index):
+            return slots
+        return (*slots[:-1], Slot(f"stream {index}", False))  # which the next read mixes
 
     def mix(self, sources: tuple[Tensor, ...], block: int) -> tuple[Tensor, Tensor, Sequence[Tensor]]:
         dtype = compute_dtype(sources[0].dtype)

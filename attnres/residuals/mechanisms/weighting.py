@@ -57,7 +57,7 @@ class Weighting(nn.Module):
         null_source: one more source that is zero, with logit zero: a read can then be of less than its sources.
 
     Source: arXiv 2603.15031, table of ablations (query, weights, key_norm, heads); arXiv 2607.27230 (heads);
-    Inkling 2 and the nanoGPT study's blog post (normed values with sqrt(d)); open-attention-residuals (null source).
+    Inkling 2 and samitmohan.github.io's snippet (normed values with sqrt(d)); open-attention-residuals (null source).
     """
 
     def __init__(
