@@ -38,6 +38,7 @@ from attnres.residuals.mechanisms.rescaled import Rescaled
 from attnres.residuals.mechanisms.rezero import ReZero
 from attnres.residuals.mechanisms.siamese_norm import SiameseNorm
 from attnres.residuals.mechanisms.standard import Standard
+from attnres.residuals.mechanisms.static_mix import StaticMix
 
 MECHANISMS: tuple[type[Residual], ...] = (
     # The baseline and what controls for its scale.
@@ -75,6 +76,7 @@ MECHANISMS: tuple[type[Residual], ...] = (
     FracConnections,
     ParallelLanes,
     # Rules that keep earlier outputs.
+    StaticMix,
     DenseFormer,
     ANCRe,
     DenseNet,

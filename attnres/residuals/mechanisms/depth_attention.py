@@ -56,7 +56,8 @@ class DepthAttention(Residual):
         a_{.->l} = softmax_i( w_l . (g_l * v_i / rms(v_i)) )
 
     Pseudo-queries `query` and key gains `gain` are (L+1, d), one row per sublayer and one for the output. Queries start
-    at zero: every weight is then uniform, and a pre-norm network computes what it computed without depth reads.
+    at zero, unless `query_std` is set: every weight is then uniform, and a pre-norm network computes what it computed
+    without depth reads.
 
     Args:
         groups: sublayers whose reads share one pass over the sealed sources, group after group; they add up to L.
@@ -108,7 +109,8 @@ class DepthAttention(Residual):
         self.init_parameters()
 
     def init_parameters(self) -> None:
-        nn.init.zeros_(self.query)
+        std = self.weighting.query_std
+        nn.init.normal_(self.query, std=std) if std else nn.init.zeros_(self.query)
         nn.init.ones_(self.gain)
         self.weighting.init_parameters()
         self.gates.init_parameters()
@@ -117,7 +119,7 @@ class DepthAttention(Residual):
         """Return what the class says, as the settings change it."""
         traits, weighting, gates = self.traits, self.weighting, self.gates
         # A biased softmax is not uniform at the start, a window leaves sources out; alpha starts at the plain stream.
-        uniform = traits.starts_standard and not gates.recency_bias and not weighting.normed_values
+        uniform = traits.starts_standard and not (gates.recency_bias or weighting.normed_values or weighting.query_std)
         uniform = uniform and (self.window is None or self.window >= len(self._all_sources(self.num_sublayers)) - 1)
         return traits._replace(
             sums_to_one=traits.sums_to_one and not weighting.sigmoid,

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from attnres.errors import UserError
 from attnres.ops import compute_dtype
 from attnres.residuals.arithmetic import full_precision, weighted_sum
-from attnres.residuals.settings import one_of, positive, true_or_false, whole
+from attnres.residuals.settings import number, one_of, positive, true_or_false, whole
 
 QueryKind = Literal["static", "input"]
 WeightKind = Literal["softmax", "sigmoid"]
@@ -55,9 +55,11 @@ class Weighting(nn.Module):
         values: "normed" mixes v_i / rms(v_i).
         read_temperature: t, a number or "sqrt_width" for sqrt(d).
         null_source: one more source that is zero, with logit zero: a read can then be of less than its sources.
+        query_std: w is drawn from N(0, query_std^2) at the start; 0 starts at uniform weights.
 
     Source: arXiv 2603.15031, table of ablations (query, weights, key_norm, heads); arXiv 2607.27230 (heads);
-    Inkling 2 and samitmohan.github.io's snippet (normed values with sqrt(d)); open-attention-residuals (null source).
+    Inkling 2 and samitmohan.github.io's snippet (normed values with sqrt(d)); open-attention-residuals (null source,
+    queries drawn at 0.02).
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Weighting(nn.Module):
         values: ValueKind = "raw",
         read_temperature: float | Literal["sqrt_width"] = 1.0,
         null_source: bool = False,
+        query_std: float = 0.0,
     ) -> None:
         super().__init__()
         one_of("query", query, ("static", "input"))
@@ -89,6 +92,7 @@ class Weighting(nn.Module):
             raise UserError(f"read_temperature is '{read_temperature}': expected a positive number or sqrt_width")
         named = read_temperature == "sqrt_width"
         self.read_temperature = math.sqrt(width) if named else positive("read_temperature", read_temperature)
+        self.query_std = number("query_std", query_std, least=0.0)
         self.query_weight = nn.Parameter(torch.empty(reads, width, width)) if query == "input" else None
         self.init_parameters()
 

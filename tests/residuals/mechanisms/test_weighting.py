@@ -139,6 +139,7 @@ def test_what_starts_as_the_standard_residual_says_so(variant):
         ({"read_temperature": 0}, "positive"),
         ({"read_temperature": "sqrt"}, "sqrt_width"),
         ({"key_norm": "no"}, "true or false"),
+        ({"query_std": -0.1}, "at least 0"),
         ({"block_size": [2, 4]}, r"add up to 6: expected 8"),
         ({"block_size": "2+0+6"}, "one for each block"),
         ({"block_size": "two"}, "one for each block"),
@@ -153,6 +154,13 @@ def test_impossible_settings_are_refused_with_a_sentence(settings, message):
 def test_settings_of_a_reads_parts_are_the_mechanisms_own():
     assert {"heads", "window", "gate", "num_blocks", "null_source"} <= settings_of("block").keys()
     assert "window" not in settings_of("cumulative")
+
+
+def test_queries_are_drawn_where_a_deviation_is_set():
+    torch.manual_seed(0)
+    residual = make_residual("block", 24, 256, query_std=0.02)
+    assert residual.query.std().item() == pytest.approx(0.02, rel=0.05) and not residual.traits.starts_standard
+    assert not make_residual("block", 24, 256, query_std=0).query.any()
 
 
 def test_explain_names_the_setting_that_no_kernel_has():

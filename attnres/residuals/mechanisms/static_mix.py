@@ -1,0 +1,85 @@
+"""Depth reads whose weights depend on no input: a learned number for each source of each read."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from attnres.ops import compute_dtype
+from attnres.residuals.arithmetic import full_precision, weighted_sum
+from attnres.residuals.base import NormLike, Residual, Slot, slots_of
+from attnres.residuals.layout import About, Learned, Traits, outputs
+from attnres.residuals.settings import one_of
+
+
+class StaticMix(Residual):
+    """h_l = sum_i a_li v_i over the embedding and every earlier output, a_l = softmax(b_l): Full without queries, keys.
+
+    `logits` b is (L+1, L+1), row l uses its first l+1 entries; b = 0 at the start, the mean of the sources. The paper
+    says "learned scalars", and not whether they are normalised: `weights="raw"` takes a_l = b_l, from one.
+
+    State: the embedding and every output.
+
+    Source: arXiv 2603.15031, Table 4, "input-independent mixing".
+    """
+
+    name = "static_mix"
+    traits = Traits(False, sums_to_one=True, has_query=False, starts_standard=True)
+    about = About(
+        "h_l = sum_i softmax_i(b_l) v_i over the embedding and every output",
+        "b = 0",
+        "about L/2",
+        "Kimi Team, arXiv 2603.15031, Table 4",
+    )
+
+    def __init__(self, num_sublayers: int, width: int, *, weights: Literal["softmax", "raw"] = "softmax") -> None:
+        super().__init__(num_sublayers, width)
+        self.raw = one_of("weights", weights, ("softmax", "raw")) == "raw"
+        self.traits = self.traits._replace(sums_to_one=not self.raw)
+        self.logits = nn.Parameter(torch.empty(num_sublayers + 1, num_sublayers + 1))
+        self.init_parameters()
+
+    def init_parameters(self) -> None:
+        nn.init.constant_(self.logits, float(self.raw))
+
+    def coefficients(self, index: int, dtype: torch.dtype) -> Tensor:
+        """Return a (index + 1,) of read `index`."""
+        row = self.logits[index, : index + 1].to(compute_dtype(dtype))
+        return row if self.raw else row.softmax(0)
+
+    def start(self, embedding: Tensor) -> tuple[Tensor, ...]:
+        return (embedding,)
+
+    def read(self, state: tuple[Tensor, ...], index: int, norm: NormLike) -> tuple[Tensor, tuple[Tensor, ...]]:
+        dtype = state[0].dtype
+        weights = self.coefficients(index, dtype)
+        with full_precision(weights):
+            h = weighted_sum([source.to(weights.dtype) for source in state], weights).to(dtype)
+        return self.normed(h, index, norm, values=state), state
+
+    def write(self, state: tuple[Tensor, ...], index: int, output: Tensor) -> tuple[Tensor, ...]:
+        return (*state, output)
+
+    def finish(self, state: tuple[Tensor, ...], norm: NormLike) -> Tensor:
+        return self.read(state, self.num_sublayers, norm)[0]
+
+    def hidden_state(self, state: tuple[Tensor, ...]) -> Tensor:
+        return torch.stack(state).sum(0)
+
+    @torch.no_grad()
+    def implied(self, index: int) -> Tensor:
+        return self.coefficients(index, torch.float32).cpu()
+
+    def slots(self, index: int) -> tuple[Slot, ...]:
+        return slots_of(outputs(index + 1, self.sublayers), index)
+
+    def unpack(self, tensors: Sequence[Tensor], index: int) -> tuple[Tensor, ...]:
+        return tuple(tensors)
+
+    @torch.no_grad()
+    def learned(self) -> dict[str, Learned]:
+        table = torch.full_like(self.logits, torch.nan, device="cpu", dtype=torch.float32)
+        for index in range(len(table)):
+            table[index, : index + 1] = self.implied(index)
+        return {"mix": Learned(table, ("read", "source"), "coefficient of the embedding and each output")}
