@@ -1,11 +1,13 @@
 """Attention Residuals: transformers whose sublayers read a learned softmax over earlier outputs.
 
-`import attnres` is quick: each name below, and each subpackage, is imported when it is first asked for. Reads and
-residuals need torch alone; models need Transformers.
+`import attnres` is quick: each name below, and each subpackage, is imported when it is first asked for, and
+`attnres.models` when Transformers' Auto classes are asked for a model of ours. Reads and residuals need torch alone;
+models need Transformers.
 """
 
 from typing import TYPE_CHECKING
 
+from attnres.imports import find_our_types, when_imported
 from attnres.lazy import lazy_names
 
 __version__ = "0.1.0"
@@ -52,6 +54,8 @@ if TYPE_CHECKING:  # the same for type checkers and editors, and the subpackages
     from attnres.training.loop import train
 else:
     __getattr__, __dir__ = lazy_names(__name__, HOMES)
+
+when_imported("transformers.models.auto.configuration_auto", find_our_types)
 
 __all__ = [
     "RESIDUALS",

@@ -1,6 +1,7 @@
 """The examples run as they stand, on a tiny model and generated text."""
 
 import importlib.util
+import json
 import random
 import re
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from tiny import narrow_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -53,6 +55,33 @@ def test_finetune_trainer(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
     assert "logits" in capsys.readouterr().out
 
 
+TURNS = {
+    "sft": {"prompt": "stream read", "completion": " write block <eos>"},
+    "dpo": {"prompt": "stream read", "chosen": " write block", "rejected": " query norm"},
+    "reward": {"prompt": "stream read", "chosen": " write block", "rejected": " query norm"},
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of TRL's own
+@pytest.mark.parametrize("method", TURNS)
+def test_finetune_trl(method: str, model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="trl is not installed")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(TURNS[method]) + "\n" for _ in range(8)), encoding="utf-8")
+    paths = {"model": str(model), "data": rows, "out": tmp_path / "out"}
+    trainer = example("finetune_trl").main(method, **paths, steps=20, batch=2, length=16, blocks=2, lr=1e-2)
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert losses[-1] < losses[0]
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    decayed = [
+        names[id(p)] for group in trainer.optimizer.param_groups if group["weight_decay"] for p in group["params"]
+    ]
+    assert decayed and not [name for name in decayed if "residual" in name]
+    trained = load(tmp_path / "out")
+    assert trained.get_submodule("model.residual").get_parameter("query").any()
+    assert torch.equal(trained.model.residual.query, trainer.model.model.residual.query)
+
+
 def test_look_inside(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     convert(model, "block", out=tmp_path / "block", num_blocks=2)
     example("look_inside").main(str(tmp_path / "block"), text="stream read write source block depth query norm")
@@ -74,6 +103,8 @@ def test_plain_pytorch_needs_no_transformers() -> None:
     subprocess.run([sys.executable, "-c", code, str(EXAMPLES / "plain_pytorch.py")], check=True)
 
 
-@pytest.mark.parametrize(("name", "lines"), [("finetune_trainer", 65), ("look_inside", 60), ("plain_pytorch", 160)])
+@pytest.mark.parametrize(
+    ("name", "lines"), [("finetune_trainer", 65), ("finetune_trl", 75), ("look_inside", 60), ("plain_pytorch", 160)]
+)
 def test_examples_are_short(name: str, lines: int) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < lines

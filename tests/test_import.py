@@ -1,6 +1,7 @@
 """`import attnres` is quick, and everything public is there when it is asked for."""
 
 import ast
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,19 @@ def run(code: str) -> str:
 
 def test_importing_the_package_imports_no_library():
     assert run(f"import sys, attnres; print([name for name in {HEAVY} if name in sys.modules])") == "[]"
+
+
+def test_importing_the_package_alone_registers_it_with_transformers(tmp_path):
+    """Models are imported when the Auto classes are asked for one of ours, not when Transformers is."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "attnres_llama", "residual": "full"}))
+    code = (
+        "import sys, attnres; from transformers import AutoConfig, AutoModelForCausalLM; AutoConfig.for_model('llama');"
+        "before = 'attnres.models' in sys.modules; config = AutoConfig.from_pretrained(sys.argv[1], hidden_size=16,"
+        "intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=9);"
+        "print(before, type(AutoModelForCausalLM.from_config(config)).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "AttnResLlamaForCausalLM"]
 
 
 def test_reads_and_residuals_need_torch_alone():

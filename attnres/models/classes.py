@@ -30,6 +30,7 @@ from attnres.errors import UserError
 from attnres.models.attach import attach_stream
 from attnres.models.families import FAMILIES, Family, layer_count
 from attnres.models.inputs import Fused, split
+from attnres.models.neighbours import keep_from_decay, share_defaults
 from attnres.models.remote import write_loader
 from attnres.models.stream import Stream, hidden_states_wanted
 from attnres.residuals import RESIDUALS, Observer, Residual, make_residual, residual_class, settings_of, source_file
@@ -289,6 +290,17 @@ class DepthMixin(Depth):
         else:
             setattr(base, name, value)
 
+    def _load_from_state_dict(  # ty: ignore[incompatible-method-override]
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
+        """Take the residual under its name in a file too, as those do that load one into a model that is there
+        (Transformers' `Trainer` when it resumes)."""
+        if self.depth_base is not self:
+            for name in [name for name in state_dict if name.startswith(f"{prefix}residual.")]:
+                place = f"{prefix}{self.base_model_prefix}.{name.removeprefix(prefix)}"
+                state_dict.setdefault(place, state_dict.pop(name))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _scale_branches(self) -> None:
         scale = self.residual.itself().branch_scale()
         if scale == 1.0:
@@ -418,6 +430,7 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
         },
     )
     AutoConfig.register(f"attnres_{key}", config)
+    share_defaults(f"attnres_{key}", getattr(base_config, "model_type", ""))
     plain_classes = dict(_plain_classes(base_config))
     if base_model not in plain_classes.values():  # code that comes with a model, a part of another
         plain_classes = {AutoModelForCausalLM if hasattr(base_model, "generate") else AutoModel: base_model}
@@ -441,6 +454,7 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
     return config, model
 
 
+keep_from_decay()
 CLASSES: dict[str, tuple[type, Any]] = {}
 for _key, _family in FAMILIES.items():
     if hasattr(transformers, _family.causal_lm):  # older versions lack the newer families
