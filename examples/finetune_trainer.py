@@ -24,7 +24,6 @@ def main(
     length: int = 256,
     blocks: int = 4,
     lr: float = 2e-5,
-    query_lr: float = 1e-3,
 ) -> Trainer:
     """Fine-tune `model`, a folder or hub name, on windows of `length` tokens of a text file."""
     network = convert(model, "block", num_blocks=blocks, dtype="fp32")
@@ -33,11 +32,11 @@ def main(
     ids = torch.tensor(tokenizer(text.read_text(encoding="utf-8"))["input_ids"])
     windows = [{"input_ids": part, "labels": part} for part in ids.split(length) if len(part) == length]
 
-    # Pseudo-queries and gains have a rate of their own and no weight decay, which would pull them back to the mean.
+    # Pseudo-queries and gains have no weight decay, which would pull them back to the mean.
     parameters, groups = dict(network.named_parameters()), []
     for kind, names in kinds(network).items():
-        rate, decay = (query_lr if kind == "residual" else lr), (0.1 if kind in ("head", "matrix") else 0.0)
-        groups.append({"params": [parameters[name] for name in names], "lr": rate, "weight_decay": decay})
+        decay = 0.1 if kind in ("head", "matrix") else 0.0
+        groups.append({"params": [parameters[name] for name in names], "lr": lr, "weight_decay": decay})
 
     settings = TrainingArguments(
         str(out),

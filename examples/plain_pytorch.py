@@ -78,12 +78,14 @@ def as_value(norm: nn.Module) -> attnres.Norm:
 
 
 def optimizers_of(model: GPT, steps: int) -> list[tuple[torch.optim.Optimizer, LambdaLR]]:
-    """Muon for the sublayers' matrices, AdamW for the rest (the residual's queries are no matrices); cosine decay."""
-    matrices = list(model.sublayers.parameters())
-    rest = [parameter for name, parameter in model.named_parameters() if not name.startswith("sublayers.")]
+    """Muon for the sublayers' matrices, AdamW for the rest, at a tenth of the rate for the residual; cosine decay."""
+    matrices, reads = list(model.sublayers.parameters()), list(model.residual.parameters())
+    inner = ("sublayers.", "residual.")
+    rest = [parameter for name, parameter in model.named_parameters() if not name.startswith(inner)]
+    groups = [{"params": rest}, {"params": reads, "lr": 4e-4}]
     optimizers = [
         torch.optim.Muon(matrices, lr=1e-2, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
+        torch.optim.AdamW(groups, lr=4e-3, betas=(0.9, 0.95), weight_decay=0.0),
     ]
     return [(o, LambdaLR(o, lambda step: 0.5 * (1 + math.cos(math.pi * step / steps)))) for o in optimizers]
 

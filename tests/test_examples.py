@@ -43,7 +43,7 @@ def test_finetune_trainer(model: Path, tmp_path: Path, capsys: pytest.CaptureFix
     text = " ".join(random.Random(0).choices(WORDS[:4], k=2000))
     (tmp_path / "text.txt").write_text(text, encoding="utf-8")
     paths = {"model": str(model), "text": tmp_path / "text.txt", "out": tmp_path / "out"}
-    trainer = example("finetune_trainer").main(**paths, steps=20, length=16, blocks=2, lr=1e-2, query_lr=1e-2)
+    trainer = example("finetune_trainer").main(**paths, steps=20, length=16, blocks=2, lr=1e-2)
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert losses[-1] < losses[0]
     by_rate = {group["weight_decay"]: group for group in trainer.optimizer.param_groups}

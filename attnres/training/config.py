@@ -67,6 +67,10 @@ class DataConfig:
     """Held-out windows of seq_len tokens measured at each validation, the same ones every time."""
 
 
+READ_RATE = 0.1
+"""Of AdamW's rate, for queries and gains where no `residual_lr` is given."""
+
+
 @dataclass
 class OptimConfig:
     """How it is optimised."""
@@ -76,7 +80,9 @@ class OptimConfig:
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
     residual_lr: float | None = None
-    """Peak learning rate of the residual's own parameters (queries, gains, ...); none is lr."""
+    """Peak learning rate of the residual's own parameters. None is a tenth of lr for queries and gains, which at the
+    whole rate choose a source early, cannot leave it and lose what they gained (docs/results.md), and lr for the others
+    of a residual; lr for all with finetune.init_from."""
     residual_hold: float = 0.0
     """Fraction of the steps in which the residual's own parameters stay at their start values."""
     residual_warmup: float = 0.0

@@ -25,10 +25,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attnres.scale.muon import OwnedMuon
-from attnres.training.config import OptimConfig
+from attnres.training.config import READ_RATE, OptimConfig
 from attnres.training.regimes import is_adapter
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+QUERY, GAIN = "query", "gain"
+"""The last part of the names of pseudo-queries and of the gains of their keys, in every mechanism that has them."""
 
 
 def kinds(model: nn.Module) -> dict[str, list[str]]:
@@ -81,14 +83,16 @@ def optimizers_of(
     for kind, every in kinds.items():
         names = [name for name in every if name in parameters]
         decay = config.weight_decay if kind in ("head", "lora", "matrix") else 0.0
-        base = config.residual_lr if kind == "residual" and config.residual_lr is not None else config.lr
         orthogonal = [n for n in names if config.optimizer == "muon" and kind == "matrix" and parameters[n].ndim == 2]
         # Pseudo-queries stand apart only where they are decayed, back to the uniform mean.
-        decayed = [n for n in names if config.residual_decay and kind == "residual" and n.endswith("query")]
-        plain = [name for name in names if name not in {*orthogonal, *decayed}]
+        decayed = [n for n in names if config.residual_decay and kind == "residual" and n.endswith(QUERY)]
+        plain: dict[float, list[str]] = {}
+        for name in names:
+            if name not in {*orthogonal, *decayed}:
+                plain.setdefault(_adamw_rate(kind, name, every, config), []).append(name)
         for groups, members, lr, pull in (
-            (adamw, plain, base, decay),
-            (adamw, decayed, base, config.residual_decay),
+            *((adamw, members, rate, decay) for rate, members in plain.items()),
+            (adamw, decayed, _adamw_rate(kind, QUERY, [QUERY], config), config.residual_decay),
             (muon, orthogonal, config.muon_lr, decay),
         ):
             if members:
@@ -103,6 +107,17 @@ def optimizers_of(
         muon_class = OwnedMuon if sharded else torch.optim.Muon
         optimizers.append(muon_class(muon, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
     return optimizers
+
+
+def _adamw_rate(kind: str, name: str, names: Sequence[str], config: OptimConfig) -> float:
+    """Return AdamW's peak rate of a parameter among those of its kind: `residual_lr` has the rule for a residual's."""
+    if kind != "residual":
+        return config.lr
+    if config.residual_lr is not None:
+        return config.residual_lr
+    module, dot, last = name.rpartition(".")
+    of_reads = last in (QUERY, GAIN) and f"{module}{dot}{QUERY}" in names
+    return config.lr * READ_RATE if of_reads else config.lr
 
 
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], fraction: float, residual: float = 1.0) -> None:

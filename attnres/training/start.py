@@ -68,11 +68,12 @@ def _continued(start: "Checkpoint") -> bool:
 
 
 def settle(config: TrainConfig) -> TrainConfig:
-    """A copy of `config` with what the model of `init_from` settles filled in: settings of the residual, the tokenizer.
+    """A copy of `config` with what the model of `init_from` settles filled in: settings of the residual, the tokenizer,
+    the rate of the residual's own parameters.
 
     Without `init_from` nothing is filled in. A converted model gets `read_scale="sum"` unless the settings say
     otherwise, which is what keeps its logits; one that is continued keeps its settings. Where no tokenizer is named
-    the model's is taken.
+    the model's is taken; where no `residual_lr` is given it is `lr`.
 
     Raises:
         UserError: a size besides `init_from`, or another residual or setting than the model can have.
@@ -94,7 +95,10 @@ def settle(config: TrainConfig) -> TrainConfig:
     prepared = (user_path(data.source) / "header.json").is_file()
     if data.tokenizer is None:
         data = dataclasses.replace(data, tokenizer=tokenizer_of(data) if prepared else str(_tokenizer_folder(start)))
-    return dataclasses.replace(config, model=dataclasses.replace(model, settings=settings), data=data)
+    optim = config.optim
+    if optim.residual_lr is None:
+        optim = dataclasses.replace(optim, residual_lr=optim.lr)
+    return dataclasses.replace(config, model=dataclasses.replace(model, settings=settings), data=data, optim=optim)
 
 
 def _named(size: str | dict[str, Any]) -> str:

@@ -225,11 +225,20 @@ def test_low_rank_changes_need_peft(tune: Configure, monkeypatch: pytest.MonkeyP
 
 def test_queries_have_a_rate_of_their_own() -> None:
     model = build("nano", "full", vocab_size=16, max_positions=8)
-    for rate, expected in ((None, 0.1), (0.5, 0.5)):
+    for rate, expected in ((None, 0.01), (0.5, 0.5)):
         (adamw,) = build_optimizers(model, OptimConfig(lr=0.1, residual_lr=rate))
         rates = {group["kind"]: (group["lr"], group["peak_lr"]) for group in adamw.param_groups}
-        assert rates.pop("residual") == (expected, expected)
+        assert rates.pop("residual") == pytest.approx((expected, expected))
         assert set(rates.values()) == {(0.1, 0.1)}
+
+
+def test_what_a_residual_learns_besides_queries_keeps_the_rate_of_the_rest() -> None:
+    model = build("nano", "lr_attnres", vocab_size=16, max_positions=8)
+    for decay in (0.0, 0.1):
+        (adamw,) = build_optimizers(model, OptimConfig(lr=0.1, residual_decay=decay))
+        own = [group for group in adamw.param_groups if group["kind"] == "residual"]
+        rates = {name.rpartition(".")[2]: group["lr"] for group in own for name in group["names"]}
+        assert rates == pytest.approx({"query": 0.01, "projection": 0.1, **{n: 0.01 for n in rates if n == "gain"}})
 
 
 def test_divergence_is_the_formula_and_zero_for_equals() -> None:

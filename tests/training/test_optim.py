@@ -54,7 +54,7 @@ def test_adamw_decays_matrices_only() -> None:
 
 
 def test_each_optimizer_is_scaled_from_its_own_peak() -> None:
-    optimizers = build_optimizers(model_of(NARROW), OptimConfig(optimizer="muon", lr=0.1, muon_lr=0.4))
+    optimizers = build_optimizers(model_of(NARROW), OptimConfig(optimizer="muon", lr=0.1, muon_lr=0.4, residual_lr=0.1))
     set_learning_rate(optimizers, 0.5)
     assert [{group["lr"] for group in optimizer.param_groups} for optimizer in optimizers] == [{0.05}, {0.2}]
 
@@ -98,7 +98,7 @@ def test_queries_are_held_warmed_up_and_decayed_on_request(decay):
     model = model_of(NARROW, "block")
     with torch.no_grad():
         model.residual.query.fill_(1.0)
-    (adamw,) = build_optimizers(model, OptimConfig(lr=0.5, residual_decay=decay))
+    (adamw,) = build_optimizers(model, OptimConfig(lr=0.5, residual_lr=0.5, residual_decay=decay))
     set_learning_rate([adamw], 0.8, 0.25)
     for group in adamw.param_groups:
         assert group["lr"] == pytest.approx(0.5 * 0.8 * (0.25 if group["kind"] == "residual" else 1.0))

@@ -20,7 +20,7 @@ def _own(setting: Setting, factor: float) -> str:
     """Block with its own parameters at this multiple of AdamW's rate."""
     rate = setting.config().optim.lr * factor
     digits = float(f"{rate:.3g}")
-    return "block" if factor == 1.0 else f"block@residual_lr={digits:g}"
+    return f"block@residual_lr={digits:g}"
 
 
 def _label(variant: str) -> str:
