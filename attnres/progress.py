@@ -2,12 +2,12 @@
 
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 from attnres.errors import DEBUG
@@ -20,6 +20,19 @@ STEPS = "step {task.completed:.0f}/{task.total:.0f}"
 """How much is done, for `Bars`."""
 
 
+class _BarsBelow(Progress):
+    """Bars with something above them."""
+
+    def __init__(self, above: Callable[[], RenderableType | None], *columns: ProgressColumn, **options: Any) -> None:
+        self._above = above
+        super().__init__(*columns, **options)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        if (above := self._above()) is not None:
+            yield above
+        yield from super().get_renderables()
+
+
 class Bars:
     """Bars that stand on a terminal while the block runs; elsewhere each gives a line now and then.
 
@@ -28,6 +41,7 @@ class Bars:
         rate: how much is done a second, as text.
         shown: False shows nothing.
         stays: whether what is finished stays: the bar on a terminal, a last line elsewhere.
+        above: gives what stands above the bars on a terminal, or None.
         console: standard error by default.
     """
 
@@ -38,12 +52,14 @@ class Bars:
         rate: Callable[[float], str] = lambda rate: "",
         shown: bool = True,
         stays: bool = True,
+        above: Callable[[], RenderableType | None] = lambda: None,
         console: Console | None = None,
     ):
         self.console = console or Console(stderr=True)
         self.rate, self.shown, self.stays = rate, shown, stays
         self.count = TextColumn(count) if isinstance(count, str) else count
-        self.progress = Progress(
+        self.progress = _BarsBelow(
+            above,
             *(TextColumn("{task.description}"), BarColumn(bar_width=None), self.count),
             *(TextColumn("{task.fields[figures]}"), TimeElapsedColumn()),
             console=self.console,

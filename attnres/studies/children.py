@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rich.console import Console
+from rich.table import Table
 
 import attnres
 from attnres.errors import ERROR_FILE, Interrupted, UserError
@@ -145,6 +146,8 @@ def train_all(
     say: Console,
     run: "Runner | None" = None,
     until: float = math.inf,
+    standing: Callable[[], Table | None] = lambda: None,
+    on_end: Callable[[], None] = lambda: None,
 ) -> None:
     """Run all of them, one line before each with the time left in all; of several at once there are bars.
 
@@ -152,6 +155,8 @@ def train_all(
         walls: seconds that finished runs like these took.
         run: what runs them; none is `run_children`.
         until: none begins after this moment (`time.monotonic`).
+        standing: gives a table of how the runs stand: above the bars, or printed whenever one has ended.
+        on_end: called then, but for the last.
 
     Raises:
         UserError, Interrupted: as `run_children`.
@@ -163,7 +168,7 @@ def train_all(
         return
     started, walls = 0, list(walls)
     bars_of: dict[Path, Bar] = {}
-    with Bars(STEPS, shown=jobs > 1, stays=False, console=say) as bars:
+    with Bars(STEPS, shown=jobs > 1, stays=False, above=standing, console=say) as bars:
 
         def on_start(child: Child) -> None:
             nonlocal started
@@ -172,13 +177,17 @@ def train_all(
             say.print(f"run {first + started}/{total} {child.name}{remaining}", style="bold", highlight=False)
             bars_of[child.folder] = bars.add(child.name, child.steps, child.latest()[0])
 
-        def on_end(child: Child) -> None:
+        def ended(child: Child) -> None:
             nonlocal left
             left -= 1
             walls.append(time.monotonic() - child.began)
             bars_of.pop(child.folder).remove()
             if jobs > 1:
                 say.print(f"{child.name} finished in {duration(walls[-1])}", highlight=False)
+            if left:
+                on_end()
+                if bars.progress.disable and (table := standing()) is not None:
+                    say.print(table)
 
         def on_poll(running: list[Child]) -> None:
             for child in running:
@@ -190,7 +199,7 @@ def train_all(
             children,
             jobs=jobs,
             on_start=on_start,
-            on_end=on_end,
+            on_end=ended,
             on_poll=on_poll,
             log_of=lambda child: child.folder.parent / "logs" / f"{child.folder.name}.log" if jobs > 1 else None,
             until=until,

@@ -21,11 +21,13 @@ from attnres.files import locked, write_json
 from attnres.folders import refuse_other
 from attnres.ops import cpu
 from attnres.reading import read_json
-from attnres.report.runs import Study
+from attnres.report.page import write_report
+from attnres.report.runs import Study, load_study
 from attnres.report.show import show
 from attnres.studies.children import Child, train_all
 from attnres.studies.plan import CompareConfig, Plan, make_plan
 from attnres.studies.speed import step_times
+from attnres.studies.standing import Standing
 from attnres.studies.variants import Variant
 from attnres.text import duration
 from attnres.training.config import size_of, to_dict
@@ -115,8 +117,8 @@ def opened(
 def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
     """Train what is not trained yet, time it, and make table and report from what is then on disk.
 
-    Writes OUT/LABEL-seedK/, OUT/compare.json, OUT/speed.json, OUT/table.csv, OUT/curves.csv and OUT/report.html.
-    Progress goes to stderr, the table to stdout.
+    Writes OUT/LABEL-seedK/, OUT/compare.json, OUT/speed.json, OUT/table.csv, OUT/curves.csv and OUT/report.html, this
+    from the first run on that can be held against the baseline. Progress goes to stderr, the table to stdout.
 
     Raises:
         UserError: something cannot run, or a folder holds something else; what is finished stays.
@@ -124,7 +126,14 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
     """
     say = console or Console(stderr=True)
     with opened(config, say) as work:
-        train_all(work.children, work.walls, jobs=work.jobs, say=say)
+        standing = Standing(work.out, work.plan)
+
+        def report() -> None:
+            if standing.comparable():
+                page = write_report(load_study(work.out), work.out)[0]
+                say.print(f"{page} has the {len(standing.finished())} runs that are finished", highlight=False)
+
+        train_all(work.children, work.walls, jobs=work.jobs, say=say, standing=standing.table, on_end=report)
         if config.timing_s > 0 and config.base.finetune.init_from is not None:
             say.print("no timing in turn for a pretrained model: the table has each run's own step time")
         elif config.timing_s > 0:

@@ -9,9 +9,11 @@ import time
 from dataclasses import dataclass
 
 import pytest
+from rich.console import Console
 
 from attnres.errors import Interrupted, UserError
-from attnres.studies.children import Child, run_children
+from attnres.studies.children import Child, run_children, train_all
+from attnres.terminal import grid
 
 SAVES_ON_CTRL_C = """
 import pathlib, signal, sys, time
@@ -52,6 +54,19 @@ def run(children, jobs=1, until=math.inf, on_poll=lambda running: None, log_of=l
 
 def test_one_after_the_other(tmp_path):
     assert run([script(tmp_path, name, "pass") for name in "ab"]) == ["+a", "-a", "+b", "-b"]
+
+
+def test_what_stands_is_told_after_each_run_but_the_last(tmp_path, capsys):
+    table, ends = grid("run"), []
+    table.add_row("as it stands")
+    train_all(
+        *([script(tmp_path, name, "pass") for name in "abc"], []),
+        jobs=2,
+        say=Console(),
+        standing=lambda: table,
+        on_end=lambda: ends.append(len(ends)),
+    )
+    assert ends == [0, 1] and capsys.readouterr().out.count("as it stands") == 2
 
 
 def test_none_begins_when_the_time_is_over(tmp_path):

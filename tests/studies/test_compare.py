@@ -16,6 +16,7 @@ from attnres.residuals.mechanisms.standard import Standard
 from attnres.studies.compare import compare
 from attnres.studies.plan import CompareConfig, make_plan
 from attnres.studies.speed import step_times
+from attnres.studies.standing import Standing
 from attnres.training.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, to_dict
 
 
@@ -64,6 +65,29 @@ def test_a_comparison_leaves_everything_on_disk(done):
     speed = json.loads((out / "speed.json").read_text())
     assert speed["variants"]["standard"]["ratio"] == 1.0
     assert len(speed["variants"]["block-num_blocks2"]["times"]) == speed["rounds"] >= 3
+
+
+def test_how_it_stands_is_read_from_folders_that_grow(done, tmp_path):
+    config, study, folder = done
+    standing = Standing(tmp_path, make_plan(config))
+    assert standing.table() is None and not standing.comparable()
+    base, name = "standard-seed0", "block-num_blocks2-seed0"
+    for run in (base, name):
+        (tmp_path / run).mkdir()
+        lines = (folder / "out" / run / "metrics.jsonl").read_text().splitlines()
+        some = [line for line in lines if run == base or '"step": 4' not in line]
+        (tmp_path / run / "metrics.jsonl").write_text("\n".join(some) + '\n{"kind": "val", "st')
+    losses = {run.label: {line["step"]: line["loss"] for line in run.val} for run in study.runs}
+    gap = losses["block-num_blocks2"][2] - losses["standard"][2]
+    table = standing.table()
+    assert table is not None and not standing.comparable()
+    cells = list(zip(*(column.cells for column in table.columns)))
+    assert [row[:2] for row in cells] == [(base, "4"), (name, "2")]
+    assert cells[0][3:] == ("", "") and cells[1][4] == "2"
+    assert float(cells[1][3].replace("\N{MINUS SIGN}", "-")) == pytest.approx(gap, abs=6e-4)
+    for run in (base, name):
+        (tmp_path / run / "summary.json").write_text("{}")
+        assert standing.comparable() == (run == name)
 
 
 def test_variants_meet_equal_conditions(done):
