@@ -3,7 +3,7 @@
     make demo
     python benchmarks/explorer.py                      # the demo's models; or MODEL, or MODEL MODEL2
 
-The goal: an edit on a prompt of 200 tokens in under a second on 2 cores.
+The goal: an edit on a prompt of 200 tokens in half a second on 2 cores, the score of all edges of a prediction in ten.
 """
 
 import argparse
@@ -39,10 +39,16 @@ def seconds(act: Callable[[], Any], done: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
+def until(page: Page, script: str, argument: str | None = None) -> None:
+    """Wait until a script's value is true; the page's policy forbids Playwright's own way, which is eval."""
+    while not page.evaluate(script, argument):
+        page.wait_for_timeout(10)
+
+
 def measure(page: Page, rounds: int) -> dict[str, Any]:
     """Times of a new text, a click on a token and a knocked-out edge, `rounds` of each, none of which was kept."""
     source = Path(textwrap.__file__).read_text()
-    times: dict[str, list[float]] = {"new text": [], "token": [], "edge": []}
+    times: dict[str, list[float]] = {"new text": [], "token": [], "edge": [], "all edges": []}
     tokens = []
     for i in range(rounds + 1):  # the first warms up
         words = source[2000 + 40 * i : 2000 + 40 * i + CHARACTERS]
@@ -50,17 +56,20 @@ def measure(page: Page, rounds: int) -> dict[str, Any]:
         medians = {
             "new text": seconds(
                 lambda words=words: page.fill("#text textarea", words),
-                lambda start=start: page.wait_for_function(SHOWS, arg=start),
+                lambda start=start: until(page, SHOWS, start),
             ),
             "token": seconds(
                 lambda i=i: page.click(f"#pane-0 [data-token='{20 + i}']"),
-                lambda i=i: page.wait_for_selector(f"#pane-0 [data-token='{20 + i}'][aria-pressed]"),
+                lambda i=i: page.wait_for_selector(f"#pane-0 [data-token='{20 + i}'][aria-pressed=true]"),
             ),
             "edge": seconds(lambda: page.click(EDGE), lambda: page.wait_for_selector("#pane-0 .contributions .gone")),
+            "all edges": seconds(
+                lambda: page.click("#pane-0 [data-score]"), lambda: page.wait_for_selector("#pane-0 .scores .edge")
+            ),
         }
         tokens.append(page.locator("#pane-0 [data-token]").count())
         page.click("#reset")
-        page.wait_for_function("!document.querySelector('.gone')")
+        until(page, "!document.querySelector('.gone')")
         for name, value in medians.items() if i else ():
             times[name].append(value)
     figures = {name: {"median_s": statistics.median(row), "largest_s": max(row)} for name, row in times.items()}
@@ -93,7 +102,7 @@ def main() -> None:
         browser.close()
         server.terminate()
     models = says.split(": open")[0]
-    for name in ("new text", "token", "edge"):
+    for name in ("new text", "token", "edge", "all edges"):
         print(f"{name}: {times[name]['median_s']:.2f} s, at most {times[name]['largest_s']:.2f} s")
     result = {
         "command": shlex.join(["python", "benchmarks/explorer.py", *sys.argv[1:]]),

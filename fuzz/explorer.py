@@ -13,36 +13,25 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from attnres.app.state import Cut, View
 from fuzz.material import Material
 from fuzz.mutations import ODD, mutate
 from fuzz.tally import Tally
 
 PATHS = (
-    *("/", "/config", "/gradio_api/queue/join", "/gradio_api/queue/join", "/gradio_api/queue/join", "/theme.css"),
-    *("/gradio_api/queue/data?session_hash=none", "/gradio_api/queue/data", "/gradio_api/cancel", "/gradio_api/reset"),
-    *(
-        "/gradio_api/heartbeat/x",
-        "/gradio_api/info",
-        "/gradio_api/startup-events",
-        "/assets/../../etc/passwd",
-        "/static/%00",
-    ),
-    *(
-        "/gradio_api/file=/etc/passwd",
-        "/gradio_api/upload",
-        "/gradio_api/proxy=http://a",
-        "/%ff",
-    ),
-    *(
-        "/?t=" + "A" * 4000,
-        "/?t=eJzbwMAAAAB",
-        "/gradio_api/run/predict",
-        "/monitoring",
-        "//",
-        "/%2e%2e/%2e%2e/etc/passwd",
-    ),
+    *("/", "/show", "/show", "/show", "/export", "/score", "/search", "/page.js", "/page.css"),
+    *("/?t=" + "A" * 4000, "/?t=eJzbwMAAAAB", "/docs", "/openapi.json", "/page.html", "/%ff", "//"),
+    *("/%2e%2e/%2e%2e/etc/passwd", "/../../etc/passwd", "/page.js/..", "/show/%00", "/file=/etc/passwd"),
 )
-EVENT = {"data": [None, None], "fn_index": 0, "session_hash": "abc", "trigger_id": 1, "event_data": None}
+VIEW = View("def read(rows):\n    return rows", token=2, cuts=(Cut(0, 3, 1), Cut(0, 2, 0, 1))).to_json()
+ACTIONS = [
+    ["token", 1],
+    ["edge", {"model": 0, "read": 2, "source": 1}],
+    ["type", "a b"],
+    ["restore", VIEW],
+    ["undo", None],
+]
+EVENT = {"view": VIEW, "link": "?m=0", "actions": ACTIONS, "place": 0, "least": False}
 
 
 @contextmanager

@@ -1,7 +1,6 @@
-"""The explorer: one or two models in the browser. Only `server` needs Gradio."""
+"""The explorer: models in the browser, one or two side by side. Only `server` needs Starlette and uvicorn."""
 
 import importlib.util
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,6 +13,8 @@ DEMO = Path("runs/demo")
 def explore(
     models: Sequence[str | Path] = (),
     *,
+    corpus: str | None = None,
+    column: str = "text",
     host: str = "127.0.0.1",
     port: int = 7860,
     browser: bool = False,
@@ -21,20 +22,24 @@ def explore(
 ) -> None:
     """Serve the explorer of one or two models until Ctrl-C; without any, of the demo's.
 
+    Args:
+        corpus: what can be searched: stdlib, a file or folder, hub:NAME; its `column` where it has several.
+
     Raises:
-        UserError: no Gradio, more than two models, one that cannot be shown, or a port in use.
+        UserError: no Starlette, more than two models, one that cannot be shown, no such corpus, or a port in use.
     """
     if len(models) > 2:
         raise UserError(f"{len(models)} models were given: the explorer shows one, or two side by side")
     check_port(host, port)
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # read when Gradio is imported
-    if importlib.util.find_spec("gradio") is None:
-        raise UserError("the explorer needs Gradio: pip install 'attnres[app]'")
+    if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
+        raise UserError("the explorer needs Starlette and uvicorn: pip install 'attnres[app]'")
     from attnres.app.explorer import choose_threads, find_demo, open_models
     from attnres.app.page import Page
+    from attnres.studies.texts import corpus_text
 
-    page = Page(open_models(models or find_demo(DEMO), trust_remote_code=trust_remote_code))
-    choose_threads(page.models)
+    searched = None if corpus is None else corpus_text(corpus, column)
+    page = Page(open_models(models or find_demo(DEMO), trust_remote_code=trust_remote_code), searched)
+    choose_threads([model for model in page.models if model.is_loaded])
     from attnres.app.server import serve
 
     serve(page, host=host, port=port, browser=browser)

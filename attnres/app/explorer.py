@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,16 +13,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnres.app.state import MAX_CHARACTERS
+from attnres.app.state import MAX_CHARACTERS, Cut
 from attnres.device import pick_device
 from attnres.errors import UserError
+from attnres.inspect.attention import TokenAttention, token_attention
+from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import predict
 from attnres.inspect.geometry import query_cosine
 from attnres.inspect.intervene import intervene, source_names
-from attnres.inspect.pieces import piece
+from attnres.inspect.pieces import characters, piece
 from attnres.inspect.record import find_residual, record
-from attnres.inspect.routing import Named
+from attnres.inspect.routing import By, Named
+from attnres.inspect.search import Search, search
 from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.reading import read_json
 from attnres.residuals import Read, Residual
@@ -36,8 +39,17 @@ KEPT_BYTES = 256e6
 
 TRIAL = 128
 """Tokens of the passes that settle the number of threads."""
+SCORED = 4096
+"""Tokens in one pass, where many texts go through the model."""
+WINDOW = 256
+"""Tokens in a window of a corpus."""
+
+Report = Callable[[int, int], None]
+"""Called with how much is done of how much."""
 
 T = TypeVar("T")
+_DRAWING = threading.Lock()
+"""Matplotlib's settings are the process's own."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +57,8 @@ class Reading(Named):
     """A text in a model.
 
     Attributes:
-        ids: of the T tokens; `pieces` what each says.
+        ids: of the T tokens; `pieces` what each says, in whole characters, and `names` what to call it
+            (`attnres.inspect.pieces.characters`).
         layout: the reads and what they mix; `reads` and `sources` are their names.
         weights, contributions: for each read (T, sources); what each source is of the read, by projection on it.
         log_probs: (T, V): of the token after each.
@@ -55,6 +68,7 @@ class Reading(Named):
 
     ids: tuple[int, ...]
     pieces: list[str]
+    names: list[str]
     layout: tuple[Read, ...]
     weights: list[np.ndarray]
     contributions: list[np.ndarray]
@@ -67,24 +81,25 @@ class Reading(Named):
         """Mean loss in nats per token; None for a single token."""
         return float(self.losses.mean()) if len(self.losses) else None
 
-    def most_varied(self) -> int:
-        """The read in which the tokens' heaviest sources differ most: the entropy of how often each is the heaviest."""
+    def rows(self, by: By) -> list[np.ndarray]:
+        """For each read (T, sources): contributions, or weights as |weight| / sum |weights|."""
+        if by == "contribution":
+            return self.contributions
+        sizes = [np.abs(row) for row in self.weights]
+        return [row / np.maximum(row.sum(1, keepdims=True), 1e-30) for row in sizes]
 
-        def entropy(weights: np.ndarray) -> float:
-            share = np.bincount(np.abs(weights).argmax(1)) / max(1, len(weights))
+    def means(self, by: By) -> list[np.ndarray]:
+        """For each read (sources,): the same, averaged over the tokens."""
+        return [row.mean(0) for row in self.rows(by)]
+
+    def most_varied(self) -> int:
+        """The read in which the tokens' largest sources differ most: the entropy of how often each is the largest."""
+
+        def entropy(parts: np.ndarray) -> float:
+            share = np.bincount(parts.argmax(1)) / max(1, len(parts))
             return float(-(share[share > 0] * np.log(share[share > 0])).sum())
 
-        return max(range(len(self.weights)), key=lambda read: entropy(self.weights[read]))
-
-    @property
-    def means(self) -> list[np.ndarray]:
-        """For each read (sources,): weights averaged over the tokens."""
-        return [row.mean(0) for row in self.weights]
-
-    @property
-    def mean_contributions(self) -> list[np.ndarray]:
-        """For each read (sources,): contributions averaged over the tokens."""
-        return [row.mean(0) for row in self.contributions]
+        return max(range(len(self.contributions)), key=lambda read: entropy(self.contributions[read]))
 
 
 @dataclass(frozen=True)
@@ -105,7 +120,7 @@ class Candidate:
 
 
 class Opened:
-    """A model to look into, with its tokenizer.
+    """A model to look into, with its tokenizer; its weights are read when they are first needed.
 
     Args:
         name: a run folder, a checkpoint folder in one, a model folder or a name on the hub.
@@ -113,30 +128,59 @@ class Opened:
         trust_remote_code: run code that comes with the model.
 
     Raises:
-        UserError: no model there, or one whose reads mix no sources by weights.
+        UserError: no model there.
     """
 
     def __init__(self, name: str | Path, lender: "Opened | None" = None, *, trust_remote_code: bool = False) -> None:
         checkpoint = _open(name, lender.checkpoint if lender is not None else None, trust_remote_code)
         self.checkpoint = checkpoint
-        self.model: Any = checkpoint.load("auto", str(pick_device("auto")))
-        self.tokenizer: Any = checkpoint.tokenizer
-        self.residual: Residual = find_residual(self.model)
         self.context = min(checkpoint.context, MAX_TOKENS)
         self.name, self.step = checkpoint.title(), _step(checkpoint.folder)
         self.check = checkpoint.check_ids
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         # An observer sits on the model: one pass at a time.
         self._lock = threading.Lock()
-        self.sources = source_names(self.model)  # every text has the same ones
-        self.layout = self.residual.layout()
-        self.reads = [read.name for read in self.layout]
+
+    @cached_property
+    def model(self) -> Any:
+        """The model. Raises UserError."""
+        return self.checkpoint.load("auto", str(pick_device("auto")))
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether its weights have been read."""
+        return "model" in vars(self)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Its tokenizer. Raises UserError."""
+        return self.checkpoint.tokenizer
+
+    @cached_property
+    def residual(self) -> Residual:
+        """Its residual. Raises UserError: it has none."""
+        return find_residual(self.model)
+
+    @cached_property
+    def sources(self) -> list[list[str]]:
+        """What each read mixes, of any text. Raises UserError: it mixes by no weights."""
+        return source_names(self.model)
+
+    @cached_property
+    def layout(self) -> tuple[Read, ...]:
+        """The reads."""
+        return self.residual.layout()
+
+    @cached_property
+    def reads(self) -> list[str]:
+        """Their names."""
+        return [read.name for read in self.layout]
 
     @property
     def label(self) -> str:
         """Name, residual and, where the run says, training step."""
         step = f", step {self.step:,}" if self.step is not None else ""
-        return f"{self.name} ({self.residual.name}{step})"
+        return f"{self.name} ({self.checkpoint.residual}{step})"
 
     @cached_property
     def details(self) -> str:
@@ -168,13 +212,96 @@ class Opened:
             return None
         return read if read < len(self.reads) - 1 else None
 
-    def knock_out(self, text: str, edges: frozenset[tuple[int, int]]) -> Effect:
-        """Run the model on `text` without some (read, source) edges; kept.
+    def knock_out(self, text: str, cuts: Sequence[Cut]) -> Effect:
+        """Run the model on `text` without some edges; kept.
 
         Raises:
             UserError: as for `read`, edges that the model does not have, or a read that is left without a source.
         """
-        return self._keep(("edit", text, edges), lambda: self._knock_out(text, edges))
+        return self._keep(("edit", text, frozenset(cuts)), lambda: self._knock_out(text, cuts))
+
+    def attend(self, text: str) -> TokenAttention:
+        """What the text's tokens attend to; kept.
+
+        Raises:
+            UserError: as for `read`, or a model that shows no weights of its attention.
+        """
+        return self._keep(("attention", text), lambda: token_attention(self.model, self._encode(text)[0]))
+
+    def scored(self, text: str, token: int) -> Attribution | None:
+        """The scores of the edges of the prediction after `token`, where `score` has kept them."""
+        with self._lock:
+            return self._kept.get(("score", text, token))
+
+    def score(self, text: str, token: int, report: Report) -> Attribution:
+        """What each edge, cut alone at all tokens, does to ln p of the token that follows `token` (of the last: of the
+        likeliest one); kept. `report` is called with edges done and edges in all, and others may use the model then.
+
+        Raises:
+            UserError: as for `read`.
+        """
+        ids, done = self._encode(text)[0], 0
+        edges = sum(map(len, self.sources))
+
+        def progress(count: int) -> None:
+            nonlocal done
+            done += count
+            self._lock.release()
+            try:
+                report(done, edges)
+                time.sleep(0.005)  # long enough for who waits
+            finally:
+                self._lock.acquire()
+
+        batch = max(1, SCORED // (token + 1))
+        return self._keep(
+            ("score", text, token),
+            lambda: attribute(self.model, ids, position=token, batch_size=batch, progress=progress),
+        )
+
+    def graph(self, text: str, token: int, scores: Attribution) -> str:
+        """The scored edges that lead to a prediction as a picture, SVG; empty where none changes it much; kept."""
+
+        def draw() -> str:
+            from attnres.figures import NotShown, style
+            from attnres.figures.edges import graph
+            from attnres.report.theme import to_svg
+
+            title = f"{self.name}: how the prediction after token {token} is made"
+            try:
+                with _DRAWING, style.style():
+                    return to_svg(graph(scores, title).figure, "graph", title, 1.2)
+            except NotShown:
+                return ""
+
+        return self._keep(("graph", text, token), draw)
+
+    def search(
+        self, documents: Iterable[str], read: int, source: str, by: By, least: bool, limit: int, report: Report
+    ) -> Search:
+        """The tokens of documents at which `source` is most, or least, of a read. `report` as for `score`.
+
+        Raises:
+            UserError: no such edge, or no text.
+        """
+        done = 0
+
+        def on_tokens(count: int) -> None:
+            nonlocal done
+            done += count
+            self._lock.release()
+            try:
+                report(min(done, limit), limit)
+                time.sleep(0.005)
+            finally:
+                self._lock.acquire()
+
+        context = min(self.context, WINDOW)
+        options: dict[str, Any] = {"by": by, "least": least, "limit": limit, "batch_size": max(1, SCORED // context)}
+        with self._lock:
+            return search(
+                self.model, self.tokenizer, documents, source, read, context=context, on_tokens=on_tokens, **options
+            )
 
     def top(self, reading: Reading, effect: Effect | None, token: int, count: int = 8) -> list[Candidate]:
         """The `count` likeliest tokens after `token`; with a knock-out half of them those before it, half after."""
@@ -218,26 +345,34 @@ class Opened:
             return self._kept[key]
 
     def _bytes(self) -> int:
-        return sum(prediction.log_probs.nbytes for prediction in self._kept.values())
+        kept = [getattr(one, name, None) for one in self._kept.values() for name in ("log_probs", "mean", "largest")]
+        return sum(tensor.nbytes for tensor in kept if isinstance(tensor, Tensor))
 
     def _read(self, text: str) -> Reading:
-        ids = self._encode(text)
-        reading = self.read_ids(ids)
+        ids, offsets = self._encode(text)
+        reading = self.read_ids(ids, *characters(self.tokenizer, ids, text, offsets))
         reading.notes.extend(self._notes(text, ids))
         return reading
 
-    def _encode(self, text: str) -> tuple[int, ...]:
+    def _encode(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """Ids of a text's tokens, and where in it each lies (nothing for a tokenizer that does not say)."""
         if not text.strip():
             raise UserError("there is no text: type some, or take an example")
         if len(text) > MAX_CHARACTERS:
             raise UserError(f"the text has {len(text):,} characters and this page takes {MAX_CHARACTERS:,}: shorten it")
-        ids = tuple(self.tokenizer(text, verbose=False)["input_ids"])
+        encoding = self.tokenizer(text, return_offsets_mapping=self.tokenizer.is_fast, verbose=False)
+        ids = tuple(encoding["input_ids"])
         if not ids:
             raise UserError(f"the tokenizer of {self.name} knows no character of this text: type another")
         self.check(max(ids))
         if len(ids) > self.context:
             raise UserError(f"the text has {len(ids):,} tokens and {self.name} takes {self.context:,} here: shorten it")
-        return ids
+        return ids, encoding["offset_mapping"] if self.tokenizer.is_fast else []
+
+    def token_at(self, text: str, character: int) -> int | None:
+        """The number of the token of a text in which a character lies; None where the tokenizer does not say."""
+        spans = self._encode(text)[1]
+        return next((i for i, (start, end) in enumerate(spans) if start <= character < end), None)
 
     def _notes(self, text: str, ids: Sequence[int]) -> list[str]:
         notes = []
@@ -251,13 +386,14 @@ class Opened:
             notes.append("One token: it has a next-token distribution, but no loss.")
         return notes
 
-    def read_ids(self, ids: tuple[int, ...]) -> Reading:
+    def read_ids(self, ids: tuple[int, ...], pieces: list[str], names: list[str]) -> Reading:
         """Run the model on tokens; not kept."""
         with record(self.model, tokens=True) as trace:
             prediction = predict(self.model, ids)
         return Reading(
             ids,
-            [self.piece(token) for token in ids],
+            pieces,
+            names,
             trace.layout,
             [weights[0].numpy() for weights in trace.token_weights],
             [contributions[0].numpy() for contributions in trace.token_contributions],
@@ -266,24 +402,44 @@ class Opened:
             [],
         )
 
-    def _knock_out(self, text: str, edges: frozenset[tuple[int, int]]) -> Effect:
+    def _knock_out(self, text: str, cuts: Sequence[Cut]) -> Effect:
+        ids = self._encode(text)[0]
+        places = sorted({(cut.read, -1 if cut.token is None else cut.token) for cut in cuts})
         edits = [
-            KnockOut([self.sources[read][source] for r, source in sorted(edges) if r == read], reads=read)
-            for read in sorted({read for read, _ in edges})
+            KnockOut(
+                sorted({self.sources[read][cut.source] for cut in cuts if (cut.read, cut.token) == (read, at)}),
+                reads=read,
+                tokens=at,
+            )
+            for read, at in ((read, None if token < 0 else token) for read, token in places)
+            if at is None or at < len(ids)
         ]
         with intervene(self.model, *edits):
-            prediction = predict(self.model, self._encode(text))
+            prediction = predict(self.model, ids)
         return Effect(prediction.log_probs, prediction.losses.double().numpy())
 
 
 def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False) -> list[Opened]:
-    """Load the models of a command line. Raises UserError."""
-    models: list[Opened] = []
+    """The models of a command line, each after the checkpoints that its run kept, from the earliest on.
+
+    Raises:
+        UserError: no model there, or one whose reads mix no sources by weights.
+    """
+    named: dict[Opened, list[Opened]] = {}
     for name in names:
-        models.append(Opened(name, models[0] if models else None, trust_remote_code=trust_remote_code))
+        model = Opened(name, next(iter(named), None), trust_remote_code=trust_remote_code)
+        model.sources  # noqa: B018  what cannot be shown is said at once
+        run = model.checkpoint.run
+        kept = sorted((run / "kept").glob("[0-9]*")) if run is not None else []
+        named[model] = [Opened(folder, model) for folder in kept]
+        for step in named[model]:
+            step.name = model.name
+    models = [one for model, steps in named.items() for one in (*steps, model)]
     if len({model.label for model in models}) < len(models):
-        for model in models:
+        for model, steps in named.items():
             model.name = model.checkpoint.title(parts=2)
+            for step in steps:
+                step.name = model.name
     return models
 
 
@@ -300,7 +456,7 @@ def choose_threads(models: Sequence[Opened]) -> None:
         for _ in range(2):  # the first pass builds kernels and fills caches
             start = time.perf_counter()
             for model in models:
-                model.read_ids((0,) * min(TRIAL, model.context))
+                model.read_ids((0,) * min(TRIAL, model.context), [], [])
             times[threads] = time.perf_counter() - start
     torch.set_num_threads(min(times, key=lambda threads: times[threads]))
 

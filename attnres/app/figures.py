@@ -1,16 +1,16 @@
 """SVG figures of the page, drawn by hand so that every cell can be pointed at and clicked; each stands on its own.
 
 An edge says what it is in `aria-label` (shown when it is pointed at), and in `data-read` and `data-source` what a click
-knocks out. Other cells have a `data-tip`. All text is escaped.
+knocks out. Other cells have a `data-tip`. All text is escaped, and has the colour of the page's (`currentColor`).
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from html import escape
 
 import numpy as np
 
-from attnres.inspect.colours import GRID, INK, LESS, MUTED, PAPER, ink_on, signed_colour
+from attnres.inspect.colours import GRID, LESS, PAPER, ink_on, signed_colour
 from attnres.residuals import Read, columns
 
 WIDTH = 370.0
@@ -19,7 +19,14 @@ LABEL = 46.0
 """For the names of rows."""
 RIGHT = 14.0
 """For the last column's name, which is slanted."""
+TOP = 30.0
+"""For the names of columns."""
+FAINT = 0.01
+"""Attention below which a token is not drawn."""
 FONT = "font-family='system-ui,sans-serif'"
+
+Edges = Collection[tuple[int, int]]
+"""(read, source) pairs, each by its number."""
 
 
 def key(layout: Sequence[Read]) -> str:
@@ -38,12 +45,12 @@ def svg(name: str, title: str, height: float, parts: Iterable[str], role: str = 
     """A figure with a name for its file and a title for those who cannot see it."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" role="{role}" aria-label="{escape(title)}" data-figure="{name}" '
-        f'viewBox="0 0 {WIDTH:g} {height:g}" {FONT} font-size="9.5" fill="{INK}">{"".join(parts)}</svg>'
+        f'viewBox="0 0 {WIDTH:g} {height:g}" {FONT} font-size="9.5" fill="currentColor">{"".join(parts)}</svg>'
     )
 
 
-def _text(x: float, y: float, words: str, anchor: str = "start", colour: str = MUTED, extra: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{colour}" {extra}>{escape(words)}</text>'
+def _text(x: float, y: float, words: str, anchor: str = "start", extra: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {extra}>{escape(words)}</text>'
 
 
 def _spacing(cell: float) -> int:
@@ -53,40 +60,58 @@ def _spacing(cell: float) -> int:
 
 def heatmap(
     layout: Sequence[Read],
-    contributions: Sequence[np.ndarray],
-    weights: Sequence[np.ndarray],
-    out: frozenset[tuple[int, int]],
+    values: Sequence[np.ndarray],
     title: str,
+    words: Callable[[int, int], str],
+    *,
+    name: str = "contributions",
+    largest: float = 1.0,
+    out: Edges = (),
+    once: Edges = (),
+    click: bool = True,
 ) -> str:
-    """Mean contributions, and weights in words: a row for each read, a column for each source, with a cross on what is
-    knocked out."""
+    """A number for each edge: a row for each read, a column for each source, with a cross on what is knocked out and a
+    stroke on what is at single tokens. The names of the columns come a second time, to stay in view.
+
+    Args:
+        words: what to say of a read's source, each by its number.
+        largest: where the scale ends, on either side.
+        click: whether a click on a cell knocks its edge out.
+    """
     across = columns(read.sources for read in layout)
     place = {source.name: i for i, source in enumerate(across)}
     wide = (WIDTH - LABEL - RIGHT) / len(across)
     tall = min(14.0, max(9.0, wide))
-    top = 30.0
-    parts, crosses = [], []
+    names, parts, marks = [], [], []
     every = _spacing(wide)
     for i, source in enumerate(across):
         if i % every == 0 or (i == len(across) - 1 and (len(across) - 1) % every >= every / 2):
             x = LABEL + (i + 0.5) * wide + 3
-            parts.append(_text(x, top - 4, source.short, extra=f'transform="rotate(-60 {x:.1f} {top - 4:.1f})"'))
+            names.append(_text(x, TOP - 4, source.short, extra=f'transform="rotate(-60 {x:.1f} {TOP - 4:.1f})"'))
     every = _spacing(tall)
     for r, read in enumerate(layout):
-        y = top + r * tall
+        y = TOP + r * tall
         if r % every == 0 or r == len(layout) - 1:
             parts.append(_text(LABEL - 5, y + tall / 2 + 3.3, row_name(read), "end"))
         for i, source in enumerate(read.sources):
-            x = LABEL + place[source.name] * wide
-            part = float(contributions[r][i])
-            box = (x, y, wide - 0.6, tall - 0.6)
-            gone = (r, i) in out
-            words = f"{read.name} reads {source.name}: contribution {part:.3f}, weight {float(weights[r][i]):.3f}"
-            parts.append(_edge(r, i, box, _colour(part), words, gone))
-            crosses += [_cross(box)] * gone
-    bottom = top + len(layout) * tall + 8
-    parts.append(_scale(bottom))
-    return svg("contributions", title, bottom + 22, parts + crosses)
+            if not np.isfinite(values[r][i]):
+                continue
+            box = (LABEL + place[source.name] * wide, y, wide - 0.6, tall - 0.6)
+            cut = (r, i) in out
+            colour = _colour(float(values[r][i]), largest)
+            if click:
+                parts.append(_edge(r, i, box, colour, words(r, i), cut))
+            else:
+                parts.append(f'<rect {_place(box)} fill="{colour}" data-tip="{escape(words(r, i))}"/>')
+            marks += [_cross(box, both=cut)] * (cut or (r, i) in once)
+    bottom = TOP + len(layout) * tall + 8
+    parts.append(_scale(bottom, largest))
+    figure = svg(name, title, bottom + 22, names + parts + marks)
+    strip = (
+        f'<svg class="names" aria-hidden="true" viewBox="0 0 {WIDTH:g} {TOP:g}" {FONT} font-size="9.5" '
+        f'fill="currentColor">{"".join(names)}</svg>'
+    )
+    return f'<div class="grid" tabindex="-1">{strip}{figure}</div>'
 
 
 Box = tuple[float, float, float, float]
@@ -98,32 +123,34 @@ def _place(box: Box) -> str:
     return f'x="{x:.2f}" y="{y:.2f}" width="{max(0.0, width):.2f}" height="{height:.2f}"'
 
 
-def _edge(read: int, source: int, box: Box, colour: str, words: str, gone: bool) -> str:
+def _edge(read: int, source: int, box: Box, colour: str, words: str, cut: bool) -> str:
     """A cell to click; the figure's first is where the tabulator key stops, arrow keys lead to the others."""
-    words = escape(words + (" (knocked out)" if gone else ""))
+    words = escape(words + (" (knocked out)" if cut else ""))
     return (
-        f'<rect class="edge{" gone" if gone else ""}" {_place(box)} fill="{colour}" data-read="{read}" '
-        f'data-source="{source}" role="button" tabindex="{0 if read == source == 0 else -1}" aria-label="{words}"/>'
+        f'<rect class="edge{" gone" if cut else ""}" {_place(box)} fill="{colour}" data-read="{read}" '
+        f'data-source="{source}" role="button" aria-pressed="{"true" if cut else "false"}" '
+        f'tabindex="{0 if read == source == 0 else -1}" aria-label="{words}"/>'
     )
 
 
-def _cross(box: Box) -> str:
-    """On what is knocked out."""
+def _cross(box: Box, both: bool = True) -> str:
+    """On what is knocked out; one of its lines on what is at single tokens."""
     x, y, width, height = box
-    lines = f'd="M{x:.2f} {y:.2f}l{width:.2f} {height:.2f}m0 {-height:.2f}l{-width:.2f} {height:.2f}"'
+    down = f"m0 {-height:.2f}l{-width:.2f} {height:.2f}" if both else ""
+    lines = f'd="M{x:.2f} {y:.2f}l{width:.2f} {height:.2f}{down}"'
     return (
         f'<g pointer-events="none" fill="none"><rect {_place(box)} stroke="{LESS}" stroke-width="1.4"/>'
         f'<path {lines} stroke="{PAPER}" stroke-width="2.6"/><path {lines} stroke="{LESS}" stroke-width="1.4"/></g>'
     )
 
 
-def _colour(part: float) -> str:
-    """Of a contribution: more or less over the root of its size."""
-    return signed_colour(float(np.sign(part)) * abs(part) ** 0.5)
+def _colour(value: float, largest: float) -> str:
+    """Over the root of the size, with the sign."""
+    return signed_colour(float(np.sign(value)) * min(1.0, abs(value) / largest) ** 0.5)
 
 
-def _scale(y: float) -> str:
-    """The scale of contributions from -1 to 1: colours over the square root, with the numbers themselves below."""
+def _scale(y: float, largest: float) -> str:
+    """The scale from -largest to largest: colours over the square root, with the numbers themselves below."""
     steps, width = 40, WIDTH - LABEL - RIGHT
     places = [(i + 0.5) / steps * 2 - 1 for i in range(steps)]
     parts = [
@@ -133,40 +160,56 @@ def _scale(y: float) -> str:
     ]
     for part in (-1.0, -0.25, 0.0, 0.05, 0.25, 0.5, 1.0):
         anchor = "start" if part == -1 else "end" if part == 1 else "middle"
-        parts.append(_text(LABEL + (1 + np.sign(part) * abs(part) ** 0.5) / 2 * width, y + 16, f"{part:g}", anchor))
+        x = LABEL + (1 + np.sign(part) * abs(part) ** 0.5) / 2 * width
+        parts.append(_text(x, y + 16, f"{part * largest:.2g}", anchor))
     return "".join(parts)
 
 
 def stack(
     layout: Sequence[Read],
-    weights: Sequence[np.ndarray],
+    parts_of: Sequence[np.ndarray],
     colours: dict[str, str],
-    out: frozenset[tuple[int, int]],
     title: str,
+    words: Callable[[int, int], str],
+    *,
+    span: tuple[float, float] = (0.0, 1.0),
+    out: Edges = (),
 ) -> str:
     """One token's reads through depth: a bar for each read, from the first to the output, cut by its sources.
 
-    Bars are as long as one another: a segment is a source's share of the weights' absolute values.
+    A segment is as long as its source's part of the read; those that point against it lie left of the line.
+
+    Args:
+        parts_of: of each read (sources,).
+        span: the ends of the scale, the first of them zero or below.
     """
     tall = 13.5 if len(layout) <= 40 else 10.0
-    wide = WIDTH - LABEL - 4
-    parts, crosses = [], []
+    wide = (WIDTH - LABEL - 4) / (span[1] - span[0])
+    zero = LABEL - span[0] * wide
+    parts, marks = [], []
     for r, read in enumerate(layout):
-        y, x = 4 + r * tall, LABEL
+        y, right, left = 4 + r * tall, zero, zero
         parts.append(_text(LABEL - 5, y + tall / 2 + 3, row_name(read), "end"))
-        total = float(np.abs(weights[r]).sum()) or 1.0
         for i, source in enumerate(read.sources):
-            colour, weight = colours[source.name], float(weights[r][i])
-            width = abs(weight) / total * wide
+            colour, part = colours[source.name], float(parts_of[r][i])
+            width = abs(part) * wide
+            x = right if part >= 0 else left - width
+            right, left = (right + width, left) if part >= 0 else (right, x)
             box = (x, y, width - 0.4, tall - 2)
-            gone = (r, i) in out
-            parts.append(_edge(r, i, box, colour, f"{read.name} reads {source.name}: weight {weight:.3f}", gone))
-            crosses += [_cross(box)] * gone
-            if width > 6 + 5.2 * len(source.short):
-                size = 'font-size="8.5" pointer-events="none"'
-                parts.append(_text(x + width / 2, y + tall / 2 + 2, source.short, "middle", ink_on(colour), size))
-            x += width
-    return svg("stack", title, 8 + len(layout) * tall, parts + crosses)
+            cut = (r, i) in out
+            parts.append(_edge(r, i, box, colour, words(r, i), cut))
+            if cut:
+                marks.append(_cross(box))
+            elif width > 6 + 5.2 * len(source.short):
+                size = f'fill="{ink_on(colour)}" font-size="8.5" pointer-events="none"'
+                parts.append(_text(x + width / 2, y + tall / 2 + 2, source.short, "middle", size))
+    bottom = 4 + len(layout) * tall
+    if span[0] < 0:
+        line = f'stroke="currentColor" stroke-width="0.8" pointer-events="none" d="M{zero:.2f} 2V{bottom:.1f}"'
+        parts.append(f"<path {line}/>")
+    for end in sorted({0.0, 0.5, 1.0}):
+        parts.append(_text(zero + end * wide, bottom + 9, f"{end:g}", "end" if end == 1 else "start"))
+    return svg("stack", title, bottom + 13, parts + marks)
 
 
 def similarity(reads: Sequence[Read], cosines: np.ndarray, title: str) -> str:
@@ -190,3 +233,29 @@ def similarity(reads: Sequence[Read], cosines: np.ndarray, title: str) -> str:
     parts.append(_text(LABEL + (WIDTH - LABEL) / 2, y + 12, "white: unrelated", "middle"))
     parts.append(_text(WIDTH - 4, y + 12, "blue: alike", "end"))
     return svg("queries", title, y + 18, parts, role="img")
+
+
+def attention(layers: Sequence[int], rows: dict[str, np.ndarray], names: Sequence[str], title: str) -> str:
+    """What one token attends to: for each of the `rows` (layers, tokens) a line a layer and a column a token, zero to
+    one on the scale's blue half."""
+    wide = (WIDTH - LABEL - 4) / len(names)
+    tall, y = 11.0, 0.0
+    parts = []
+    for head, values in rows.items():
+        parts.append(_text(LABEL, y + 10, head))
+        y += 14
+        for i, layer in enumerate(layers):
+            parts.append(_text(LABEL - 5, y + tall / 2 + 3, f"attn {layer}", "end"))
+            parts.append(f'<rect {_place((LABEL, y, WIDTH - LABEL - 4, tall - 0.6))} fill="{signed_colour(0.0)}"/>')
+            for t in np.flatnonzero(values[i] >= FAINT).tolist():
+                value = values[i][t]
+                tip = escape(f"layer {layer} attends to token {t} “{names[t]}”: {head} {float(value):.3f}")
+                parts.append(
+                    f"<rect {_place((LABEL + t * wide, y, wide - (0.4 if wide > 3 else 0), tall - 0.6))} "
+                    f'fill="{signed_colour(min(1.0, float(value)) ** 0.5)}" data-tip="{tip}"/>'
+                )
+            y += tall
+        y += 4
+    parts.append(_text(LABEL, y + 8, "the text from its beginning"))
+    parts.append(_text(WIDTH - 4, y + 8, "the chosen token", "end"))
+    return svg("attention", title, y + 12, parts, role="img")

@@ -1,14 +1,21 @@
-"""The page without its server: a view in, everything it shows out, and what each click makes of a view."""
+"""The page without its server: a view in, everything it shows out, and what each action makes of a view."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+from urllib.parse import parse_qsl
 
 from attnres.app import view as html
-from attnres.app.examples import CODE
-from attnres.app.explorer import Opened
-from attnres.app.state import HEAVIEST, LOSS, MAX_CHARACTERS, MAX_EDGES, Edge, View, decode, encode
+from attnres.app.examples import CODE, EXAMPLES
+from attnres.app.explorer import Opened, Report
+from attnres.app.state import ATTENDED, LARGEST, LOSS, MAX_CHARACTERS, MAX_CUTS, Cut, View, decode, encode, from_json
 from attnres.errors import UserError
+from attnres.inspect.search import Search
+from attnres.studies.texts import LookText
+from attnres.typed import Count, Misfit, fit
+
+SEARCHED = 20_000
+"""Tokens of a corpus that a search looks at."""
 
 
 @dataclass(frozen=True)
@@ -17,155 +24,309 @@ class Shown:
 
     Attributes:
         view: the view, with what its models do not have left out.
-        panes: HTML for each model shown. message: a sentence above them, or nothing.
+        panes: HTML of each. difference: HTML between two. message: a sentence above them, or nothing.
+        live: one for those who do not see the page.
         reads, sources: (words, value) to choose what colours the tokens from.
         query: of the link that brings this view back; empty where the text is too long for one.
     """
 
     view: View
     panes: list[str]
+    difference: str
     message: str
+    live: str
     reads: list[tuple[str, int]]
     sources: list[tuple[str, str]]
     query: str
 
 
 class Page:
-    """The explorer of one or two models.
+    """The explorer of models: one, or two side by side.
 
-    Raises:
-        UserError: more models than two.
+    Args:
+        corpus: what can be searched; None is nothing.
     """
 
-    def __init__(self, models: Sequence[Opened]) -> None:
-        if not 1 <= len(models) <= 2:
-            raise UserError(f"{len(models)} models were given: the explorer shows one, or two side by side")
-        self.models = list(models)
+    def __init__(self, models: Sequence[Opened], corpus: LookText | None = None) -> None:
+        self.models, self.corpus = list(models), corpus
 
     @property
-    def choices(self) -> list[tuple[str, str]]:
-        """(words, value) of the models to choose from: each alone, or both."""
-        labels = [(model.label, str(number)) for number, model in enumerate(self.models)]
-        return [*labels, ("both", "0.1")] if len(self.models) == 2 else labels
+    def choices(self) -> list[tuple[str, int]]:
+        """(words, number) of the models to choose from."""
+        return [(model.label, number) for number, model in enumerate(self.models)]
 
-    def begin(self, fields: dict[str, str]) -> tuple[View, str]:
-        """The view that the page opens with, and what is wrong with its link."""
-        start = View(text=CODE, models=tuple(range(len(self.models))))
+    def begin(self, link: str) -> tuple[View, str]:
+        """The view that the page opens with, and what is wrong with its link, a query string."""
+        fields = {name: value for name, value in parse_qsl(link.removeprefix("?")[:20_000]) if len(name) == 1}
+        last = len(self.models) - 1  # of each run its last checkpoint, the finished model, is shown
+        whole = [i for i in range(last) if self.models[i + 1].name != self.models[i].name] + [last]
+        start = View(text=CODE, models=tuple(whole))
         if not fields:
-            return replace(start, read=self.models[0].most_varied(start.text)), ""
+            return replace(start, read=self.models[whole[0]].most_varied(start.text)), ""
         try:
             view = decode(fields, len(self.models))
             return (view if view.text else replace(view, text=CODE)), ""
         except UserError as error:
             return start, str(error)
 
-    # ------------------------------------------------------------------ what clicks make of a view
+    # ------------------------------------------------------------------ what actions make of a view
 
-    def type(self, view: View, text: str) -> View:
+    def act(self, view: View, action: Any) -> View:
+        """The view after an action, a name and a value: ["token", 3].
+
+        Raises:
+            UserError: no such action, or one on what is not there.
+        """
+        act = (
+            _ACTIONS.get(action[0])
+            if isinstance(action, list) and len(action) == 2 and isinstance(action[0], str)
+            else None
+        )
+        if act is None:
+            raise UserError("this click hit neither a token nor an edge: load the page again")
+        return act(self, view, action[1])
+
+    def type(self, view: View, text: Any) -> View:
         """Another text: the last token is chosen, knocked-out edges stay out."""
-        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a character is none
-        return replace(view, text=whole, token=None)
+        return replace(view, text=_words(text), token=None)
 
-    def choose(self, view: View, models: str) -> View:
-        """Other models, by one of the values of `choices`."""
-        if models not in [value for _, value in self.choices]:
+    def compare(self, view: View, text: Any) -> View:
+        """A second text for the first of the models, or none."""
+        if text is None:
+            return replace(view, other=None)
+        return replace(view, other=_words(text), models=view.models[:1])
+
+    def example(self, view: View, name: Any) -> View:
+        """One of the examples."""
+        if not isinstance(name, str) or name not in EXAMPLES:
+            raise UserError("there is no such example: load the page again")
+        return self.type(view, EXAMPLES[name])
+
+    def choose(self, view: View, models: Any) -> View:
+        """Other models, by their numbers: one, or two."""
+        try:
+            numbers = tuple(sorted(set(fit(models, list[Count]))))
+        except Misfit:
+            numbers = ()
+        if not 1 <= len(numbers) <= 2 or numbers[-1] >= len(self.models):
             raise UserError("this model is not one of those that are open")
-        return replace(view, models=tuple(int(number) for number in models.split(".")))
+        return replace(view, models=numbers, other=view.other if len(numbers) == 1 else None)
 
-    def colour(self, view: View, read: int | None, source: str) -> View:
-        """Tokens coloured by another read or source."""
-        return replace(view, read=read, source=source)
+    def show_by(self, view: View, by: Any) -> View:
+        """Contributions or weights."""
+        if by not in ("contribution", "weight"):
+            raise UserError("sources are shown by contribution or by weight: load the page again")
+        return replace(view, by=by)
 
-    def click(self, view: View, event: Any) -> View:
-        """A click on a token, {"token": i}, or on an edge, {"model": m, "read": r, "source": s}.
+    def colour(self, view: View, what: Any) -> View:
+        """Tokens coloured by another [read, source]; a read of -1 is the output's."""
+        if not (isinstance(what, list) and len(what) == 2 and type(what[0]) is int and isinstance(what[1], str)):
+            raise UserError("there is no such read or source: load the page again")
+        read, source = what
+        return replace(view, read=read if 0 <= read < 99_999 else None, source=source or LARGEST)
+
+    def choose_token(self, view: View, token: Any) -> View:
+        """Another token."""
+        return replace(view, token=_numbers({"token": token})["token"])
+
+    def click(self, view: View, edge: Any) -> View:
+        """A click on an edge, {"model": m, "read": r, "source": s}: it is knocked out, where the view says, or brought
+        back. With "token" it is that token's, or (None) that of all tokens.
 
         Raises:
             UserError: a click on what is not there.
         """
-        numbers = (
-            {name: event.get(name) for name in ("token", "model", "read", "source")} if isinstance(event, dict) else {}
-        )
-        if any(value is not None and (type(value) is not int or value < 0) for value in numbers.values()):
-            raise UserError("this click came with numbers that mean nothing here: load the page again")
-        token, model, read, source = (numbers.get(name) for name in ("token", "model", "read", "source"))
-        if token is not None:
-            return replace(view, token=token)
+        numbers = _numbers(edge)
+        model, read, source = (numbers.get(name) for name in ("model", "read", "source"))
         if model is None or read is None or source is None:
             raise UserError("this click hit neither a token nor an edge: load the page again")
-        if model >= len(self.models) or not self._has(edge := Edge(model, read, source)):
+        cut = Cut(model, read, source, numbers["token"] if "token" in numbers else self._token(view))
+        if model >= len(self.models) or not self._has(cut):
             raise UserError("this edge is not one of the model's: load the page again")
-        edges = view.edges ^ {edge}
-        if len(edges) > MAX_EDGES:
-            raise UserError(f"{len(edges)} edges are knocked out, {MAX_EDGES} is the most: bring some back first")
-        return replace(view, edges=edges)
+        cuts = tuple(one for one in view.cuts if one != cut) if cut in view.cuts else (*view.cuts, cut)
+        if len(cuts) > MAX_CUTS:
+            raise UserError(f"{len(cuts)} edges are knocked out, {MAX_CUTS} is the most: bring some back first")
+        return replace(view, cuts=cuts)
 
-    def reset(self, view: View) -> View:
+    def span(self, view: View, span: Any) -> View:
+        """Whether the next cut holds at all tokens or at one."""
+        if span not in ("all", "one"):
+            raise UserError("a cut holds at all tokens or at one: load the page again")
+        return replace(view, span=span)
+
+    def undo(self, view: View, _: Any = None) -> View:
+        """The last cut is brought back."""
+        return replace(view, cuts=view.cuts[:-1])
+
+    def reset(self, view: View, _: Any = None) -> View:
         """Nothing is knocked out."""
-        return replace(view, edges=frozenset())
+        return replace(view, cuts=())
+
+    def restore(self, view: View, earlier: Any) -> View:
+        """An earlier view."""
+        return from_json(earlier, len(self.models))
+
+    def visit(self, view: View, hit: Any) -> View:
+        """A hit of a search, {"text": ..., "at": character}: its text, with the token there chosen."""
+        if not isinstance(hit, dict) or not isinstance(hit.get("text"), str) or type(hit.get("at")) is not int:
+            raise UserError("this hit is none: search again")
+        view = self.type(view, hit["text"])
+        return replace(view, other=None, token=self.models[view.models[0]].token_at(view.text, hit["at"]))
 
     # ------------------------------------------------------------------ what a view shows
 
     def show(self, view: View, message: str = "") -> Shown:
         """Everything the page shows; what is wrong with the text is said in its place."""
-        known = frozenset(edge for edge in view.edges if edge.model < len(self.models) and self._has(edge))
-        if known != view.edges:
+        known = tuple(cut for cut in view.cuts if cut.model < len(self.models) and self._has(cut))
+        if known != view.cuts:
             message = message or "Some knocked-out edges of this link do not exist in these models: they were left out."
         first = self.models[view.models[0]]
         read = view.read if view.read is not None and view.read < len(first.reads) - 1 else None
-        view = replace(view, edges=known, read=read)
+        view = replace(view, cuts=known, read=read)
         row = first.sources[-1 if read is None else read]
-        if view.source not in (HEAVIEST, LOSS, *row):
-            view = replace(view, source=HEAVIEST)
-        panes: list[str] = []
-        for number in view.models:
+        if view.source not in (LARGEST, LOSS, ATTENDED, *row):
+            view = replace(view, source=LARGEST)
+        panes: list[html.Pane | str] = []
+        for place in range(self._count(view)):
             try:
-                panes.append(html.pane(self.pane(view, number)))
+                panes.append(self.pane(view, place))
             except UserError as error:
                 panes.append(html.message(f"{error}"))
-        if len(set(panes)) < len(panes):  # one sentence for both
-            panes = panes[:1]
-        if len(view.models) == 2 and len({self.models[number].vocabulary for number in view.models}) == 2:
+        made = [one for one in panes if isinstance(one, html.Pane)]
+        scales = html.Scales.of(made)
+        pages = [html.pane(one, scales) if isinstance(one, html.Pane) else one for one in panes]
+        pages = list(dict.fromkeys(pages))  # one sentence for both
+        if len({self.models[number].vocabulary for number in view.models}) > 1:
             message = message or (
                 "These two models have different tokenizers: each shows its own tokens, and losses per token cannot be "
                 "compared."
             )
         reads = [(name, -1 if name == "output" else number) for number, name in enumerate(first.reads)][::-1]
-        sources = [("heaviest source", HEAVIEST), *((name, name) for name in row), ("change in loss", LOSS)]
+        sources = [
+            ("its largest source", LARGEST),
+            *((name, name) for name in row),
+            ("change in loss", LOSS),
+            ("attention of the chosen token", ATTENDED),
+        ]
         query = encode(view)
         if not query and len(view.text) <= MAX_CHARACTERS:
             message = message or "The text is too long for a link to this view: export it as JSON instead."
-        return Shown(view, panes, message, reads, sources, query)
+        difference = html.difference(*made) if len(made) == 2 else ""
+        return Shown(view, pages, difference, message, html.live(made), reads, sources, query)
 
-    def pane(self, view: View, number: int) -> html.Pane:
-        """One model's half. Raises UserError for a text that it cannot read."""
+    def pane(self, view: View, place: int) -> html.Pane:
+        """One half of the page. Raises UserError for a text that its model cannot read."""
+        number, text = self._half(view, place)
         model = self.models[number]
-        reading = model.read(view.text)
-        last = len(reading.ids) - 1
-        if view.token is None:  # the last that says something
-            token = next((i for i in range(last, -1, -1) if reading.pieces[i].strip()), last)
-        else:
-            token = min(view.token, last)
-        out = view.edges_of(number)
-        effect = model.knock_out(view.text, out) if out else None
+        reading, token = model.read(text), self.token_of(view, place)
+        cuts = view.cuts_of(number)
+        effect = model.knock_out(text, cuts) if cuts else None
         deepest = len(model.reads) - 1
+        try:
+            attention = model.attend(text)
+        except UserError:
+            attention = None  # not every model has weights over tokens
+        scores = model.scored(text, token)
         return html.Pane(
             number=number,
+            place=place,
             title=model.label,
             details=model.details,
             reading=reading,
+            by=view.by,
             read=deepest if view.read is None else min(view.read, deepest),
             source=view.source,
             token=token,
-            edges=out,
+            cuts=cuts,
             effect=effect,
             candidates=model.top(reading, effect, token),
             similarity=model.similarity,
+            attention=attention,
+            scores=scores,
+            graph="" if scores is None else model.graph(text, token, scores),
         )
+
+    def token_of(self, view: View, place: int) -> int:
+        """The number of the chosen token in a half's text; without a choice the last that says something."""
+        number, text = self._half(view, place)
+        reading = self.models[number].read(text)
+        last = len(reading.ids) - 1
+        if view.token is not None:
+            return min(view.token, last)
+        return next((i for i in range(last, -1, -1) if reading.names[i].strip()), last)
+
+    def score(self, view: View, place: int, report: Report) -> None:
+        """Measure every edge of a half's prediction; `show` then has it. Raises UserError."""
+        if not 0 <= place < self._count(view):
+            raise UserError("there is no such half of the page: load it again")
+        number, text = self._half(view, place)
+        self.models[number].score(text, self.token_of(view, place), report)
+
+    def search(self, view: View, least: bool, report: Report) -> tuple[Search, str]:
+        """The tokens of the corpus at which what colours the tokens is most, or least, of its read; and their HTML.
+
+        Raises:
+            UserError: no corpus, or no single source is chosen.
+        """
+        if self.corpus is None:
+            raise UserError("no corpus is open: start the app with --corpus")
+        model = self.models[view.models[0]]
+        read = len(model.reads) - 1 if view.read is None else min(view.read, len(model.reads) - 1)
+        if view.source not in model.sources[read]:
+            raise UserError("choose one source in “colour tokens by” first: its tokens are searched for")
+        found = model.search(self.corpus.read(), read, view.source, view.by, least, SEARCHED, report)
+        return found, html.results(found, f"{self.corpus.name}, {model.label}")
 
     def export(self, view: View) -> dict[str, object]:
         """What the page shows, as numbers. Raises UserError for a text that a model cannot read."""
-        return html.export([self.pane(view, number) for number in view.models]) | {"text": view.text}
+        panes = [self.pane(view, place) for place in range(self._count(view))]
+        return html.export(panes) | {"text": view.text, "other": view.other}
 
-    def _has(self, edge: Edge) -> bool:
-        sources = self.models[edge.model].sources
-        return edge.read < len(sources) and edge.source < len(sources[edge.read])
+    def _count(self, view: View) -> int:
+        return 2 if view.other is not None else len(view.models)
+
+    def _half(self, view: View, place: int) -> tuple[int, str]:
+        """The number of a half's model, and its text."""
+        if view.other is not None:
+            return view.models[0], view.other if place else view.text
+        return view.models[place], view.text
+
+    def _token(self, view: View) -> int | None:
+        """Where the next cut holds."""
+        return None if view.span == "all" else self.token_of(view, 0)
+
+    def _has(self, cut: Cut) -> bool:
+        sources = self.models[cut.model].sources
+        return cut.read < len(sources) and cut.source < len(sources[cut.read])
+
+
+_ACTIONS: dict[str, Callable[..., View]] = {
+    "type": Page.type,
+    "compare": Page.compare,
+    "example": Page.example,
+    "models": Page.choose,
+    "by": Page.show_by,
+    "colour": Page.colour,
+    "token": Page.choose_token,
+    "edge": Page.click,
+    "span": Page.span,
+    "undo": Page.undo,
+    "reset": Page.reset,
+    "restore": Page.restore,
+    "visit": Page.visit,
+}
+
+
+def _numbers(value: Any) -> dict[str, int | None]:
+    """The numbers that a click came with. Raises UserError."""
+    try:
+        return fit(value, dict[str, Count | None])
+    except Misfit:
+        raise UserError("this click came with numbers that mean nothing here: load the page again") from None
+
+
+def _words(text: Any) -> str:
+    """A text from the browser, half a character made none. Raises UserError."""
+    if not isinstance(text, str):
+        raise UserError("the text is none: type some")
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,151 +1,205 @@
-"""The page in Gradio: its components, which event calls what, and the server on its port."""
+"""The page's addresses: its three files, and four questions that its script asks in JSON."""
 
 import json
+import queue
+import socket
+import sys
 import threading
-from typing import Any
-from urllib.parse import parse_qsl
+import webbrowser
+from collections.abc import Callable, Iterator
+from html import escape
+from importlib.resources import files
+from typing import Any, TypedDict
 
-import gradio as gr
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
-from attnres.app import view as html
 from attnres.app.address import check_port
-from attnres.app.assets import CSS, DOWNLOAD, HEAD, ON_LOAD, ON_PANE, SET_LINK
 from attnres.app.examples import EXAMPLES
+from attnres.app.explorer import Report
 from attnres.app.guard import Guard, is_loopback
-from attnres.app.page import Page, Shown
-from attnres.app.state import HEAVIEST, MAX_CHARACTERS, View
+from attnres.app.page import Page
+from attnres.app.state import MAX_CHARACTERS, View, from_json
 from attnres.errors import UserError
-from attnres.text import listed
+from attnres.reading import parse_json
+from attnres.report.theme import variables
+from attnres.text import listed, one_line
+from attnres.typed import Count, checked
 
-QUEUE = 32
-"""Events that wait; more are turned away."""
-SESSIONS = 64
-"""Pages whose state is kept."""
-
-_TITLE = "attnres: where every token reads from"
-_INTRO = (
-    "<h1>Where every token reads from</h1><p>Every sublayer of these models reads a weighted sum of what earlier ones "
-    "wrote. Click a <b>token</b> to see its reads through depth, and a <b>cell</b> or bar to knock that edge out and "
-    "see the prediction without it. The address of this page is a link to what it shows.</p>"
-)
+MISTAKE = "a mistake of attnres: a report of it is welcome"
+MAX_ACTIONS = 200
+"""Of one request: clicks that came while the page was answering."""
+_FILES = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
+_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
 
 
-def build(page: Page) -> gr.Blocks:
-    """The components of the page and their events."""
-    options: dict[str, Any] = {"api_visibility": "private", "queue": True, "show_progress": "minimal"}
-    with gr.Blocks(title=_TITLE, analytics_enabled=False, fill_width=True) as blocks:
-        state = gr.State(View())
-        query = gr.Textbox(visible=False)
-        payload = gr.Textbox(visible=False)
-        gr.HTML(_INTRO, apply_default_css=False, elem_id="intro", js_on_load=None)
-        with gr.Row():
-            text = gr.Textbox(
-                label="Text",
-                lines=6,
-                max_lines=9,
-                max_length=5 * MAX_CHARACTERS,
-                elem_id="text",
-                scale=3,
-                min_width=300,
-            )
-            with gr.Column(scale=2, min_width=300):
-                with gr.Row():
-                    buttons = {
-                        name: gr.Button(f"{name} example", size="sm", elem_id=f"example-{name}", min_width=110)
-                        for name in EXAMPLES
-                    }
-                    reset = gr.Button("bring edges back", size="sm", elem_id="reset", min_width=130)
-                    copy = gr.Button("copy link", size="sm", elem_id="copy", min_width=90)
-                    save = gr.Button("save JSON", size="sm", elem_id="json", min_width=90)
-                with gr.Row():
-                    models = gr.Dropdown(
-                        page.choices, label="Model", elem_id="models", visible=len(page.models) > 1, min_width=220
-                    )
-                    read = gr.Dropdown([], label="Read", elem_id="read", min_width=140)
-                    source = gr.Dropdown([], label="Colour tokens by", elem_id="source", min_width=140)
-        message = gr.HTML("", apply_default_css=False, elem_id="said", js_on_load=None)
-        options["show_progress_on"] = message
-        with gr.Row(elem_id="panes"):
-            panes = [
-                gr.HTML(wait, apply_default_css=False, js_on_load=ON_PANE, elem_id=f"pane-{i}", min_width=320)
-                for i, wait in enumerate([html.message("reading the text ...", "note"), ""])
-            ]
-        outputs = [state, message, *panes, models, read, source, query]
+class Asked(TypedDict, total=False):
+    """The body of a question.
 
-        def shown(view: View, words: str = "") -> list[Any]:
-            return _updates(page.show(view, words))
+    view: what the browser shows; None asks for what `link`, a query string, says.
+    actions: what was done to it, in order (see `Page.act`).
+    place: of the half that is scored. least: which end of a search.
+    """
 
-        def changed(view: View, make: Any, *arguments: Any) -> list[Any]:
+    view: Any
+    link: str
+    actions: list[Any]
+    place: Count
+    least: bool
+
+
+def application(page: Page, *, local: bool) -> Starlette:
+    """The page as an ASGI application; `local` as in `Guard`."""
+
+    def show(asked: Asked) -> dict[str, Any]:
+        words, steps = "", []
+        view, words = _view(page, asked)
+        for action in asked.get("actions", [])[:MAX_ACTIONS]:
             try:
-                return shown(make(view, *arguments))
+                view = page.act(view, action)
             except UserError as error:
-                return shown(view, str(error))
+                words = str(error)
+            steps.append(view)
+        shown = page.show(view, words)
+        return {
+            **{name: value for name, value in vars(shown).items() if name != "view"},
+            "view": shown.view.to_json(),
+            # Each is a step to go back to; the last is what is shown.
+            "steps": [step.to_json() for step in [*steps[:-1], shown.view][: len(steps)]],
+            "choices": page.choices,
+        }
 
-        def load(search: str) -> list[Any]:
-            fields = dict(parse_qsl(str(search)[1:20_000])) if search else {}
-            fields = {name: value for name, value in fields.items() if len(name) == 1}
-            view, words = page.begin(fields)
-            return [*shown(view, words), view.text]
+    def export(asked: Asked) -> dict[str, Any]:
+        return page.export(_view(page, asked)[0])
 
-        def on_text(words: str | None, view: View) -> Any:
-            words = words or ""
-            # An example or a link changed it: they have shown it already.
-            return gr.skip() if words == view.text else changed(view, page.type, words)
+    def score(asked: Asked, report: Report) -> dict[str, Any]:
+        page.score(_view(page, asked)[0], asked.get("place", 0), report)
+        return {"done": True}
 
-        def on_models(choice: str, view: View) -> list[Any]:
-            return changed(view, page.choose, choice)
+    def search(asked: Asked, report: Report) -> dict[str, Any]:
+        found, html = page.search(_view(page, asked)[0], asked.get("least", False), report)
+        return {"html": html, "hits": [{"text": hit.window, "at": hit.at} for hit in found.hits]}
 
-        def on_colour(index: int | None, name: str | None, view: View) -> list[Any]:
-            return changed(view, page.colour, None if index is None or index < 0 else index, name or HEAVIEST)
-
-        def on_click(view: View, event: gr.EventData) -> list[Any]:
-            return changed(view, page.click, event._data)
-
-        def on_reset(view: View) -> list[Any]:
-            return changed(view, page.reset)
-
-        def on_json(view: View) -> tuple[str, Any]:
-            try:
-                return json.dumps(page.export(view), ensure_ascii=False), gr.skip()
-            except UserError as error:
-                return "", html.message(str(error))
-
-        blocks.load(load, query, [*outputs, text], js=ON_LOAD, **options)
-        text.change(on_text, [text, state], outputs, trigger_mode="always_last", **options)
-        models.input(on_models, [models, state], outputs, **options)
-        gr.on([read.input, source.input], on_colour, [read, source, state], outputs, **options)
-        for element in panes:
-            element.click(on_click, state, outputs, **options)
-        reset.click(on_reset, state, outputs, **options)
-        for name, button in buttons.items():
-            button.click(_example(name, page, shown), state, [*outputs, text], **options)
-        query.change(None, query, js=SET_LINK)
-        copy.click(None, js="() => attnresCopy()")
-        save.click(on_json, state, [payload, message], **options).then(None, payload, js=DOWNLOAD)
-    return blocks
-
-
-def _example(name: str, page: Page, shown: Any) -> Any:
-    def take(view: View) -> list[Any]:
-        return [*shown(page.type(view, EXAMPLES[name])), EXAMPLES[name]]
-
-    return take
-
-
-def _updates(now: Shown) -> list[Any]:
-    """New values of state, message, panes, models, read, source, query."""
-    panes = [gr.update(value=pane, visible=True) for pane in now.panes]
-    panes += [gr.update(value="", visible=False)] * (2 - len(panes))
-    return [
-        now.view,
-        html.message(now.message),
-        *panes,
-        ".".join(map(str, now.view.models)),
-        gr.update(choices=now.reads, value=-1 if now.view.read is None else now.view.read),
-        gr.update(choices=now.sources, value=now.view.source),
-        f"?{now.query}" if now.query else "",
+    begin = {
+        "examples": list(EXAMPLES),
+        "characters": MAX_CHARACTERS,
+        "corpus": page.corpus.name if page.corpus is not None else None,
+    }
+    routes = [
+        *(Route(path, _file(name, begin)) for path, name in _FILES.items()),
+        Route("/show", _answer(show), methods=["POST"]),
+        Route("/export", _answer(export), methods=["POST"]),
+        Route("/score", _stream(score), methods=["POST"]),
+        Route("/search", _stream(search), methods=["POST"]),
     ]
+    return Starlette(
+        routes=routes, middleware=[Middleware(Guard, local=local)], exception_handlers={Exception: _unforeseen}
+    )
+
+
+def _unforeseen(request: Request, error: Exception) -> Response:
+    """What nobody foresaw: a sentence for the page, and one on the terminal."""
+    print(f"attnres: error: {MISTAKE} ({type(error).__name__}: {one_line(str(error))})", file=sys.stderr, flush=True)
+    return JSONResponse({"error": MISTAKE}, 500)
+
+
+def _view(page: Page, asked: Asked) -> tuple[View, str]:
+    """The view that a question is about, and what is wrong with its link."""
+    if asked.get("view") is None:
+        return page.begin(asked.get("link", ""))
+    return from_json(asked["view"], len(page.models)), ""
+
+
+def _file(name: str, begin: dict[str, Any]) -> Callable[[Request], Response]:
+    text = (files("attnres.app") / name).read_text(encoding="utf-8")
+    if name.endswith(".html"):
+        buttons = "".join(f'<button type="button" data-example="{one}">{one} example</button>' for one in EXAMPLES)
+        text = text.replace("<!-- examples -->", buttons)
+        text = text.replace("{{begin}}", escape(json.dumps(begin)))
+    if name.endswith(".css"):
+        text = f":root{{{variables(False)}}}:root[data-theme=dark]{{{variables(True)}}}\n{text}"
+    response = Response(text, media_type=_TYPES[name.rsplit(".", 1)[-1]])
+
+    def answer(request: Request) -> Response:
+        return response
+
+    return answer
+
+
+async def _asked(request: Request) -> Asked:
+    """What is asked. Raises UserError."""
+    body = await request.body()
+    try:
+        text = body.decode()
+    except UnicodeDecodeError:
+        raise UserError("the question is no UTF-8: load the page again") from None
+    return checked(parse_json(text, "the question"), Asked, "the question", "load the page again")
+
+
+def _answer(make: Callable[[Asked], dict[str, Any]]) -> Callable[..., Any]:
+    """A question that is answered in one piece; a mistake is a sentence, and status 400."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return JSONResponse(await run_in_threadpool(make, await _asked(request)))
+        except UserError as error:
+            return JSONResponse({"error": str(error)}, 400)
+
+    return answer
+
+
+def _stream(make: Callable[[Asked, Report], dict[str, Any]]) -> Callable[..., Any]:
+    """A question that takes a while: lines of JSON that say how much is done, and the answer as the last."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            asked = await _asked(request)
+        except UserError as error:
+            return JSONResponse({"error": str(error)}, 400)
+        return StreamingResponse(_lines(lambda report: make(asked, report)), media_type="application/x-ndjson")
+
+    return answer
+
+
+class _Gone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+def _lines(work: Callable[[Report], dict[str, Any]]) -> Iterator[str]:
+    """Run `work` in a thread and give what it reports, then what it returns; it stops where nobody reads on."""
+    said: queue.Queue[dict[str, Any]] = queue.Queue()
+    left = threading.Event()
+
+    def report(done: int, whole: int) -> None:
+        if left.is_set():
+            raise _Gone
+        said.put({"part": done / max(1, whole)})
+
+    def run() -> None:
+        try:
+            said.put(work(report))
+        except UserError as error:
+            said.put({"error": str(error)})
+        except _Gone:
+            pass
+        except Exception:
+            said.put({"error": MISTAKE})
+            raise
+
+    threading.Thread(target=run, daemon=True).start()
+    try:
+        while True:
+            line = said.get()
+            yield json.dumps(line) + "\n"
+            if "part" not in line:
+                return
+    finally:
+        left.set()
 
 
 def serve(page: Page, *, host: str = "127.0.0.1", port: int = 7860, browser: bool = False) -> None:
@@ -155,43 +209,16 @@ def serve(page: Page, *, host: str = "127.0.0.1", port: int = 7860, browser: boo
         UserError: a host that is not this machine's, or a port that is in use.
     """
     local = is_loopback(check_port(host, port))
-    blocks = build(page)
-    blocks.queue(max_size=QUEUE, default_concurrency_limit=1, api_open=False)
+    config = uvicorn.Config(application(page, local=local), log_level="critical", lifespan="off", server_header=False)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        blocks.launch(
-            server_name=host,
-            server_port=port,
-            inbrowser=browser,
-            prevent_thread_lock=True,
-            share=False,
-            quiet=True,
-            footer_links=[],
-            allowed_paths=[],
-            max_file_size=1,
-            enable_monitoring=False,
-            ssr_mode=False,
-            mcp_server=False,
-            pwa=False,
-            run_history=False,
-            state_session_capacity=SESSIONS,
-            app_kwargs={"middleware": [Middleware(Guard, local=local)], "docs_url": None, "redoc_url": None},
-            theme=theme(),
-            css=CSS,
-            head=HEAD,
-        )
+        listener = socket.create_server((host, port), family=family)
     except OSError as error:
         raise UserError(f"cannot serve on {host}:{port}: {error}; choose another --port") from error
-    names = listed([model.label for model in page.models])
     shown = f"[{host}]" if ":" in host else host
+    names = listed([model.label for model in page.models])
     print(f"{names}: open http://{shown}:{port} in a browser; Ctrl-C stops", flush=True)
-    try:
-        threading.Event().wait()
-    finally:
-        blocks.close(verbose=False)
-
-
-def theme() -> gr.themes.Base:
-    """Gradio's plain theme in the system's own fonts: none is fetched."""
-    fonts = ["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"]
-    mono = ["ui-monospace", "Menlo", "DejaVu Sans Mono", "monospace"]
-    return gr.themes.Default(primary_hue="blue", neutral_hue="slate", font=fonts, font_mono=mono, text_size="sm")
+    if browser:
+        webbrowser.open(f"http://{shown}:{port}")
+    with listener:
+        uvicorn.Server(config).run(sockets=[listener])

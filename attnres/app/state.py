@@ -1,7 +1,7 @@
 """What the page shows, as a value, and as the query string of a link that brings it back.
 
-A link names models by their place on the command line and text by itself: it carries no path, and what it says is
-checked as anything else that comes from the browser.
+A link names models by their place in the list and text by itself: it carries no path, and what it says is checked as
+anything else that comes from the browser.
 """
 
 import base64
@@ -9,32 +9,41 @@ import binascii
 import re
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 from urllib.parse import urlencode
 
 from attnres.errors import UserError
+from attnres.inspect.routing import By
+from attnres.typed import Count, Misfit, fit
 
 MAX_CHARACTERS = 4000
 """Of the text; about eight hundred tokens of English."""
-MAX_EDGES = 512
+MAX_CUTS = 512
 """Edges knocked out at once."""
 MAX_LINK = 8000
 """Characters of a link: servers and browsers take at least so many."""
 
-HEAVIEST = "heaviest"
+LARGEST_NUMBER = 99_999
+"""Of a token or a read."""
+
+LARGEST = "heaviest"
 LOSS = "loss"
+ATTENDED = "attended"
 
 _SOURCE = re.compile(r"[a-z][a-z0-9_]{0,31}( [0-9]{1,4})?")
 _NUMBER = re.compile(r"[0-9]{1,5}")
+Span = Literal["all", "one"]
 
 
 @dataclass(frozen=True)
-class Edge:
-    """One source of one read of one model, each by its number."""
+class Cut:
+    """One source of one read of one model, each by its number, knocked out at all tokens or at one."""
 
-    model: int
-    read: int
-    source: int
+    model: Count
+    read: Count
+    source: Count
+    token: Count | None = None
 
 
 @dataclass(frozen=True)
@@ -42,49 +51,79 @@ class View:
     """Everything that decides what the page shows.
 
     Attributes:
-        text: what the models read.
+        text: what the models read. other: a second text, which one model reads beside the first; None is none.
         models: the numbers of the models shown, one or two.
+        by: what sources are shown by.
         read: the read that colours the tokens; None is the output's.
-        source: the source whose weight colours them, `HEAVIEST` for each token's heaviest source, or `LOSS` for the
-            change in each token's loss.
+        source: the source that colours them, `LARGEST` for each token's largest source, `LOSS` for the change in each
+            token's loss, `ATTENDED` for what the chosen token attends to.
         token: the chosen token; None is the last that is not white space.
-        edges: what is knocked out.
+        cuts: what is knocked out, in the order in which it was.
+        span: whether the next cut holds at all tokens or at the chosen one.
     """
 
     text: str = ""
-    models: tuple[int, ...] = (0,)
-    read: int | None = None
-    source: str = HEAVIEST
-    token: int | None = None
-    edges: frozenset[Edge] = frozenset()
+    other: str | None = None
+    models: tuple[Count, ...] = (0,)
+    by: By = "contribution"
+    read: Count | None = None
+    source: str = LARGEST
+    token: Count | None = None
+    cuts: tuple[Cut, ...] = ()
+    span: Span = "all"
 
-    def edges_of(self, model: int) -> frozenset[tuple[int, int]]:
-        """The (read, source) pairs knocked out in one model."""
-        return frozenset((edge.read, edge.source) for edge in self.edges if edge.model == model)
+    def cuts_of(self, model: int) -> tuple[Cut, ...]:
+        """What is knocked out in one model."""
+        return tuple(cut for cut in self.cuts if cut.model == model)
+
+    def to_json(self) -> dict[str, Any]:
+        """For the browser."""
+        return asdict(self)
+
+
+def from_json(value: Any, models: int) -> View:
+    """The view that a browser sends back.
+
+    Raises:
+        UserError: it is none, or one of other models.
+    """
+    try:
+        view = fit(value, View)
+    except Misfit as error:
+        raise UserError(f"{error.sentence('the view')}: load the page again") from None
+    return _checked(view, models)
 
 
 def encode(view: View) -> str:
     """The query string of a view, without the question mark; empty where it would be longer than `MAX_LINK`, or its
     text is longer than the page takes.
 
-    >>> encode(View("", (0, 1), edges=frozenset({Edge(1, 4, 0)})))
-    'm=0.1&e=1.4.0'
+    >>> encode(View("", None, (0, 1), cuts=(Cut(1, 4, 0), Cut(0, 2, 1, 7))))
+    'm=0.1&e=1.4.0_0.2.1.7'
     """
     fields: dict[str, str] = {}
     if view.text:
-        fields["t"] = base64.urlsafe_b64encode(zlib.compress(view.text.encode(), 9)).decode().rstrip("=")
+        fields["t"] = _packed(view.text)
+    if view.other is not None:
+        fields["u"] = _packed(view.other)
     fields["m"] = ".".join(map(str, view.models))
+    if view.by != "contribution":
+        fields["b"] = view.by
     if view.read is not None:
         fields["r"] = str(view.read)
-    if view.source != HEAVIEST:
+    if view.source != LARGEST:
         fields["s"] = view.source
     if view.token is not None:
         fields["k"] = str(view.token)
-    if view.edges:
-        edges = sorted((edge.model, edge.read, edge.source) for edge in view.edges)
-        fields["e"] = "_".join(".".join(map(str, edge)) for edge in edges)
+    if view.span != "all":
+        fields["o"] = view.span
+    if view.cuts:
+        fields["e"] = "_".join(
+            ".".join(str(number) for number in asdict(cut).values() if number is not None) for cut in view.cuts
+        )
     query = urlencode(fields)
-    return query if len(query) <= MAX_LINK and len(view.text) <= MAX_CHARACTERS else ""
+    too_long = max(len(view.text), len(view.other or "")) > MAX_CHARACTERS
+    return "" if too_long or len(query) > MAX_LINK else query
 
 
 def decode(fields: Mapping[str, str], models: int) -> View:
@@ -97,39 +136,55 @@ def decode(fields: Mapping[str, str], models: int) -> View:
         UserError: fields that no link of this page has.
     """
     try:
-        shown = tuple(_number(part) for part in fields["m"].split(".")) if "m" in fields else (0,)
-        if len(shown) > 2 or list(shown) != sorted(set(shown)):
-            raise ValueError("models")
-        if any(number >= models for number in shown):
-            raise UserError("this link shows other models than the ones that are open: start the app with those")
-        source = fields.get("s", HEAVIEST)
-        if not _SOURCE.fullmatch(source):
-            raise ValueError(source)
         parts = fields["e"].split("_") if fields.get("e") else []
-        if len(parts) > MAX_EDGES:
-            raise ValueError("too many edges")
-        edges = []
-        for part in parts:
-            model, read, index = (_number(number) for number in part.split("."))
-            edges.append(Edge(model, read, index))
-        return View(
+        by, span = fields.get("b", "contribution"), fields.get("o", "all")
+        if by not in ("contribution", "weight") or span not in ("all", "one"):
+            raise ValueError(by)
+        view = View(
             text=_text(fields.get("t", "")),
-            models=shown,
+            other=_text(fields["u"]) if "u" in fields else None,
+            models=tuple(_number(part) for part in fields["m"].split(".")) if "m" in fields else (0,),
+            by=by,
             read=_number(fields["r"]) if "r" in fields else None,
-            source=source,
+            source=fields.get("s", LARGEST),
             token=_number(fields["k"]) if "k" in fields else None,
-            edges=frozenset(edges),
+            cuts=tuple(_cut(part) for part in parts),
+            span=span,
         )
-    except UserError:
-        raise
-    except (ValueError, zlib.error, binascii.Error):
+    except (ValueError, TypeError, zlib.error, binascii.Error):
         raise UserError("this link is damaged: copy it again, or start from the text") from None
+    return _checked(view, models)
+
+
+def _checked(view: View, models: int) -> View:
+    numbers = list(view.models)
+    if (
+        not 1 <= len(numbers) <= 2
+        or numbers != sorted(set(numbers))
+        or (view.other is not None and len(numbers) > 1)
+        or not _SOURCE.fullmatch(view.source)
+        or len(view.cuts) > MAX_CUTS
+        or max(view.token or 0, view.read or 0) > LARGEST_NUMBER
+    ):
+        raise UserError("this link is damaged: copy it again, or start from the text")
+    if numbers[-1] >= models:
+        raise UserError("this link shows other models than the ones that are open: start the app with those")
+    return view
+
+
+def _cut(part: str) -> Cut:
+    numbers = [_number(number) for number in part.split(".")]
+    return Cut(*numbers)
 
 
 def _number(text: str) -> int:
     if not _NUMBER.fullmatch(text):
         raise ValueError(text)
     return int(text)
+
+
+def _packed(text: str) -> str:
+    return base64.urlsafe_b64encode(zlib.compress(text.encode(), 9)).decode().rstrip("=")
 
 
 def _text(packed: str) -> str:

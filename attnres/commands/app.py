@@ -13,7 +13,12 @@ class App:
     """Look into one or two models in the browser: what every token reads, and what a prediction is without it."""
 
     models: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL [MODEL2]]")] = ()
-    """Run folders, model folders or hub names, at most two; none opens the demo's Block and Full in runs/demo."""
+    """Run folders, model folders or hub names, at most two; none opens the demo's Block and Full in runs/demo. The
+    checkpoints that a run kept (--keep-at) can be chosen too."""
+    corpus: str | None = None
+    """What the page can search: stdlib, a file or folder (.txt, .jsonl, .parquet), or hub:NAME[:CONFIG[:SPLIT]]."""
+    column: str = "text"
+    """Field of .jsonl, column of .parquet and hub data sets that holds the text."""
     host: str = "127.0.0.1"
     """Address to serve on: this machine alone; anyone who reaches another one can use the models."""
     port: int = 7860
@@ -32,6 +37,8 @@ def run(arguments: list[str]) -> None:
 
     explore(
         options.models,
+        corpus=options.corpus,
+        column=options.column,
         host=options.host,
         port=options.port,
         browser=options.open,

@@ -14,7 +14,8 @@ EXTRAS = {
     "lm-eval": "eval",
     "accelerate": "eval",
     "peft": "finetune",
-    "gradio": "app",
+    "starlette": "app",
+    "uvicorn": "app",
     "trackio": "track",
 }
 """Package -> the extra of attnres that brings it."""

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from attnres.inspect.attention import TokenAttention, token_attention
 from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.edits import AddLogit, KnockOut, Patch, Pin, Recency, Steer, Swap, Uniform, pin_from
 from attnres.inspect.effects import Effect, effect, predict
@@ -52,6 +53,7 @@ __all__ = [
     "Search",
     "Steer",
     "Swap",
+    "TokenAttention",
     "Trace",
     "Uniform",
     "Vectors",
@@ -71,4 +73,5 @@ __all__ = [
     "record",
     "search",
     "source_names",
+    "token_attention",
 ]

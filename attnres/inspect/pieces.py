@@ -35,6 +35,28 @@ def pieces(
     ]
 
 
+def characters(
+    tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str, offsets: "Sequence[tuple[int, int]]"
+) -> tuple[list[str], list[str]]:
+    """What tokens say in whole characters, and a name for each: what several tokens spell together stands at the first
+    of them, nothing at the others, whose names say which of how many they are: "漢 (2 of 3)"."""
+    shown: list[str] = []
+    names: list[str] = []
+    first = 0
+    while first < len(ids):
+        last = first + 1
+        start, end = offsets[first] if offsets else (0, 0)
+        while last < len(ids) and offsets and offsets[last][0] < end and offsets[last][1] > offsets[last][0]:
+            end = max(end, offsets[last][1])
+            last += 1
+        count = last - first
+        whole = text[start:end] if end > start else piece(tokenizer, ids[first])
+        shown += [whole, *[""] * (count - 1)]
+        names += [whole] if count == 1 else [f"{whole} ({place + 1} of {count})" for place in range(count)]
+        first = last
+    return shown, names
+
+
 def spelled(text: str) -> str:
     r"""What a token says on one line: \n for a line's end, \\ for a backslash, \xc3 for a byte of a character."""
     return repr(text)[1:-1].replace(r"\\x", r"\x")

@@ -58,6 +58,11 @@ def text_of(config: LookConfig, run: Path | None) -> LookText:
         spec, column = data.get("source"), data.get("column", column)
     if spec is None:
         raise UserError("there is no text to look at: give --text TEXT, --file FILE or --corpus SOURCE")
+    return corpus_text(spec, column)
+
+
+def corpus_text(spec: str, column: str) -> LookText:
+    """The documents of a source. Raises UserError."""
     source = open_source(spec, column=column)
     return LookText(source.name, source.read)
 

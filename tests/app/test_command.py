@@ -20,9 +20,8 @@ def port():
 def refused(capsys, monkeypatch):
     """Runs the command, which must refuse; gives its sentence."""
     find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: name if name == "gradio" else find(name, *rest)
-    )
+    there = ("starlette", "uvicorn")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: name if name in there else find(name, *rest))
 
     def run(*arguments):
         with pytest.raises(SystemExit) as left:
@@ -55,11 +54,12 @@ def test_models_that_cannot_be_shown(refused, folders, tmp_path, port, monkeypat
     assert "holds no model" in refused(tmp_path, "--port", port)
     assert "does not exist" in refused(tmp_path / "none", "--port", port)
     assert "one, or two" in refused("a", "b", "c", "--port", port)
+    assert "does not exist" in refused(folders["block"], "--corpus", tmp_path / "none", "--port", port)
     assert "deepnorm" in refused(folders["deepnorm"], "--port", port)
     monkeypatch.chdir(tmp_path)
     assert "make demo" in refused("--port", port)
 
 
-def test_no_gradio(refused, folders, port, monkeypatch):
+def test_no_server(refused, folders, port, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install 'attnres[app]'" in refused(folders["block"], "--port", port)

@@ -1,7 +1,9 @@
 """The page without its server: it shows what the model did, and says in one sentence what is wrong."""
 
 import json
+import re
 import shutil
+import threading
 import time
 from dataclasses import replace
 
@@ -9,12 +11,16 @@ import numpy as np
 import pytest
 import torch
 
+from attnres.app import explore
 from attnres.app.explorer import KEPT, Opened, choose_threads, find_demo, open_models
 from attnres.app.page import Page
-from attnres.app.state import HEAVIEST, LOSS, MAX_CHARACTERS, Edge, View, decode, encode
+from attnres.app.state import ATTENDED, LARGEST, LOSS, MAX_CHARACTERS, Cut, View, decode, encode
 from attnres.errors import UserError
+from attnres.inspect import attribute, token_attention
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import effect
+from attnres.studies.texts import LookText
+from attnres.text import short
 
 CONTEXT = 512  # of the models in conftest.py
 TEXT = "def read(rows, name):\n    return rows[name]\n"
@@ -41,71 +47,107 @@ def test_a_reading_is_what_the_model_computes(block):
 def test_a_knock_out_is_that_of_the_library(folders, model):
     opened = Opened(folders[model])
     last = len(opened.reads) - 1
-    knocked = opened.knock_out(TEXT, frozenset({(last, 0), (2, 1)}))
+    knocked = opened.knock_out(TEXT, (Cut(0, last, 0), Cut(0, 2, 1)))
     names = [opened.sources[last][0], opened.sources[2][1]]
     edits = [KnockOut(names[0], reads=last), KnockOut(names[1], reads=2)]
     found = effect(opened.model, torch.tensor([opened.read(TEXT).ids]), edits)
     np.testing.assert_allclose(knocked.losses, found.loss_after, rtol=1e-5)
+    once = opened.knock_out(TEXT, (Cut(0, last, 0, 4), Cut(0, last, 0, 999)))  # no such token: nothing is cut there
+    found = effect(opened.model, torch.tensor([opened.read(TEXT).ids]), KnockOut(names[0], reads=last, tokens=4))
+    np.testing.assert_allclose(once.losses, found.loss_after, rtol=1e-5)
 
 
 def test_clicks_knock_out_and_bring_back(page):
-    view = View(TEXT, (0, 1))
+    view = View(TEXT, models=(0, 1))
     once = page.click(view, edge(0, 3, 0))
     twice = page.click(once, edge(1, 6, 2))
-    assert twice.edges == {Edge(0, 3, 0), Edge(1, 6, 2)}
+    assert twice.cuts == (Cut(0, 3, 0), Cut(1, 6, 2))
     assert page.click(page.click(twice, edge(0, 3, 0)), edge(1, 6, 2)) == view
-    assert page.reset(twice) == view
+    assert page.reset(twice) == view and page.undo(twice) == once and page.undo(view) == view
     panes = page.show(twice).panes
     assert all("without 1 edge" in pane for pane in panes)
     assert "without" not in page.show(view).panes[0]
 
 
+def test_a_cut_of_one_token_is_that_tokens(page):
+    view = page.span(page.choose_token(View(TEXT), 4), "one")
+    once = page.click(view, edge(0, 6, 0))
+    assert once.cuts == (Cut(0, 6, 0, 4),)
+    both = page.click(page.span(once, "all"), edge(0, 6, 0))
+    assert both.cuts == (Cut(0, 6, 0, 4), Cut(0, 6, 0))
+    assert page.click(both, edge(0, 6, 0) | {"token": 4}).cuts == (Cut(0, 6, 0),)  # as its row of the list says
+    pane = page.show(once).panes[0]
+    assert "at token 4" in pane and "without 1 edge" in pane
+    losses = page.models[0].knock_out(TEXT, once.cuts).losses - page.models[0].read(TEXT).losses
+    assert abs(losses[:4]).max() < 1e-4 < abs(losses[4])
+
+
 @pytest.mark.parametrize(
-    "event",
+    "action",
     [
         None,
         [],
-        {},
-        {"token": "0"},
-        {"token": -1},
-        {"token": True},
-        edge(0, 99, 0),
-        edge(0, 0, 1),
-        edge(2, 0, 0),
-        edge(0, 1.0, 0),
+        ["edge"],
+        ["explode", 1],
+        [[], 1],
+        ["edge", None],
+        ["edge", {}],
+        ["token", "0"],
+        ["token", -1],
+        ["token", True],
+        ["edge", edge(0, 99, 0)],
+        ["edge", edge(0, 0, 1)],
+        ["edge", edge(2, 0, 0)],
+        ["edge", edge(0, 1.0, 0)],
+        ["type", None],
+        ["example", "poem"],
+        ["models", [2]],
+        ["models", []],
+        ["by", "size"],
+        ["span", 1],
+        ["colour", [1]],
+        ["restore", {"text": 1}],
+        ["visit", {"text": "a"}],
     ],
 )
-def test_clicks_on_what_is_not_there_are_refused(page, event):
-    with pytest.raises(UserError, match="again"):
-        page.click(View(TEXT), event)
+def test_actions_on_what_is_not_there_are_refused(page, action):
+    with pytest.raises(UserError, match=r"again|not one of those|the text is none"):
+        page.act(View(TEXT), action)
 
 
 def test_a_link_restores_what_was_shown(page):
-    view = page.click(page.click(page.type(View(models=(0, 1)), TEXT), {"token": 3}), edge(1, 6, 0))
-    view = page.colour(view, 2, "embedding")
+    view = View(models=(0, 1))
+    for action in [
+        ["type", TEXT],
+        ["token", 3],
+        ["edge", edge(1, 6, 0)],
+        ["colour", [2, "embedding"]],
+        ["by", "weight"],
+    ]:
+        view = page.act(view, action)
     shown = page.show(view)
-    again, said = page.begin(dict(pair.split("=", 1) for pair in shown.query.split("&")))
+    again, said = page.begin("?" + shown.query)
     assert (again, said) == (view, "")
     assert page.show(again).panes == shown.panes
-    assert page.begin({"e": "x"})[1].startswith("this link is damaged")
-    opening = page.begin({})[0]
+    assert page.begin("?e=x")[1].startswith("this link is damaged")
+    opening = page.begin("")[0]
     reading = page.models[0].read(opening.text)
-    kinds = [len(set(abs(weights).argmax(1))) for weights in reading.weights]
+    kinds = [len(set(parts.argmax(1))) for parts in reading.contributions]
     assert kinds[-1 if opening.read is None else opening.read] > 1 or max(kinds) == 1
-    assert opening.text and page.begin({"m": "1"})[0].models == (1,)
+    assert opening.text and opening.models == (0, 1) and page.begin("m=1")[0].models == (1,)
 
 
 def test_edges_of_another_model_are_left_out_with_a_word(page):
     shown = page.show(decode({"e": "0.99.0_0.3.0"}, 2))
-    assert shown.view.edges == {Edge(0, 3, 0)} and "left out" in shown.message
+    assert shown.view.cuts == (Cut(0, 3, 0),) and "left out" in shown.message
 
 
 def test_what_colours_tokens_follows_the_model(page):
-    shown = page.show(page.colour(View(TEXT), 99, "mlp 7"))
-    assert shown.view.read is None and shown.view.source == HEAVIEST
+    shown = page.show(page.colour(View(TEXT), [99, "mlp 7"]))
+    assert shown.view.read is None and shown.view.source == LARGEST
     assert shown.reads[0] == ("output", -1) and len(shown.reads) == 7
-    values = [value for _, value in page.show(page.colour(View(TEXT), 1, LOSS)).sources]
-    assert values == [HEAVIEST, "embedding", "partial", LOSS]
+    values = [value for _, value in page.show(page.colour(View(TEXT), [1, LOSS])).sources]
+    assert values == [LARGEST, "embedding", "partial", LOSS, ATTENDED]
 
 
 @pytest.mark.parametrize(
@@ -125,7 +167,7 @@ def test_a_text_that_cannot_be_read_is_one_sentence_and_the_page_goes_on(page, t
 
 def test_a_plain_sum_has_no_heaviest_source_and_can_be_edited(folders):
     page = Page([Opened(folders["standard"])])
-    pane = page.show(View(TEXT)).panes[0]
+    pane = page.show(View(TEXT, by="weight")).panes[0]
     assert (
         "All sources of this read weigh the same" in pane
         and "the same for every token" in pane
@@ -134,16 +176,20 @@ def test_a_plain_sum_has_no_heaviest_source_and_can_be_edited(folders):
     assert "without 1 edge" in page.show(page.click(View(TEXT), edge(0, 6, 3))).panes[0]
 
 
-def test_bytes_that_are_no_character_are_told_apart(block):
-    reading = block.read("Grüße 漢")
-    assert "\\xc3" in "".join(reading.pieces) and "\ufffd" not in "".join(reading.pieces)
-    plain = "".join(reading.pieces).encode("latin-1").decode("unicode_escape").encode("latin-1").decode()
-    assert plain == "Grüße 漢"
-    assert block.read("a\ufffd").pieces[-1] in ("\ufffd", "\\xbd")
+def test_characters_of_several_tokens_are_whole(block):
+    text = "Grüße 漢 🎉!"
+    reading = block.read(text)
+    assert "".join(reading.pieces) == text
+    place = reading.names.index("漢 (1 of 3)")
+    assert reading.names[place : place + 3] == ["漢 (1 of 3)", "漢 (2 of 3)", "漢 (3 of 3)"]
+    assert reading.pieces[place : place + 3] == ["漢", "", ""] and reading.names[-1] == "!"
+    pane = Page([block]).show(View(text)).panes[0]
+    assert ">漢</span>" in pane and ">·</span>" in pane and "“漢 (2 of 3)”" in pane
+    assert block.read("a\ufffd").pieces[1] == "\ufffd"
 
 
 def test_as_many_candidates_before_a_knock_out_as_after(page):
-    reading, effect = page.models[0].read(TEXT), page.models[0].knock_out(TEXT, frozenset({(6, 0)}))
+    reading, effect = page.models[0].read(TEXT), page.models[0].knock_out(TEXT, (Cut(0, 6, 0),))
     for token in range(5):
         assert len(page.models[0].top(reading, None, token)) == 8
         both = page.models[0].top(reading, effect, token)
@@ -172,37 +218,103 @@ def test_half_a_character_from_the_browser_is_none(page):
 
 def test_models_with_different_tokenizers_are_shown_with_a_warning(folders, block):
     page = Page([block, Opened(folders["other"])])
-    shown = page.show(View(TEXT, (0, 1)))
+    shown = page.show(View(TEXT, models=(0, 1)))
     assert "different tokenizers" in shown.message and all("data-token" in pane for pane in shown.panes)
-    assert page.show(View(TEXT, (1,))).message == ""
+    assert page.show(View(TEXT, models=(1,))).message == ""
 
 
 def test_one_model_can_be_shown_alone(page):
-    assert [value for _, value in page.choices] == ["0", "1", "0.1"]
-    assert len(page.show(page.choose(View(TEXT, (0, 1)), "1")).panes) == 1
-    with pytest.raises(UserError, match="not one of those"):
-        page.choose(View(TEXT), "2")
+    assert [value for _, value in page.choices] == [0, 1]
+    both = page.show(page.choose(View(TEXT), [1, 0]))
+    assert both.view.models == (0, 1) and len(both.panes) == 2 and both.difference
+    alone = page.show(page.choose(both.view, [1]))
+    assert len(alone.panes) == 1 and not alone.difference
+
+
+def test_two_texts_of_one_model_stand_side_by_side(page, block):
+    other = "The quick brown fox."
+    view = page.click(page.compare(View(TEXT, models=(0, 1)), other), edge(0, 6, 0))
+    shown = page.show(view)
+    assert shown.view.models == (0,) and len(shown.panes) == 2 and shown.difference
+    assert all("without 1 edge" in pane for pane in shown.panes) and other in re.sub("<[^>]+>", "", shown.panes[1])
+    means = [block.read(text).means("contribution")[6][1] for text in (TEXT, other)]
+    assert f"output reads block 1: contribution {means[1] - means[0]:+.3f}" in shown.difference
+    assert page.begin(shown.query)[0] == view
+    assert page.show(page.compare(view, None)).view.other is None
+
+
+def test_scores_are_those_of_the_library_and_stay(page, block):
+    view, steps = View(TEXT, token=5), []
+    assert "score all 19 edges" in page.show(view).panes[0]
+    page.score(view, 0, lambda done, whole: steps.append((done, whole)))
+    theirs = attribute(block.model, block.read(TEXT).ids, position=5)
+    assert steps[-1] == (19, 19) and block.scored(TEXT, 5).target == theirs.target
+    for mine, row in zip(block.scored(TEXT, 5).knockout, theirs.knockout, strict=True):
+        np.testing.assert_allclose(mine, row, atol=1e-5)
+    pane = page.show(view).panes[0]
+    value = short(theirs.knockout[6][1], 3, signed=True)
+    assert f"output reads block 1: ln p {value} without it" in pane
+    assert "How the prediction after" in pane
+    assert "score all 19 edges" in page.show(replace(view, token=4)).panes[0]
+    with pytest.raises(UserError, match="no such half"):
+        page.score(view, 1, lambda done, whole: None)
+
+
+def test_others_may_use_a_model_while_it_scores(block):
+    answered = []
+
+    def report(done, whole):
+        thread = threading.Thread(target=lambda: answered.append(block.read(f"text {done}").loss))
+        thread.start()
+        thread.join(30)
+        assert answered, "the model is held while it scores"
+
+    block.score(TEXT + "x", 3, report)
+
+
+def test_attention_over_tokens_is_that_of_the_model(page, block):
+    theirs = token_attention(block.model, block.read(TEXT).ids)
+    pane = page.show(View(TEXT, token=7)).panes[0]
+    largest = theirs.mean[1, 7].argmax().item()
+    assert f"layer 1 attends to token {largest} " in pane and f"heads {theirs.mean[1, 7].max().item():.3f}" in pane
+    assert "mean over heads and layers" in page.show(View(TEXT, token=7, source=ATTENDED)).panes[0]
+
+
+def test_a_search_gives_texts_to_look_at(page, block):
+    corpus = LookText("two texts", lambda: iter([TEXT, "The quick brown fox jumps."]))
+    searching = Page(page.models, corpus)
+    view = View(TEXT, source="embedding", read=3)
+    found, html = searching.search(view, False, lambda done, whole: None)
+    assert f"data-hit={chr(34)}{len(found.hits) - 1}{chr(34)}" in html and "two texts" in html
+    hit = found.hits[0]
+    visited = searching.visit(view, {"text": hit.window, "at": hit.at})
+    assert block.read(visited.text).names[visited.token] == hit.token
+    assert block.read(visited.text).contributions[3][visited.token][0] == pytest.approx(hit.contribution, abs=1e-5)
+    with pytest.raises(UserError, match="choose one source"):
+        searching.search(View(TEXT), False, lambda done, whole: None)
+    with pytest.raises(UserError, match="--corpus"):
+        page.search(view, False, lambda done, whole: None)
 
 
 def test_the_export_holds_numbers_that_json_has(page):
-    view = page.click(View(TEXT, (0, 1)), edge(0, 6, 0))
+    view = page.click(View(TEXT, models=(0, 1)), edge(0, 6, 0))
     out = json.loads(json.dumps(page.export(view), allow_nan=False))
     first = out["models"][0]
     assert out["text"] == TEXT and len(out["models"]) == 2
-    assert first["knocked_out"] == [{"read": "output", "source": "embedding"}]
+    assert first["knocked_out"] == [{"read": "output", "source": "embedding", "token": None}]
     assert len(first["weights"]) == 7 and len(first["weights"][6]) == len(first["tokens"])
-    assert sum(first["mean_weights"][6]) == pytest.approx(1, abs=1e-4)
+    assert sum(first["weights"][6][0]) == pytest.approx(1, abs=1e-4) == sum(first["contributions"][6][0])
 
 
 def test_models_that_cannot_be_shown_are_refused(folders, tmp_path, block, full):
     with pytest.raises(UserError, match="no weights"):
-        Opened(folders["deepnorm"])
+        open_models([folders["deepnorm"]])
     with pytest.raises(UserError, match="holds no model"):
         Opened(tmp_path)
     with pytest.raises(UserError, match="make demo"):
         find_demo(tmp_path)
     with pytest.raises(UserError, match="one, or two"):
-        Page([block, full, block])
+        explore(["a", "b", "c"])
 
 
 def test_a_checkpoint_stands_beside_the_finished_run(folders, tmp_path):
@@ -229,6 +341,21 @@ def test_an_edit_of_two_hundred_tokens_is_fast(page):
     assert time.process_time() - start < 1.0
 
 
+def test_kept_checkpoints_stand_before_the_model_that_they_became(folders, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(folders["block"], run)
+    for step in (300, 600):
+        folder = run / "kept" / f"{step:06d}"
+        shutil.copytree(run / "model", folder / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+        (folder / "state.json").write_text(f'{{"step": {step}}}')
+    models = open_models([run])
+    assert [model.label for model in models] == [f"run (block, step {step})" for step in ("300", "600", "1,200")]
+    assert [model.is_loaded for model in models] == [False, False, True]
+    page = Page(models)
+    assert page.begin("")[0].models == (2,)
+    assert len(page.show(View(TEXT, models=(0, 2))).panes) == 2 and not models[1].is_loaded
+
+
 def test_runs_of_one_name_are_told_apart(folders, tmp_path):
     for parent in "ab":
         (tmp_path / parent).mkdir()
@@ -243,7 +370,7 @@ def test_threads_are_those_of_the_faster_pass(block, monkeypatch):
     tried, spent = [], []
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(torch, "set_num_threads", tried.append)
-    monkeypatch.setattr(block, "read_ids", lambda ids: spent.append(0.002 if tried[-1] == 2 else 0.02))
+    monkeypatch.setattr(block, "read_ids", lambda ids, pieces, names: spent.append(0.002 if tried[-1] == 2 else 0.02))
     monkeypatch.setattr("attnres.app.explorer.time.perf_counter", lambda: sum(spent))
     choose_threads([block])
     assert tried == [1, 2, 2]

@@ -1,13 +1,14 @@
 """A link brings a view back; whatever else comes in its place is refused in one sentence."""
 
 import base64
+import json
 import zlib
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnres.app.state import LOSS, MAX_CHARACTERS, MAX_LINK, Edge, View, decode, encode
+from attnres.app.state import LOSS, MAX_CHARACTERS, MAX_LINK, Cut, View, decode, encode, from_json
 from attnres.errors import UserError
 
 
@@ -15,24 +16,32 @@ def fields(query):
     return dict(pair.split("=") for pair in query.replace("%20", " ").replace("+", " ").split("&"))
 
 
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=200)
 VIEWS = st.builds(
     View,
-    text=st.text(st.characters(exclude_categories=["Cs"]), max_size=200),
+    text=TEXTS,
     models=st.sampled_from([(0,), (1,), (0, 1)]),
+    by=st.sampled_from(["contribution", "weight"]),
     read=st.none() | st.integers(0, 99),
     source=st.sampled_from(["heaviest", LOSS, "embedding", "attention 11", "block 2"]),
     token=st.none() | st.integers(0, 999),
-    edges=st.frozensets(st.builds(Edge, st.integers(0, 1), st.integers(0, 99), st.integers(0, 99)), max_size=9),
-)
+    cuts=st.lists(
+        st.builds(Cut, st.integers(0, 1), st.integers(0, 99), st.integers(0, 99), st.none() | st.integers(0, 999)),
+        max_size=9,
+        unique=True,
+    ).map(tuple),
+    span=st.sampled_from(["all", "one"]),
+) | st.builds(View, text=TEXTS, other=TEXTS, models=st.sampled_from([(0,), (1,)]))
 
 
 @given(VIEWS)
-def test_a_link_brings_its_view_back(view):
+def test_a_link_and_a_browser_bring_a_view_back(view):
     assert decode(fields(encode(view)), 2) == view
+    assert from_json(json.loads(json.dumps(view.to_json())), 2) == view
 
 
 def test_a_link_names_no_path_and_little_else():
-    assert encode(View("", (0, 1), edges=frozenset({Edge(1, 4, 0)}))) == "m=0.1&e=1.4.0"
+    assert encode(View("", None, (0, 1), cuts=(Cut(1, 4, 0), Cut(0, 2, 1, 7)))) == "m=0.1&e=1.4.0_0.2.1.7"
     assert decode({}, 1) == View()
 
 
@@ -53,6 +62,10 @@ def test_a_link_names_no_path_and_little_else():
         {"k": "٣"},
         {"k": "9999999"},
         {"e": "0.1"},
+        {"e": "0.1.1.1.1"},
+        {"b": "size"},
+        {"o": "two"},
+        {"u": "", "m": "0.1"},
         {"e": "0.1.x"},
         {"e": "_".join(["0.1.1"] * 600)},
     ],
@@ -60,6 +73,34 @@ def test_a_link_names_no_path_and_little_else():
 def test_a_damaged_link_is_one_sentence(broken):
     with pytest.raises(UserError, match="damaged"):
         decode(broken, 2)
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        None,
+        [],
+        {"text": 1},
+        {"models": []},
+        {"models": [0, 0]},
+        {"models": [1, 0]},
+        {"models": [9]},
+        {"read": -1},
+        {"read": 10**6},
+        {"token": True},
+        {"source": "<script>"},
+        {"by": "size"},
+        {"span": "two"},
+        {"cuts": [[0, 1, 2]]},
+        {"cuts": [{"model": 0, "read": 1}]},
+        {"cuts": [{"model": 0, "read": 1, "source": 1}] * 600},
+        {"other": "b", "models": [0, 1]},
+        {"more": 1},
+    ],
+)
+def test_what_a_browser_sends_in_the_place_of_a_view_is_one_sentence(broken):
+    with pytest.raises(UserError, match=r"load the page again|damaged|other models"):
+        from_json(broken, 2)
 
 
 def test_a_link_to_models_that_are_not_open_says_so():

@@ -1,0 +1,351 @@
+// The page asks and shows; what an action makes of a view, the server says. Actions wait in a queue while an answer is
+// under way, and go together in the next question: none is lost, and none waits for more than one answer.
+"use strict";
+
+const $ = (selector) => document.querySelector(selector);
+const begin = JSON.parse(document.body.dataset.begin);
+let view = null, queue = [], busy = false, typed = false, hits = [];
+
+// ---------------------------------------------------------------- questions
+
+const ask = async (path, body) => {
+  const answer = await fetch(path, {
+    method: "POST", headers: {"content-type": "application/json"}, body: JSON.stringify(body),
+  });
+  const data = await answer.json().catch(() => ({error: "the server did not understand: load the page again"}));
+  if (!answer.ok) throw new Error(data.error);
+  return data;
+};
+
+// An answer that comes in lines, each how much is done, the last what was asked for.
+const wait = async (path, body, progress) => {
+  const answer = await fetch(path, {
+    method: "POST", headers: {"content-type": "application/json"}, body: JSON.stringify(body),
+  });
+  if (!answer.ok) throw new Error((await answer.json()).error);
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = "", last = {};;) {
+    const {value, done} = await reader.read();
+    if (done) {
+      if (last.error) throw new Error(last.error);
+      return last;
+    }
+    const lines = (rest + value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) {
+      last = JSON.parse(line);
+      if (last.part !== undefined) progress(last.part);
+    }
+  }
+};
+
+const complain = (error) => {
+  const words = error instanceof TypeError ? "the server does not answer: is it still running?" : error.message;
+  const box = document.createElement("p");
+  box.className = "error";
+  box.setAttribute("role", "status");
+  box.textContent = words;
+  $("#said").replaceChildren(box);
+};
+
+const act = (name, value = null) => {
+  const last = queue.at(-1);
+  if (last && last[0] === name && (name === "type" || name === "compare")) last[1] = value;
+  else queue.push([name, value]);
+  answer();
+};
+
+const answer = async (link) => {
+  if (busy) return;
+  busy = true;
+  const late = setTimeout(() => { $("#late").hidden = false; }, 400);
+  try {
+    do {
+      const actions = queue.splice(0);
+      const shown = await ask("show", {view, link: link || "", actions}).catch((error) => { complain(error); });
+      if (shown) {
+        actions.forEach(([name], i) => remember(name, shown.steps[i], i === actions.length - 1 ? shown.query : null));
+        if (!actions.length) history.replaceState(shown.view, "", address(shown.query));
+        show(shown, actions);
+      }
+    } while (queue.length);
+  } finally {
+    clearTimeout(late);
+    $("#late").hidden = true;
+    busy = false;
+  }
+};
+
+// Every action is a step to go back to; letters typed one after the other are one, and going back is none.
+const address = (query) => (query ? "?" + query : location.pathname);
+const remember = (name, step, query) => {
+  const where = query === null ? undefined : address(query);
+  if (name === "restore" || (name === "type" && typed)) history.replaceState(step, "", where);
+  else history.pushState(step, "", where);
+  typed = name === "type";
+};
+addEventListener("popstate", (event) => {
+  if (event.state) act("restore", event.state);
+  else location.reload();
+});
+
+// ---------------------------------------------------------------- what is shown
+
+const options = (select, pairs, value) => {
+  const key = JSON.stringify(pairs);
+  if (select.dataset.key !== key) {
+    select.replaceChildren(...pairs.map(([words, value]) => new Option(words, value)));
+    select.dataset.key = key;
+  }
+  select.value = value;
+};
+
+// What has the focus, and where boxes are scrolled to, outlive what is drawn anew.
+const focused = () => {
+  const one = document.activeElement, pane = one.closest(".pane"), section = one.closest("section");
+  if (!pane) return null;
+  const at = `.pane[data-place="${pane.dataset.place}"] `;
+  if (one.dataset.token !== undefined) return at + `[data-token="${one.dataset.token}"]`;
+  if (one.dataset.read !== undefined)
+    return at + `section.${section.className} [data-read="${one.dataset.read}"][data-source="${one.dataset.source}"]`;
+  return null;
+};
+
+const show = (shown, actions) => {
+  const focus = focused();
+  const boxes = [...document.querySelectorAll(".pane .text, .grid")].map((box) => [box.scrollTop, box.scrollLeft]);
+  view = shown.view;
+  $("#said").innerHTML = "";
+  if (shown.message) complain(new Error(shown.message[0].toUpperCase() + shown.message.slice(1)));
+  $("#panes").innerHTML = shown.panes.map((pane, i) => `<div id="pane-${i}">${pane}</div>`).join("");
+  $("#between").innerHTML = shown.difference;
+  $("#live").textContent = shown.live;
+  options($("#models"), shown.choices, view.models[0]);
+  options($("#beside select"), [["none", ""], ...shown.choices], view.models.length > 1 ? view.models[1] : "");
+  $("#beside").hidden = shown.choices.length < 2;
+  options($("#read"), shown.reads, view.read === null ? -1 : view.read);
+  options($("#source"), shown.sources, view.source);
+  for (const name of ["by", "span"]) $(`#${name} input[value="${view[name]}"]`).checked = true;
+  $("#undo").disabled = $("#reset").disabled = !view.cuts.length;
+  $("#second").setAttribute("aria-pressed", view.other !== null);
+  $("#other").hidden = view.other === null;
+  const waiting = new Set(queue.map(([name]) => name)), own = new Set(actions.map(([name]) => name));
+  for (const [name, id, words] of [["type", "#text", view.text], ["compare", "#other", view.other || ""]])
+    if (!waiting.has(name) && !(own.has(name) && document.activeElement === $(id + " textarea")))
+      $(id + " textarea").value = words;
+  const after = document.querySelectorAll(".pane .text, .grid");
+  if (after.length === boxes.length)
+    after.forEach((box, i) => { [box.scrollTop, box.scrollLeft] = boxes[i]; });
+  for (const box of document.querySelectorAll(".pane .text")) {
+    const token = box.querySelector("[aria-pressed=true]");
+    const hidden = token.offsetTop < box.scrollTop || token.offsetTop > box.scrollTop + box.clientHeight - 20;
+    if (hidden) box.scrollTop = token.offsetTop - box.clientHeight / 2;
+  }
+  if (focus && $(focus)) $(focus).focus({preventScroll: true});
+};
+
+// ---------------------------------------------------------------- clicks and keys
+
+const edge = (target) => ({
+  model: +target.closest("[data-model]").dataset.model, read: +target.dataset.read, source: +target.dataset.source,
+});
+
+const press = (target) => {
+  if (target.dataset.save) return saveFigure(target.closest("section").querySelector("svg:not(.names)"), target);
+  if (target.dataset.token !== undefined) return act("token", +target.dataset.token);
+  if (target.dataset.read !== undefined) {
+    tip("");
+    return act("edge", edge(target));
+  }
+  if (target.dataset.back !== undefined) {
+    const {ofRead, ofSource, at} = target.dataset, model = +target.closest("[data-model]").dataset.model;
+    return act("edge", {model, read: +ofRead, source: +ofSource, token: at === undefined ? null : +at});
+  }
+  if (target.dataset.example) return act("example", target.dataset.example);
+  if (target.dataset.hit) {
+    act("visit", hits[+target.dataset.hit]);
+    return scrollTo(0, 0);
+  }
+  if (target.dataset.score !== undefined) return score(target);
+  if (target.dataset.search) return search(target);
+};
+
+const score = async (button) => {
+  const bar = button.nextElementSibling, asked = view;
+  button.disabled = true;
+  bar.hidden = false;
+  try {
+    const place = +button.closest(".pane").dataset.place;
+    await wait("score", {view: asked, place}, (part) => { bar.value = part; });
+  } catch (error) {
+    return complain(error);
+  } finally {
+    button.disabled = false;
+    bar.hidden = true;
+  }
+  answer();
+};
+
+const search = async (button) => {
+  const bar = $("#search progress");
+  bar.hidden = false;
+  try {
+    const body = {view, least: button.dataset.search === "least"};
+    const found = await wait("search", body, (part) => { bar.value = part; });
+    $("#hits").innerHTML = found.html;
+    hits = found.hits;
+  } catch (error) {
+    $("#hits").replaceChildren();
+    complain(error);
+  } finally {
+    bar.hidden = true;
+  }
+};
+
+// Arrow keys move among tokens, bars or cells: left and right in their order, up and down to the nearest of a line.
+const neighbour = (target, key) => {
+  const all = [...target.closest(".text,svg").querySelectorAll("[data-token],[data-read]")];
+  const step = {ArrowLeft: -1, ArrowRight: 1}[key], down = {ArrowUp: -1, ArrowDown: 1}[key];
+  if (step) return all[all.indexOf(target) + step];
+  if (!down) return {Home: all[0], End: all.at(-1)}[key];
+  const middle = (one) => {
+    const box = one.getClientRects()[0];
+    return [box.x + box.width / 2, box.y + box.height / 2];
+  };
+  const [x, y] = middle(target);
+  let nearest, least = Infinity;
+  for (const one of all) {
+    const [ox, oy] = middle(one), lines = down * (oy - y), far = lines * 1000 + Math.abs(ox - x);
+    if (lines > 4 && far < least) [nearest, least] = [one, far];
+  }
+  return nearest;
+};
+
+const CLICKED = "[data-token],[data-read],[data-save],[data-back],[data-example],[data-hit],[data-score],[data-search]";
+document.addEventListener("click", (event) => {
+  const target = event.target.closest(CLICKED);
+  if (target) press(target);
+});
+document.addEventListener("keydown", (event) => {
+  if (!event.target.matches("[data-token],[data-read]") || event.ctrlKey || event.altKey || event.metaKey) return;
+  const next = neighbour(event.target, event.key);
+  if (next) next.focus();
+  else if (event.key === "Enter" || event.key === " ") press(event.target);
+  else if (!event.key.startsWith("Arrow")) return;
+  event.preventDefault();
+});
+
+// ---------------------------------------------------------------- words beside the pointer
+
+const tip = (words, x, y) => {
+  const box = $("#attnres-tip");
+  box.textContent = words || "";
+  box.style.display = words ? "block" : "none";
+  if (!words) return;
+  const size = box.getBoundingClientRect();
+  box.style.left = Math.max(4, Math.min(x + 12, innerWidth - size.width - 4)) + "px";
+  box.style.top = (y + 18 + size.height > innerHeight ? y - size.height - 10 : y + 18) + "px";
+};
+const point = (event) => {
+  const target = event.target.closest && event.target.closest("[data-tip],.edge");
+  const box = target && event.type === "focusin" ? target.getBoundingClientRect() : null;
+  const words = target && (target.dataset.tip || target.getAttribute("aria-label"));
+  tip(words, box ? box.left : event.clientX, box ? box.bottom - 14 : event.clientY);
+};
+document.addEventListener("mousemove", point);
+document.addEventListener("focusin", (event) => { if (event.target.matches(":focus-visible")) point(event); });
+document.addEventListener("mouseleave", () => tip(""));
+document.addEventListener("focusout", () => tip(""));
+document.addEventListener("scroll", () => tip(""), {passive: true});
+
+// ---------------------------------------------------------------- files
+
+const saveBlob = (blob, name) => {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(blob);
+  link.download = name;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+};
+
+// A figure by itself, on the page's paper, its title above it.
+const saveFigure = (svg, button) => {
+  const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(name).trim();
+  const box = svg.viewBox.baseVal, copy = svg.cloneNode(true), scale = 3, height = box.height + 20;
+  copy.removeAttribute("style");
+  copy.setAttribute("color", colour("--ink"));
+  copy.setAttribute("viewBox", `0 -20 ${box.width} ${height}`);
+  copy.setAttribute("width", box.width * 2);
+  copy.setAttribute("height", height * 2);
+  const add = (name, place, attributes) => {
+    const one = document.createElementNS("http://www.w3.org/2000/svg", name);
+    for (const [key, value] of Object.entries(attributes)) one.setAttribute(key, value);
+    copy[place](one);
+    return one;
+  };
+  add("rect", "prepend", {y: -20, width: "100%", height: "100%", fill: colour("--paper")});
+  const title = add("text", "append", {x: 4, y: -7, fill: colour("--ink"), "font-size": 9.5, "font-family": "sans-serif"});
+  title.textContent = svg.getAttribute("aria-label");
+  const text = new XMLSerializer().serializeToString(copy).replace(/var\((--[\w-]+)\)/g, (all, name) => colour(name));
+  const data = new Blob([text], {type: "image/svg+xml"});
+  const name = "attnres-" + (svg.dataset.figure || button.closest("section").className);
+  if (button.dataset.save === "svg") return saveBlob(data, name + ".svg");
+  const image = new Image();
+  image.onload = () => {
+    const canvas = document.createElement("canvas");
+    canvas.width = box.width * scale;
+    canvas.height = height * scale;
+    canvas.getContext("2d").drawImage(image, 0, 0, canvas.width, canvas.height);
+    canvas.toBlob((blob) => saveBlob(blob, name + ".png"), "image/png");
+    URL.revokeObjectURL(image.src);
+  };
+  image.src = URL.createObjectURL(data);
+};
+
+// ---------------------------------------------------------------- controls
+
+const copyLink = () => {
+  const box = $("#copy").getBoundingClientRect();
+  tip("copied", box.left, box.top);
+  setTimeout(() => tip(""), 1500);
+  const area = document.createElement("textarea");
+  const old = () => {
+    area.value = location.href;
+    document.body.append(area);
+    area.select();
+    document.execCommand("copy");
+    area.remove();
+  };
+  if (navigator.clipboard) navigator.clipboard.writeText(location.href).catch(old);
+  else old();
+};
+
+const setTheme = (dark) => {
+  document.documentElement.dataset.theme = dark ? "dark" : "light";
+  $("#theme").setAttribute("aria-pressed", dark);
+};
+
+for (const [name, id] of [["type", "#text"], ["compare", "#other"]]) {
+  $(id + " textarea").maxLength = 5 * begin.characters;
+  $(id + " textarea").addEventListener("input", (event) => act(name, event.target.value));
+}
+$("#second").addEventListener("click", () => act("compare", view.other === null ? view.text : null));
+for (const id of ["#models", "#beside select"])
+  $(id).addEventListener("change", () => act("models", [$("#models").value, $("#beside select").value]
+    .filter((number) => number !== "").map(Number)));
+for (const id of ["#read", "#source"])
+  $(id).addEventListener("change", () => act("colour", [+$("#read").value, $("#source").value]));
+for (const name of ["by", "span"])
+  $("#" + name).addEventListener("change", (event) => act(name, event.target.value));
+$("#undo").addEventListener("click", () => act("undo"));
+$("#reset").addEventListener("click", () => act("reset"));
+$("#copy").addEventListener("click", copyLink);
+$("#json").addEventListener("click", () => ask("export", {view}).then(
+  (data) => saveBlob(new Blob([JSON.stringify(data)], {type: "application/json"}), "attnres-view.json"), complain));
+$("#theme").addEventListener("click", () => setTheme(document.documentElement.dataset.theme !== "dark"));
+$("#controls").addEventListener("submit", (event) => event.preventDefault());
+
+setTheme(matchMedia("(prefers-color-scheme: dark)").matches);
+$("#search").hidden = begin.corpus === null;
+if (history.state) act("restore", history.state);
+else answer(location.search);

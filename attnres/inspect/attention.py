@@ -1,0 +1,102 @@
+"""Which tokens each token attends to, layer by layer: the other direction, beside depth, in which a model moves
+information.
+
+Of H heads' weights a_h (rows sum to one) there is the mean, which says what the layer reads on the whole, and the
+maximum, which says whether any head looks there. Neither says how much of the output it makes: values differ in length.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnres.errors import UserError
+from attnres.forward import evaluating
+from attnres.inspect import notebook
+from attnres.inspect.effects import Text, prompt_ids
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class TokenAttention:
+    """One text's attention.
+
+    Attributes:
+        layers: numbers of the layers that attend with weights; others (linear attention) are left out.
+        tokens: ids (T).
+        mean, largest: (layers, T, T) over a layer's heads: row t is what token t attends to, zero after t.
+    """
+
+    layers: list[int]
+    tokens: list[int]
+    mean: Tensor
+    largest: Tensor
+
+    def __repr__(self) -> str:
+        return f"TokenAttention({len(self.layers)} layers, {len(self.tokens)} tokens)"
+
+    def frame(self, position: int = -1) -> Any:
+        """A data frame with a row a layer and token that the one at `position` can attend to.
+
+        Raises:
+            UserError: no such position.
+        """
+        at = self._position(position)
+        return notebook.frame(
+            {
+                "layer": layer,
+                "position": t,
+                "id": self.tokens[t],
+                "mean": self.mean[i, at, t].item(),
+                "largest": self.largest[i, at, t].item(),
+            }
+            for i, layer in enumerate(self.layers)
+            for t in range(at + 1)
+        )
+
+    def _position(self, position: int) -> int:
+        count = len(self.tokens)
+        if not -count <= position < count:
+            raise UserError(f"position {position} in a text of {count} tokens: expected 0 to {count - 1}")
+        return position % count
+
+    def _repr_html_(self) -> str:
+        rows = []
+        for i, layer in enumerate(self.layers):
+            best = int(self.mean[i, -1].argmax())
+            rows.append((layer, best, self.tokens[best], f"{self.mean[i, -1, best]:.3f}"))
+        head = ("layer", "position", "token id", "mean over heads")
+        return notebook.table(f"{self!r}: what the last token attends to most", head, rows)
+
+
+def token_attention(model: Any, text: Text) -> TokenAttention:
+    """Run a text through the model's own attention, in plain arithmetic instead of fused kernels, and keep its weights.
+
+    Raises:
+        UserError: as `predict`; a model whose attention has no weights to show.
+    """
+    ids = prompt_ids(model, text)
+    with evaluating(model), torch.no_grad(), _weights_shown(model):
+        out = model(input_ids=ids, use_cache=False, output_attentions=True)
+    shown = [(i, one[0].float().cpu()) for i, one in enumerate(out.attentions or ()) if one is not None]
+    if not shown:
+        raise UserError(f"{type(model).__name__} shows no weights of its attention over tokens")
+    return TokenAttention(
+        [i for i, _ in shown],
+        ids[0].tolist(),
+        torch.stack([one.mean(0) for _, one in shown]),
+        torch.stack([one.amax(0) for _, one in shown]),
+    )
+
+
+@contextmanager
+def _weights_shown(model: Any) -> Generator[None]:
+    """The model attends in plain arithmetic for a while: fused kernels make no weights."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)

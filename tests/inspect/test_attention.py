@@ -1,0 +1,42 @@
+"""Attention over tokens: against queries and keys multiplied by hand, and nothing of the model changed."""
+
+import pytest
+import torch
+
+from attnres import UserError
+from attnres.inspect import token_attention
+from attnres.models import build
+
+IDS = torch.tensor([3, 1, 4, 1, 5])
+
+
+def test_heads_mean_and_maximum_are_those_of_queries_and_keys():
+    fields = {"family": "gpt2", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = build(fields, "block", vocab_size=40, settings={"block_size": 2}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.4 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    kept = []
+    hook = model.transformer.h[1].attn.c_attn.register_forward_hook(lambda module, args, out: kept.append(out[0]))
+    with torch.no_grad():
+        before = model(input_ids=IDS[None]).logits
+    hook.remove()
+    q, k, _ = kept[0].view(5, 3, 4, 4).permute(1, 2, 0, 3)  # (heads, T, width of a head) each
+    hidden = torch.ones(5, 5).tril() == 0
+    weights = (q @ k.mT / 2).masked_fill(hidden, -torch.inf).softmax(-1)
+    shown = token_attention(model, IDS)
+    torch.testing.assert_close(shown.mean[1], weights.mean(0), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(shown.largest[1], weights.amax(0), atol=1e-5, rtol=1e-4)
+    assert shown.layers == [0, 1] and shown.tokens == IDS.tolist()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=IDS[None]).logits, before), "fused kernels again"
+
+
+def test_it_is_shown_in_a_notebook(make_model):
+    shown = token_attention(make_model("full"), [1, 2, 3])
+    assert shown.mean.sum(-1).allclose(torch.ones(3, 3)) and "what the last token attends to" in shown._repr_html_()
+    pytest.importorskip("pandas")
+    table = shown.frame(1)
+    assert len(table) == 3 * 2 and table["mean"].iloc[1] == shown.mean[0, 1, 1].item()
+    with pytest.raises(UserError, match="position 3 in a text of 3 tokens"):
+        shown.frame(3)
