@@ -1,5 +1,6 @@
 """The examples run as they stand, on a tiny model and generated text."""
 
+import ast
 import importlib.util
 import json
 import random
@@ -8,14 +9,16 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
-from tiny import narrow_llama
+from tiny import SIZE, narrow_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from attnres.models import convert, load
+from attnres.data.tokenizer import END_OF_TEXT, train_tokenizer
+from attnres.models import build, load
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 WORDS = ["stream", "read", "write", "source", "block", "depth", "query", "norm", "head", "layer", "<eos>"]
@@ -82,11 +85,40 @@ def test_finetune_trl(method: str, model: Path, tmp_path: Path) -> None:
     assert torch.equal(trained.model.residual.query, trainer.model.model.residual.query)
 
 
-def test_look_inside(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    convert(model, "block", out=tmp_path / "block", num_blocks=2)
-    example("look_inside").main(str(tmp_path / "block"), text="stream read write source block depth query norm")
-    out = capsys.readouterr().out
-    assert "attention 1" in out and "nats per token" in out and "rank correlation" in out
+def shown(cell: str, names: dict[str, Any]) -> object:
+    """Run a notebook's cell and give the value of its last expression, as a notebook does."""
+    *before, last = ast.parse(cell).body
+    exec(compile(ast.Module(before, []), "cell", "exec"), names)
+    if isinstance(last, ast.Expr):
+        return eval(compile(ast.Expression(last.value), "cell", "eval"), names)
+    exec(compile(ast.Module([last], []), "cell", "exec"), names)
+    return None
+
+
+def test_look_inside(tmp_path: Path) -> None:
+    """The notebook's cells, one after the other: each task is at most three lines and shows something."""
+    backend, _ = train_tokenizer(300, ["def mean(values):\n    return sum(values)\n"] * 40)
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END_OF_TEXT).save_pretrained(tmp_path)
+    built = build(SIZE, "block", vocab_size=300, max_positions=512, settings={"block_size": 2})
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    built.save_pretrained(tmp_path)
+    notebook = json.loads((EXAMPLES / "look_inside.ipynb").read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    start, *tasks = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    names: dict[str, Any] = {}
+    assert "runs/demo/block-seed0" in start
+    shown(start.replace("runs/demo/block-seed0", str(tmp_path)), names)
+    for task in tasks:
+        assert len([line for line in task.splitlines() if line]) <= 3
+        value: Any = shown(task, names)
+        if hasattr(value, "_repr_html_"):
+            assert "<td" in value._repr_html_()
+        else:
+            assert value._repr_png_().startswith(b"\x89PNG")
+    assert len(tasks) == 7
 
 
 def test_plain_pytorch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -103,8 +135,6 @@ def test_plain_pytorch_needs_no_transformers() -> None:
     subprocess.run([sys.executable, "-c", code, str(EXAMPLES / "plain_pytorch.py")], check=True)
 
 
-@pytest.mark.parametrize(
-    ("name", "lines"), [("finetune_trainer", 65), ("finetune_trl", 75), ("look_inside", 60), ("plain_pytorch", 160)]
-)
+@pytest.mark.parametrize(("name", "lines"), [("finetune_trainer", 65), ("finetune_trl", 75), ("plain_pytorch", 160)])
 def test_examples_are_short(name: str, lines: int) -> None:
     assert len((EXAMPLES / f"{name}.py").read_text(encoding="utf-8").splitlines()) < lines

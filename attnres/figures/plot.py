@@ -1,5 +1,6 @@
 """What every figure is made with: sizes, names on axes, ticks that do not overlap."""
 
+import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -21,6 +23,7 @@ SMALL = 7.0
 """Points: tick labels and legends of a figure in a paper."""
 SMALLEST = 4.6
 """Points: the least that tick labels shrink to before some are left out."""
+NOTEBOOK_DPI = 130
 _LABELS = {"embedding": "emb", "attention": "attn", "output": "out"}
 
 
@@ -32,6 +35,13 @@ class Plot:
     title: str
     caption: str
     figure: Figure
+
+    def _repr_png_(self) -> bytes:
+        """What a notebook shows."""
+        out = io.BytesIO()
+        FigureCanvasAgg(self.figure)
+        self.figure.savefig(out, format="png", dpi=NOTEBOOK_DPI, facecolor=style.PAPER)
+        return out.getvalue()
 
 
 class NotShown(Exception):
