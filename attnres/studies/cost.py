@@ -5,7 +5,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -50,24 +49,18 @@ def vocabulary_of(config: TrainConfig) -> int:
 
 
 def flops_a_token(size: object, seq_len: int, vocabulary: int) -> float:
-    """FLOPs of training on one token: 6 for each weight that multiplies it, and attention's 6 T d a layer (causal).
-
-    What a residual adds is vectors, not matrices, and is not counted. Source: Kaplan et al. (2020), appendix B.
-    """
+    """FLOPs of training the standard model on one token, as `attnres.models.flops` counts them."""
     return _flops_a_token(json.dumps(size, sort_keys=True), seq_len, vocabulary)
 
 
 @functools.cache
 def _flops_a_token(size: str, seq_len: int, vocabulary: int) -> float:
     from attnres.models import build
+    from attnres.models.flops import step_flops
 
     with torch.device("meta"):
-        model: Any = build(json.loads(size), "standard", vocab_size=vocabulary, max_positions=seq_len)
-    table = model.get_input_embeddings().weight
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    tied = model.get_output_embeddings().weight is table
-    config = model.config
-    return 6.0 * (parameters - (0 if tied else table.numel()) + config.num_hidden_layers * seq_len * config.hidden_size)
+        model = build(json.loads(size), "standard", vocab_size=vocabulary, max_positions=seq_len)
+    return step_flops(model, seq_len)
 
 
 def measured_speed(config: TrainConfig) -> float | None:
