@@ -14,7 +14,7 @@ ROOT = Path(attnres.__file__).parent
 
 ORDER = """
     errors locks paths
-    cache device files folders forward head hub imports lazy progress reading stats terminal text timing typed
+    cache device files folders forward head hub imports lazy progress reading run_names stats terminal text timing typed
     ops
     residuals
     data

@@ -8,7 +8,6 @@ A run that is still going, or that was interrupted, is read as far as it came. W
 raises `UserError`.
 """
 
-import re
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,12 +19,11 @@ from attnres.errors import UserError
 from attnres.inspect.inspection import Inspection
 from attnres.reading import read_json
 from attnres.residuals import Traits, traits_of
+from attnres.run_names import label_and_seed, run_name
 from attnres.training import metrics
 from attnres.training.records import ADVICE, Compared, Environment, RunConfig, RunData, Summary, Timing
 from attnres.training.validate import read_windows, windows_files
 from attnres.typed import checked
-
-RUN_NAME = re.compile(r"(?P<label>.+)-seed(?P<seed>\d+)")
 
 
 @dataclass(frozen=True)
@@ -118,8 +116,8 @@ def load_run(folder: Path | str) -> Run:
     config = _read(folder / "config.json", RunConfig)
     seed = int(config.get("seed") or 0)
     names = (folder.resolve().name, str(config.get("name") or ""))  # the folder may have been renamed: it counts first
-    matches = (RUN_NAME.fullmatch(name) for name in names)
-    labels = [match["label"] for match in matches if match and int(match["seed"]) == seed]
+    taken = (label_and_seed(name) for name in names)
+    labels = [one[0] for one in taken if one is not None and one[1] == seed]
     label = labels[0] if labels else names[1] or names[0]
     records = _read_metrics(folder / "metrics.jsonl")
     inspection, unread = _read_inspection(folder, config["model"]["residual"])
@@ -184,7 +182,7 @@ def _load_folder(folder: Path) -> Study:
         baseline=_baseline(runs, planned + rest, plan.get("baseline")),
         speed=_read(folder / "speed.json", Timing) or None,
         missing=[
-            f"{label}-seed{seed}"
+            run_name(label, seed)
             for label in plan.get("labels", [])
             for seed in plan.get("seeds", [])
             if (label, seed) not in here

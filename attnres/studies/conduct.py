@@ -24,7 +24,7 @@ from attnres.errors import UserError, unknown
 from attnres.files import locked, write_json, write_text
 from attnres.folders import refuse_other
 from attnres.reading import read_json
-from attnres.report.runs import RUN_NAME
+from attnres.run_names import label_and_seed, run_name
 from attnres.stats import plain
 from attnres.studies.adopt import adopt, runs_in
 from attnres.studies.analyses.noise import Noise
@@ -173,7 +173,7 @@ def names_of(arm: Arm) -> list[str]:
         return list(arm.computed.runs)
     assert arm.compare is not None
     labels = [variant.label for variant in parse_variants(arm.compare.variants, arm.compare.lrs)]
-    return [f"{label}-seed{seed}" for seed in arm.compare.seeds for label in labels]
+    return [run_name(label, seed) for seed in arm.compare.seeds for label in labels]
 
 
 def _asked(design: Design, setting: Setting) -> Asked:
@@ -267,8 +267,8 @@ def _carry_out(
 
 
 def _seed(child: Child) -> int:
-    match = RUN_NAME.fullmatch(child.folder.name)
-    return int(match["seed"]) if match else 0
+    taken = label_and_seed(child.folder.name)
+    return taken[1] if taken else 0
 
 
 def _branch(plan: Plan, trunk: Path) -> None:

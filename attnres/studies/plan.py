@@ -10,6 +10,7 @@ import torch
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.residuals.registry import ships
+from attnres.run_names import run_name
 from attnres.studies.variants import TRAINING, Variant, parse_variants
 from attnres.training.config import OptimConfig, TrainConfig, check, from_dict, resolve, size_of
 from attnres.training.environment import has_bf16
@@ -58,7 +59,7 @@ def make_plan(config: CompareConfig) -> Plan:
     runs = {}
     for seed in config.seeds:  # seed by seed: what is there first is one whole comparison
         for label, variant in variants.items():
-            name = f"{label}-seed{seed}"
+            name = run_name(label, seed)
             model = dataclasses.replace(
                 base.model,
                 residual=variant.residual,
@@ -82,9 +83,9 @@ def make_plan(config: CompareConfig) -> Plan:
             check(runs[name])
     for label in variants:
         if base.finetune.init_from is None:
-            _try_building(runs[f"{label}-seed{config.seeds[0]}"])
+            _try_building(runs[run_name(label, config.seeds[0])])
         else:
-            check_start(runs[f"{label}-seed{config.seeds[0]}"])
+            check_start(runs[run_name(label, config.seeds[0])])
     baseline = next(
         (label for label, variant in variants.items() if variant.residual == "standard"), next(iter(variants))
     )

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from attnres.reading import read_json
-from attnres.report.runs import RUN_NAME, load_run
+from attnres.report.runs import load_run
+from attnres.run_names import label_and_seed
 from attnres.studies.cost import flops_a_token
 from attnres.studies.design import Arm, Row
 from attnres.typed import checked
@@ -37,9 +38,9 @@ def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> tuple[list[Row], di
     rows, times = list[Row](), dict[str, list[float]]()
     for name in names:
         if arm.computed is not None:
-            match = RUN_NAME.fullmatch(name)
-            assert match is not None, f"{name} is no LABEL-seedK"
-            rows += [_row(arm.name, match["label"], int(match["seed"]), one) for one in _measures(folder / name)]
+            taken = label_and_seed(name)
+            assert taken is not None, f"{name} is no LABEL-seedK"
+            rows += [_row(arm.name, *taken, one) for one in _measures(folder / name)]
             continue
         run = load_run(folder / name)
         if run.summary is None:

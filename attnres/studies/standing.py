@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from attnres.run_names import label_and_seed, run_name
 from attnres.studies.plan import Plan
 from attnres.terminal import grid
 from attnres.text import number
@@ -39,7 +40,7 @@ class Standing:
 
     def comparable(self) -> bool:
         """Return whether a run of the baseline and one of another variant have ended."""
-        labels = {name.rpartition("-seed")[0] for name in self.finished()}
+        labels = {label for label, _ in filter(None, map(label_and_seed, self.finished()))}
         return self.baseline in labels and len(labels) > 1
 
     def table(self) -> Table | None:
@@ -50,8 +51,8 @@ class Standing:
             losses = self.losses(name)
             if not losses:
                 continue
-            label, _, seed = name.rpartition("-seed")
-            base = {} if label == self.baseline else self.losses(f"{self.baseline}-seed{seed}")
+            label, seed = label_and_seed(name) or ("", 0)
+            base = {} if label == self.baseline else self.losses(run_name(self.baseline, seed))
             step = max(losses.keys() & base.keys(), default=None)
             gap = ("", "") if step is None else (number(losses[step] - base[step], 3, signed=True), f"{step:,}")
             table.add_row(name, f"{max(losses):,}", number(losses[max(losses)], 3), *gap)

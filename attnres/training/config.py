@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from attnres.errors import UserError, unknown
 from attnres.paths import user_path
+from attnres.run_names import run_name
 from attnres.typed import leaves, overlay
 
 Setting = int | float | bool | str
@@ -239,7 +240,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
     from attnres.residuals import residual_class, source_file
 
     mechanism = residual_class(config.model.residual, config.model.residual_file)
-    name = config.name or f"{mechanism.name}-seed{config.seed}"
+    name = config.name or run_name(mechanism.name, config.seed)
     model = dataclasses.replace(
         config.model,
         residual=mechanism.name,

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from attnres.figures.chart import Curves, Line
+from attnres.run_names import run_name
 from attnres.studies.design import Arm, Computed, Design, Measured, Result, Setting, Table
 from attnres.studies.lab.mlp import Mlps
 from attnres.text import number
@@ -62,7 +63,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     small = setting.preset.small < 0.01
     layers, width = (8, 16) if small else (48, 256)
     runs = {
-        f"{label}-seed{seed}": {**values, "layers": layers, "width": width, "seed": seed}
+        run_name(label, seed): {**values, "layers": layers, "width": width, "seed": seed}
         for seed in range(setting.seeds)
         for label, values in VARIANTS.items()
     }

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from attnres.figures.chart import Curves, Line
+from attnres.run_names import run_name
 from attnres.studies.analyses.noise import pooled
 from attnres.studies.design import Arm, Computed, Design, Measured, Result, Setting, Table
 from attnres.studies.lab.mlp import Mlps
@@ -80,7 +81,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     small = setting.preset.small < 0.01
     depths, mechanisms = ((2,), MECHANISMS[:2]) if small else ((4, 10, 30), MECHANISMS)
     mixtures = {
-        f"{residual}, {layers} layers, {'norm' if norm else 'no norm'}-seed{seed}": {
+        run_name(f"{residual}, {layers} layers, {'norm' if norm else 'no norm'}", seed): {
             "residual": residual,
             "norm": norm,
             "layers": layers,
@@ -93,7 +94,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
         for residual in mechanisms
     }
     teachers = {
-        f"{residual}, T {temperature:g}-seed{seed}": {
+        run_name(f"{residual}, T {temperature:g}", seed): {
             "residual": residual,
             "layers": depths[-1],
             "temperature": temperature,

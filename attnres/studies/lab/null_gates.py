@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attnres.residuals.mechanisms.adaptive import Adaptive
+from attnres.run_names import run_name
 from attnres.training.schedule import fraction_of_peak
 
 LAYERS = 12
@@ -56,7 +57,7 @@ VARIANTS = {
 def runs(steps: int, seeds: int) -> dict[str, dict[str, Any]]:
     """Arguments of `simulate` by the run's name: noise at each seed, what has none once."""
     return {
-        f"{label}-seed{seed}": {"label": label, "steps": steps, "every": max(1, steps // 100), "seed": seed}
+        run_name(label, seed): {"label": label, "steps": steps, "every": max(1, steps // 100), "seed": seed}
         for label, variant in VARIANTS.items()
         for seed in range(seeds if variant.noise else 1)
     }

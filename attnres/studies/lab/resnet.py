@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from attnres.residuals import make_residual
 from attnres.residuals.base import as_it_is
+from attnres.run_names import run_name
 from attnres.studies.contrast import contrast
 from attnres.studies.design import Arm, Computed, Design, Measured, Result, Setting
 from attnres.studies.lab.images import load_images
@@ -174,7 +175,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     kinds = ("plain", "resnet", "standard", "full") if small >= 0.01 else ("plain", "full")
     steps = max(2, round(STEPS * min(1.0, small / 4 if small < 1 else 1.0)))
     runs = {
-        f"{kind}-{layers}-seed{seed}": {
+        run_name(f"{kind}-{layers}", seed): {
             "kind": kind,
             "blocks": DEPTHS[layers],
             "images": setting.images,

@@ -1,5 +1,6 @@
 """Depth reads put on a finished model: whether continuing with them is better than continuing without."""
 
+from attnres.run_names import run_name
 from attnres.studies.contrast import contrast
 from attnres.studies.design import Arm, Design, Measured, Result, Setting
 
@@ -21,7 +22,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     first = setting.arm("pretrained", ["standard"], [0], of=setting.config())
     if not measured.complete(first.name):
         return [first]
-    start = setting.folder("retrofit") / first.name / "standard-seed0"
+    start = setting.folder("retrofit") / first.name / run_name("standard", 0)
     optim = setting.config().optim
     cooler = {"lr": COOLER * optim.lr, "muon_lr": COOLER * optim.muon_lr, "residual_lr": COOLER * optim.lr}
     run = setting.config(
