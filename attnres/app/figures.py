@@ -21,6 +21,8 @@ RIGHT = 14.0
 """For the last column's name, which is slanted."""
 TOP = 30.0
 """For the names of columns."""
+WIDEST = 60.0
+"""Of a cell."""
 FAINT = 0.01
 """Attention below which a token is not drawn."""
 FONT = "font-family='system-ui,sans-serif'"
@@ -80,7 +82,7 @@ def heatmap(
     """
     across = columns(read.sources for read in layout)
     place = {source.name: i for i, source in enumerate(across)}
-    wide = (WIDTH - LABEL - RIGHT) / len(across)
+    wide = min(WIDEST, (WIDTH - LABEL - RIGHT) / len(across))
     tall = min(14.0, max(9.0, wide))
     names, parts, marks = [], [], []
     every = _spacing(wide)
@@ -94,8 +96,6 @@ def heatmap(
         if r % every == 0 or r == len(layout) - 1:
             parts.append(_text(LABEL - 5, y + tall / 2 + 3.3, row_name(read), "end"))
         for i, source in enumerate(read.sources):
-            if not np.isfinite(values[r][i]):
-                continue
             box = (LABEL + place[source.name] * wide, y, wide - 0.6, tall - 0.6)
             cut = (r, i) in out
             colour = _colour(float(values[r][i]), largest)

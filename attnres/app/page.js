@@ -216,7 +216,7 @@ const neighbour = (target, key) => {
   let nearest, least = Infinity;
   for (const one of all) {
     const [ox, oy] = middle(one), lines = down * (oy - y), far = lines * 1000 + Math.abs(ox - x);
-    if (lines > 4 && far < least) [nearest, least] = [one, far];
+    if (lines > 4 && far < least - 0.5) [nearest, least] = [one, far];
   }
   return nearest;
 };

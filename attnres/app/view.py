@@ -245,8 +245,6 @@ def summary(p: Pane) -> str:
 
 def _cuts(p: Pane) -> str:
     """What is knocked out, each to be brought back."""
-    if not p.cuts:
-        return ""
     items = []
     for cut in p.cuts:
         where = "at all tokens"
@@ -261,6 +259,8 @@ def _cuts(p: Pane) -> str:
             f'data-of-read="{cut.read}" data-of-source="{cut.source}"{token} '
             f'aria-label="bring back {escape(f"{edge} {where}")}">×</button></li>'
         )
+    if not items:
+        return '<p class="cuts note">Nothing is knocked out.</p>'
     return f'<ul class="cuts" aria-label="knocked out">{"".join(items)}</ul>'
 
 
@@ -277,7 +277,9 @@ def _colouring(p: Pane) -> str:
         return "Tokens by the change of their loss"
     if p.source == ATTENDED:
         return f"Tokens by the attention of {p.of_token}, mean over heads and layers"
-    return f"Tokens by the {p.by} of {p.source if _place_of(p) is not None else 'its largest source'} in {read}"
+    if _place_of(p) is None:
+        return f"Tokens by the largest source of {read}, by {p.by}"
+    return f"Tokens by the {p.by} of {p.source} in {read}"
 
 
 def _tokens(p: Pane, colours: dict[str, str], scales: Scales) -> str:
@@ -471,24 +473,21 @@ def difference(first: Pane, second: Pane) -> str:
         for r, read in enumerate(second.reading.layout)
         for i, source in enumerate(read.sources)
     }
-    values = []
-    mine = first.reading.means(first.by)
+    mine, layout, values = first.reading.means(first.by), list[Read](), list[np.ndarray]()
     for r, read in enumerate(first.reading.layout):
-        at = [place.get((read.name, source.name)) for source in read.sources]
-        values.append(
-            np.array([theirs[j[0]][j[1]] - mine[r][i] if j is not None else np.nan for i, j in enumerate(at)])
-        )
-    finite = np.concatenate(values)
-    finite = finite[np.isfinite(finite)]
-    if not len(finite):
+        both = [i for i, source in enumerate(read.sources) if (read.name, source.name) in place]
+        at = [place[read.name, read.sources[i].name] for i in both]
+        if both:
+            layout.append(read._replace(sources=tuple(read.sources[i] for i in both)))
+            values.append(np.array([theirs[j][k] - mine[r][i] for i, (j, k) in zip(both, at, strict=True)]))
+    if not values:
         return message("these two models have no read and source in common: there is no difference to show", "note")
-    largest = max(FLOOR, float(np.abs(finite).max()))
-    names = first.reading.reads, first.reading.sources
+    largest = max(FLOOR, float(np.abs(np.concatenate(values)).max()))
     cells = figures.heatmap(
-        first.reading.layout,
+        layout,
         values,
         f"Difference of {first.by}s, second less first",
-        lambda r, i: f"{names[0][r]} reads {names[1][r][i]}: {first.by} {float(values[r][i]):+.3f}",
+        lambda r, i: f"{layout[r].name} reads {layout[r].sources[i].name}: {first.by} {float(values[r][i]):+.3f}",
         name="difference",
         largest=largest,
         click=False,

@@ -88,7 +88,7 @@ def graph(attribution: "Attribution", title: str) -> Plot:
                 end[::-1],
                 connectionstyle=f"arc3,rad={bend if start[1] <= end[1] else -bend}",
                 linewidth=0.4 + 3.4 * abs(value) / most,
-                color=MORE if value < 0 else LESS,
+                color=LESS if value < 0 else MORE,
                 alpha=0.75,
                 **arrow,
             )
@@ -118,8 +118,8 @@ def graph(attribution: "Attribution", title: str) -> Plot:
     ax.set_xlim(-1.9, 3.4)
     ax.set_axis_off()
     handles = [
-        Line2D([], [], color=MORE, linewidth=2, label=f"ln p falls without it (widest: {most:.2f} nats)"),
-        Line2D([], [], color=LESS, linewidth=2, label="ln p rises without it"),
+        Line2D([], [], color=LESS, linewidth=2, label=f"ln p falls without it (widest: {most:.2f} nats)"),
+        Line2D([], [], color=MORE, linewidth=2, label="ln p rises without it"),
         Line2D([], [], color=style.MUTED, linewidth=0.8, linestyle=":", label="is part of"),
     ]
     figure.legend(handles=handles, loc="outside lower left", fontsize=SMALL)
