@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from attnres.errors import DEBUG, ERROR_FILE, Interrupted, UserError, first_line, unknown
+from attnres.errors import DEBUG, ERROR_FILE, Interrupted, UserError, first_line, is_panic, unknown
 from attnres.text import listed, one_line
 
 COMMANDS = {
@@ -83,7 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         _fail("error: stopped", 130)
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         _fail(_unforeseen(error, words), 1)
 
 
@@ -104,7 +106,7 @@ def _dispatch(arguments: list[str]) -> None:
         raise unknown("command", name, COMMANDS)
 
 
-def _unforeseen(error: Exception, words: list[str]) -> str:
+def _unforeseen(error: BaseException, words: list[str]) -> str:
     """A sentence for what no part of the program foresaw: what it is, where it is from, and what it was about."""
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "attnres" in Path(frame.filename).parts]
     place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "a library"

@@ -34,6 +34,11 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".: ")
 
 
+def is_panic(error: BaseException) -> bool:
+    """Whether a library written in Rust met something that it did not foresee: its exception is no `Exception`."""
+    return type(error).__name__ == "PanicException"
+
+
 @contextmanager
 def foreign(what: str, advice: str) -> Generator[None]:
     """Raise whatever the block raises as a UserError: the block runs another library, or code, on what a user gave.
@@ -53,7 +58,9 @@ def foreign(what: str, advice: str) -> Generator[None]:
         raise
     except RecursionError as error:
         raise UserError(f"{what} (nested too deep): {advice}") from error
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_panic(error):
+            raise
         raise UserError(f"{what} ({first_line(error)}): {advice}") from error
 
 

@@ -116,13 +116,15 @@ def _remove_strays(files: Iterable[Path]) -> None:
 
 @contextmanager
 def locked(folder: str | Path) -> Generator[Callable[[], bool]]:
-    """Keep other processes out of `folder`, which is made if it is missing and removed again if it stays empty.
+    """Keep other processes out of `folder`, which is made if it is missing and removed again if it stays empty, with
+    what was made above it.
 
     The lock is on the file `.lock` in it; the system lets go of it when this process ends, however it ends. What killed
     processes left half-written there is removed. Gives a function that says whether the folder is still the one that
     was locked: it may be renamed or removed meanwhile. Raises UserError while another process holds the lock.
     """
     folder = Path(folder)
+    above = [path for path in folder.parents if not path.exists()]
 
     with ExitStack() as stack:
         with writing(folder):
@@ -140,6 +142,8 @@ def locked(folder: str | Path) -> Generator[Callable[[], bool]]:
             with suppress(OSError):
                 if os.listdir(folder) == [LOCK] and is_same_file(handle, folder / LOCK):
                     shutil.rmtree(folder)
+                    for path in above:
+                        path.rmdir()
 
 
 def _beside(path: Path) -> Path:

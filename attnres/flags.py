@@ -5,6 +5,7 @@ import dataclasses
 import difflib
 import io
 import json
+import re
 from typing import Annotated, Any, TypeVar
 
 import tyro
@@ -133,7 +134,12 @@ def _sentence(box: str) -> str:
             parts[-1].append(text)
     filled = [" ".join(part) for part in parts if part]
     message = filled[0 if "╭" in box else 1 :][:1]
-    return message[0].removesuffix(".") if message else "the options were not understood"
+    if not message:
+        return "the options were not understood"
+    untyped = re.match(r"(.*): no type matching ({None}\|)?(.*?) could be instantiated from \[(.*?)\]", message[0])
+    if untyped:
+        return f"{untyped[1]}: {untyped[4]} is no {untyped[3]}"
+    return message[0].removesuffix(".")
 
 
 def config_file(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:

@@ -32,7 +32,7 @@ def digits_for(value: float, error: float | None) -> int:
     """Digits of a number with that standard error: three below 10, two below 1,000, none above; up to six where the
     error needs them."""
     digits = 3 if abs(value) < 10 else 2 if abs(value) < 1000 else 0
-    needed = math.ceil(-math.log10(error)) if error and error > 0 else 0
+    needed = math.ceil(-math.log10(error)) if error and 0 < error < math.inf else 0
     return max(digits, min(6, needed))
 
 

@@ -18,9 +18,30 @@ class Least:
 
     number: int
 
+    def admits(self, value: float) -> bool:
+        return value >= self.number
+
+    def __str__(self) -> str:
+        return f"{self.number} or more"
+
+
+@dataclass(frozen=True)
+class Above:
+    """What a number must be greater than, in `Annotated[float, Above(0)]`."""
+
+    number: int
+
+    def admits(self, value: float) -> bool:
+        return value > self.number
+
+    def __str__(self) -> str:
+        return f"above {self.number}"
+
 
 Count = Annotated[int, Least(0)]
 """How many there are."""
+Positive = Annotated[float, Above(0)]
+"""What others are divided by."""
 
 
 class Misfit(Exception):
@@ -97,9 +118,9 @@ def fit(value: Any, hint: Any) -> Any:
     """`value` as the type `hint`, converted as files need it (whole numbers to floats, lists to tuples), or Misfit."""
     origin, options = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
-        value, least = fit(value, options[0]), options[1]
-        if value < least.number:
-            raise Misfit(value, f"{_describe(options[0])}, {least.number} or more")
+        value, bound = fit(value, options[0]), options[1]
+        if not bound.admits(value):
+            raise Misfit(value, f"{_describe(options[0])}, {bound}")
         return value
     if origin in (typing.NotRequired, typing.Required):
         return fit(value, options[0])

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-AREAS = ("inputs", "flags", "disks", "kills", "requests")
+AREAS = ("inputs", "flags", "disks", "kills", "comparisons", "requests")
 
 
 def main() -> None:
@@ -19,6 +19,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/fuzz/campaign.json"), help="counts; goes on with them")
     parser.add_argument("--page", type=Path, help="Markdown page whose counts are written anew")
     parser.add_argument("--work", type=Path, default=Path("build/fuzz/work"), help="folder for what is damaged")
+    parser.add_argument("--retry", action="store_true", help="only try again what failed of the inputs")
     options = parser.parse_args()
     work = options.work.resolve()
     os.environ.update(OMP_NUM_THREADS="1", ATTNRES_CACHE=str(work / "cache"), HF_HUB_OFFLINE="1")
@@ -27,8 +28,8 @@ def main() -> None:
     from fuzz.explorer import try_requests
     from fuzz.flags import try_flags
     from fuzz.forked import preload
-    from fuzz.inputs import try_inputs
-    from fuzz.kills import try_kills
+    from fuzz.inputs import retry_inputs, try_inputs
+    from fuzz.kills import try_comparisons, try_kills
     from fuzz.material import make
     from fuzz.tally import Tally
 
@@ -39,8 +40,13 @@ def main() -> None:
         "flags": try_flags,
         "disks": try_full_disks,
         "kills": try_kills,
+        "comparisons": try_comparisons,
         "requests": try_requests,
     }
+    if options.retry:
+        retry_inputs(material, tally)
+        tally.save()
+        sys.exit(1 if tally.failures() else 0)
     began = time.monotonic()
     for place, name in enumerate(options.only):
         share = (options.minutes * 60 - (time.monotonic() - began)) / (len(options.only) - place)

@@ -4,6 +4,7 @@ import http.client
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -18,11 +19,14 @@ from fuzz.material import Material
 from fuzz.mutations import ODD, mutate
 from fuzz.tally import Tally
 
-PATHS = (
-    *("/", "/show", "/show", "/show", "/export", "/score", "/search", "/page.js", "/page.css"),
-    *("/?t=" + "A" * 4000, "/?t=eJzbwMAAAAB", "/docs", "/openapi.json", "/page.html", "/%ff", "//"),
-    *("/%2e%2e/%2e%2e/etc/passwd", "/../../etc/passwd", "/page.js/..", "/show/%00", "/file=/etc/passwd"),
+ROUTES = ("/", *("/show",) * 12, *("/export", "/score", "/search") * 3)
+HOSTILE = (
+    *("//", "/%ff", "/%00", "/\\..\\..", "/?" + "a=b&" * 2000, "/?t=" + "A" * 4000, "/?t=eJzbwMAAAAB", "/..;/"),
+    *("/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "/assets/../../etc/passwd", "/static/%00", "/file=/etc/passwd"),
+    *("/page.js/..", "/show/%00", "/.git/config", "/upload", "/proxy=http://a", "/api/predict", "/docs", "/page.html"),
+    *("/openapi.json", "/monitoring", "/favicon.ico", "/robots.txt", "/config", "/admin", "/" + "a" * 9000),
 )
+"""Asked of any server; what else this one may answer to is taken from its page."""
 VIEW = View("def read(rows):\n    return rows", token=2, cuts=(Cut(0, 3, 1), Cut(0, 2, 0, 1))).to_json()
 ACTIONS = [
     ["token", 1],
@@ -46,7 +50,7 @@ def explorer(material: Material) -> Generator[tuple[int, Path]]:
         process = subprocess.Popen(words, stdout=file, stderr=file, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         until = time.monotonic() + 240
-        while b"open http" not in said.read_bytes():
+        while _status(port, "GET", "/", {}, b"") != 200:
             assert process.poll() is None and time.monotonic() < until, said.read_text()
             time.sleep(0.2)
         yield port, said
@@ -60,12 +64,13 @@ def try_requests(material: Material, tally: Tally, cases: int, *, more: Callable
     if not more():
         return
     with explorer(material) as (port, said):
+        paths = [*ROUTES, *HOSTILE, *addresses(port)]
         for first in range(0, cases, 4):
             if not more():
                 break
             numbers = [tally.tried("requests") + place for place in range(min(4, cases - first))]
             answers: dict[int, str] = {}
-            senders = [threading.Thread(target=_send, args=(port, number, answers)) for number in numbers]
+            senders = [threading.Thread(target=_send, args=(port, number, paths, answers)) for number in numbers]
             for sender in senders:
                 sender.start()
             for sender in senders:
@@ -77,9 +82,27 @@ def try_requests(material: Material, tally: Tally, cases: int, *, more: Callable
         tally.count("terminal", "done" if _status(port, "GET", "/", {}, b"") == 200 else "different", "the page")
 
 
-def _send(port: int, number: int, answers: dict[int, str]) -> None:
+def addresses(port: int) -> list[str]:
+    """What the page and its scripts name on its own server."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    paths: set[str] = set()
+    pages = ["/"]
+    for page in pages:
+        connection.request("GET", page)
+        text = connection.getresponse().read().decode("utf-8", "replace")
+        named = {
+            f"/{name.lstrip('./')}" for name in re.findall(r"[\"'`(](\.{0,2}/[A-Za-z0-9_./-]{2,80})[\"'`)?]", text)
+        }
+        if page == "/":
+            pages += sorted(name for name in named if name.endswith(".js"))[:12]
+        paths |= named
+    connection.close()
+    return sorted(paths)[:400]
+
+
+def _send(port: int, number: int, paths: list[str], answers: dict[int, str]) -> None:
     draw = random.Random(number)
-    path, method = draw.choice(PATHS), draw.choice(("GET", "POST", "POST", "PUT", "HEAD", "OPTIONS"))
+    path, method = draw.choice(paths), draw.choice(("GET", "POST", "POST", "PUT", "HEAD", "OPTIONS"))
     body = json.dumps(EVENT).encode()
     for _ in range(draw.choice((0, 1, 1, 2))):
         body = mutate(body, draw, "json")

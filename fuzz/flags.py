@@ -1,32 +1,20 @@
 """Hostile values for the flags of every command."""
 
+import itertools
 import random
+import shutil
 from collections.abc import Callable
 
-from fuzz.forked import forked
+from fuzz.forked import Worker
 from fuzz.inputs import snapshot
 from fuzz.material import Material
 from fuzz.tally import Tally
 
 VALUES = (
-    *(
-        "",
-        " ",
-        "-1",
-        "0",
-        "1e400",
-        "nan",
-        "inf",
-        "9" * 5000,
-        "x",
-        "[[",
-        "{{{{" * 600,
-        "a" * 300,
-        "~nosuchuser/x",
-        "\x1b[2J",
-    ),
+    *("", " ", "-1", "0", "1e400", "nan", "inf", "9" * 5000, "x", "[[", "{{{{" * 600, "a" * 300, "~nosuchuser/x"),
     *("../..", "/dev/null", "/proc/self/mem", ".", "a\nb", "none", "True", "{}", "{a: 1}", "{family: llama}", "--help"),
     *("hub:", "hub:a:b:c:d", "bpe:1", "bpe:99999999999", "²", "\udcff", "name=\udcff", "block:num_blocks=x", "a=b"),
+    *("task:", "task:nosuch", "full@lr=x", "nosuch.py:A", "\x1b[2J", "0x10", "1_000", "embedding@99", "-0.5"),
 )
 FLAGS = {
     "train": "config source tokenizer size residual steps batch-size lr seq-len seed out name device dtype betas "
@@ -40,29 +28,41 @@ FLAGS = {
     "figures": "formats limit text",
     "report": "out images",
     "app": "host port",
+    "export": "model out",
+    "study": "name preset seeds source images out jobs budget executor slurm adopt",
+    "plan": "model gpus residual settings vocab-size dp shard pp schedule microbatches batch context gpu rows",
+    "check": "residual settings",
+    "mechanisms": "names format",
+    "env": "nosuch",
+    "families": "nosuch",
 }
+POSITIONAL = ("model", "name", "names")
+"""Values without a flag. `residual` of check is one too, and refused as a flag."""
 
 
 def try_flags(material: Material, tally: Tally, cases: int, *, more: Callable[[], bool] = lambda: True) -> None:
     """Try so many command lines with one or two hostile values each."""
-    for _ in range(cases):
-        number = tally.tried("flags")
-        if not more():
-            return
-        draw = random.Random(number)
-        command = sorted(FLAGS)[number % len(FLAGS)]
-        words = _begin(material, command)
-        for flag in draw.sample(
-            FLAGS[command].split(), draw.choice((1, 1, 2)) if len(FLAGS[command].split()) > 1 else 1
-        ):
-            words += [f"--{flag}", draw.choice(VALUES)]
-        before, elsewhere = snapshot(material), material.root / "elsewhere"
-        elsewhere.mkdir(exist_ok=True)
-        outcome = forked(words, seconds=20, cwd=elsewhere)
-        verdict = "changed" if snapshot(material) != before else outcome.verdict
-        if verdict == "slow":
-            verdict = "ran on"  # a legal value that asks for much, or a machine with other work
-        tally.count("flags", verdict, " ".join(words), said=outcome.said[-600:])
+    elsewhere, worker = material.root / "elsewhere", Worker()
+    try:
+        for _ in itertools.repeat(None, cases):
+            number = tally.tried("flags")
+            if not more():
+                return
+            draw = random.Random(number)
+            command = sorted(FLAGS)[number % len(FLAGS)]
+            words, flags = _begin(material, command), FLAGS[command].split()
+            for flag in draw.sample(flags, min(len(flags), draw.choice((1, 1, 2)))):
+                words += [draw.choice(VALUES)] if flag in POSITIONAL else [f"--{flag}", draw.choice(VALUES)]
+            shutil.rmtree(elsewhere, ignore_errors=True)
+            elsewhere.mkdir()
+            before = snapshot(material)
+            outcome = worker.run(words, seconds=20, cwd=elsewhere)
+            verdict = "changed" if snapshot(material) != before else outcome.verdict
+            if verdict == "slow":
+                verdict = "ran on"  # a legal value that asks for much
+            tally.count("flags", verdict, " ".join(words), said=outcome.said[-600:])
+    finally:
+        worker.close()
 
 
 def _begin(material: Material, command: str) -> list[str]:
@@ -79,5 +79,7 @@ def _begin(material: Material, command: str) -> list[str]:
         "figures": [str(material.run / "inspection.json"), str(material.root / "out")],
         "report": [str(material.run), "--out", str(material.root / "out")],
         "app": [str(material.root / "absent")],
+        "study": ["--dry-run"],
+        "plan": ["--rows", "1"],
     }
-    return [command, *begin[command]]
+    return [command, *begin.get(command, [])]

@@ -1,5 +1,6 @@
 """Damaged files of every kind, each given to the commands that read it."""
 
+import itertools
 import os
 import random
 import shutil
@@ -7,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from fuzz.forked import forked
-from fuzz.material import SHORT, STEPS, Material
+from fuzz.forked import Worker
+from fuzz.material import SHORT, SIZE, STEPS, Material, damageable
 from fuzz.mutations import mutate
 from fuzz.tally import Tally
 
@@ -18,14 +19,23 @@ Words = Callable[[Path, Path], list[str]]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of file: the folder that is copied, the file in it that is damaged, how, and who reads it."""
+    """A kind of file: the folder that is copied, the file in it that is damaged, how, and who reads it.
+
+    Attributes:
+        content: as in `mutate`.
+        call: of `fuzz.forked.CALLS_OF`.
+        unfinished: take the run's summary away, so that it is resumed.
+        turns: how often in a round it is damaged: those whose readers are quick more often.
+    """
 
     name: str
     folder: str
     file: str
     content: str
     words: Words
-    unfinished: bool = False  # take the run's summary away, so that it is resumed
+    call: str = "command"
+    unfinished: bool = False
+    turns: int = 1
 
 
 def kinds(material: Material) -> list[Kind]:
@@ -33,6 +43,12 @@ def kinds(material: Material) -> list[Kind]:
 
     def report(here: Path, out: Path) -> list[str]:
         return ["report", str(here), "--out", str(out)]
+
+    def read(here: Path, out: Path) -> list[str]:
+        return [str(here)]
+
+    def figures(here: Path, out: Path) -> list[str]:
+        return ["figures", f"{here}/inspection.json", str(out), "--formats", "png"]
 
     def resume(here: Path, out: Path) -> list[str]:
         return material.train(here, "--resume")
@@ -45,6 +61,10 @@ def kinds(material: Material) -> list[Kind]:
 
     def convert(here: Path, out: Path) -> list[str]:
         return ["convert", str(here), str(out)]
+
+    def begin(here: Path, out: Path) -> list[str]:
+        words = [word for word in material.train(out, "--steps", "1") if word not in ("--size", SIZE)]
+        return [*words, "--init-from", str(here)]
 
     def score(here: Path, out: Path) -> list[str]:
         task = str(here / "task.jsonl")
@@ -60,45 +80,81 @@ def kinds(material: Material) -> list[Kind]:
         words = material.train(out, "--steps", "1")
         return [str(here) if word == str(material.tokens) else word for word in words]
 
-    def configured(here: Path, out: Path) -> list[str]:
-        flags = [*SHORT, "--source", str(material.tokens), "--size", "nano", "--steps", "0"]  # refused when it is read
-        return ["train", "--config", str(here / "config.yaml"), *flags, "--out", str(out)]
+    def studied(here: Path, out: Path) -> list[str]:
+        return ["study", "--report", "--out", str(here)]
 
+    def study(here: Path, out: Path) -> list[str]:
+        return material.study(here)
+
+    def planned(here: Path, out: Path) -> list[str]:
+        return [*material.study(here), "--dry-run"]
+
+    def continued(here: Path, out: Path) -> list[str]:
+        return material.compare(here)
+
+    def configured(name: str) -> Words:
+        flags = [*SHORT, "--source", str(material.root / "absent")]  # refused once the rest is understood
+        return lambda here, out: ["train", "--config", str(here / name), *flags, "--out", str(out)]
+
+    def trained(here: Path, out: Path) -> list[str]:
+        flags = [*SHORT, "--source", str(material.tokens), "--size", SIZE, "--seq-len", "16", "--batch-size", "2"]
+        return ["train", "--config", str(here / "config.yaml"), *flags, "--val-windows", "2", "--out", str(out)]
+
+    def compared(here: Path, out: Path) -> list[str]:
+        flags = ["--source", str(material.root / "absent"), "--out", str(out)]
+        return ["compare", "--config", str(here / "comparison.yaml"), *flags]
+
+    measures = "seconds/growth/growth/block-seed0/measures.json"
     last = f"val/{STEPS:06d}.npy"
+    run_files = ("config.json", "summary.json", "data.json", "environment.json", "inspection.json")
+    resumed_files = ("config.json", "data.json", "checkpoint/state.json", "checkpoint/model/config.json")
+    group = "standard-seed0"
     return [
-        *(Kind(name, "run", name, "json", report) for name in ("config.json", "summary.json", "data.json")),
-        *(Kind(name, "run", name, "json", report) for name in ("environment.json", "inspection.json")),
-        Kind("metrics.jsonl", "run", "metrics.jsonl", "jsonl", report),
-        Kind("val/STEP.npy", "run", last, "binary", report),
-        Kind(
-            "inspection.json, drawn",
-            "run",
-            "inspection.json",
-            "json",
-            lambda h, o: ["figures", f"{h}/inspection.json", str(o), "--formats", "png"],
-        ),
-        *(
-            Kind(f"{name}, resumed", "run", name, "json", resume, unfinished=True)
-            for name in ("config.json", "data.json")
-        ),
+        *(Kind(name, "run", name, "json", read, "table", turns=20) for name in run_files),
+        Kind("metrics.jsonl", "run", "metrics.jsonl", "jsonl", read, "table", turns=20),
+        Kind("val/STEP.npy", "run", last, "npy", read, "table", turns=20),
+        Kind("compare.json", "comparison", "compare.json", "json", read, "table", turns=20),
+        Kind("speed.json", "comparison", "speed.json", "json", read, "table", turns=20),
+        Kind("config.json of a comparison", "comparison", f"{group}/config.json", "json", read, "table", turns=6),
+        Kind("metrics.jsonl, reported", "run", "metrics.jsonl", "jsonl", report),
+        Kind("inspection.json, drawn", "run", "inspection.json", "json", figures),
+        Kind("compare.json, continued", "comparison", "compare.json", "json", continued),
+        Kind("study.json", "studies", "seconds/growth/study.json", "json", studied, turns=6),
+        Kind("measures.json", "studies", measures, "json", study, turns=6),
+        Kind("result.json of a study", "studies", "seconds/noise/result.json", "json", planned, turns=6),
+        Kind("environment.json, resumed", "run", "environment.json", "json", resume, unfinished=True),
+        *(Kind(f"{name}, resumed", "run", name, "json", resume, unfinished=True, turns=2) for name in resumed_files),
         Kind("metrics.jsonl, resumed", "run", "metrics.jsonl", "jsonl", resume, unfinished=True),
-        Kind("checkpoint/state.json", "run", "checkpoint/state.json", "json", resume, unfinished=True),
-        Kind("checkpoint/model/config.json", "run", "checkpoint/model/config.json", "json", resume, unfinished=True),
-        Kind("checkpoint/optimizer", "run", "checkpoint/optimizer.safetensors", "binary", resume, unfinished=True),
-        Kind("model/config.json", "run", "model/config.json", "json", generate),
-        Kind("model/generation_config.json", "run", "model/generation_config.json", "json", generate),
-        Kind("model/tokenizer.json", "run", "model/tokenizer.json", "json", inspect),
-        Kind("model/tokenizer_config.json", "run", "model/tokenizer_config.json", "json", inspect),
-        Kind("model/model.safetensors", "run", "model/model.safetensors", "binary", generate),
-        Kind("plain config.json", "plain", "config.json", "json", convert),
-        Kind("plain model.safetensors", "plain", "model.safetensors", "binary", convert),
-        Kind("plain tokenizer_config.json", "plain", "tokenizer_config.json", "json", convert),
-        Kind("header.json", "tokens", "header.json", "json", train_on),
-        Kind("shard", "tokens", "train-00000.bin", "binary", train_on),
-        Kind("tokenizer.json", "tokens", "tokenizer.json", "json", tokenise),
-        Kind("text", "corpus", "0.txt", "binary", prepare),
-        Kind("configuration", "config.yaml", "config.yaml", "text", configured),
-        Kind("task", "task.jsonl", "task.jsonl", "jsonl", score),
+        Kind(
+            "checkpoint/optimizer",
+            "run",
+            "checkpoint/optimizer.safetensors",
+            "safetensors",
+            resume,
+            unfinished=True,
+            turns=2,
+        ),
+        Kind("model/config.json", "run", "model/config.json", "json", generate, turns=12),
+        Kind("model/generation_config.json", "run", "model/generation_config.json", "json", generate, turns=6),
+        Kind("model/tokenizer.json", "run", "model/tokenizer.json", "json", inspect, turns=2),
+        Kind("model/tokenizer_config.json", "run", "model/tokenizer_config.json", "json", inspect, turns=2),
+        Kind("model/model.safetensors", "run", "model/model.safetensors", "safetensors", generate, turns=12),
+        Kind("plain config.json", "plain", "config.json", "json", convert, turns=12),
+        Kind("plain config.json, trained", "plain", "config.json", "json", begin),
+        Kind("plain model.safetensors", "plain", "model.safetensors", "safetensors", convert, turns=12),
+        Kind("index of weights", "indexed", "model.safetensors.index.json", "json", convert, turns=6),
+        Kind("plain tokenizer_config.json", "plain", "tokenizer_config.json", "json", convert, turns=6),
+        Kind("header.json", "tokens", "header.json", "json", train_on, turns=4),
+        Kind("shard", "tokens", "train-00000.bin", "binary", train_on, turns=2),
+        Kind("tokenizer.json", "tokens", "tokenizer.json", "json", tokenise, turns=16),
+        Kind("text", "corpus", "0.txt", "binary", prepare, turns=12),
+        Kind("lines of text", "lines.jsonl", "lines.jsonl", "jsonl", prepare, turns=16),
+        Kind("configuration, YAML", "config.yaml", "config.yaml", "text", configured("config.yaml"), turns=20),
+        Kind("configuration, TOML", "config.toml", "config.toml", "text", configured("config.toml"), turns=12),
+        Kind("configuration, JSON", "config.json", "config.json", "json", configured("config.json"), turns=16),
+        Kind("configuration, trained", "config.yaml", "config.yaml", "text", trained, turns=2),
+        Kind("configuration of a comparison", "comparison.yaml", "comparison.yaml", "text", compared, turns=8),
+        Kind("task", "task.jsonl", "task.jsonl", "jsonl", score, turns=2),
     ]
 
 
@@ -106,17 +162,39 @@ def try_inputs(
     material: Material, tally: Tally, cases: int, *, only: str = "", more: Callable[[], bool] = lambda: True
 ) -> None:
     """Try so many damaged files, kind after kind, as long as there is `more` time."""
-    every = [kind for kind in kinds(material) if only in kind.name]
-    for _ in range(cases):
-        number = tally.tried("inputs")
-        if not more():
-            return
-        kind, draw = every[number % len(every)], random.Random(number)
-        verdict, said = _try(material, kind, draw)
-        tally.count("inputs", verdict, f"{kind.name}, seed {number}", said=said)
+    order = _order(material, only)
+    worker = Worker()
+    try:
+        for _ in itertools.repeat(None, cases):
+            number = tally.tried("inputs")
+            if not more():
+                return
+            kind, draw = order[number % len(order)], random.Random(number)
+            verdict, said = _try(material, kind, draw, worker)
+            tally.count("inputs", verdict, f"{kind.name}, seed {number}", said=said)
+            tally.count_kind(kind.name)
+    finally:
+        worker.close()
 
 
-def _try(material: Material, kind: Kind, draw: random.Random) -> tuple[str, str]:
+def retry_inputs(material: Material, tally: Tally) -> None:
+    """Try again what failed: what ends well now is counted so, and stands under `mended`."""
+    order, worker = _order(material, ""), Worker()
+    for failure in tally.failures("inputs"):
+        number = failure["case"]
+        kind = order[number % len(order)]
+        verdict, said = _try(material, kind, random.Random(number), worker)
+        tally.again(failure, verdict, said)
+    worker.close()
+
+
+def _order(material: Material, only: str) -> list[Kind]:
+    """The kinds of a round, those with more turns more often."""
+    every = [kind for kind in kinds(material) if only in kind.name and (material.root / kind.folder).exists()]
+    return [kind for turn in range(max(kind.turns for kind in every)) for kind in every if turn < kind.turns]
+
+
+def _try(material: Material, kind: Kind, draw: random.Random, worker: Worker) -> tuple[str, str]:
     here, out = material.root / "case", material.root / "out"
     for folder in (here, out):
         shutil.rmtree(folder, ignore_errors=True)
@@ -129,23 +207,25 @@ def _try(material: Material, kind: Kind, draw: random.Random) -> tuple[str, str]
     if kind.unfinished:
         shutil.rmtree(here / "model")
         (here / "summary.json").unlink()
+    for path in (here / "metrics.jsonl", here / kind.file):  # those that are changed where they lie: here only
+        if path.exists():
+            content = path.read_bytes()
+            path.unlink()
+            path.write_bytes(content)
     path = here / kind.file
-    damaged = mutate(path.read_bytes(), draw, kind.content)
-    path.unlink()  # the original is a link
-    path.write_bytes(damaged)
+    path.write_bytes(mutate(path.read_bytes(), draw, kind.content))
     before = snapshot(material)
-    outcome = forked(kind.words(here, out))
+    outcome = worker.run(kind.words(here, out), name=kind.call)
     verdict = "changed" if snapshot(material) != before else outcome.verdict
     return verdict, outcome.said[-600:]
 
 
 def _link(source: str, target: str) -> None:
-    """Files of a run are replaced and never changed where they lie, but for metrics.jsonl, which is appended to."""
+    """Files are replaced and never changed where they lie, but for metrics.jsonl, which is appended to."""
     os.link(source, target)
 
 
 def snapshot(material: Material) -> dict[str, tuple[int, int]]:
     """Names, sizes and times of what no command may change."""
-    places = [material.corpus, material.tokens, material.run, material.plain]
-    files = [file for place in places for file in sorted(place.rglob("*")) if file.is_file()]
+    files = [file for place in damageable(material) for file in sorted(place.rglob("*")) if file.is_file()]
     return {str(file): (file.stat().st_size, file.stat().st_mtime_ns) for file in files}

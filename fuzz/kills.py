@@ -1,6 +1,9 @@
-"""SIGKILL at any moment: the same command again ends with the files of an uninterrupted one, and leaves nothing."""
+"""SIGKILL at any moment: the same command again ends with the files of an uninterrupted one, and leaves nothing.
 
-import hashlib
+A process is killed after some time, or just before its n-th change to a file: between two writes is where what is
+half done shows. Processes are forked; a comparison's runs are processes of their own, as anywhere.
+"""
+
 import os
 import random
 import shutil
@@ -11,85 +14,147 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fuzz.material import SIZE, STEPS, Material
+from fuzz.disk import Changes, commands, digests, is_whole
+from fuzz.forked import WALL, started, wait
+from fuzz.material import Material
 from fuzz.tally import Tally
 
-COMMANDS = ("train", "train", "compare", "prepare", "convert")
-TIMES = ("table.csv", "curves.csv", "report.html", "speed.json", "summary.json", "environment.json", "compare.json")
-"""Files that hold seconds, dates or memory; metrics.jsonl and state.json do too."""
-LEFT_S = 15.0
+COMMANDS = (
+    *("train", "prepare", "convert", "train", "inspect", "prepare", "convert", "train"),
+    *("prepare", "convert", "figures", "train", "prepare", "convert", "train", "export"),
+)
+"""In which order: those with more to lose more often. `compare` and `study` have their own soak."""
+LEFT_S = 60.0
 """Seconds in which a comparison's runs must have ended after it was killed."""
+
+
+class Kill:
+    """Kills this process just before its n-th change below a folder."""
+
+    def __init__(self, root: Path, after: int) -> None:
+        self.changes = Changes(root, self._count)
+        self.left = after
+
+    def install(self) -> None:
+        self.changes.install()
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def try_kills(material: Material, tally: Tally, kills: int, *, more: Callable[[], bool] = lambda: True) -> None:
     """Kill so many processes, each command as often as it takes until it ends."""
     while kills > 0 and more():
-        number = tally.tried("kills")
-        command = COMMANDS[number % len(COMMANDS)]
-        kills -= _soak(material, tally, command, random.Random(number), number)
+        soak = tally.record.setdefault("soaks", 0)
+        tally.record["soaks"] = soak + 1
+        kills -= _soak(material, tally, COMMANDS[soak % len(COMMANDS)], random.Random(soak), soak)
 
 
-def _soak(material: Material, tally: Tally, command: str, draw: random.Random, number: int) -> int:
-    """Kill one command up to three times, then let it end. Returns how many kills there were."""
-    whole, out = material.root / f"whole-{command}", material.root / "killed" / command
-    if not whole.exists():
-        _start(material, command, whole).wait()
-    began = time.monotonic()
+def try_comparisons(material: Material, tally: Tally, kills: int, *, more: Callable[[], bool] = lambda: True) -> None:
+    """Kill so many comparisons and studies: real processes, whose runs must end with them."""
+    while kills > 0 and more():
+        soak = tally.record.setdefault("comparisons", 0)
+        tally.record["comparisons"] = soak + 1
+        kills -= _soak_comparison(material, tally, ("compare", "study")[soak % 2], random.Random(soak), soak)
+
+
+def _soak(material: Material, tally: Tally, name: str, draw: random.Random, soak: int) -> int:
+    """Kill one command up to six times, then let it end. Returns how many kills there were."""
+    out = material.root / "killed" / "out"
+    whole = _whole(material, name)
     _fresh(out)
-    _start(material, command, out).wait()
-    wall = time.monotonic() - began
+    words, kills = commands(material, out)[name], 0
+    for _ in range(draw.choice((2, 4, 6))):
+        if draw.random() < 0.7:
+            code = wait(started(words, Kill(out.parent, draw.randrange(whole.changes)).install), 120)
+        else:
+            child = started(words)
+            time.sleep(draw.uniform(0.0, 1.0) * whole.seconds)
+            os.kill(child, signal.SIGKILL)
+            code = wait(child, 120)
+        if code == -signal.SIGKILL:
+            kills += 1
+            tally.count("kills", "survived", f"{name}, soak {soak}")
+        elif code != 0:
+            tally.count("kills", "different", f"{name}, soak {soak}: ended with {code}")
+    ended = wait(started(words), 120)
+    strays = [str(path) for path in out.parent.rglob(".*")]
+    same = is_whole(name, out, whole.digests)
+    verdict = "different" if ended != 0 or not same else "stray" if strays else "same bytes"
+    tally.count("killed and resumed", verdict, f"{name}, soak {soak}", said=f"ended with {ended} {strays[:5]}")
+    return max(1, kills)
+
+
+class _Whole:
+    """An uninterrupted command: its files, how many changes it makes and how long it takes."""
+
+    def __init__(self, material: Material, name: str) -> None:
+        out = material.root / "whole" / name / "out"
+        _fresh(out)
+        counter = out.parent.with_suffix(".count")
+        counter.unlink(missing_ok=True)
+
+        def count() -> None:
+            with os.fdopen(os.open(counter, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
+                file.write(b".")
+
+        began = time.monotonic()
+        code = wait(started(commands(material, out)[name], Changes(out.parent, count).install), 300)
+        assert code == 0, f"{name} ended with {code}"
+        self.seconds, self.changes = time.monotonic() - began, counter.stat().st_size
+        self.digests = digests(out)
+
+
+_wholes: dict[str, _Whole] = {}
+
+
+def _whole(material: Material, name: str) -> _Whole:
+    if name not in _wholes:
+        _wholes[name] = _Whole(material, name)
+    return _wholes[name]
+
+
+def _soak_comparison(material: Material, tally: Tally, name: str, draw: random.Random, soak: int) -> int:
+    out = material.root / "killed" / name
+    lines = {"compare": material.compare, "study": material.study}
+    whole = {"compare": material.comparison, "study": material.studies / "seconds" / "growth"}[name]
     _fresh(out)
     kills = 0
-    for _ in range(draw.choice((1, 2, 3))):
-        process = _start(material, command, out)
-        try:
-            process.wait(draw.uniform(0.3, 1.0) * wall)
-        except subprocess.TimeoutExpired:
+    for _ in range(draw.choice((2, 3))):
+        process = _process(lines[name](out))
+        _until_runs(process, out)
+        time.sleep(draw.uniform(0.0, 12.0))
+        if process.poll() is None:
             process.send_signal(signal.SIGKILL)
             process.wait()
             kills += 1
             orphans = _orphans(out)
-            tally.count("kills", "orphan" if orphans else "survived", f"{command}, seed {number}", said=str(orphans))
-    _start(material, command, out).wait()
-    same = _digests(whole) == _digests(out)
-    strays = [str(path) for path in out.parent.rglob(".*") if path.name != ".gitkeep"]
-    verdict = "different" if not same else "stray" if strays else "same bytes"
-    tally.count("killed and resumed", verdict, f"{command}, seed {number}", said=" ".join(strays[:5]))
+            tally.count("kills", "orphan" if orphans else "survived", f"{name}, soak {soak}", said=str(orphans))
+    code = _process(lines[name](out)).wait()
+    made = out if name == "compare" else out / "seconds" / "growth"
+    same = digests(made) == {name: value for name, value in digests(whole).items() if name != "speed.json"}
+    strays = [str(path) for path in (*out.parent.rglob(".*"), *out.parent.rglob("*.error"))]
+    verdict = "different" if code or not same else "stray" if strays else "same bytes"
+    tally.count("killed and resumed", verdict, f"{name}, soak {soak}", said=f"ended with {code} {strays[:5]}")
     return max(1, kills)
 
 
-def _start(material: Material, command: str, out: Path) -> subprocess.Popen:
-    lines = {
-        "train": material.train(out, "--resume"),
-        "compare": _compare(material, out),
-        "prepare": ["prepare", "--source", str(material.corpus), "--tokenizer", "bpe:280", "--out", str(out)],
-        "convert": ["convert", str(material.plain), str(out), "--residual", "full"],
-    }
+def _process(words: list[str]) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, "-m", "attnres", *lines[command]],
+        [sys.executable, "-m", "attnres", *words],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
 
 
-def _compare(material: Material, out: Path) -> list[str]:
-    flags = ["--variants", "standard", "full", "--source", str(material.tokens), "--size", SIZE, "--seq-len", "16"]
-    flags += ["--batch-size", "2", "--val-windows", "4", "--steps", str(STEPS), "--val-every", "4", "--save-every", "3"]
-    return [
-        "compare",
-        *flags,
-        "--timing-s",
-        "0",
-        "--jobs",
-        "2",
-        "--device",
-        "cpu",
-        "--dtype",
-        "fp32",
-        "--out",
-        str(out),
-    ]
+def _until_runs(process: subprocess.Popen, out: Path) -> None:
+    """Wait until runs have been started, or the process has ended."""
+    until = time.monotonic() + WALL * LEFT_S
+    while process.poll() is None and not _working_on(out, besides=process.pid) and time.monotonic() < until:
+        time.sleep(0.1)
 
 
 def _fresh(out: Path) -> None:
@@ -107,10 +172,10 @@ def _orphans(out: Path) -> list[int]:
     return left
 
 
-def _working_on(out: Path) -> list[int]:
+def _working_on(out: Path, besides: int = 0) -> list[int]:
     numbers = []
     for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal() and int(folder.name) != os.getpid():
+        if folder.name.isdecimal() and int(folder.name) not in (os.getpid(), besides):
             try:
                 line = (folder / "cmdline").read_bytes()
             except OSError:
@@ -118,12 +183,3 @@ def _working_on(out: Path) -> list[int]:
             if os.fsencode(out) in line and b"attnres" in line:
                 numbers.append(int(folder.name))
     return numbers
-
-
-def _digests(folder: Path) -> dict[str, str]:
-    """Hashes of the files that must be the same to the byte, by their names in the folder."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and file.name != ".lock"]
-    same = [file for file in files if file.suffix in (".safetensors", ".npy", ".bin", ".jsonl") or "token" in file.name]
-    named = {str(file.relative_to(folder)): "" for file in files if "logs" not in file.parts}
-    same = [file for file in same if file.name != "metrics.jsonl" and file.name not in TIMES]
-    return named | {str(f.relative_to(folder)): hashlib.sha256(f.read_bytes()).hexdigest() for f in same}

@@ -1,4 +1,5 @@
-"""What the campaign damages: a corpus, prepared data, a run with its model and inspection, a plain model; all tiny."""
+"""What the campaign damages: a corpus, prepared data, a run with its model and inspection, a plain model, a comparison
+and studies; all tiny."""
 
 import json
 import random
@@ -13,6 +14,13 @@ SIZE = (
     "head_dim: 8, intermediate_size: 32}"
 )
 STEPS = 12
+CONFIGURATIONS = {
+    "config.yaml": "steps: 2\noptim: {lr: 1e-3, betas: [0.9, 0.95]}\nmodel: {residual: full, settings: {}}\n",
+    "comparison.yaml": "steps: 2\nvariants: [standard, block:num_blocks=2]\nseeds: [0, 1]\njobs: 2\n",
+    "config.toml": 'steps = 2\n[optim]\nlr = 1e-3\nbetas = [0.9, 0.95]\n[model]\nresidual = "full"\nsettings = {}\n',
+    "config.json": '{"steps": 2, "optim": {"lr": 1e-3, "betas": [0.9, 0.95]}, "model": {"residual": "full"}}',
+}
+SPEED = {"key": {}, "device": "cpu", "variants": {"full": {"median_s": 0.1, "ratio": 1.0, "times": [0.1, 0.1]}}}
 SHORT = ["--no-progress", "--device", "cpu", "--dtype", "fp32"]
 
 
@@ -39,12 +47,21 @@ class Material:
         return self.root / "plain"
 
     @property
-    def task(self) -> Path:
-        return self.root / "task.jsonl"
+    def indexed(self) -> Path:
+        """The plain model, its weights in two files and an index."""
+        return self.root / "indexed"
 
     @property
-    def config(self) -> Path:
-        return self.root / "config.yaml"
+    def comparison(self) -> Path:
+        return self.root / "comparison"
+
+    @property
+    def studies(self) -> Path:
+        return self.root / "studies"
+
+    @property
+    def task(self) -> Path:
+        return self.root / "task.jsonl"
 
     def train(self, out: Path, *more: str) -> list[str]:
         """A command line that trains a tiny model."""
@@ -53,43 +70,75 @@ class Material:
         flags += ["--val-every", "4", "--log-every", "2", "--depth-every", "4", "--save-every", "3"]
         return ["train", *flags, "--out", str(out), *more]
 
+    def compare(self, out: Path) -> list[str]:
+        """A command line that compares two of them."""
+        flags = [*SHORT[1:], "--variants", "standard", "full", "--source", str(self.tokens), "--size", SIZE]
+        flags += ["--seq-len", "16", "--batch-size", "2", "--val-windows", "4", "--steps", str(STEPS), "--val-every"]
+        return ["compare", *flags, "4", "--save-every", "3", "--timing-s", "0", "--jobs", "2", "--out", str(out)]
 
-def make(root: Path) -> Material:
-    """Make it all, once; raises AssertionError where a command fails."""
+    def study(self, out: Path) -> list[str]:
+        """A command line that carries out a study whose runs are one function call each."""
+        return ["study", "growth", "--preset", "seconds", "--seeds", "1", "--jobs", "2", "--out", str(out)]
+
+
+def damageable(material: Material) -> list[Path]:
+    """The folders that no command may change."""
+    return [
+        *(material.corpus, material.tokens, material.run, material.plain),
+        *(material.indexed, material.comparison, material.studies),
+    ]
+
+
+def make(root: Path, *, whole: bool = True) -> Material:
+    """Make it, once; raises AssertionError where a command fails. Without `whole` it has no comparison and no study."""
     material = Material(root)
-    if material.config.exists():
-        return material
-    shutil.rmtree(root, ignore_errors=True)
-    material.corpus.mkdir(parents=True)
-    draw = random.Random(0)
-    words = "stream read write source block depth query norm head layer".split()
-    for number in range(60):
-        (material.corpus / f"{number}.txt").write_text(" ".join(draw.choices(words, k=60)))
-    source = ["--source", str(material.corpus), "--tokenizer", "bpe:280", "--held-out", "0.2"]
-    _do(["prepare", *source, "--out", str(material.tokens)])
-    _do(material.train(material.run))
-    _plain(material.run / "model", material.plain)
-    question = {"query": "stream read", "choices": ["write", "norm"], "gold": 0}
-    material.task.write_text("".join(json.dumps(question) + "\n" for _ in range(3)))
-    material.config.write_text(
-        "steps: 2\noptim: {lr: 1e-3, betas: [0.9, 0.95]}\nmodel: {residual: full, settings: {}}\n"
-    )
+    if not material.task.exists():
+        shutil.rmtree(root, ignore_errors=True)
+        _make(material)
+    if whole and not material.studies.exists():
+        _do(material.compare(material.comparison))
+        (material.comparison / "speed.json").write_text(json.dumps(SPEED))
+        _do(material.study(material.studies))
+        noise = {"source": None, "values": {"by_steps": {"40": {"sigma": 0.01, "degrees": 3}}}}
+        (material.studies / "seconds" / "noise").mkdir()
+        (material.studies / "seconds" / "noise" / "result.json").write_text(json.dumps(noise))
     return material
 
 
+def _make(material: Material) -> None:
+    material.corpus.mkdir(parents=True)
+    draw = random.Random(0)
+    words = "stream read write source block depth query norm head layer".split()
+    texts = [" ".join(draw.choices(words, k=60)) for _ in range(60)]
+    for number, text in enumerate(texts):
+        (material.corpus / f"{number}.txt").write_text(text)
+    source = ["--source", str(material.corpus), "--tokenizer", "bpe:280", "--held-out", "0.2"]
+    _do(["prepare", *source, "--out", str(material.tokens)])
+    _do(material.train(material.run))
+    _plain(material.run / "model", material.plain, "1GB")
+    _plain(material.run / "model", material.indexed, "8KB")
+    assert (material.indexed / "model.safetensors.index.json").is_file()
+    (material.root / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    for name, text in CONFIGURATIONS.items():
+        (material.root / name).write_text(text)
+    question = {"query": "stream read", "choices": ["write", "norm"], "gold": 0}
+    material.task.write_text("".join(json.dumps(question) + "\n" for _ in range(3)))
+
+
 def _do(words: list[str]) -> None:
-    outcome = forked(words)
+    outcome = forked(words, seconds=200)
     assert outcome.code == 0, f"{words}: {outcome.said}"
 
 
-def _plain(ours: Path, out: Path) -> None:
-    """A plain model with the tokenizer of a trained one."""
+def _plain(ours: Path, out: Path, most: str) -> None:
+    """A plain model with the tokenizer of a trained one, its weights in files of at most so much."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     fields = json.loads((ours / "config.json").read_text())
     strange = ("residual", "model_type", "architectures", "auto_map", "dtype")
     torch.manual_seed(0)
-    Qwen3ForCausalLM(Qwen3Config(**{k: v for k, v in fields.items() if not k.startswith(strange)})).save_pretrained(out)
+    config = Qwen3Config(**{name: value for name, value in fields.items() if not name.startswith(strange)})
+    Qwen3ForCausalLM(config).save_pretrained(out, max_shard_size=most)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(ours / name, out / name)

@@ -13,7 +13,7 @@ ODD = (
 
 
 def mutate(content: bytes, draw: random.Random, kind: str) -> bytes:
-    """Some damage to a file of a kind: "json", "jsonl", "text" or "binary"."""
+    """Some damage to a file of a kind: "json", "jsonl", "text", "safetensors", "npy" or "binary"."""
     choices = [cut, flip, insert, empty, deep]
     if kind == "json":
         choices += [values] * 12 + [twice]
@@ -21,6 +21,10 @@ def mutate(content: bytes, draw: random.Random, kind: str) -> bytes:
         choices += [line] * 8
     elif kind == "text":
         choices += [word] * 8
+    elif kind == "safetensors":
+        choices += [header] * 12
+    elif kind == "npy":
+        choices += [described] * 6
     return draw.choice(choices)(content, draw)
 
 
@@ -82,6 +86,22 @@ def word(content: bytes, draw: random.Random) -> bytes:
     words = content.split(b" ")
     words[draw.randrange(len(words))] = json.dumps(draw.choice(ODD)).encode()
     return b" ".join(words)
+
+
+def header(content: bytes, draw: random.Random) -> bytes:
+    """The JSON at the head of a file of safetensors damaged, its length told as it is or not."""
+    size = int.from_bytes(content[:8], "little")
+    damaged = draw.choice((values, values, values, twice, cut, flip))(content[8 : 8 + size], draw)
+    told = draw.choice((len(damaged),) * 6 + (0, 2**63, len(content)))
+    return told.to_bytes(8, "little") + damaged + content[8 + size :]
+
+
+def described(content: bytes, draw: random.Random) -> bytes:
+    """What an array of NumPy says of itself at the head of its file changed: type, order, shape."""
+    types = (b"'<f4'", b"'|O'", b"'<U9'", b"'>i2'", b"'<c16'", b"'V0'")
+    shapes = (b"(-1,)", b"(2, 2)", b"(9999999999999,)", b"()", b"'x'", b"(0,)")
+    old, new = draw.choice(((b"'<f8'", draw.choice(types)), (b"(4,)", draw.choice(shapes)), (b"False", b"True")))
+    return content.replace(old, new.ljust(len(old)), 1)
 
 
 def _replaced(value: Any, draw: random.Random) -> Any:

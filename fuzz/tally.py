@@ -37,6 +37,24 @@ class Tally:
                 {"area": area, "case": counts["tried"] - 1, "verdict": verdict, "what": what} | more
             )
 
+    def again(self, failure: dict[str, Any], verdict: str, said: str) -> None:
+        """Note how a case that failed ended when it was tried again."""
+        counts = self.record["areas"][failure["area"]]
+        for name, change in ((failure["verdict"], -1), (verdict, 1)):
+            counts[name] = counts.get(name, 0) + change
+            if not counts[name]:
+                del counts[name]
+        if verdict in FAILURES:
+            failure |= {"verdict": verdict, "said": said}
+        else:
+            self.record["failures"].remove(failure)
+            self.record.setdefault("mended", []).append(failure)
+
+    def count_kind(self, name: str) -> None:
+        """Count a case of this kind."""
+        kinds = self.record.setdefault("kinds", {})
+        kinds[name] = kinds.get(name, 0) + 1
+
     def failures(self, *areas: str) -> list[dict[str, Any]]:
         """The failures of some areas, of all where none is named."""
         return [failure for failure in self.record["failures"] if not areas or failure["area"] in areas]

@@ -9,7 +9,7 @@ import pytest
 
 import attnres
 from attnres import cli
-from attnres.errors import DEBUG, Interrupted
+from attnres.errors import DEBUG, Interrupted, UserError, foreign
 from attnres.training.config import TrainConfig
 
 
@@ -95,6 +95,39 @@ def compared(monkeypatch):
         (["eval", ".", "--out", "results"], "--out is 'results': expected the name of a .json file"),
         (["generate", "./absent", "--prompt", "a"], "model './absent' does not exist: expected a run folder"),
         (["generate", "."], "Missing from attnres generate: --prompt"),
+        (["train", "--size", "{family: llama}"], "the size {family: llama} does not say hidden_size and num_hidden_l"),
+        (
+            ["train", "--size", "{family: qwen3, hidden_size: 16, num_hidden_layers: 1000000000}"],
+            "num_hidden_layers is 1000000000: expected 1 to 10,000",
+        ),
+        (["compare", "--timing-s", "-1"], "timing_s is -1.0: expected seconds, 0 or more"),
+        (["compare", "--timing-s", "nan"], "timing_s is nan: expected seconds, 0 or more"),
+        (["study"], "0 studies given: expected attnres study NAME"),
+        (["study", "noize"], "unknown study 'noize': did you mean 'noise'?"),
+        (["study", "noise", "--seeds", "x"], "Error parsing --seeds: 'x' is no INT"),
+        (["study", "noise", "--preset", "seconds", "--source", "absent.txt"], "source 'absent.txt' does not exist"),
+        (["study", "noise", "--preset", "seconds", "--source", "text.txt", "--jobs", "0"], "jobs is 0: expected 1 or"),
+        (["study", "resnet", "--preset", "seconds", "--images", "absent"], "images 'absent' does not exist"),
+        (
+            ["study", "noise", "--preset", "seconds", "--adopt", "absent"],
+            "absent is not a folder: give one with the run",
+        ),
+        (["study", "--report", "--out", "absent"], "absent holds no studies"),
+        (["plan", "0.6b", "--gpus", "7", "--pp", "3"], "no layout of 7 GPUs has dp any, shard any, pp 3"),
+        (["plan", "--rows", "-1"], "rows is -1: expected a number, or 0 for all"),
+        (["plan", "nosuch"], "unknown model size 'nosuch'"),
+        (["plan", "--context", "-1"], "context is -1: it must be a number above 0"),
+        (["export", "./absent", "out"], "model './absent' does not exist"),
+        (["export", "./absent", "text.txt"], "text.txt is a file: expected a folder to write into"),
+        (["convert", "./absent", "out"], "model './absent' does not exist"),
+        (["inspect", "other.json"], "other.json holds no model"),
+        (["inspect", "./absent"], "model './absent' does not exist"),
+        (["figures", "other.json", "out"], "other.json is no inspection of format 1"),
+        (["figures", "other.json"], "expected attnres figures MODEL [MORE ...] OUT"),
+        (["app", "./absent"], "model './absent' does not exist"),
+        (["check", "nosuch"], "unknown residual 'nosuch'"),
+        (["mechanisms", "nosuch"], "unknown residual 'nosuch'"),
+        (["env", "x"], "unexpected argument 'x'"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_status_two(capsys, tmp_path, monkeypatch, arguments, message):
@@ -104,10 +137,12 @@ def test_a_mistake_is_one_sentence_and_status_two(capsys, tmp_path, monkeypatch,
     (tmp_path / "other.json").write_text('{"of": "another command"}')
     if arguments[0] == "train":  # whatever reaches the data gets little of it
         arguments = [*arguments[:1], "--source", "text.txt", "--tokenizer", "bpe:260", *arguments[1:]]
+    before = sorted(path for path in tmp_path.iterdir())
     code, out, err = run(capsys, *arguments)
     assert code == 2
     assert err.splitlines()[-1].startswith(f"attnres: error: {message}")
     assert "Traceback" not in err
+    assert sorted(path for path in tmp_path.iterdir() if path.name != "cache") == before  # nothing is half-written
     assert out == ""
 
 
@@ -261,6 +296,24 @@ def test_what_nobody_foresaw_is_a_sentence_that_says_where_and_its_traceback_if_
     assert code == 1 and "Traceback" in err and "in two lines" in err
     code, _, err = run(capsys, "trian", "--debug")
     assert code == 2 and "Traceback" in err and err.splitlines()[-1].startswith("attnres: error: unknown command")
+
+
+class PanicException(BaseException):
+    """As libraries written in Rust raise it: no `Exception`."""
+
+
+def test_a_panic_of_a_library_is_a_sentence_too(capsys, monkeypatch):
+    def panic(*_):
+        raise PanicException("range end index 7 out of range")
+
+    with pytest.raises(UserError, match=r"it is no tokenizer \(range end index 7 out of range\): give another"):  # noqa: SIM117
+        with foreign("it is no tokenizer", "give another"):
+            panic()
+    monkeypatch.setattr("attnres.commands.families.run", panic)
+    code, _, err = run(capsys, "families")
+    assert code == 1 and err.startswith("attnres: error: unforeseen PanicException") and err.count("\n") == 1
+    with pytest.raises(SystemExit), foreign("it is no tokenizer", "give another"):
+        raise SystemExit(3)
 
 
 def test_prepare_says_what_it_made(capsys, tmp_path):

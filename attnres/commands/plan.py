@@ -57,6 +57,8 @@ def run(arguments: list[str]) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise UserError(f"{name} is {value}: it must be a number above 0")
+    if options.rows < 0:
+        raise UserError(f"rows is {options.rows}: expected a number, or 0 for all layouts")
 
     import json
 

@@ -8,6 +8,7 @@ import tyro
 
 from attnres.errors import UserError, unknown
 from attnres.flags import parse
+from attnres.paths import user_path
 
 
 @dataclass
@@ -29,8 +30,8 @@ def run(arguments: list[str]) -> None:
         raise UserError("no folder given: expected attnres report DIR..., run folders or folders of runs")
     if options.images not in (None, "png", "svg"):
         raise unknown("image format", options.images, ("png", "svg"))
-    folders = tuple(Path(folder) for folder in options.dirs)
-    out = Path(options.out) if options.out else folders[0] if len(folders) == 1 else Path("report")
+    folders = tuple(user_path(folder) for folder in options.dirs)
+    out = user_path(options.out) if options.out else folders[0] if len(folders) == 1 else Path("report")
 
     from attnres.report.show import show
 

@@ -10,6 +10,7 @@ import tyro
 
 from attnres.errors import UserError, unknown
 from attnres.flags import Settings, parse
+from attnres.paths import user_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -65,7 +66,7 @@ def run(arguments: list[str]) -> None:
     if options.list:
         return _list(list(STUDIES.values()))
     if options.report:
-        return _report(Path(options.out))
+        return _report(user_path(options.out))
     if len(options.name) != 1:
         raise UserError(f"{len(options.name)} studies given: expected attnres study NAME; --list names them")
     (name,) = options.name
@@ -78,8 +79,17 @@ def run(arguments: list[str]) -> None:
         raise UserError(f"seeds is {options.seeds}: expected a whole number from 1, how many runs a group has")
     if options.budget is not None and not options.budget > 0:
         raise UserError(f"budget is {options.budget}: expected hours, a number above 0")
-    images = None if options.images is None else str(Path(options.images).expanduser().resolve())
-    setting = Setting(options.preset, preset, options.seeds or preset.seeds, options.source, Path(options.out), images)
+    images = None if options.images is None else str(user_path(options.images).resolve())
+    if images is not None and not Path(images).exists():
+        raise UserError(f"images '{options.images}' does not exist: give a folder or an archive, split/class/*.jpg")
+    setting = Setting(
+        options.preset,
+        preset,
+        options.seeds or preset.seeds,
+        options.source,
+        user_path(options.out),
+        images,
+    )
     designs = list(STUDIES.values()) if name == "all" else [STUDIES[name]]
     if options.dry_run:
         return _dry_run(designs, setting, options.jobs)
@@ -104,7 +114,7 @@ def _carry_out(designs: "list[Design]", setting: "Setting", options: Study) -> N
             jobs=options.jobs,
             until=until,
             run=executor,
-            adopted=[Path(folder) for folder in options.adopt],
+            adopted=[user_path(folder) for folder in options.adopt],
         )
         _print(outcome.result.tables, out)
         done, asked = outcome.counts

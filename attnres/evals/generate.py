@@ -85,8 +85,7 @@ def generate(
     """
     sampling = Sampling(greedy, temperature, top_k, top_p, seed)
     sampling.check()
-    if max_new_tokens < 1:
-        raise UserError(f"max_new_tokens is {max_new_tokens}: expected a whole number, at least 1")
+    _check_length(max_new_tokens)
     if isinstance(model, Speaker):
         speaker = model
     elif isinstance(model, str | Path):
@@ -115,6 +114,7 @@ def speak(config: GenerateConfig) -> None:
         "trust_remote_code": config.trust_remote_code,
     }
     Sampling(config.greedy, config.temperature, config.top_k, config.top_p, config.seed).check()
+    _check_length(config.max_new_tokens)
     names = ("max_new_tokens", "greedy", "temperature", "top_k", "top_p", "seed", "chat")
     how: dict[str, Any] = {name: getattr(config, name) for name in names}
     first = open_speaker(config.model, **options)
@@ -125,10 +125,17 @@ def speak(config: GenerateConfig) -> None:
     else:
         first.encode(config.prompt, chat=config.chat)  # what is wrong with the prompt is said before it is printed
         print(config.prompt, end="\n\n" if config.chat else "", flush=True)
-        generate(first, config.prompt, on_text=lambda text: print(text, end="", flush=True), **how)
-        print()
+        try:
+            generate(first, config.prompt, on_text=lambda text: print(text, end="", flush=True), **how)
+        finally:
+            print(flush=True)
     if second is not None:
         print(beside((first, second), config.prompt, config.max_new_tokens).line())
+
+
+def _check_length(max_new_tokens: int) -> None:
+    if max_new_tokens < 1:
+        raise UserError(f"max_new_tokens is {max_new_tokens}: expected a whole number, at least 1")
 
 
 def _run(

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,10 @@ from attnres.models.classes import CLASSES, DepthMixin
 from attnres.models.families import FAMILIES
 from attnres.models.sizes import SIZES
 from attnres.residuals import residual_class
+from attnres.text import memory
+
+MOST_LAYERS = 10_000
+"""Of a network that is built: a slip of the keyboard would be at it for days."""
 
 
 def build(
@@ -58,6 +63,11 @@ def build_plain(
     return _drawn(key, getattr(transformers, family.causal_lm), getattr(transformers, family.config), fields, seed)
 
 
+def check_size(size: str | Mapping[str, Any]) -> None:
+    """Refuse with a UserError a size that names no family, or fields that it does not have or lacks. Quick."""
+    _resolved(size, 256, 256)
+
+
 def _resolved(size: str | Mapping[str, Any], vocab_size: int, max_positions: int) -> tuple[str, dict[str, Any]]:
     """Return the family and the fields of its config. Raises UserError."""
     if isinstance(size, str):
@@ -93,9 +103,23 @@ def _drawn(key: str, model_class: Any, config_class: Any, fields: Mapping[str, A
     """Return a model with weights drawn from the seed. Raises UserError."""
     with foreign(f"a {key} model of this size cannot be built", "change the fields of the size"):
         config = config_class(**fields)
+        _refuse_larger_than_memory(model_class, config)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return model_class(config)
+
+
+def _refuse_larger_than_memory(model_class: Any, config: Any) -> None:
+    """Raise UserError where the weights alone are more than this machine's memory, unless none is taken (meta)."""
+    if config.num_hidden_layers * config.hidden_size**2 < 10**8 or torch.get_default_device().type == "meta":
+        return
+    with torch.device("meta"):
+        needed = 4 * sum(parameter.numel() for parameter in model_class(copy.deepcopy(config)).parameters())
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > there:
+        raise UserError(
+            f"the weights of this size take {memory(needed)}, and this machine has {memory(there)}: take a smaller one"
+        )
 
 
 def _check_fields(config_class: Any, fields: Mapping[str, Any]) -> None:
@@ -109,6 +133,9 @@ def _check_fields(config_class: Any, fields: Mapping[str, Any]) -> None:
     def value(name: str) -> Any:
         return fields.get(name, fields.get(config_class.attribute_map.get(name, name)))
 
+    layers = value("num_hidden_layers")
+    if isinstance(layers, int) and not 0 < layers <= MOST_LAYERS:
+        raise UserError(f"num_hidden_layers is {layers}: expected 1 to {MOST_LAYERS:,}")
     width, heads, shared = value("hidden_size"), value("num_attention_heads"), value("num_key_value_heads")
     if width and heads and not fields.get("head_dim") and width % heads:
         raise UserError(f"hidden_size is {width} and num_attention_heads {heads}: the width must be divisible by them")

@@ -49,6 +49,8 @@ _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 """Of attention and experts, in Transformers and torch themselves."""
+LONGEST = 200
+"""Characters of a file's name: systems take 255 bytes."""
 _AGAIN = "fetch or copy it again"
 _BESIDE = (*TOKENIZER_FILES, "chat_template*", "generation_config.json", "LICENSE*")
 
@@ -171,6 +173,8 @@ class Checkpoint:
                 self.tokenizer_folder, config=config, trust_remote_code=self.trusted
             )
             largest = tokenizer.vocab_size - 1
+            for name in ("bos", "eos", "unk", "pad"):  # a damaged one may fail at whatever is asked of it first
+                getattr(tokenizer, f"{name}_token_id")
         self.check_ids(largest)
         return tokenizer
 
@@ -394,7 +398,8 @@ def _length(value: Any, name: str) -> int:
 
 def _named_class(config: Any) -> Any:
     """The class of ours or of Transformers that a config names, whatever its head; None where it names none."""
-    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    names = getattr(config, "architectures", None)
+    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     cls = getattr(classes, name, None) or getattr(transformers, name, None)
     return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
 
@@ -447,8 +452,8 @@ def _weight_names(folder: Path) -> list[str]:
     names = sorted(set(index["weight_map"].values()))
     if not names:
         raise UserError(f"{INDEX} in {folder} names no files: {_AGAIN}")
-    if strange := [name for name in names if name != Path(name).name]:
-        raise UserError(f"{INDEX} in {folder} names '{strange[0]}', which is no file beside it: {_AGAIN}")
+    if strange := [name for name in names if name != Path(name).name or len(name) > LONGEST]:
+        raise UserError(f"{INDEX} in {folder} names '{strange[0][:80]}', which is no file beside it: {_AGAIN}")
     return names
 
 

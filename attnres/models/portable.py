@@ -47,7 +47,7 @@ def export_graph(model: str | Path, out: str | Path, *, onnx: bool = False) -> s
         UserError: no such model, a folder that is not empty, a model that cannot be exported or whose graph computes
             something else.
     """
-    refuse_other(out)
+    out = refuse_other(out)
     if onnx and any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")):
         raise UserError("ONNX needs the packages onnx, onnxscript and onnxruntime: pip install 'attnres[export]'")
     checkpoint = open_checkpoint(model)

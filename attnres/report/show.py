@@ -5,7 +5,6 @@ from pathlib import Path
 from rich.console import Console
 
 from attnres.folders import refuse_other
-from attnres.paths import user_path
 from attnres.report.page import write_report
 from attnres.report.runs import Study, load_study
 from attnres.report.table import build_table, print_table
@@ -17,7 +16,7 @@ def show(*folders: Path, out: Path, images: str | None = None) -> Study:
 
     `images`: "png" or "svg", to write every figure as a file of its own too. Raises `UserError`.
     """
-    study = load_study(*map(user_path, folders))
+    study = load_study(*folders)
     if not any(Path(folder).resolve() == Path(out).resolve() for folder in folders):
         refuse_other(out, "report")
     written = write_report(study, out, images)

@@ -11,8 +11,8 @@ Finished runs are skipped and interrupted ones resumed: the same command continu
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
@@ -21,8 +21,8 @@ from rich.console import Console
 
 from attnres.device import cores
 from attnres.errors import UserError, unknown
-from attnres.files import locked, write_json, write_text
-from attnres.folders import refuse_other
+from attnres.files import LOCK, locked, write_json, write_text
+from attnres.folders import kind_of, refuse_other
 from attnres.reading import read_json
 from attnres.run_names import label_and_seed, run_name
 from attnres.stats import plain
@@ -54,11 +54,25 @@ class Asked(TypedDict):
     images: str | None
 
 
+class Sigma(TypedDict):
+    """The noise of runs of a length, as the study of noise has it."""
+
+    sigma: float | None
+    degrees: int
+
+
+class Values(TypedDict, total=False):
+    """`values` of result.json, as far as other studies read it; keys are numbers of steps."""
+
+    by_steps: dict[str, Sigma] | None
+    curve: dict[str, float] | None
+
+
 class Known(TypedDict):
     """result.json, as far as other studies read it."""
 
     source: str | None
-    values: dict[str, Any]
+    values: Values
 
 
 @dataclass(frozen=True)
@@ -105,7 +119,7 @@ def conduct(
     """
     folder = refuse_other(setting.folder(design.name), "study")
     elsewhere = runs_in(adopted, unfinished=True)
-    with locked(folder):
+    with locked(folder), _begun(folder):
         write_json(folder / "study.json", _asked(design, setting))
         arms, measured = survey(design, setting)
         while left := [arm for arm in arms if not measured.complete(arm.name)]:
@@ -115,6 +129,18 @@ def conduct(
             if measured.finished == before or time.monotonic() > until:
                 break
         return write(design, setting, measured)
+
+
+@contextmanager
+def _begun(folder: Path) -> Generator[None]:
+    """Leave no study where one was refused before there was anything but its name."""
+    new = kind_of(folder) is None
+    try:
+        yield
+    except UserError:
+        if new and {path.name for path in folder.iterdir()} - {LOCK} == {"study.json"}:
+            (folder / "study.json").unlink()
+        raise
 
 
 def survey(design: Design, setting: Setting) -> tuple[list[Arm], Measured]:
@@ -206,15 +232,19 @@ def _noises(setting: Setting) -> dict[int, Noise]:
     """The noise of this preset and text as its study has it, by the steps of a run."""
     source = f"the study of noise at {setting.name}"
     known = _values(setting, "noise").get("by_steps") or {}
-    return {int(n): Noise(one["sigma"], one["degrees"], source) for n, one in known.items() if one["degrees"]}
+    return {
+        int(n): Noise(one["sigma"], one["degrees"], source)
+        for n, one in known.items()
+        if n.isdecimal() and one["sigma"] is not None and one["degrees"] > 0
+    }
 
 
 def _curve(setting: Setting) -> dict[int, float]:
     known = _values(setting, "exchange").get("curve") or {}
-    return {int(steps): float(loss) for steps, loss in known.items()}
+    return {int(steps): loss for steps, loss in known.items() if steps.isdecimal()}
 
 
-def _values(setting: Setting, study: str) -> dict[str, Any]:
+def _values(setting: Setting, study: str) -> Values:
     path = setting.folder(study) / "result.json"
     if not path.is_file():
         return {}

@@ -1,6 +1,7 @@
 """The runs that a comparison asks for: every variant with every seed, each a whole configuration."""
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ def make_plan(config: CompareConfig) -> Plan:
         raise UserError(f"seeds are {config.seeds}: expected different whole numbers from 0, e.g. 0 1 2")
     if config.jobs is not None and config.jobs < 1:
         raise UserError(f"jobs is {config.jobs}: expected 1 or more runs at a time")
+    if not 0 <= config.timing_s < math.inf:
+        raise UserError(f"timing_s is {config.timing_s}: expected seconds, 0 or more")
     check(base)
     variants = {variant.label: variant for variant in parse_variants(config.variants, config.lrs)}
     for variant in variants.values():

@@ -12,6 +12,7 @@ from attnres.report.runs import load_run
 from attnres.run_names import label_and_seed
 from attnres.studies.cost import flops_a_token
 from attnres.studies.design import Arm, Row
+from attnres.training.records import ADVICE, Finished
 from attnres.typed import checked
 
 COLUMNS = ("arm", "label", "seed", "step", "tokens", "flops", "quantity", "value")
@@ -45,14 +46,15 @@ def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> tuple[list[Row], di
         run = load_run(folder / name)
         if run.summary is None:
             continue
-        times.setdefault(run.label, []).append(float(run.summary["step_s"]))
-        each = _flops(run.config, int(run.data.get("vocab_size") or 0), run.summary)
+        summary = checked(run.summary, Finished, folder / name / "summary.json", ADVICE)
+        times.setdefault(run.label, []).append(summary["step_s"])
+        each = _flops(run.config, int(run.data.get("vocab_size") or 0), summary)
         for line in run.val:
             step = int(line["step"])
             tokens = round(run.tokens_at(step))
             values = {"loss": float(line["loss"])}
             if step == run.last_step:
-                values |= {"parameters": run.summary["parameters"], "own_parameters": run.summary["extra_parameters"]}
+                values |= {"parameters": summary["parameters"], "own_parameters": summary["extra_parameters"]}
             for quantity, value in values.items():
                 rows.append(Row(arm.name, run.label, run.seed, step, tokens, each * tokens, quantity, float(value)))
         last = run.depth[-1] if run.depth else {}
@@ -77,12 +79,12 @@ def _row(arm: str, label: str, seed: int, one: Measure) -> Row:
     return Row(arm, label, seed, one.get("step", 0), 0, 0.0, one["quantity"], one["value"])
 
 
-def _flops(config: dict[str, Any], vocabulary: int, summary: dict[str, Any]) -> float:
+def _flops(config: dict[str, Any], vocabulary: int, summary: Finished) -> float:
     """FLOPs a token; of a pretrained model, whose size the run does not name, by its parameters."""
-    size = config["model"].get("size")
-    if size is None:
+    size, length = config["model"].get("size"), config.get("data", {}).get("seq_len")
+    if size is None or length is None:
         return 6.0 * summary["parameters"]
-    return flops_a_token(size, config["data"]["seq_len"], vocabulary)
+    return flops_a_token(size, length, vocabulary)
 
 
 def to_csv(rows: Sequence[Row]) -> str:

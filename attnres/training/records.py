@@ -2,7 +2,7 @@
 
 from typing import Any, NotRequired, TypedDict
 
-from attnres.typed import Count
+from attnres.typed import Count, Positive
 
 ADVICE = "restore the file, or remove that run's folder and run it again"
 
@@ -66,14 +66,28 @@ class Summary(TypedDict, total=False):
     val_se: float | None
     perplexity: float
     train_loss: float | None
-    tokens_per_s: float
-    step_s: float
+    tokens_per_s: Positive
+    step_s: Positive
+    flops_per_token: float | None
+    peak_flops: Positive | None
     peak_memory_bytes: Count
     parameters: Count
     extra_parameters: Count
     wall_s: float
     windows: Count
     traits: dict[str, bool | str | None]
+
+
+class Finished(TypedDict):
+    """What of it is needed of a run that others are measured by, or that is asked for again."""
+
+    step: Count
+    tokens: Count
+    val_loss: float
+    perplexity: float
+    step_s: Positive
+    parameters: Count
+    extra_parameters: Count
 
 
 class Line(TypedDict):
@@ -90,8 +104,8 @@ class TrainLine(Line, total=False):
     loss: float
     lr: float
     grad_norm: float
-    tokens_per_s: float
-    step_s: float
+    tokens_per_s: Positive
+    step_s: Positive
 
 
 class ValLine(Line):
@@ -146,10 +160,10 @@ class Compared(TypedDict, total=False):
 class Speed(TypedDict):
     """Of one variant in speed.json."""
 
-    median_s: float
-    ratio: float
+    median_s: Positive
+    ratio: Positive
     ratio_quartiles: NotRequired[list[float]]
-    times: NotRequired[list[float]]
+    times: NotRequired[list[Positive]]
 
 
 class Timing(TypedDict, total=False):

@@ -7,7 +7,7 @@ from attnres.errors import UserError
 from attnres.folders import kind_of, refuse_other
 from attnres.reading import read_json
 from attnres.training.checkpoint import same_configuration
-from attnres.training.records import ADVICE, RunConfig, Summary
+from attnres.training.records import ADVICE, Finished, RunConfig
 from attnres.training.validate import windows_files
 from attnres.typed import checked
 
@@ -29,7 +29,7 @@ def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[s
     path = folder / "config.json"
     theirs = dict(checked(read_json(path), RunConfig, path, ADVICE))
     same_configuration(config, theirs, f"the run in {folder}")
-    return dict(checked(read_json(summary), Summary, summary, ADVICE)) if summary.exists() else None
+    return dict(checked(read_json(summary), Finished, summary, ADVICE)) if summary.exists() else None
 
 
 def free_beside(folder: Path) -> Path:

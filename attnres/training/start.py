@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnres.errors import UserError
+from attnres.errors import UserError, foreign
+from attnres.forward import evaluating
 from attnres.paths import user_path
 from attnres.residuals import make_residual
 from attnres.residuals import settings_of as settings_with_defaults
@@ -76,10 +77,13 @@ def settle(config: TrainConfig) -> TrainConfig:
     the model's is taken; where no `residual_lr` is given it is `lr`.
 
     Raises:
-        UserError: a size besides `init_from`, or another residual or setting than the model can have.
+        UserError: no such size, a size besides `init_from`, or another residual or setting than the model can have.
     """
     name, model = config.finetune.init_from, config.model
     if name is None:
+        from attnres.models.build import check_size
+
+        check_size(size_of(model))
         return config
     if model.size is not None:
         raise UserError(
@@ -186,7 +190,11 @@ def kept_files(config: TrainConfig, prepared: "Prepared") -> dict[str, Path]:
 
 
 def _new(config: TrainConfig, prepared: "Prepared") -> Any:
-    """A new model for the data: same seed, same shared weights, whatever the residual."""
+    """A new model for the data: same seed, same shared weights, whatever the residual.
+
+    Raises:
+        UserError: a size that makes no model, or one whose parts do not fit together when it runs.
+    """
     from attnres.models import build
 
     model = build(
@@ -200,6 +208,11 @@ def _new(config: TrainConfig, prepared: "Prepared") -> Any:
     for described in (model.config, model.generation_config):
         if described is not None:
             described.bos_token_id = described.eos_token_id = prepared.eos_id
+    trial = foreign(
+        f"a model of the size {_named(size_of(config.model))} does not run", "change the fields of the size"
+    )
+    with trial, evaluating(model), torch.no_grad():
+        model(torch.zeros(1, 2, dtype=torch.long), use_cache=False)
     return model
 
 

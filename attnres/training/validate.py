@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnres.errors import UserError, first_line
+from attnres.errors import UserError, foreign
 from attnres.files import write_bytes
 from attnres.forward import evaluating
 from attnres.paths import refuse_special
@@ -65,10 +65,8 @@ def save_windows(folder: str | Path, step: int, losses: np.ndarray) -> None:
 def read_windows(path: Path) -> np.ndarray:
     """What `save_windows` wrote: (windows,) float64. Raises UserError."""
     refuse_special(path)
-    try:
+    with foreign(f"{path} is damaged", ADVICE):  # NumPy's header is a Python literal
         losses = np.load(path, allow_pickle=False)
-    except (ValueError, OSError, EOFError, SyntaxError, MemoryError) as error:  # NumPy's header is a Python literal
-        raise UserError(f"{path} is damaged ({first_line(error)}): {ADVICE}") from None
     if not isinstance(losses, np.ndarray) or losses.ndim != 1 or not losses.size or losses.dtype.kind != "f":
         raise UserError(f"{path} should hold one loss for each held-out window: {ADVICE}")
     if not np.isfinite(losses).all():

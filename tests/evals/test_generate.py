@@ -233,8 +233,22 @@ def test_the_command_prints_prompt_text_and_depth(folders, capsys):
     speak(GenerateConfig(folder, PROMPT, **how))
     text = generate(folder, PROMPT, **how)
     assert capsys.readouterr().out == f"{PROMPT}{text}\n"
+    with pytest.raises(UserError, match="max_new_tokens is 0"):
+        speak(GenerateConfig(folder, PROMPT, max_new_tokens=0))
+    assert capsys.readouterr().out == ""
     speak(GenerateConfig(folder, PROMPT, show_depth=True, **how))
     lines = capsys.readouterr().out.splitlines()
     assert sum(" output: " in line and "| b1 emb" in line for line in lines) == 5
     speak(GenerateConfig(folder, PROMPT, beside=str(folders["plain"]), **how))
     assert "ratio" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_an_error_amid_the_text_has_a_line_of_its_own(folders, capsys, monkeypatch):
+    def fail(*rest, on_text, **more):
+        on_text(" and so")
+        raise UserError("that is all")
+
+    monkeypatch.setattr("attnres.evals.generate.generate", fail)
+    with pytest.raises(UserError, match="that is all"):
+        speak(GenerateConfig(str(folders["block"]), PROMPT))
+    assert capsys.readouterr().out == f"{PROMPT} and so\n"

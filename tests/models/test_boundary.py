@@ -1,5 +1,6 @@
 """Whatever is in a model's folder, opening it ends in a model or one sentence, and runs no code unasked."""
 
+import contextlib
 import json
 import shutil
 
@@ -53,6 +54,13 @@ def test_trusted_code_may_bring_its_attention(plain):
     assert open_checkpoint(plain, trust_remote_code=True).config.num_hidden_layers == 3, "read, and not yet fetched"
 
 
+@pytest.mark.parametrize("names", [[0.5], [], "x", None])
+def test_a_config_whose_class_has_no_name_is_that_of_its_type(plain, names):
+    change(plain, architectures=names)
+    with contextlib.suppress(UserError):
+        assert type(open_checkpoint(plain).load()).__name__ == "Qwen3ForCausalLM"
+
+
 @pytest.mark.parametrize(
     ("index", "message"),
     [
@@ -60,6 +68,7 @@ def test_trusted_code_may_bring_its_attention(plain):
         ({"weight_map": {}}, "names no files"),
         ({"weight_map": {"a": 5}}, "expected text"),
         ({"weight_map": {"a": "../b.safetensors"}}, "which is no file beside it"),
+        ({"weight_map": {"a": "b" * 300}}, "which is no file beside it"),
     ],
 )
 def test_an_index_names_files_beside_it(plain, index, message):

@@ -70,7 +70,11 @@ def test_a_run_trained_alone_takes_its_label_from_its_name(tmp_path):
         ("summary.json", '{"parameters": "x"}', r"damaged \(parameters is 'x': expected a whole number\)"),
         ("summary.json", '{"val_loss": NaN}', "NaN is no number of JSON"),
         ("summary.json", "[" * 3000, "nested more than 64 deep"),
+        ("summary.json", '{"peak_flops": "x"}', r"damaged \(peak_flops is 'x': expected a number, or nothing|a number"),
+        ("summary.json", '{"peak_flops": 0}', "damaged .peak_flops is 0"),
+        ("summary.json", '{"step_s": 0.0}', r"damaged \(step_s is 0.0: expected a number, above 0\)"),
         ("val/000100.npy", "not an array", "damaged"),
+        ("val/000100.npy", "\x93NUMPY\x01\x00v\x00{'descr': '<f8', (" + " " * 102, "damaged"),
     ],
 )
 def test_a_damaged_file_is_named(tmp_path, file, content, message):

@@ -13,6 +13,7 @@ from PIL import Image
 from rich.console import Console
 
 from attnres.errors import Interrupted, UserError
+from attnres.files import write_json
 from attnres.flags import config_file
 from attnres.reading import read_json
 from attnres.studies.analyses.noise import Noise
@@ -171,6 +172,25 @@ def test_one_page_of_all_studies(setting, noise):
         with pytest.raises(UserError, match=message):
             outcome_in(folder)
     shutil.rmtree(folder.parent)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"by_steps": {"40": {"sigma": 0.1}}}, r"values.by_steps.40.degrees is None: expected it to be there"),
+        ({"by_steps": {"40": {"sigma": "x", "degrees": 3}}}, "values.by_steps.40.sigma is 'x': expected a number"),
+        ({"by_steps": [1]}, "values.by_steps is "),
+        ({"by_steps": {"x": {"sigma": 0.1, "degrees": 3}, "9": {"sigma": None, "degrees": 0}}}, None),
+    ],
+)
+def test_a_damaged_result_of_another_study_is_named(setting, tmp_path, values, message):
+    other = dataclasses.replace(setting, out=tmp_path)
+    write_json(other.folder("noise") / "result.json", {"source": setting.source, "values": values})
+    if message is None:
+        assert survey(STUDIES["growth"], other)[1].noises == {}
+        return
+    with pytest.raises(UserError, match=message):
+        survey(STUDIES["growth"], other)
 
 
 def test_a_folder_of_something_else_is_refused(setting, tmp_path):

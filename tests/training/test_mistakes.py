@@ -135,6 +135,8 @@ def test_settings_that_prepared_data_does_not_have(
             {"model": {"size": {"family": "qwen3", "num_attention_heads": 3, "num_key_value_heads": 2}}},
             "num_key_value_heads",
         ),
+        ({"model": {"size": {"family": "gpt2", "n_embd": 120_000, "n_layer": 400}}}, "weights of this size take 27"),
+        ({"model": {"size": {"family": "qwen3", "hidden_size": 8, "num_hidden_layers": 2, "head_dim": 3}}}, "head_dim"),
         ({"data": {"seq_len": 10**6}}, "one window of"),
         ({"data": {"limit": 5}}, "was prepared with limit None"),
     ],
