@@ -49,6 +49,7 @@ def write_bytes(path: str | Path, data: bytes) -> None:
     try:
         with writing(path):
             path.parent.mkdir(parents=True, exist_ok=True)
+            _remove_strays(path.parent.glob(f".{glob.escape(path.name)}.*.new"))
             with temporary.open("wb") as file:
                 file.write(data)
                 file.flush()

@@ -130,12 +130,19 @@ class Worker:
         while not select.select([self._socket], [], [], 0.2)[0]:
             if _worked(self._child) - began > seconds or time.monotonic() > until:
                 os.kill(self._child, signal.SIGKILL)
-                self._wait()
-                return Outcome(None, self._heard())
+                return self._ended(None)
         answer = self._line.readline()
         if answer:
             return Outcome(**json.loads(answer))
-        return Outcome(self._wait(), self._heard())
+        return self._ended(0)
+
+    def _ended(self, code: int | None) -> Outcome:
+        """What the child printed before it was killed (None) or ended by itself."""
+        status = self._wait()
+        heard = self._heard()
+        for part in (self._line, self._socket, self._said):
+            part.close()
+        return Outcome(code if code is None else status, heard)
 
     def close(self) -> None:
         """End the child."""
@@ -143,6 +150,7 @@ class Worker:
             self._line.close()
             self._socket.close()
             self._wait()
+            self._said.close()
 
     def _open(self) -> None:
         self._socket, theirs = socket.socketpair()

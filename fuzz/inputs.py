@@ -159,10 +159,10 @@ def kinds(material: Material) -> list[Kind]:
 
 
 def try_inputs(
-    material: Material, tally: Tally, cases: int, *, only: str = "", more: Callable[[], bool] = lambda: True
+    material: Material, tally: Tally, cases: int, *, quick: bool = False, more: Callable[[], bool] = lambda: True
 ) -> None:
-    """Try so many damaged files, kind after kind, as long as there is `more` time."""
-    order = _order(material, only)
+    """Try so many damaged files, kind after kind, as long as there is `more` time; `quick` ones alone."""
+    order = _order(material, quick)
     worker = Worker()
     try:
         for _ in itertools.repeat(None, cases):
@@ -179,7 +179,7 @@ def try_inputs(
 
 def retry_inputs(material: Material, tally: Tally) -> None:
     """Try again what failed: what ends well now is counted so, and stands under `mended`."""
-    order, worker = _order(material, ""), Worker()
+    order, worker = _order(material), Worker()
     for failure in tally.failures("inputs"):
         number = failure["case"]
         kind = order[number % len(order)]
@@ -188,9 +188,9 @@ def retry_inputs(material: Material, tally: Tally) -> None:
     worker.close()
 
 
-def _order(material: Material, only: str) -> list[Kind]:
-    """The kinds of a round, those with more turns more often."""
-    every = [kind for kind in kinds(material) if only in kind.name and (material.root / kind.folder).exists()]
+def _order(material: Material, quick: bool = False) -> list[Kind]:
+    """The kinds of a round, those with more turns more often; `quick`: those whose readers are."""
+    every = [kind for kind in kinds(material) if (material.root / kind.folder).exists() and kind.turns > 2 * quick]
     return [kind for turn in range(max(kind.turns for kind in every)) for kind in every if turn < kind.turns]
 
 

@@ -44,12 +44,19 @@ class Kill:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
-def try_kills(material: Material, tally: Tally, kills: int, *, more: Callable[[], bool] = lambda: True) -> None:
+def try_kills(
+    material: Material,
+    tally: Tally,
+    kills: int,
+    *,
+    only: tuple[str, ...] = COMMANDS,
+    more: Callable[[], bool] = lambda: True,
+) -> None:
     """Kill so many processes, each command as often as it takes until it ends."""
     while kills > 0 and more():
         soak = tally.record.setdefault("soaks", 0)
         tally.record["soaks"] = soak + 1
-        kills -= _soak(material, tally, COMMANDS[soak % len(COMMANDS)], random.Random(soak), soak)
+        kills -= _soak(material, tally, only[soak % len(only)], random.Random(soak), soak)
 
 
 def try_comparisons(material: Material, tally: Tally, kills: int, *, more: Callable[[], bool] = lambda: True) -> None:

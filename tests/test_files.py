@@ -121,6 +121,16 @@ def test_a_lock_leaves_no_empty_folder(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
+def test_what_a_killed_process_left_of_a_file_goes_when_it_is_written(tmp_path: Path) -> None:
+    dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, text=True)
+    stray, alive = tmp_path / f".a.png.{dead.stdout.strip()}.new", tmp_path / ".a.png.1.new"
+    other = tmp_path / f".b.png.{dead.stdout.strip()}.new"
+    for path in (stray, alive, other):
+        path.touch()
+    write_bytes(tmp_path / "a.png", b"picture")
+    assert names(tmp_path) == sorted([alive.name, other.name, "a.png"])
+
+
 def test_a_folder_that_cannot_be_made_is_not_locked(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="cannot write"), locked(tmp_path / "file" / "run"):

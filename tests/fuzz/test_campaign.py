@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import attnres
 from fuzz.disk import FullDisk, try_full_disks
 from fuzz.flags import try_flags
-from fuzz.forked import Outcome, forked
+from fuzz.forked import Outcome, Worker, forked
 from fuzz.inputs import try_inputs
+from fuzz.kills import try_kills
 from fuzz.material import Material, make
 from fuzz.mutations import mutate
 from fuzz.tally import Tally
@@ -23,7 +25,7 @@ def material(tmp_path_factory):
         root = tmp_path_factory.mktemp("fuzz") / "work"
         patch.setenv("ATTNRES_CACHE", str(root.parent / "cache"))
         patch.setenv("HF_HUB_OFFLINE", "1")
-        yield make(root)
+        yield make(root, whole=False)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +43,16 @@ def material(tmp_path_factory):
 )
 def test_how_a_command_ended_is_told(code, said, verdict):
     assert Outcome(code, said).verdict == verdict
+
+
+def test_a_worker_makes_call_after_call_and_outlives_its_child(material: Material):
+    worker = Worker()
+    assert [worker.run([word]).verdict for word in ("--version", "nosuch", "--version")] == ["done", "refused", "done"]
+    assert (
+        worker.run(["--version"], seconds=-1).verdict == "slow"
+        and worker.run(["--version"]).said == f"attnres {attnres.__version__}\n"
+    )
+    worker.close()
 
 
 def test_a_traceback_and_a_slow_command_are_noticed():
@@ -84,10 +96,16 @@ def test_a_tally_goes_on_where_it_stopped(tmp_path):
 
 def test_damaged_files_and_hostile_flags_end_in_a_sentence(material: Material):
     tally = Tally()
-    try_inputs(material, tally, 16)
-    try_flags(material, tally, 5)
+    try_inputs(material, tally, 30, quick=True)
+    try_flags(material, tally, 8)
     assert tally.failures() == []
-    assert tally.record["areas"]["inputs"]["refused"] > 4
+    assert tally.record["areas"]["inputs"]["refused"] > 8 and len(tally.record["kinds"]) > 20
+
+
+def test_commands_killed_between_two_changes_end_as_if_they_had_not_been(material: Material):
+    tally = Tally()
+    try_kills(material, tally, 6, only=("prepare", "convert"))
+    assert tally.failures() == [] and tally.tried("kills") >= 3 and tally.tried("killed and resumed") > 0
 
 
 def test_a_full_disk_is_a_sentence_and_costs_nothing(material: Material):
