@@ -11,7 +11,7 @@ import pytest
 import attnres
 from fuzz.disk import FullDisk, try_full_disks
 from fuzz.flags import try_flags
-from fuzz.forked import Outcome, Worker, forked
+from fuzz.forked import CALLS_OF, Outcome, Worker, forked
 from fuzz.inputs import try_inputs
 from fuzz.kills import try_kills
 from fuzz.material import Material, make
@@ -45,13 +45,16 @@ def test_how_a_command_ended_is_told(code, said, verdict):
     assert Outcome(code, said).verdict == verdict
 
 
-def test_a_worker_makes_call_after_call_and_outlives_its_child(material: Material):
+def test_a_worker_makes_call_after_call_and_outlives_its_child(monkeypatch):
+    def spin(words):
+        while True:
+            pass
+
+    monkeypatch.setitem(CALLS_OF, "spin", spin)
     worker = Worker()
     assert [worker.run([word]).verdict for word in ("--version", "nosuch", "--version")] == ["done", "refused", "done"]
-    assert (
-        worker.run(["--version"], seconds=-1).verdict == "slow"
-        and worker.run(["--version"]).said == f"attnres {attnres.__version__}\n"
-    )
+    assert worker.run([], name="spin", seconds=0.1).verdict == "slow"
+    assert worker.run(["--version"]).said == f"attnres {attnres.__version__}\n"
     worker.close()
 
 
