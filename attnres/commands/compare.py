@@ -49,10 +49,12 @@ class Compare(TrainConfig, Comparison):
 
     out: str | None = "runs/compare"
     """Folder of the comparison."""
-    steps: int = 800
+    steps: int = 350
     """Optimizer steps."""
-    val_every: int = 100
+    val_every: int = 50
     """Steps between validations (there is always one at the end)."""
+    depth_every: int = 50
+    """Steps between measurements of magnitudes and gradients by depth; 0 turns them off."""
     model: SharedModel = field(default_factory=SharedModel)  # ty: ignore[incompatible-mutable-override]
     """Which model is trained, besides its residual."""
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(optimizer="muon", muon_lr=1e-2, lr=4e-3))
