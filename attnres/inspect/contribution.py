@@ -2,13 +2,12 @@
 
 Of a token's read h, mixed with weights p_i from sources v_i:
 
-    contribution  c_i = <p_i v_i, h> / sum_j <p_j v_j, h>     signed, sums to one; <p_i v_i, h> / |h|^2 where h = sum
-    p_i v_i size          s_i = |p_i| rms(v_i)                        a length: it sees neither direction nor
-    cancellation
+    contribution  c_i = <p_i v_i, h> / sum_j <p_j v_j, h>   signed, sums to one; where h = sum p_i v_i it is
+                                                            <p_i v_i, h> / |h|^2
+    size          s_i = |p_i| rms(v_i)                      a length: it sees neither direction nor cancellation
 
 A source with c_i below zero points against the read, others then have more than one together. The same of single
-outputs,
-blocks taken apart, goes by the depth mixing matrix: M[l, i] v_i in place of p_i v_i.
+outputs, blocks taken apart, goes by the depth mixing matrix: M[l, i] v_i in place of p_i v_i.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,7 @@
 
 A read goes through the final norm and the head as if it were the output's (nostalgebraist's logit lens, 2020). The
 output's read is a sum and the head is linear, so that once the norm's scale is held at what it was, a token's logit is
-a sum over
-sources: W_y . N(p_i v_i), and what is left (biases, gates).
+a sum over sources: W_y . N(p_i v_i), and what is left (biases, gates).
 """
 
 from dataclasses import asdict, dataclass
