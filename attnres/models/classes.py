@@ -81,6 +81,15 @@ class ResidualConfigMixin:
             )
         return super().from_dict(config_dict, **kwargs)  # ty: ignore[missing-attribute]
 
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _empty_config, (self.stored,), vars(self)
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """What `register_stored` needs of config.json."""
+        cls: Any = type(self)
+        return {"model_type": cls.model_type, "residual_family": getattr(self, "residual_family", None)}
+
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write config.json, and beside it the file with which Transformers finds these classes by itself."""
         auto_map = write_loader(self, Path(save_directory), auto_classes(type(self)))
@@ -180,6 +189,10 @@ class Depth(PreTrainedModel):
     def is_custom_code(cls) -> bool:
         """As the plain class: custom code would have modules without parameters left as they were allocated."""
         return cls.plain_class.is_custom_code()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        config: Any = self.config
+        return _empty_model, (config.stored, self.plain_class, isinstance(self, DepthBase)), self.__dict__
 
     @property
     def depth_base(self) -> nn.Module:
@@ -377,8 +390,7 @@ def _routing_forward(base_forward: Callable) -> Callable:
 
 @functools.cache
 def model_class(plain: Any, family: Family, config: type, kind: type[Depth]) -> type[Depth]:
-    """Return the subclass of a plain model class that is a `DepthBase` or a `DepthMixin`; pickling finds it here by its
-    name."""
+    """Return the subclass of a plain model class that is a `DepthBase` or a `DepthMixin`."""
     fields = {
         "__module__": __name__,
         "__doc__": f"{plain.__name__} whose sublayers read and write a depth stream.",
@@ -387,6 +399,7 @@ def model_class(plain: Any, family: Family, config: type, kind: type[Depth]) -> 
         "__annotations__": {"config": config},
         "family": family,
         "plain_class": plain,
+        "_pp_plan": None,  # as the config's
         "_keep_in_fp32_modules_strict": [*(plain._keep_in_fp32_modules_strict or ()), "residual"],
     }
     if kind is DepthMixin:
@@ -422,6 +435,7 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
             "__doc__": f"{base_config.__name__} with a residual: `residual`, `residual_settings`.",
             "__annotations__": {"residual": str, "residual_settings": dict | None, "residual_file": str | None},
             "_auto_class": None,
+            "base_model_pp_plan": None,  # a stage of which would hand on one tensor, and a stream is several
             "model_type": f"attnres_{key}",
             "residual": "block",
             "residual_settings": None,
@@ -448,7 +462,7 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
     tokenizer = TOKENIZER_MAPPING_NAMES.get(getattr(base_config, "model_type", ""))
     if tokenizer is not None:
         TOKENIZER_MAPPING_NAMES[f"attnres_{key}"] = tokenizer
-    # Importable by name, as pickling and `from attnres.models.classes import AttnResQwen3Config` expect.
+    # Importable by name, as `from attnres.models.classes import AttnResQwen3Config` expects.
     globals()[config.__name__] = config
     CLASSES[key] = config, model
     return config, model
@@ -459,6 +473,19 @@ CLASSES: dict[str, tuple[type, Any]] = {}
 for _key, _family in FAMILIES.items():
     if hasattr(transformers, _family.causal_lm):  # older versions lack the newer families
         register(_key, _family, getattr(transformers, _family.config), getattr(transformers, _family.causal_lm))
+
+
+def _empty_config(stored: dict[str, Any]) -> Any:
+    """Return an empty config of a stored model's class: what unpickling fills, in a process that has to register it."""
+    register_stored(stored, Path())
+    return object.__new__(CLASSES[stored["model_type"].removeprefix("attnres_")][0])
+
+
+def _empty_model(stored: dict[str, Any], plain: type[PreTrainedModel], is_base: bool) -> Depth:
+    """Return an empty model of ours of a plain class, as `_empty_config` does."""
+    register_stored(stored, Path())
+    config, main = CLASSES[stored["model_type"].removeprefix("attnres_")]
+    return object.__new__(model_class(plain, main.family, config, DepthBase if is_base else DepthMixin))
 
 
 def register_stored(config: Mapping[str, Any], folder: Path, *, trust_remote_code: bool = False) -> dict[str, type]:

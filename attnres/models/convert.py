@@ -253,6 +253,8 @@ def _convert(
     for name in ("auto_map", "model_type"):  # some configs keep their own, which would lead back to the plain model
         vars(new.config).pop(name, None)
     vars(new).pop("_weight_conversions", None)  # how the plain one was loaded; ours is saved in its own class' way
+    for module in (new, new.base_model):
+        vars(module).pop("_pp_plan", None)
     new.attach_residual()
     for module in (new, new.depth_base):
         names = getattr(module, "_keep_in_fp32_modules_strict", None) or ()

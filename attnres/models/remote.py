@@ -33,7 +33,6 @@ def write_loader(config: Any, folder: Path, classes: dict[str, str]) -> dict[str
     family = getattr(config, "residual_family", None)
     if family and family.get("remote"):
         return {}
-    stored = {"model_type": config.model_type, "residual_family": family}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{NAME}.py").write_text(_TEXT.format(config=json.dumps(stored)), encoding="utf-8")
+    (folder / f"{NAME}.py").write_text(_TEXT.format(config=json.dumps(config.stored)), encoding="utf-8")
     return {auto: f"{NAME}.{name}" for auto, name in classes.items()}

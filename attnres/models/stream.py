@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
+from attnres.errors import UserError
 from attnres.models.exchange import Exchanged, exchange, own_class
 from attnres.models.inputs import Inputs
 from attnres.ops.bank import Bank
@@ -28,7 +29,10 @@ _ADDITIONS = frozenset(
 )
 
 
-_UNREAD = "sublayer {} wrote before it read: is each of its pre-norms named in its family?"
+_UNREAD = (
+    "sublayer {} wrote before it read: is each of its pre-norms named in its family? A tool that changes a layer's "
+    "output before the layer's hooks run (nnsight) adds to its MLP's output instead"
+)
 
 hidden_states_wanted: ContextVar[bool] = ContextVar("hidden_states_wanted", default=False)
 """Whether the running pass is asked for its hidden states, all of which a bank does not keep."""
@@ -378,19 +382,25 @@ def _places(norm: Norm | None) -> tuple[int, int]:
 class _Reading(Exchanged):
     """Mixed into a norm's own class: reads when given a stream, norms when given a tensor."""
 
-    def forward(self, hidden_states: Any) -> Tensor | Inputs:
-        if isinstance(hidden_states, Stream):
-            return hidden_states.read(self)
-        return super().forward(hidden_states)
+    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(hidden_states, Stream):
+            return super().forward(hidden_states, *args, **kwargs)
+        if args or kwargs:
+            raise UserError(
+                f"a {own_class(self).__name__} was named as a norm and takes more than the hidden state: name the norm "
+                "inside of it"
+            )
+        return self.of_stream(hidden_states)
+
+    def of_stream(self, stream: Stream) -> Tensor | Inputs:
+        return stream.read(self)
 
 
-class _Finishing(Exchanged):
+class _Finishing(_Reading):
     """As `_Reading`, of the norm before the head."""
 
-    def forward(self, hidden_states: Any) -> Tensor | Inputs:
-        if isinstance(hidden_states, Stream):
-            return hidden_states.finish(self)
-        return super().forward(hidden_states)
+    def of_stream(self, stream: Stream) -> Tensor | Inputs:
+        return stream.finish(self)
 
 
 def make_reading(norm: nn.Module, *, last: bool = False) -> None:

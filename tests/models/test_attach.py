@@ -122,3 +122,59 @@ def test_a_norm_that_is_not_named_is_found_out():
     attach(module, norms=("norm1",), sublayers=("attention",))
     with pytest.raises((TypeError, UserError), match=r"sublayer 1 wrote before it read"):
         module(torch.randn(1, 2, WIDTH))
+
+
+def test_a_norm_with_more_arguments_names_the_one_inside():
+    class Adaptive(nn.LayerNorm):
+        def forward(self, x, scale):
+            return super().forward(x) * scale
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.mlp = Adaptive(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            return x + self.mlp(self.norm(x, 2.0))
+
+    module = nn.Sequential(Layer(), Layer())
+    module.layers = module[:]
+    attach(module, norms=("norm",), sublayers=("mlp",), final_norm=None)
+    with pytest.raises(UserError, match="Adaptive was named as a norm and takes more than the hidden state"):
+        module(torch.randn(1, 2, WIDTH))
+
+
+def _timm_vit():
+    timm = pytest.importorskip("timm", reason="timm is not installed")
+    sizes = {"img_size": 16, "patch_size": 8, "embed_dim": 16, "depth": 3, "num_heads": 2, "num_classes": 5}
+    model = timm.create_model("vit_tiny_patch16_224", **sizes).eval()
+    return model, (torch.randn(2, 3, 16, 16),), {"layers": "blocks"}
+
+
+def _dit():
+    diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
+    sizes = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 3, "sample_size": 4, "patch_size": 2}
+    model = diffusers.DiTTransformer2DModel(**sizes, in_channels=4, out_channels=4, num_embeds_ada_norm=10).eval()
+    names = {"layers": "transformer_blocks", "norms": ("norm1.norm", "norm3"), "final_norm": "norm_out", "width": 16}
+    return model, (torch.randn(2, 4, 4, 4), torch.tensor([3, 5]), torch.tensor([1, 2])), names
+
+
+@pytest.mark.filterwarnings("ignore")  # of those libraries' own
+@pytest.mark.parametrize("make", [_timm_vit, _dit], ids=["timm", "dit"])
+def test_models_of_other_libraries_compute_the_same_and_learn(make):
+    torch.manual_seed(0)
+    model, inputs, names = make()
+
+    def run():
+        output = model(*inputs)
+        return output if torch.is_tensor(output) else output.sample
+
+    expected = run()
+    residual = attach(model, "full", **names)
+    torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        residual.query.normal_(0, 0.5)
+    changed = run()
+    assert not torch.allclose(changed, expected, atol=1e-4)
+    changed.square().mean().backward()
+    assert residual.query.grad[1:].abs().amax(1).min() > 0

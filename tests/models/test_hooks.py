@@ -107,3 +107,22 @@ def test_routing_weights_of_two_threads_are_apart(both):
     for thread in threads:
         thread.join()
     assert counts == [7] * 10
+
+
+@pytest.mark.filterwarnings("ignore")  # of nnsight's own
+def test_nnsight_reads_layers_and_adds_to_what_their_mlps_put_out(both):
+    nnsight = pytest.importorskip("nnsight", reason="nnsight is not installed")
+    results, vector = [], torch.randn(32, generator=torch.Generator().manual_seed(1))
+    for model in both:
+        seen = nnsight.NNsight(model)
+        with seen.trace(input_ids=IDS):
+            state = seen.model.layers[1].output.save()
+            logits = seen.lm_head.output.save()
+        with seen.trace(input_ids=IDS):
+            seen.model.layers[1].mlp.output = seen.model.layers[1].mlp.output + vector
+            steered = seen.lm_head.output.save()
+        state = state[0] if isinstance(state, tuple) else state
+        results.append((state.detach(), logits, steered))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(results[0][1], results[0][2], atol=1e-4)
