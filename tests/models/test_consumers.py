@@ -19,7 +19,7 @@ from accelerate import cpu_offload, disk_offload
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import narrow_llama
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 
 from attnres import UserError, convert, load
 from attnres.models.classes import CLASSES
@@ -217,6 +217,12 @@ def test_adapters_train_and_save_depth_reads(family, tmp_path):
     assert not torch.allclose(logits(loaded, inputs), logits(same(family)[1], inputs))
 
 
+@families
+def test_trainers_decay_what_they_decay_in_the_plain_model(family):
+    one, other = (Trainer.get_decay_parameter_names(None, model) for model in same(family))
+    assert other == one != []
+
+
 @decoders
 @pytest.mark.filterwarnings("ignore")  # of TRL's own
 def test_trl_takes_a_folder_by_its_name(family, folders, tmp_path):
@@ -294,7 +300,7 @@ def test_an_exported_graph_computes_the_models_logits(family, folders, tmp_path)
     assert (tmp_path / "out" / "model.pt2").is_file() and (tmp_path / "out" / "tokenizer.json").is_file()
 
 
-@pytest.mark.parametrize("family", ["listed", "probed", "encoder"])
+@decoders
 @pytest.mark.filterwarnings("ignore")  # of the exporter's own
 def test_onnxruntime_computes_the_models_logits(family, folders, tmp_path):
     for name in ("onnx", "onnxscript", "onnxruntime"):
