@@ -129,9 +129,9 @@ const show = (shown, actions) => {
   $("#undo").disabled = $("#reset").disabled = !view.cuts.length;
   $("#second").setAttribute("aria-pressed", view.other !== null);
   $("#other").hidden = view.other === null;
-  const waiting = new Set(queue.map(([name]) => name)), own = new Set(actions.map(([name]) => name));
+  const waiting = new Set(queue.map(([name]) => name)), sent = new Set(actions.map(([name]) => name));
   for (const [name, id, words] of [["type", "#text", view.text], ["compare", "#other", view.other || ""]])
-    if (!waiting.has(name) && !(own.has(name) && document.activeElement === $(id + " textarea")))
+    if (!waiting.has(name) && !(sent.has(name) && document.activeElement === $(id + " textarea")))
       $(id + " textarea").value = words;
   const after = document.querySelectorAll(".pane .text, .grid");
   if (after.length === boxes.length)
@@ -191,9 +191,9 @@ const search = async (button) => {
   bar.hidden = false;
   try {
     const body = {view, least: button.dataset.search === "least"};
-    const found = await wait("search", body, (part) => { bar.value = part; });
-    $("#hits").innerHTML = found.html;
-    hits = found.hits;
+    const result = await wait("search", body, (part) => { bar.value = part; });
+    $("#hits").innerHTML = result.html;
+    hits = result.hits;
   } catch (error) {
     $("#hits").replaceChildren();
     complain(error);

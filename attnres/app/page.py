@@ -192,8 +192,8 @@ class Page:
                 panes.append(self.pane(view, place))
             except UserError as error:
                 panes.append(html.message(f"{error}"))
-        made = [one for one in panes if isinstance(one, html.Pane)]
-        scales = html.Scales.of(made)
+        drawn = [one for one in panes if isinstance(one, html.Pane)]
+        scales = html.Scales.of(drawn)
         pages = [html.pane(one, scales) if isinstance(one, html.Pane) else one for one in panes]
         pages = list(dict.fromkeys(pages))  # one sentence for both
         if len({self.models[number].vocabulary for number in view.models}) > 1:
@@ -211,8 +211,8 @@ class Page:
         query = encode(view)
         if not query and len(view.text) <= MAX_CHARACTERS:
             message = message or "The text is too long for a link to this view: export it as JSON instead."
-        difference = html.difference(*made) if len(made) == 2 else ""
-        return Shown(view, pages, difference, message, html.live(made), reads, sources, query)
+        difference = html.difference(*drawn) if len(drawn) == 2 else ""
+        return Shown(view, pages, difference, message, html.live(drawn), reads, sources, query)
 
     def pane(self, view: View, place: int) -> html.Pane:
         """One half of the page. Raises UserError for a text that its model cannot read."""
@@ -274,8 +274,8 @@ class Page:
         read = len(model.reads) - 1 if view.read is None else min(view.read, len(model.reads) - 1)
         if view.source not in model.sources[read]:
             raise UserError("choose one source in “colour tokens by” first: its tokens are searched for")
-        found = model.search(self.corpus.read(), read, view.source, view.by, least, SEARCHED, report)
-        return found, html.results(found, f"{self.corpus.name}, {model.label}")
+        result = model.search(self.corpus.read(), read, view.source, view.by, least, SEARCHED, report)
+        return result, html.results(result, f"{self.corpus.name}, {model.label}")
 
     def export(self, view: View) -> dict[str, object]:
         """What the page shows, as numbers. Raises UserError for a text that a model cannot read."""

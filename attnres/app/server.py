@@ -82,8 +82,8 @@ def application(page: Page, *, local: bool) -> Starlette:
         return {"done": True}
 
     def search(asked: Asked, report: Report) -> dict[str, Any]:
-        found, html = page.search(_view(page, asked)[0], asked.get("least", False), report)
-        return {"html": html, "hits": [{"text": hit.window, "at": hit.at} for hit in found.hits]}
+        result, html = page.search(_view(page, asked)[0], asked.get("least", False), report)
+        return {"html": html, "hits": [{"text": hit.window, "at": hit.at} for hit in result.hits]}
 
     begin = {
         "examples": list(EXAMPLES),
@@ -172,29 +172,29 @@ class _Gone(Exception):
 
 def _lines(work: Callable[[Report], dict[str, Any]]) -> Iterator[str]:
     """Run `work` in a thread and give what it reports, then what it returns; it stops where nobody reads on."""
-    said: queue.Queue[dict[str, Any]] = queue.Queue()
+    lines: queue.Queue[dict[str, Any]] = queue.Queue()
     left = threading.Event()
 
     def report(done: int, whole: int) -> None:
         if left.is_set():
             raise _Gone
-        said.put({"part": done / max(1, whole)})
+        lines.put({"part": done / max(1, whole)})
 
     def run() -> None:
         try:
-            said.put(work(report))
+            lines.put(work(report))
         except UserError as error:
-            said.put({"error": str(error)})
+            lines.put({"error": str(error)})
         except _Gone:
             pass
         except Exception:
-            said.put({"error": MISTAKE})
+            lines.put({"error": MISTAKE})
             raise
 
     threading.Thread(target=run, daemon=True).start()
     try:
         while True:
-            line = said.get()
+            line = lines.get()
             yield json.dumps(line) + "\n"
             if "part" not in line:
                 return

@@ -288,9 +288,9 @@ def _tokens(p: Pane, colours: dict[str, str], scales: Scales) -> str:
     parts = []
     for i, piece in enumerate(p.reading.pieces):
         order = np.argsort(-np.abs(rows[i]))[:NAMED]
-        made = ", ".join(f"{names[j]} {short(float(rows[i][j]))}" for j in order)
+        largest = ", ".join(f"{names[j]} {short(float(rows[i][j]))}" for j in order)
         verb = "is made of" if p.by == "contribution" else "weighs"
-        tip = f"token {i} “{visible(p.reading.names[i])}” {verb} {made}"
+        tip = f"token {i} “{visible(p.reading.names[i])}” {verb} {largest}"
         if i:
             tip += f"; loss {p.reading.losses[i - 1]:.2f}"
             if p.effect is not None:
@@ -503,20 +503,20 @@ def difference(first: Pane, second: Pane) -> str:
     return _section(first, "difference", "Difference: second less first", cells, note, save=True)
 
 
-def results(found: Search, title: str) -> str:
+def results(result: Search, title: str) -> str:
     """Tokens of a corpus, each to be looked at."""
     rows = []
-    for place, hit in enumerate(found.hits):
-        number = short(getattr(hit, found.by), 3)
+    for place, hit in enumerate(result.hits):
+        number = short(getattr(hit, result.by), 3)
         rows.append(
             f'<tr><td class="number">{number}</td><td class="before">{escape(hit.before)}</td>'
             f'<td><button type="button" data-hit="{place}">{escape(visible(hit.token))}</button></td>'
             f'<td class="after">{escape(hit.after)}</td></tr>'
         )
-    how = "least" if found.least else "most"
+    how = "least" if result.least else "most"
     words = (
-        f"{title}: where {found.source} is {how} of the read of {found.read}, by {found.by}; {found.tokens:,} tokens "
-        f"of {found.documents:,} documents, mean {short(found.mean, 3)}. Click a token to look at its text."
+        f"{title}: where {result.source} is {how} of the read of {result.read}, by {result.by}; "
+        f"{result.tokens:,} tokens of {result.documents:,} documents, mean {short(result.mean, 3)}. Click a token to look at its text."
     )
     return f'<p class="note">{escape(visible(words))}</p><table class="hits">{"".join(rows)}</table>'
 

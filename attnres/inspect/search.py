@@ -119,13 +119,13 @@ def search(
             f"{len(before)} tokens, and at least 1 of the others"
         )
     best = _Best(top)
-    total, tokens, seen = 0.0, 0, set[int]()
+    total, tokens, numbers = 0.0, 0, set[int]()
     device = next(model.parameters()).device
     for batch in _batches(_windows(tokenizer, documents, context - len(before), limit), batch_size):
         ids = torch.tensor([[*before, *window.ids] for window in batch], device=device)
         weights, contributions = _of_edge(model, ids, index, place)
         for window, *rows in zip(batch, weights[:, len(before) :], contributions[:, len(before) :], strict=True):
-            seen.add(window.document)
+            numbers.add(window.document)
             values = rows[1] if by == "contribution" else rows[0]
             total, tokens = total + float(values.sum()), tokens + len(values)
             best.add(window, -values if least else values, *rows)
@@ -134,8 +134,8 @@ def search(
     if not tokens:
         raise UserError("there is no text to search: the documents are empty")
     source_name = layout[index].sources[place].name
-    hits = [_hit(tokenizer, *found) for found in best.sorted()]
-    return Search(layout[index].name, source_name, by, least, total / tokens, tokens, len(seen), hits)
+    hits = [_hit(tokenizer, *entry) for entry in best.sorted()]
+    return Search(layout[index].name, source_name, by, least, total / tokens, tokens, len(numbers), hits)
 
 
 def find_edge(model: nn.Module, source: str, read: str | int) -> tuple[int, int]:
