@@ -10,6 +10,7 @@
 # make test-long   the tests that make test leaves out because they take minutes together
 # make fuzz    MINUTES=10 of kills, full disks, damaged files, hostile flags and requests; again goes on
 # make audit   known vulnerabilities of the locked versions (needs a network), and their licences into docs/licences.md
+# make lock    the hashes of the locked versions anew (needs a network)
 # make clean   remove the environment (runs/ stays)
 #
 # PYTHON picks another interpreter; PIP_ARGS is given to pip, e.g. an index with smaller builds of torch.
@@ -18,28 +19,33 @@ PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
+HASHED := --require-hashes --no-deps -r
 
-.PHONY: setup demo test lint types bench docs peers bench-gpu test-gpu test-scale test-long fuzz audit clean
+.PHONY: setup demo test lint types bench docs peers bench-gpu test-gpu test-scale test-long fuzz audit lock clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready
 
-# One environment, in steps: what the demo needs, what development adds, what the documentation adds.
-.venv/demo: pyproject.toml constraints.txt
+# One environment, in steps: what the demo needs, what development adds, what the documentation adds. Every file that is
+# fetched has one of the hashes in locks/, but for torch, which comes in builds for CPUs and GPUs: it has its version.
+# Nothing is fetched to build the package: the locked setuptools does it.
+.venv/demo: pyproject.toml constraints.txt locks/demo.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "attnres needs Python 3.11 or later: $(PYTHON) is $$($(PYTHON) --version 2>&1); try make PYTHON=python3.12"; exit 2; }
 	@echo "setting up .venv (once)"
 	$(PYTHON) -m venv --clear .venv
-	$(PIP) $(PIP_ARGS) -c constraints.txt -e .
+	$(PIP) $(PIP_ARGS) $(HASHED) locks/demo.txt
+	$(PIP) $(PIP_ARGS) -c constraints.txt torch
+	$(PIP) --no-deps --no-build-isolation -e .
 	@touch $@
 
-.venv/ready: .venv/demo
+.venv/ready: .venv/demo locks/dev.txt
 	@echo "adding what lint, types and tests need (once)"
-	$(PIP) $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(PIP) $(PIP_ARGS) $(HASHED) locks/dev.txt
 	@touch $@
 
-.venv/docs: .venv/demo
-	$(PIP) $(PIP_ARGS) -c constraints.txt -e '.[docs]'
+.venv/docs: .venv/demo locks/docs.txt
+	$(PIP) $(PIP_ARGS) $(HASHED) locks/docs.txt
 	@touch $@
 
 demo: .venv/demo
@@ -87,6 +93,17 @@ audit: .venv/ready
 	$(PIP) $(PIP_ARGS) --target build/audit pip-audit==2.10.1
 	PYTHONPATH=build/audit $(BIN)/python -m pip_audit --requirement constraints.txt --no-deps --disable-pip
 	$(BIN)/python fuzz/licences.py docs/licences.md
+
+# Written anew after a change of pyproject.toml or constraints.txt. LOCK_ARGS says where a CPU build of torch is, which
+# keeps CUDA's libraries out: --find-links FOLDER, or --index ADDRESS.
+LOCK := build/lock/bin/uv pip compile pyproject.toml --quiet --constraints constraints.txt --generate-hashes \
+	--python-version 3.11.7 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header --no-emit-package torch
+lock: .venv/demo
+	$(PIP) $(PIP_ARGS) --target build/lock --upgrade uv==0.13.9
+	$(LOCK) $(LOCK_ARGS) --output-file locks/demo.txt
+	$(LOCK) $(LOCK_ARGS) --extra dev --output-file locks/dev.txt
+	$(LOCK) $(LOCK_ARGS) --extra docs --output-file locks/docs.txt
+	$(LOCK) $(LOCK_ARGS) --all-extras --output-file locks/extras.txt
 
 clean:
 	rm -rf .venv build *.egg-info
