@@ -84,12 +84,12 @@ def _soak(material: Material, tally: Tally, name: str, draw: random.Random, soak
         if code == -signal.SIGKILL:
             kills += 1
             tally.count("kills", "survived", f"{name}, soak {soak}")
-        elif code != 0:
+        elif code != 0 and not (code == 2 and is_whole(name, out, whole.digests)):  # refused: it was there already
             tally.count("kills", "different", f"{name}, soak {soak}: ended with {code}")
     ended = wait(started(words), 120)
     strays = [str(path) for path in out.parent.rglob(".*")]
     same = is_whole(name, out, whole.digests)
-    verdict = "different" if ended != 0 or not same else "stray" if strays else "same bytes"
+    verdict = "different" if ended not in (0, 2) or not same else "stray" if strays else "same bytes"
     tally.count("killed and resumed", verdict, f"{name}, soak {soak}", said=f"ended with {ended} {strays[:5]}")
     return max(1, kills)
 

@@ -2,7 +2,7 @@
 
 import socket
 
-from attnres.errors import UserError
+from attnres.errors import UserError, first_line
 
 
 def check_port(host: str, port: int) -> str:
@@ -15,8 +15,8 @@ def check_port(host: str, port: int) -> str:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
             return probe.getsockname()[0]
-    except OSError as error:
-        why = (error.strerror or str(error)).lower()
+    except (OSError, UnicodeError) as error:  # a name that no host can have
+        why = (getattr(error, "strerror", None) or first_line(error)).lower()
         raise UserError(
-            f"cannot serve on {host}:{port} ({why}): choose another --port, or a --host of this machine"
+            f"cannot serve on {host[:80]}:{port} ({why}): choose another --port, or a --host of this machine"
         ) from error

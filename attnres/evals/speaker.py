@@ -12,6 +12,7 @@ from attnres.device import pick_device
 from attnres.errors import UserError, foreign
 from attnres.evals.config import Dtype
 from attnres.models.open import open_checkpoint
+from attnres.typed import is_text
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,8 @@ class Speaker:
         """
         if not prompt:
             raise UserError("the prompt is empty: expected some text to go on from")
+        if not is_text(prompt):
+            raise UserError("the prompt is not valid UTF-8: expected text")
         if chat:
             if not self.tokenizer.chat_template:
                 raise UserError(f"the tokenizer of {self.name} has no chat template: leave out --chat")

@@ -78,3 +78,8 @@ def test_large_requests_are_refused():
     assert ask("/show", content_length=str(MAX_BODY + 1))[0] == 413
     assert ask("/show", content_length="many")[0] == 413
     assert ask("/show", transfer_encoding="chunked")[0] == 411
+
+
+def test_a_name_that_no_host_can_have_is_refused():
+    with pytest.raises(UserError, match=r"cannot serve on aaaa.*label too long"):
+        check_port("a" * 300, 49517)

@@ -174,6 +174,7 @@ def test_a_chat_template_frames_the_prompt(speakers):
         ({"top_p": 1.5}, "top_p is 1.5: expected a number above 0, at most 1"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": "a \udcff"}, "the prompt is not valid UTF-8"),
         ({"prompt": "the lazy dog " * 60}, "tokens and .* takes 64: shorten it"),
     ],
 )
