@@ -516,7 +516,8 @@ def results(result: Search, title: str) -> str:
     how = "least" if result.least else "most"
     words = (
         f"{title}: where {result.source} is {how} of the read of {result.read}, by {result.by}; "
-        f"{result.tokens:,} tokens of {result.documents:,} documents, mean {short(result.mean, 3)}. Click a token to look at its text."
+        f"{result.tokens:,} tokens of {result.documents:,} documents, mean {short(result.mean, 3)}. "
+        f"Click a token to look at its text."
     )
     return f'<p class="note">{escape(visible(words))}</p><table class="hits">{"".join(rows)}</table>'
 
