@@ -150,14 +150,18 @@ def _start_stream(
 def _hooks_of_others(layer: nn.Module) -> bool:
     """Whether a layer has hooks besides ours, one before it and one after. Those of Transformers do not count: the
     first pass that is asked for hidden states leaves them on the layers for good, and they do nothing in others."""
-    after = [hook for hook in layer._forward_hooks.values() if getattr(hook, "__module__", None) != _CAPTURES]
-    return len(after) > 1 or len(layer._forward_pre_hooks) > 1
+    after = 0
+    for hook in layer._forward_hooks.values():
+        after += getattr(hook, "__module__", None) != _CAPTURES
+    return after > 1 or len(layer._forward_pre_hooks) > 1
 
 
 def _check_stream(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Refuse a tensor between layers: what comes after it would be a plain residual without a word."""
-    if not any(isinstance(value, Stream) for value in (*args, *kwargs.values())):
-        raise _lost_stream(layer)
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Stream):
+            return
+    raise _lost_stream(layer)
 
 
 def _leave(count: int, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from attnres.errors import UserError
+from attnres.ops.backend import MergeGrads, MergeSaved, Sealed
 from attnres.ops.cpu_build import SWITCH, library
-from attnres.ops.eager import MergeGrads, MergeSaved, Sealed
 from attnres.ops.norms import Norm
 from attnres.ops.sharded import PLAIN
 
 LANES = 16
 """Widths must be a multiple of this: one vector register of fp32."""
+
+BY_ADDRESS = True
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of the vectors that the kernels read and write."""
@@ -116,7 +118,7 @@ def address(tensor: Tensor, shape: tuple[int, ...]) -> int:
     except RuntimeError:  # what torch.func wraps, sparse ones
         place = 0
     if tensor.shape != shape:
-        raise UserError(f"a depth read got a tensor of shape {tuple(tensor.shape)}: expected {shape}")
+        raise UserError(f"a depth read got a tensor of shape {tuple(tensor.shape)}: expected {tuple(shape)}")
     if not tensor.is_cpu or not (place or 0 in shape):
         raise UserError(
             f"a depth read got a {type(tensor).__name__} on {tensor.device} that has no numbers on this CPU: it is "
@@ -126,50 +128,58 @@ def address(tensor: Tensor, shape: tuple[int, ...]) -> int:
     return place
 
 
-_Shaped = tuple[Tensor | None, tuple[int, ...]]
-
-
 def _call(
     kernel: str,
     tokens: int,
-    *counts: int,
+    counts: tuple[int, ...],
+    shape: torch.Size,
+    *,
     eps: tuple[float, ...] = (),
-    rows: Sequence[_Shaped] = (),
-    pointers: Sequence[_Shaped] = (),
-    lists: Sequence[_Shaped] = (),
-    last: Sequence[_Shaped] = (),
+    rows: Sequence[Tensor | None] = (),
+    vectors: Sequence[Tensor | None] = (),
+    pointers: Sequence[Tensor | int | None] = (),
+    lists: Sequence[Tensor | None] = (),
+    last: Sequence[Tensor] = (),
 ) -> None:
-    """Fill a kernel's struct and call it: threads, counts, eps, `rows` of tensors, pointers to fp32, more `rows`, more
-    pointers; each tensor with the shape that it must have.
+    """Fill a kernel's struct and call it: threads, tokens, counts, eps, `rows` of tensors of this shape (..., d), those
+    of vectors (d,), pointers to fp32 (of tensors, or addresses), more `rows`, more pointers.
 
     A `rows` is an address, the bytes from row to row, and whether it is bf16; zeros stand for None. Arguments that the
     kernels cannot read (another dtype, no unit stride along the width) are copied; results are never such.
     """
-    words, alive = [], []
-    for matrices, vectors in ((rows, pointers), (lists, last)):
-        for tensor, shape in matrices:
+    words, alive, width = list[int](), list[Tensor](), shape[-1]
+    nothing: tuple[Tensor, ...] = ()
+    for matrices, expected, floats in (
+        (rows, shape, nothing),
+        (vectors, (width,), pointers),
+        (lists, shape, last),
+    ):
+        for tensor in matrices:
             if tensor is None:
                 words += (0, 0, 0)
                 continue
-            if tensor.dtype not in DTYPES:
-                tensor = tensor.float()
-            if tensor.shape != shape or not tensor.is_cpu:
-                address(tensor, shape)
-            if tensor.stride(-1) != 1:
-                tensor = tensor.contiguous()
-            place = tensor.data_ptr() or address(tensor, shape)
-            words += (place, tensor.stride(0) * tensor.element_size(), tensor.dtype is torch.bfloat16)
-            alive.append(tensor)
-        for tensor, shape in vectors:
-            if tensor is None:
-                words.append(0)
+            if tensor.shape != expected or not tensor.is_cpu:
+                address(tensor, expected)
+            dtype = tensor.dtype
+            if dtype is not torch.float32 and dtype is not torch.bfloat16:
+                tensor, dtype = tensor.float(), torch.float32
+                alive.append(tensor)
+            stride = width
+            if not tensor.is_contiguous():
+                tensor = tensor.reshape(-1, width)
+                tensor = tensor if tensor.stride(1) == 1 else tensor.contiguous()
+                stride = tensor.stride(0)
+                alive.append(tensor)
+            place = tensor.data_ptr() or address(tensor, tensor.shape)
+            words += (place, 2 * stride, 1) if dtype is torch.bfloat16 else (place, 4 * stride, 0)
+        for tensor in floats:
+            if tensor is None or isinstance(tensor, int):
+                words.append(tensor or 0)
                 continue
-            if tensor.shape != shape or not tensor.is_cpu:
-                address(tensor, shape)
             if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
                 tensor = tensor.float().contiguous()
-            words.append(tensor.data_ptr() or address(tensor, shape))
-            alive.append(tensor)
+                alive.append(tensor)
+            words.append(tensor.data_ptr() or address(tensor, tensor.shape))
     threads = threads_for(tokens) if tokens > 31 else 1
     call = struct.pack(f"{2 + len(counts)}q{len(eps)}d{len(words)}q", threads, tokens, *counts, *eps, *words)
     if getattr(loaded(), kernel)(call):
@@ -185,21 +195,24 @@ def threads_for(tokens: int) -> int:
 
 
 def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> Sealed:
-    """As `eager.read_sealed`."""
-    (tokens, d), n, reads = sources[0].shape, len(sources), queries.shape[0]
+    """As `eager.read_sealed`, outputs of the sources' shape."""
+    shape, n, (reads, d) = sources[0].shape, len(sources), queries.shape
+    tokens = sources[0].numel() // d
+    if d != shape[-1]:
+        address(queries, (reads, shape[-1]))
     top, total = _new(reads, tokens), _new(reads, tokens)
     logits, inv_rms = _new(tokens, n, reads), _new(tokens, n)
-    # Apart: what one read keeps must not keep the others alive.
-    outputs = [_new(tokens, d, dtype=dtype) for _ in range(reads)]
+    outputs = list[Tensor]()
+    for _ in range(reads):  # apart: what one read keeps must not keep the others alive
+        outputs.append(_new(shape, dtype=dtype))
     _call(
         "attnres_read_sealed",
-        *(tokens, n, reads, d),
+        tokens,
+        (n, reads, d),
+        shape,
         eps=(eps,),
-        pointers=(
-            *((queries, (reads, d)), (logits, (tokens, n, reads)), (top, (reads, tokens)), (total, (reads, tokens))),
-            (inv_rms, (tokens, n)),
-        ),
-        lists=[(vector, (tokens, d)) for vector in (*sources, *outputs)],
+        pointers=(queries, logits, top, total, inv_rms),
+        lists=(*sources, *outputs),
     )
     return Sealed(outputs, top, total, logits, inv_rms)
 
@@ -214,17 +227,19 @@ def read_sealed_backward(
     carried: Sequence[Tensor | None],
 ) -> tuple[Tensor, list[Tensor]]:
     """As `eager.read_sealed_backward`."""
-    (tokens, d), n, reads = sources[0].shape, len(sources), queries.shape[0]
-    dsources = [_new(tokens, d, dtype=source.dtype) for source in sources]
+    shape, n, (reads, d) = sources[0].shape, len(sources), queries.shape
+    dsources = list[Tensor]()
+    for source in sources:
+        dsources.append(_new(shape, dtype=source.dtype))
     dqueries = _new(reads, d)
     _call(
         "attnres_read_sealed_backward",
-        *(tokens, n, reads, d),
-        pointers=(
-            *((queries, (reads, d)), (inv_rms, (tokens, n)), (logits, (tokens, n, reads)), (dqueries, (reads, d))),
-        ),
-        lists=[(vector, (tokens, d)) for vector in (*sources, *grads, *carried, *dsources)],
-        last=[(scalars, (tokens,)) for scalars in dtop],
+        sources[0].numel() // d,
+        (n, reads, d),
+        shape,
+        pointers=(queries, inv_rms, logits, dqueries),
+        lists=(*sources, *grads, *carried, *dsources),
+        last=dtop,
     )
     return dqueries, dsources
 
@@ -240,47 +255,56 @@ def merge(
     norm: Norm | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, MergeSaved, Tensor | None]:
-    """As `eager.merge`."""
+    """As `eager.merge`, vectors of the sources' shape."""
     k = len(opens)
     if not k and norm is None:
         assert output is not None
         return output.to(dtype), MergeSaved(output), None
-    tokens, d = (opens[0] if output is None else output).shape
+    first = opens[0] if output is None else output
+    shape, d = first.shape, first.shape[-1]
+    tokens = first.numel() // d
     partial = before = None
     if added is not None:
         *earlier, before = opens
-        partial = _new(tokens, d, dtype=dtype)
+        partial = _new(shape, dtype=dtype)
         opens = (*earlier, partial)
-    weight = bias = rstd = weights = sealed = scores = inv_rms = None
+    weight = bias = None
+    kind, norm_eps = 0, 0.0
     if norm is None:  # <dh, h> is then a true term of the gradient: h is kept unrounded
-        h = written = _new(tokens, d)
-        x = h if dtype is torch.float32 else _new(tokens, d, dtype=dtype)
+        h = written = _new(shape)
+        x = h if dtype is torch.float32 else _new(shape, dtype=dtype)
     else:
-        weight, bias, rstd = norm.weight, norm.bias, _new(tokens)
+        weight, bias, norm_eps, kind = norm.weight, norm.bias, norm.eps, 2 if norm.center else 1
         keep = not k and output is not None and output.dtype is dtype
-        h = output if keep else _new(tokens, d, dtype=dtype)
+        h = output if keep else _new(shape, dtype=dtype)
         written = None if keep else h
-        x = _new(tokens, d, dtype=norm.out_dtype or torch.float32)
+        x = _new(shape, dtype=norm.out_dtype or torch.float32)
     assert h is not None
-    if k:
-        weights, scores, inv_rms = _new(tokens, k), _new(tokens, k), _new(tokens, k)
-        sealed = None if output is None else _new(tokens)
-    whole, each, one, width = (tokens, d), (tokens, k), (tokens,), (d,)
+    scalars = _new(1 + 3 * k + (k > 0 and output is not None), tokens)
+    if query is not None and query.shape != (d,):
+        address(query, (d,))
     _call(
         "attnres_merge",
-        *(tokens, k, d, 0 if norm is None else 2 if norm.center else 1),
-        eps=(eps, 0.0 if norm is None else norm.eps),
-        rows=(
-            *((before, whole), (added, whole), (output, whole), (written, whole), (None if x is h else x, whole)),
-            *((weight, width), (bias, width)),
-        ),
-        pointers=(
-            *((query, width), (top, one), (total, one), (rstd, one), (weights, each), (sealed, one), (scores, each)),
-            (inv_rms, each),
-        ),
-        lists=tuple(zip(opens, (whole,) * k)),
+        tokens,
+        (k, d, kind),
+        shape,
+        eps=(eps, norm_eps),
+        rows=(before, added, output, written, None if x is h else x),
+        vectors=(weight, bias),
+        pointers=(query, top, total, *_parts(scalars, k)),
+        lists=opens,
     )
-    return x, MergeSaved(h, rstd, weights, sealed, scores, inv_rms), partial
+    return x, MergeSaved(h, scalars=scalars), partial
+
+
+def _parts(scalars: Tensor, k: int) -> tuple[int, ...]:
+    """Where a merge's rstd, weights, sealed, scores and inv_rms lie, as `MergeSaved.named` has them; 0 for none."""
+    rows, tokens = scalars.shape
+    start, row = scalars.data_ptr(), 4 * tokens
+    if not k:
+        return start, 0, 0, 0, 0
+    weights, each = start + row, row * k
+    return start, weights, weights + 3 * each if rows > 1 + 3 * k else 0, weights + each, weights + 2 * each
 
 
 def merge_backward(
@@ -292,44 +316,43 @@ def merge_backward(
     saved: MergeSaved,
 ) -> MergeGrads:
     """As `eager.merge_backward`."""
-    (tokens, d), k = saved.h.shape, len(opens)
-    weight = None if norm is None else norm.weight
-    alone = k > 0 and saved.sealed is None
-    doutput, dtop = (None, None) if alone else (_new(tokens, d), _new(tokens))
-    dopens = []
+    h, rstd, weights, sealed, scores, inv_rms, scalars = saved
+    shape, d, k = h.shape, h.shape[-1], len(opens)
+    if scalars is None:
+        parts, both = (rstd, weights, sealed, scores, inv_rms), sealed is not None
+    else:
+        parts, both = _parts(scalars, k), len(scalars) > 1 + 3 * k
+    tokens = h.numel() // d
+    weight = dweight = dbias = doutput = dtop = dquery = None
+    kind, eps = 0, 0.0
+    if norm is not None:
+        weight, kind, eps = norm.weight, 2 if norm.center else 1, norm.eps
+        dweight = None if weight is None else _new(d)
+        dbias = None if norm.bias is None else _new(d)
+    if not k or both:
+        doutput, dtop = _new(shape), _new(tokens)
+    dopens = list[Tensor]()
     for source in opens:
-        dopens.append(_new(tokens, d, dtype=source.dtype))
-    dquery = _new(d) if k else None
-    dweight = None if weight is None else _new(d)
-    dbias = None if norm is None or norm.bias is None else _new(d)
-    h, rstd, weights, sealed, scores, inv_rms = saved
-    whole, each, one, width = (tokens, d), (tokens, k), (tokens,), (d,)
+        dopens.append(_new(shape, dtype=source.dtype))
+    if k:
+        dquery = _new(d)
     _call(
         "attnres_merge_backward",
-        *(tokens, k, d, 0 if norm is None else 2 if norm.center else 1),
-        eps=(0.0 if norm is None else norm.eps,),
-        rows=((h, whole), (grad, whole), (doutput, whole), (weight, width)),
-        pointers=(
-            *(
-                (query, width),
-                (rstd, one),
-                (weights, each),
-                (sealed, one),
-                (scores, each),
-                (inv_rms, each),
-                (dtop, one),
-            ),
-            *((dquery, width), (dweight, width), (dbias, width)),
-        ),
-        lists=tuple(zip((*opens, *carried[:k], *dopens), (whole,) * 3 * k)),
+        tokens,
+        (k, d, kind),
+        shape,
+        eps=(eps,),
+        rows=(h, grad, doutput),
+        vectors=(weight,),
+        pointers=(query, *parts, dtop, dquery, dweight, dbias),
+        lists=(*opens, *carried[:k], *dopens),
     )
     return MergeGrads(doutput, dtop, dopens, dquery, dweight, dbias)
 
 
 def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
-    """As `eager.mix`."""
-    (tokens, d), n = sources[0].shape, len(sources)
-    h = _new(tokens, d, dtype=dtype)
-    lists = [(vector, (tokens, d)) for vector in (h, *sources)]
-    _call("attnres_mix", tokens, n, d, pointers=[(weights, (tokens, n))], lists=lists)
+    """As `eager.mix`, of the sources' shape."""
+    shape = sources[0].shape
+    h, n, d = _new(shape, dtype=dtype), len(sources), shape[-1]
+    _call("attnres_mix", h.numel() // d, (n, d), shape, pointers=(weights,), lists=(h, *sources))
     return h

@@ -10,7 +10,6 @@ import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,8 +17,10 @@ from torch import Tensor
 
 from attnres.errors import first_line
 from attnres.ops import cpu, eager
+from attnres.ops.backend import Backend
 from attnres.ops.cpu_build import turned_off
 from attnres.ops.reference import compute_dtype
+from attnres.ops.sharded import refuse_sharded
 
 MAX_ONE_PASS = 32
 """Sources that one pass can take: more are read in two phases."""
@@ -83,7 +84,7 @@ def in_two_phases(sealed: int, reads: int, *, training: bool, opens: int = 1, nb
 
 
 @functools.cache
-def _gpu() -> ModuleType | str:
+def _gpu() -> Backend | str:
     """The Triton kernels, or why there are none."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
@@ -96,7 +97,7 @@ def _gpu() -> ModuleType | str:
 
 def _choose(
     tensors: Sequence[Tensor], compute: torch.dtype, outputs: Sequence[torch.dtype], reads: int = 1, opens: int = 0
-) -> tuple[str, ModuleType, str, bool]:
+) -> tuple[str, Backend, str, bool]:
     """Backend, its module, the reason, and whether the fallback (if it is one) is worth a word to the user."""
     device, width = tensors[0].device.type, tensors[0].shape[-1]
     if compute != torch.float32:
@@ -129,18 +130,29 @@ def _say_once(reason: str) -> None:
 
 
 def backend_for(
-    tensors: Sequence[Tensor], compute: torch.dtype, *outputs: torch.dtype, reads: int = 1, opens: int = 0
-) -> ModuleType:
-    """The module whose five functions (those of eager.py) take these (T, d) tensors and make such vectors.
+    tensors: Sequence[Tensor],
+    compute: torch.dtype,
+    *outputs: torch.dtype,
+    reads: int = 1,
+    opens: int = 0,
+    parameters: tuple[Tensor | None, ...] = (),
+) -> Backend:
+    """The backend that takes these (..., d) tensors and makes such vectors, with queries and norms' `parameters`.
 
     `reads` share them in phase 1, or `opens` of them are the open sources of one merge.
+
+    Raises:
+        UserError: a tensor or a parameter is sharded.
     """
     kinds = list[Any]()
     for tensor in tensors:
         kinds += (tensor.device, tensor.dtype, tensor.shape[-1], type(tensor))
+    for tensor in parameters:
+        kinds.append(type(tensor))
     key = (_choose, cpu.load, cpu.loaded(), compute, outputs, reads, opens, *kinds)
     module = _CHOSEN.get(key)
     if module is None:
+        refuse_sharded((*tensors, *parameters))
         _, module, reason, loud = _choose(tensors, compute, outputs, reads, opens)
         if loud:
             _say_once(reason)
@@ -149,7 +161,7 @@ def backend_for(
     return module
 
 
-_CHOSEN: dict[Any, ModuleType] = {}
+_CHOSEN: dict[Any, Backend] = {}
 """What `backend_for` chose for tensors of these devices, dtypes, widths and types, of which a program has a few; where
 plain torch is slower than it need be, it is asked each time, for that is said."""
 

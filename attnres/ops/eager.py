@@ -1,62 +1,19 @@
 """The arithmetic of both phases and of their backward, in plain torch: any device, any floating dtype.
 
-This is the fallback of every faster backend, each of which is a module with these five functions. Shapes: T tokens,
+This is the fallback of every faster backend (`backend.Backend`), and what each of them must give. Shapes: T tokens,
 n sealed sources, k open sources, S reads, d width. Vectors may have any dtype; arithmetic is in the compute dtype: at
 least fp32, fp64 for fp64 sources.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from attnres.ops.backend import MergeGrads, MergeSaved, Sealed
 from attnres.ops.norms import Norm, inverse_rms, normalise, normalise_backward
 
-
-class Sealed(NamedTuple):
-    """Phase 1 of S reads over n sealed sources.
-
-    Attributes:
-        outputs: S tensors (T, d), each read's mixture of the sealed sources.
-        top, total: (S, T), the largest logit and the sum of exp(logit - top). Not their log-sum-exp: rounding that
-            would cost a digit where logits are of order ten.
-        logits: (T, n, S).
-        inv_rms: (T, n), 1 / sqrt(mean(v^2) + eps) of each source.
-    """
-
-    outputs: list[Tensor]
-    top: Tensor
-    total: Tensor
-    logits: Tensor
-    inv_rms: Tensor
-
-
-class MergeSaved(NamedTuple):
-    """What the backward of a merge needs.
-
-    Attributes:
-        h: (T, d), the read before its norm.
-        rstd: (T,), 1 / its deviation, if a norm follows.
-        weights, scores, inv_rms: (T, k), the open sources' weights, logits and 1/rms, if k > 0.
-        sealed: (T,), the weight of the sealed sources together, if there are both kinds.
-    """
-
-    h: Tensor
-    rstd: Tensor | None = None
-    weights: Tensor | None = None
-    sealed: Tensor | None = None
-    scores: Tensor | None = None
-    inv_rms: Tensor | None = None
-
-
-class MergeGrads(NamedTuple):
-    output: Tensor | None
-    top: Tensor | None
-    opens: list[Tensor]
-    query: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
+BY_ADDRESS = False
 
 
 def _token_major(sources: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

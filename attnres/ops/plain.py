@@ -42,12 +42,10 @@ def plain_torch() -> Generator[None]:
 
 def is_needed() -> bool:
     """Whether the kernels' own backward cannot serve here: see above."""
-    if torch.compiler.is_exporting():
-        return True
     if torch.compiler.is_compiling():
-        return False
+        return torch.compiler.is_exporting()
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return transformed or torch.jit.is_tracing() or _asked.get()
+    return transformed or torch._C._is_tracing() or _asked.get()
 
 
 def refuse_second_derivative() -> None:

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attnres.ops.backend import MergeGrads, MergeSaved, Sealed
 from attnres.ops.dispatch import backend_for
-from attnres.ops.eager import MergeGrads, MergeSaved, Sealed
 from attnres.ops.norms import Norm
 from attnres.ops.reference import compute_dtype
+
+BY_ADDRESS = False
 
 
 def _or_none(tensor: Tensor) -> Tensor | None:
@@ -24,12 +26,13 @@ def _filled(tensor: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _apart(results: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[Tensor]:
-    """Return `results`, copying what shares memory with an input or an earlier one: an operator may return neither."""
+    """Return `results`, copying what shares memory with an input or another one: an operator may return neither."""
     storages = {tensor.untyped_storage().data_ptr() for tensor in arguments}
     out = []
     for tensor in results:
         place = tensor.untyped_storage().data_ptr()
-        out.append(tensor.clone(memory_format=torch.contiguous_format) if place in storages else tensor.contiguous())
+        shares = place in storages or tensor.storage_offset() > 0
+        out.append(tensor.clone(memory_format=torch.contiguous_format) if shares else tensor.contiguous())
         storages.add(out[-1].untyped_storage().data_ptr())
     return out
 
@@ -129,7 +132,8 @@ def _merge(
     backend = backend_for(vectors, compute_dtype(dtype), dtype, out_dtype, opens=len(opens))
     x, saved, partial = backend.merge(opens, added, query, eps, output, top, total, norm, dtype)
     h = saved.h if opens else None  # without open sources it is the output itself
-    return _apart([x, *(_filled(t, x) for t in (h, *saved[1:], partial))], vectors)
+    saved = saved.named(len(opens), normed=norm is not None)
+    return _apart([x, *(_filled(t, x) for t in (h, *saved[1:6], partial))], vectors)
 
 
 @_merge.register_fake
@@ -281,7 +285,7 @@ def merge_backward(
     weight, bias, norm_eps, _, _ = norm or Norm()
     earlier = [_filled(g, grad) for g in carried]
     output, top, dquery, dweight, dbias, *dopens = _merge_backward(
-        grad, earlier, list(opens), query, _kind(norm), weight, bias, norm_eps, *saved
+        grad, earlier, list(opens), query, _kind(norm), weight, bias, norm_eps, *saved[:6]
     )
     none = _or_none
     return MergeGrads(none(output), none(top), dopens, none(dquery), none(dweight), none(dbias))

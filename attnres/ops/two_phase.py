@@ -23,19 +23,19 @@ Shapes: T tokens (leading axes flattened), n sources, S reads, d width. All arit
 least fp32), whatever the sources' dtypes are, also under autocast.
 """
 
-from collections.abc import Sequence
-from types import ModuleType
-from typing import Any, NamedTuple, cast
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnres.ops import plain, registered
+from attnres.ops.backend import Backend, MergeSaved
 from attnres.ops.dispatch import backend_for, in_two_phases
-from attnres.ops.eager import MergeSaved
 from attnres.ops.norms import Norm
 from attnres.ops.reference import compute_dtype, scaled_query
-from attnres.ops.sharded import refuse_sharded, settled
+from attnres.ops.sharded import settled
 
 
 class SealedReads(NamedTuple):
@@ -72,10 +72,11 @@ class SealedRead(NamedTuple):
 
 
 class Merged(NamedTuple):
-    """A finished read. `h`, `sealed` and `weights` carry no gradient and are there to be looked at.
+    """A finished read. `h`, `sealed` and `weights` carry no gradient and are there to be looked at; None of a read that
+    nobody watches.
 
     Attributes:
-        x: the read after its norm (or the read itself without one), of the open sources' shape; (T, d) without any.
+        x: the read after its norm (or the read itself without one), of the sources' shape.
         opens: the open sources, `added` in the last one, to be used from now on in place of those given.
         h: (T, d), the read before its norm.
         sealed: (T,), the weight of the sealed sources together; each one's is this times their softmax.
@@ -84,27 +85,43 @@ class Merged(NamedTuple):
 
     x: Tensor
     opens: tuple[Tensor, ...]
-    h: Tensor
-    sealed: Tensor
-    weights: Tensor
+    h: Tensor | None = None
+    sealed: Tensor | None = None
+    weights: Tensor | None = None
 
 
-def _flat(tensors: Sequence[Any]) -> list[Any]:
-    """(..., d) as (T, d), None as it is, what a collective is still writing once it is there."""
+class _Form(NamedTuple):
+    """What is fixed of a merge: all but its tensors. kind: of its norm, 0 for none, 1 for RMSNorm, 2 for LayerNorm.
+    index: which of phase 1's reads it is."""
+
+    backend: Backend
+    k: int
+    eps: float
+    dtype: torch.dtype
+    kind: int = 0
+    norm_eps: float = 0.0
+    out_dtype: torch.dtype | None = None
+    index: int = 0
+    recompute: bool = False
+    watched: bool = False
+
+    def norm(self, weight: Tensor | None, bias: Tensor | None) -> Norm | None:
+        return Norm(weight, bias, self.norm_eps, self.kind == 2, self.out_dtype) if self.kind else None
+
+
+def _flat(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """(..., d) as (T, d), None as it is."""
     flat = []
     for t in tensors:
-        if t is not None:
-            t = (t if type(t) is Tensor else settled(t)).reshape(-1, t.shape[-1])
-        flat.append(t)
+        flat.append(None if t is None else t.reshape(-1, t.shape[-1]))
     return flat
 
 
-def _handed_on(sources: Sequence[Tensor]) -> list[Tensor]:
-    """The sources as new outputs of a Function, not as views of its inputs: FSDP2 warns of views, each costs a node."""
-    handed_on = []
-    for source in sources:
-        handed_on.append(source.detach())
-    return handed_on
+def _viewed(tensors: Sequence[Tensor], shape: torch.Size) -> list[Tensor]:
+    viewed = []
+    for t in tensors:
+        viewed.append(t.view(shape))
+    return viewed
 
 
 class _Unrecorded:
@@ -117,35 +134,23 @@ class _Unrecorded:
     def mark_non_differentiable(self, *tensors: Tensor) -> None: ...
 
 
-def _apply(function: "type[_ReadSealed | _Merge]", *arguments: Any) -> tuple[Tensor, ...]:
-    refuse_sharded(arguments)
-    if plain.is_needed():
-        return function.plainly(*arguments)
-    if torch.is_grad_enabled():
-        return function.apply(*arguments)
-    return function.forward(_Unrecorded(), *arguments)
-
-
 class _ReadSealed(torch.autograd.Function):
     @staticmethod
-    def plainly(
-        queries: Tensor, eps: float, dtype: torch.dtype, compute: torch.dtype, *sources: Tensor
-    ) -> tuple[Tensor, ...]:
+    def plainly(form: _Form, queries: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
         """What `forward` returns, of operations that autograd itself differentiates."""
-        outputs, top, total, logits = plain.read_sealed(queries.to(compute), sources, eps, dtype)
+        outputs, top, total, logits = plain.read_sealed(queries, sources, form.eps, form.dtype)
         return (*outputs, *top, *total, logits.reshape(-1, *logits.shape[-2:]), *sources)
 
     @staticmethod
-    def forward(
-        ctx: Any, queries: Tensor, eps: float, dtype: torch.dtype, compute: torch.dtype, *sources: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, form: _Form, queries: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        queries, flat = queries.to(compute), _flat(sources)
-        compiling = torch.compiler.is_compiling()
-        ctx.backend = registered if compiling else backend_for(flat, compute, dtype, reads=len(queries))
-        outputs, top, total, logits, inv_rms = ctx.backend.read_sealed(queries, flat, eps, dtype)
+        backend = form.backend
+        vectors = sources if backend.BY_ADDRESS else _flat(sources)
+        outputs, top, total, logits, inv_rms = backend.read_sealed(queries, vectors, form.eps, form.dtype)
+        if not backend.BY_ADDRESS:
+            outputs = _viewed(outputs, sources[0].shape)
         ctx.save_for_backward(queries, logits, inv_rms, *sources)
-        ctx.dtype = dtype
+        ctx.form = form
         totals = total.unbind(0)
         ctx.mark_non_differentiable(logits, *totals)
         return (*outputs, *top.unbind(0), *totals, logits, *_handed_on(sources))
@@ -154,27 +159,27 @@ class _ReadSealed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plain.refuse_second_derivative()
         queries, logits, inv_rms, *sources = ctx.saved_tensors
-        shape, sources = sources[0].shape, _flat(sources)
-        reads, (tokens, d) = queries.shape[0], sources[0].shape
+        form, reads, shape = ctx.form, len(queries), sources[0].shape
         # A read that nothing used has no gradient.
-        outputs = [queries.new_zeros(tokens, d, dtype=ctx.dtype) if g is None else g for g in grads[:reads]]
-        tops = [queries.new_zeros(tokens) if g is None else g for g in grads[reads : 2 * reads]]
+        outputs, tops = list[Tensor](), list[Tensor]()
+        for output, top in zip(grads[:reads], grads[reads : 2 * reads], strict=True):
+            outputs.append(queries.new_zeros(shape, dtype=form.dtype) if output is None else output)
+            tops.append(queries.new_zeros(len(logits)) if top is None else top)
+        carried = grads[-len(sources) :]
+        if form.backend.BY_ADDRESS:
+            found = form.backend.read_sealed_backward(queries, sources, inv_rms, logits, outputs, tops, carried)
+            return (None, found[0], *found[1])
         with torch.autocast(queries.device.type, enabled=False):  # a backward may be called under autocast too
-            dqueries, dsources = ctx.backend.read_sealed_backward(
-                queries, sources, inv_rms, logits, outputs, tops, _flat(grads[-len(sources) :])
+            dqueries, dsources = form.backend.read_sealed_backward(
+                queries, _flat(sources), inv_rms, logits, _flat(outputs), tops, _flat(carried)
             )
-        return (dqueries, None, None, None, *(grad.view(shape) for grad in dsources))
+        return (None, dqueries, *_viewed(dsources, shape))
 
 
 class _Merge(torch.autograd.Function):
     @staticmethod
     def plainly(
-        k: int,
-        index: int,
-        recompute: bool,
-        dtype: torch.dtype,
-        eps: float,
-        norm: Norm | None,
+        form: _Form,
         weight: Tensor | None,
         bias: Tensor | None,
         query: Tensor | None,
@@ -185,20 +190,16 @@ class _Merge(torch.autograd.Function):
         *rest: Tensor,
     ) -> tuple[Tensor, ...]:
         """What `forward` returns, of operations that autograd itself differentiates."""
-        norm = None if norm is None else norm._replace(weight=weight, bias=bias)
-        x, h, sealed, weights, opens = plain.merge(rest[:k], added, query, eps, output, top, total, norm, dtype)
-        flat_weights = weights.reshape(sealed.numel(), weights.shape[-1])
-        return (x, *_flat([h]), sealed.reshape(-1), flat_weights, *opens)
+        norm = form.norm(weight, bias)
+        x, h, sealed, weights, opens = plain.merge(
+            rest[: form.k], added, query, form.eps, output, top, total, norm, form.dtype
+        )
+        return (x, *opens, h, sealed.reshape(-1), weights.reshape(sealed.numel(), weights.shape[-1]))
 
     @staticmethod
     def forward(
         ctx: Any,
-        k: int,
-        index: int,
-        recompute: bool,
-        dtype: torch.dtype,
-        eps: float,
-        norm: Norm | None,
+        form: _Form,
         weight: Tensor | None,
         bias: Tensor | None,
         query: Tensor | None,
@@ -210,76 +211,139 @@ class _Merge(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         # rest: k open sources; then, if the read is to be made again in backward, the sealed ones and their logits.
         ctx.set_materialize_grads(False)
-        opens, recomputed = rest[:k], rest[k:]
-        shape = opens[0].shape if k else cast(Tensor, output).shape
-        flat_output, flat_added, *flat = _flat((output, added, *opens))
-        if norm is not None:
-            norm = norm._replace(weight=weight, bias=bias)
-        out_dtype = dtype if norm is None else norm.out_dtype or dtype
-        vectors = flat if flat_output is None else [*flat, flat_output]
-        vectors = vectors if flat_added is None else [*vectors, flat_added]
-        compute = torch.promote_types(dtype, torch.float32)
-        compiling = torch.compiler.is_compiling()
-        ctx.backend = registered if compiling else backend_for(vectors, compute, dtype, out_dtype, opens=k)
-        x, saved, partial = ctx.backend.merge(flat, flat_added, query, eps, flat_output, top, total, norm, dtype)
-        scored = opens if partial is None else (*opens[:-1], partial.view(shape))
-        ctx.save_for_backward(weight, bias, query, None if recompute else saved.h, *saved[1:], *scored, *recomputed)
-        ctx.k, ctx.index, ctx.recompute, ctx.h_dtype = k, index, recompute, saved.h.dtype
-        ctx.norm = norm and norm._replace(weight=None, bias=None)
-        ctx.has_output, ctx.has_top, ctx.has_added = output is not None, top is not None, partial is not None
-        ctx.shape, ctx.x_dtype = shape, x.dtype
+        backend, k = form.backend, form.k
+        opens = rest[:k]
+        norm = Norm(weight, bias, form.norm_eps, form.kind == 2, form.out_dtype) if form.kind else None
+        if backend.BY_ADDRESS:
+            x, saved, partial = backend.merge(opens, added, query, form.eps, output, top, total, norm, form.dtype)
+        else:
+            shape, (flat_output, flat_added, *flat) = (
+                rest[0].shape if output is None else output.shape,
+                _flat((output, added, *opens)),
+            )
+            x, saved, partial = backend.merge(
+                flat, flat_added, query, form.eps, flat_output, top, total, norm, form.dtype
+            )
+            x = (x.clone() if x is flat_output else x).view(shape)
+            partial = None if partial is None else partial.view(shape)
+        if x is output:
+            x = x.clone()
+        if partial is not None:
+            opens = (*opens[:-1], partial)
+        h = None if form.recompute else saved.h
+        ctx.save_for_backward(weight, bias, query, h, *saved[1:], *opens, *rest[k:])
+        has = output is not None, top is not None, partial is not None
+        ctx.form = form, x.shape, x.dtype, saved.h.dtype, has
+        results = [x]
+        for source in opens:
+            results.append(source.detach())
+        if not form.watched:
+            return tuple(results)
         # What is only looked at; empty where it is an input, x itself or known beforehand.
-        none = x.new_empty(0)
+        none, saved = x.new_empty(0), saved.named(k, normed=form.kind > 0)
         h = saved.h if k and norm is not None else none
         weights = none.clone() if saved.weights is None else saved.weights
         sealed = none.clone() if saved.sealed is None else saved.sealed
         ctx.mark_non_differentiable(h, sealed, weights)
-        x = (x.clone() if x is flat_output else x).view(shape)
-        return (x, h, sealed, weights, *_handed_on(scored))
+        return (*results, h, sealed, weights)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plain.refuse_second_derivative()
-        k, count = ctx.k, len(MergeSaved._fields)
+        form, shape, x_dtype, h_dtype, (has_output, has_top, has_added) = ctx.form
+        backend, k, count = form.backend, form.k, len(MergeSaved._fields)
         weight, bias, query, *rest = ctx.saved_tensors
-        saved, recomputed = MergeSaved(*rest[:count]), rest[count + k :]
-        grad, *flat = _flat((grads[0], *rest[count : count + k], *grads[4:]))
-        opens, carried = flat[:k], flat[k:]
-        if ctx.recompute:
-            with torch.autocast(opens[0].device.type if opens else recomputed[0].device.type, enabled=False):
-                saved = saved._replace(h=_read_again(ctx.backend, recomputed, ctx.index, opens, saved, ctx.h_dtype))
-        norm = ctx.norm and ctx.norm._replace(weight=weight, bias=bias)
-        shape = ctx.shape
-        grad = saved.h.new_zeros(saved.h.shape, dtype=ctx.x_dtype) if grad is None else grad
-        with torch.autocast(grad.device.type, enabled=False):
-            d = ctx.backend.merge_backward(grad, carried, opens, query, norm, saved)
-        output = d.output if ctx.has_output else None
-        if output is not None and not k:
-            output = output.view(shape)  # that of a norm alone may have any shape
-        dopens = []
-        for dopen in d.opens:
-            dopens.append(dopen.view(shape))
-        added = dopens[-1] if ctx.has_added else None
-        top = d.top if ctx.has_top else None
-        none = (None,) * 6
-        return (*none, d.weight, d.bias, d.query, output, top, None, added, *dopens, *(None,) * len(recomputed))
+        saved, rest = MergeSaved(*rest[:count]), rest[count:]
+        opens, recomputed, carried = rest[:k], rest[k:], grads[1 : 1 + k]
+        grad = grads[0]
+        if grad is None:
+            grad = next(part for part in (saved.scalars, saved.rstd, *rest) if part is not None).new_zeros(
+                shape, dtype=x_dtype
+            )
+        if form.recompute:
+            saved = saved._replace(h=_read_again(form, recomputed, opens, saved, h_dtype))
+        norm = Norm(weight, bias, form.norm_eps, form.kind == 2) if form.kind else None
+        if backend.BY_ADDRESS:
+            output, top, dopens, dquery, dweight, dbias = backend.merge_backward(
+                grad, carried, opens, query, norm, saved
+            )
+        else:
+            grad, h, *flat = _flat((grad, saved.h, *opens, *carried))
+            saved = saved._replace(h=h)
+            with torch.autocast(grad.device.type, enabled=False):
+                output, top, dopens, dquery, dweight, dbias = backend.merge_backward(
+                    grad, flat[k:], flat[:k], query, norm, saved
+                )
+            dopens = _viewed(dopens, shape)
+            output = None if output is None else output.view(shape)
+        output, top = output if has_output else None, top if has_top else None
+        added = dopens[-1] if has_added else None
+        return (None, dweight, dbias, dquery, output, top, None, added, *dopens, *(None,) * len(recomputed))
+
+
+def _handed_on(sources: Sequence[Tensor]) -> list[Tensor]:
+    """The sources as new outputs of a Function, not as views of its inputs: FSDP2 warns of views, each costs a node."""
+    handed_on = []
+    for source in sources:
+        handed_on.append(source.detach())
+    return handed_on
 
 
 def _read_again(
-    backend: ModuleType,
+    form: _Form,
     recomputed: Sequence[Tensor],
-    index: int,
     opens: Sequence[Tensor],
     saved: MergeSaved,
     dtype: torch.dtype,
 ) -> Tensor:
     """The read before its norm, from its weights: what `recompute` does instead of keeping it."""
-    parts = [] if saved.weights is None else [saved.weights]
+    _, _, weights, sealed, *_ = saved.named(form.k, normed=form.kind > 0)
+    parts = [] if weights is None else [weights]
     if recomputed:
-        weights = recomputed[-1][:, :, index].softmax(1)
-        parts.insert(0, weights if saved.sealed is None else weights * saved.sealed.unsqueeze(1))
-    weights = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    return backend.mix([*_flat(recomputed[:-1]), *opens], weights.contiguous(), dtype)
+        shares = recomputed[-1][:, :, form.index].softmax(1)
+        parts.insert(0, shares if sealed is None else shares * sealed.unsqueeze(1))
+    every = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+    sources = [*recomputed[:-1], *opens]
+    with torch.autocast(every.device.type, enabled=False):
+        return form.backend.mix(sources if form.backend.BY_ADDRESS else _flat(sources), every.contiguous(), dtype)
+
+
+def _backend(
+    vectors: Sequence[Tensor],
+    parameters: tuple[Tensor | None, ...],
+    compute: torch.dtype,
+    *outputs: torch.dtype,
+    reads: int = 1,
+    opens: int = 0,
+) -> Backend:
+    """The backend of a call."""
+    if torch.compiler.is_compiling():
+        return registered
+    return backend_for(vectors, compute, *outputs, reads=reads, opens=opens, parameters=parameters)
+
+
+def _run(function: "type[_ReadSealed | _Merge]", form: _Form, *arguments: Any) -> tuple[Tensor, ...]:
+    """What the function gives."""
+    if form.backend.BY_ADDRESS and not plain.is_needed():
+        if torch.is_grad_enabled():
+            return _recorded(function)(form, *arguments)
+        return function.forward(_UNRECORDED, form, *arguments)
+    first = next(argument for argument in reversed(arguments) if argument is not None)
+    with torch.autocast(first.device.type, enabled=False):
+        if plain.is_needed():
+            return function.plainly(form, *arguments)
+        if torch.is_grad_enabled():
+            return function.apply(form, *arguments)
+        return function.forward(_UNRECORDED, form, *arguments)
+
+
+@functools.cache
+def _recorded(function: "type[_ReadSealed | _Merge]") -> Callable[..., tuple[Tensor, ...]]:
+    """The function's `apply` without what it does for torch.func, whose transforms take plain torch."""
+    return getattr(super(torch.autograd.Function, function), "apply")
+
+
+_UNRECORDED = _Unrecorded()
 
 
 def read_sealed(
@@ -294,13 +358,14 @@ def read_sealed(
         dtype: outputs are stored in it. None is the compute dtype on a CPU, where they stay in the cache, and the first
             source's own elsewhere.
     """
+    sources = _settled(sources)
     first = sources[0]
     compute = compute_dtype(first.dtype)
     if dtype is None:
         dtype = compute if first.device.type == "cpu" else first.dtype
     reads, n = queries.shape[0], len(sources)
-    with torch.autocast(first.device.type, enabled=False):
-        out = _apply(_ReadSealed, queries, eps, dtype, compute, *sources)
+    backend = _backend(sources, (queries,), compute, dtype, reads=reads)
+    out = _run(_ReadSealed, _Form(backend, 0, eps, dtype), queries.to(compute), *sources)
     return SealedReads(out[-n:], out[:reads], out[reads : 2 * reads], out[2 * reads : 3 * reads], out[3 * reads])
 
 
@@ -314,6 +379,7 @@ def merge(
     eps: float = 1e-6,
     dtype: torch.dtype | None = None,
     recompute: bool = False,
+    watched: bool = True,
 ) -> Merged:
     """Phase 2: finish one read with its k open sources (k may be 0), then its norm.
 
@@ -329,33 +395,46 @@ def merge(
         dtype: h and the last open source's sum are rounded to this (the stream's own dtype); None is that of the first
             open source or else of phase 1's output.
         recompute: keep no h for backward, but make it again there from the sources and their weights.
+        watched: also return h and the weights.
     """
-    vectors = [*opens, *([read.output] if read else [])]
+    k, recomputed, index = len(opens), (), 0
+    output = top = total = None
+    vectors = opens = _settled(opens)
+    if read is not None:
+        output, top, total = read.output, read.top, read.total
+        vectors = [*opens, output]
+        if recompute:
+            recomputed, index = (*read.sources, read.logits), read.index
+    if added is not None:
+        (added,) = _settled((added,))
+        vectors = [*vectors, added]
     dtype = dtype or vectors[0].dtype
-    weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
-    plain = None if norm is None else norm._replace(weight=None, bias=None, out_dtype=norm.out_dtype or dtype)
-    recomputed = [*read.sources, read.logits] if recompute and read else []
-    with torch.autocast(vectors[0].device.type, enabled=False):
-        x, h, sealed, weights, *handed_on = _apply(
-            _Merge,
-            len(opens),
-            read.index if read else 0,
-            recompute,
-            dtype,
-            eps,
-            plain,
-            weight,
-            bias,
-            query,
-            *((read.output, read.top, read.total) if read else (None, None, None)),
-            added,
-            *opens,
-            *recomputed,
-        )
-    if not opens:
-        assert read is not None
-        return Merged(x, (), read.output.detach(), torch.ones_like(read.top), x.new_empty(x.shape[0], 0))
-    return Merged(x, tuple(handed_on), _flat([x.detach()])[0] if norm is None else h, sealed, weights)
+    weight = bias = out_dtype = None
+    kind, norm_eps = 0, 0.0
+    if norm is not None:
+        weight, bias, norm_eps, center, out_dtype = norm
+        kind = 2 if center else 1
+    out_dtype = out_dtype or dtype
+    compute = torch.promote_types(dtype, torch.float32)
+    backend = _backend(vectors, (weight, bias, query), compute, dtype, out_dtype, opens=k)
+    form = _Form(backend, k, eps, dtype, kind, norm_eps, out_dtype, index, recompute, watched)
+    out = _run(_Merge, form, weight, bias, query, output, top, total, added, *opens, *recomputed)
+    x, handed_on = out[0], out[1 : 1 + k]
+    if not watched:
+        return Merged(x, handed_on)
+    if not k:
+        assert read is not None and output is not None
+        return Merged(x, (), *_flat([output.detach()]), torch.ones_like(read.top), x.new_empty(read.top.numel(), 0))
+    h, sealed, weights = out[1 + k :]
+    return Merged(x, handed_on, *_flat([x.detach() if norm is None else h]), sealed, weights)
+
+
+def _settled(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    """What tensors stand for that a collective is still writing, once it is there; the others as they are."""
+    for tensor in tensors:
+        if type(tensor) is not Tensor:
+            return [settled(tensor) for tensor in tensors]
+    return tensors
 
 
 def apply_norm(h: Tensor, norm: Norm) -> Tensor:
@@ -363,10 +442,13 @@ def apply_norm(h: Tensor, norm: Norm) -> Tensor:
 
     Every residual of this package uses it, the standard one included, so that comparisons compare residuals.
     """
-    plain = norm._replace(weight=None, bias=None, out_dtype=norm.out_dtype or h.dtype)
-    with torch.autocast(h.device.type, enabled=False):
-        none = (None,) * 3
-        return _apply(_Merge, 0, 0, False, h.dtype, 0.0, plain, norm.weight, norm.bias, None, h, *none)[0]
+    (h,) = _settled((h,))
+    weight, bias, eps, center, out_dtype = norm
+    dtype = h.dtype
+    out_dtype = out_dtype or dtype
+    backend = _backend((h,), (weight, bias), torch.promote_types(dtype, torch.float32), dtype, out_dtype)
+    form = _Form(backend, 0, 0.0, dtype, 2 if center else 1, eps, out_dtype)
+    return _run(_Merge, form, weight, bias, None, h, None, None, None)[0]
 
 
 def depth_read(
@@ -426,7 +508,7 @@ def depth_read(
     sources = [source.reshape(-1, shape[-1]) for source in sources] if len(shape) == 1 else sources
     if norm is not None and norm.out_dtype is None:
         norm = norm._replace(out_dtype=dtype)
-    how = {"eps": eps, "dtype": dtype, "recompute": bool(checkpoint_level)}
+    how: dict[str, Any] = {"eps": eps, "dtype": dtype, "recompute": bool(checkpoint_level), "watched": return_weights}
     if in_two_phases(n, 1, training=torch.is_grad_enabled(), opens=0):
         sealed = read_sealed(sources, scaled.unsqueeze(0), eps=eps)
         merged = merge(sealed.read(0), (), None, None, norm, **how)
@@ -435,4 +517,4 @@ def depth_read(
         merged = merge(None, sources, None, scaled, norm, **how)
         weights = merged.weights
     x = merged.x.view(shape)
-    return (x, weights.t().reshape(n, *shape[:-1])) if return_weights else x
+    return x if weights is None or not return_weights else (x, weights.t().reshape(n, *shape[:-1]))

@@ -157,9 +157,9 @@ class Residual(nn.Module):
     ) -> Tensor:
         """Return norm(h), for mechanisms whose read is not fused with its norm; show it first, as read number `index`,
         to those who watch. `weights` and `values` as in `watched`."""
-        if self.watched:
+        if self.observer is not None or self.editor is not None:
             h = watched(self, h, index, weights, values)
-        return with_norm(h, norm)
+        return apply_norm(h, norm) if isinstance(norm, Norm) else norm(h)
 
     def bank_reads(self) -> BankReads | str:
         """Return how a pass without gradients makes the reads in a bank of sources, or why it cannot."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnres.ops.eager import MergeGrads, MergeSaved
+from attnres.ops.backend import MergeGrads, MergeSaved
 from attnres.ops.gpu.launch import DTYPES, Launch, block_of, multiprocessors, rows, shared_memory, warps_for
 from attnres.ops.gpu.merge_kernels import WIDE, merge_row, merge_rows_backward, mix_row
 from attnres.ops.norms import Norm

@@ -11,7 +11,7 @@ import torch
 import triton
 from torch import Tensor
 
-from attnres.ops.eager import Sealed
+from attnres.ops.backend import Sealed
 from attnres.ops.gpu.launch import INTERPRETED, Launch, multiprocessors, rows
 from attnres.ops.gpu.sealed_kernels import dqueries, read, read_backward
 

@@ -39,6 +39,8 @@ class DepthState(NamedTuple):
         outputs, top, total: phase 1 of the coming reads, the next one first: (T, d), (T,) and (T,). Empty where the
             group's reads are made in one pass each.
         logits: (T, n, reads of the group), no gradient; empty with `outputs`.
+        groups: what scores sources, (reads, d) for each group from the current one on; made once a pass, for all reads.
+        queries: the current group's, (d,) each.
     """
 
     sealed: tuple[Tensor, ...]
@@ -48,6 +50,8 @@ class DepthState(NamedTuple):
     top: tuple[Tensor, ...] = ()
     total: tuple[Tensor, ...] = ()
     logits: tuple[Tensor, ...] = ()
+    groups: tuple[Tensor, ...] = ()
+    queries: tuple[Tensor, ...] = ()
 
 
 class DepthAttention(Residual):
@@ -181,24 +185,24 @@ class DepthAttention(Residual):
         """Return the first read of the group of read `index`."""
         return self._groups[index][0]
 
-    def _begin(self, sealed: tuple[Tensor, ...], opens: tuple[Tensor, ...], index: int) -> DepthState:
+    def _begin(
+        self, sealed: tuple[Tensor, ...], opens: tuple[Tensor, ...], index: int, groups: tuple[Tensor, ...]
+    ) -> DepthState:
         """Return the state before read `index`, with phase 1 of what its group has still to read done if that pays."""
-        stop = self._groups[index][1]
+        start, stop = self._groups[index]
+        queries = groups[0].unbind(0) if groups else ()
         # A read of the embedding alone is the embedding.
         first = index + (len(sealed) + len(opens) == 1)
         two = stop > first and self.special is None and self.window is None and self.editor is None
         if not (
             two and in_two_phases(len(sealed), stop - first, training=torch.is_grad_enabled(), opens=self.max_open)
         ):
-            return DepthState(sealed, opens)
-        queries = self._scaled_query(slice(first, stop))
-        sealed, outputs, top, total, logits = read_sealed(sealed, queries, eps=self.key_norm_eps)
-        if index == self.group_start(index):
+            return DepthState(sealed, opens, groups=groups, queries=queries)
+        group = groups[0] if first == start else groups[0][first - start :]
+        sealed, outputs, top, total, logits = read_sealed(sealed, group, eps=self.key_norm_eps)
+        if index == start:
             opens = self._reopened(sealed)
-        return DepthState(sealed, opens, outputs=outputs, top=top, total=total, logits=(logits,))
-
-    def _begin_group(self, sealed: tuple[Tensor, ...], index: int) -> DepthState:
-        return self._begin(sealed, self._reopened(sealed), index)
+        return DepthState(sealed, opens, (), outputs, top, total, (logits,), groups, queries)
 
     def _reopened(self, sealed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the open sources that a group begins with. What was sealed goes on as a view: the compiler takes no
@@ -206,7 +210,14 @@ class DepthAttention(Residual):
         return (sealed[-1].view_as(sealed[-1]),) if self.carries else ()
 
     def start(self, embedding: Tensor) -> DepthState:
-        return self._begin_group((embedding,), 0)
+        return self._begin((embedding,), self._reopened((embedding,)), 0, self._queries_by_group())
+
+    def _queries_by_group(self) -> tuple[Tensor, ...]:
+        """Return the rows of `bank_queries` group by group; none where plain torch makes the reads."""
+        if self.special is not None:
+            return ()
+        sizes = [stop - start for start, stop in pairwise(self.bounds)]
+        return self.bank_queries().split([*sizes, 1] if self.output_read else sizes)
 
     def read(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
         embedding, count = state.sealed[0], len(state.sealed) + len(state.open)
@@ -231,11 +242,12 @@ class DepthAttention(Residual):
             phase1,
             opens,
             state.added[0] if state.added else None,
-            self._scaled_query(index) if opens else None,
+            state.queries[index - self._groups[index][0]] if opens else None,
             fused,
             eps=self.key_norm_eps,
             dtype=embedding.dtype,
             recompute=self.recompute_reads,
+            watched=self.observer is not None,
         )
         values = merged.opens
         if phase1 is None:
@@ -244,14 +256,15 @@ class DepthAttention(Residual):
                 handed_on = dict(zip(places, merged.opens, strict=True))
                 every = tuple(handed_on.get(place, source) for place, source in enumerate(state.sealed + state.open))
             n = len(state.sealed)
-            rest = DepthState(every[:n], every[n:])
+            rest = DepthState(every[:n], every[n:], groups=state.groups, queries=state.queries)
         else:
-            rest = DepthState(
-                state.sealed, merged.opens, (), state.outputs[1:], state.top[1:], state.total[1:], state.logits
-            )
+            later = state.outputs[1:], state.top[1:], state.total[1:]
+            rest = DepthState(state.sealed, merged.opens, (), *later, state.logits, state.groups, state.queries)
         if self.observer is not None:
             weights = merged.weights
+            assert weights is not None and merged.h is not None
             if phase1 is not None:
+                assert merged.sealed is not None
                 sealed = phase1.logits[:, :, phase1.index].softmax(1) * merged.sealed.unsqueeze(1)
                 weights, values = torch.cat([sealed, weights], 1), state.sealed + values
             h = merged.h.view_as(embedding)
@@ -273,11 +286,6 @@ class DepthAttention(Residual):
 
     def bank_queries(self) -> Tensor:
         query, temperature = scaled_query(self.query, self.gain), self.weighting.read_temperature
-        return query if temperature == 1.0 else query / temperature
-
-    def _scaled_query(self, reads: int | slice) -> Tensor:
-        """Return what the kernels take as the query: w * g / temperature."""
-        query, temperature = scaled_query(self.query[reads], self.gain[reads]), self.weighting.read_temperature
         return query if temperature == 1.0 else query / temperature
 
     def _read_plainly(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
@@ -318,7 +326,8 @@ class DepthAttention(Residual):
         state = self.opened(state, output)
         if index + 1 not in self.bounds:
             return state
-        return self._begin_group(state.sealed + self._finished(state), index + 1)
+        sealed = state.sealed + self._finished(state)
+        return self._begin(sealed, self._reopened(sealed), index + 1, state.groups[1:])
 
     def _finished(self, state: DepthState) -> tuple[Tensor, ...]:
         """The open sources with nothing left to add."""
@@ -361,7 +370,8 @@ class DepthAttention(Residual):
     def unpack(self, tensors: Sequence[Tensor], index: int) -> DepthState:
         count = len(self.sealed(index))
         sealed, opens = tuple(tensors[:count]), tuple(tensors[count:])
-        return self._begin(sealed, opens, index) if opens else self._begin_group(sealed, index)
+        finished = sum(stop <= index for stop in self.bounds[1:])
+        return self._begin(sealed, opens or self._reopened(sealed), index, self._queries_by_group()[finished:])
 
     def hidden_state(self, state: DepthState) -> Tensor:
         total = state.sealed[0]
