@@ -16,7 +16,6 @@ import argparse
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import harness
@@ -29,6 +28,7 @@ from peers import able
 from torch import Tensor
 
 from attnres.ops import Norm, depth_read, eager, explain, merge, read_sealed
+from attnres.ops.backend import Backend
 from attnres.ops.dispatch import backend_for
 
 
@@ -65,7 +65,7 @@ BLOCKS = {
 class Block:
     """The five functions of one backend on one shape, stage by stage, on inputs that all backends get alike."""
 
-    def __init__(self, backend: ModuleType, shape: Shape, device: torch.device, dtype: torch.dtype, seed: int):
+    def __init__(self, backend: Backend, shape: Shape, device: torch.device, dtype: torch.dtype, seed: int):
         self.backend, self.shape, self.dtype = backend, shape, dtype
         generator = torch.Generator().manual_seed(seed)
         vector = partial(harness.randn, (shape.tokens, shape.width), generator, device, dtype)
@@ -139,7 +139,8 @@ STAGES: dict[str, Callable[[Block], Any]] = {
 def time_stages(shape: Shape, device: torch.device, dtype: torch.dtype, how: dict[str, Any], seed: int) -> dict:
     """Each stage of a block on the backend that dispatch takes, and on plain torch."""
     backend = backend_for([torch.empty(1, shape.width, device=device, dtype=dtype)], torch.float32, dtype)
-    modules = {module.__name__.rsplit(".", 1)[-1]: module for module in (backend, eager)}
+    name = explain([torch.empty(1, shape.width, device=device, dtype=dtype)]).backend
+    modules: dict[str, Backend] = {name: backend, "eager": eager}
     blocks: dict[str, Block] = {}
     failed = {}
     for name, module in modules.items():

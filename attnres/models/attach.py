@@ -141,7 +141,8 @@ def _start_stream(
     """Wrap the first layer's input; the residual is that which `base` has when it runs."""
     residual = cast(nn.Module, base._modules["residual"])
     # a compiled pass takes no bank, and its hooks are not for Dynamo to look at
-    hooked = not banked or torch.compiler.is_compiling() or any(_hooks_of_others(one) for one in layers)
+    no_bank = not banked or torch.is_grad_enabled() or torch.compiler.is_compiling()
+    hooked = no_bank or any(map(_hooks_of_others, layers))
     if args:
         return (Stream.start(residual, args[0], hooked=hooked), *args[1:]), kwargs
     return args, {**kwargs, "hidden_states": Stream.start(residual, kwargs["hidden_states"], hooked=hooked)}

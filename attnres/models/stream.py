@@ -21,7 +21,7 @@ from attnres.ops.bank import Bank
 from attnres.ops.norms import Norm
 from attnres.ops.sharded import settled
 from attnres.residuals import Residual, Ways
-from attnres.residuals.base import as_it_is
+from attnres.residuals.base import as_it_is, verbs
 from attnres.residuals.program import take_bank
 
 _ADDITIONS = frozenset(
@@ -70,6 +70,8 @@ class Stream:
     like: Tensor
     output: Tensor | None = None
     values: Tensor | None = None
+    call: Callable[..., Any] | None = None
+    """What does a verb of the residual; found out once a pass."""
 
     _after_read = None  # no fields: `dataclasses.replace` starts them anew
     _inputs = None
@@ -90,7 +92,7 @@ class Stream:
     @classmethod
     def plain(cls, residual: nn.Module, embedding: Tensor) -> "Stream":
         """Begin a forward pass whose state can be taken out anywhere, with gradients or without."""
-        return cls(residual, None, 0, embedding.detach(), embedding)
+        return cls(residual, None, 0, embedding.detach(), embedding, call=verbs(residual))
 
     def written(self) -> Any:
         """The state with the last output in it; not kept where there are gradients, for checkpointing makes a layer's
@@ -99,10 +101,11 @@ class Stream:
             return self.state
         if self._written is not None:
             return self._written
+        call = self.call or self.residual
         if self.state is None:
-            state = self.residual("start", self.output)
+            state = call("start", self.output)
         else:
-            state = self.residual("write", self.state, self.index - 1, self.output)
+            state = call("write", self.state, self.index - 1, self.output)
         if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._written = state
         return state
@@ -118,9 +121,10 @@ class Stream:
                 watcher.on_start(self.output)
             else:
                 watcher.on_write(self.index - 1, self.output)
+        call = self.call or self.residual
         if self.index == inner.num_sublayers:
-            return self.residual("finish", self.written(), spec)
-        x, self._after_read = self.residual("read", self.written(), self.index, spec)
+            return call("finish", self.written(), spec)
+        x, self._after_read = call("read", self.written(), self.index, spec)
         if inner.value_residual is not None:
             return self._with_values(x, inner)
         return Inputs.of(x) if isinstance(x, Ways) else x
@@ -160,7 +164,7 @@ class Stream:
             return dataclasses.replace(self, output=(cast(Tensor, self.output) + output).to(self.dtype))
         inputs, self._inputs = self._inputs, None
         values = self.values if inputs is None else inputs.first
-        after = Stream(self.residual, state, self.index + 1, self.like, output, values)
+        after = Stream(self.residual, state, self.index + 1, self.like, output, values, self.call)
         after.inside = True
         return after
 
@@ -340,7 +344,8 @@ def describe_norm(module: nn.Module, like: Tensor) -> Norm | nn.Module:
         return Norm(module.weight, module.bias, module.eps, center=True, out_dtype=out_dtype)
     eps = getattr(module, "variance_epsilon", None)  # the RMSNorm that most families copy from each other
     if eps is not None:
-        return Norm(cast(Tensor, module.weight), None, eps, out_dtype=out_dtype)
+        weight: Any = module._parameters.get("weight")
+        return Norm(cast(Tensor, module.weight) if weight is None else weight, None, eps, False, out_dtype)
     return module
 
 

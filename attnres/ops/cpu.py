@@ -19,7 +19,7 @@ from attnres.errors import UserError
 from attnres.ops.backend import MergeGrads, MergeSaved, Sealed
 from attnres.ops.cpu_build import SWITCH, library
 from attnres.ops.norms import Norm
-from attnres.ops.sharded import PLAIN
+from attnres.ops.sharded import PLAIN, settled
 
 LANES = 16
 """Widths must be a multiple of this: one vector register of fp32."""
@@ -158,6 +158,9 @@ def _call(
             if tensor is None:
                 words += (0, 0, 0)
                 continue
+            if type(tensor) is not Tensor:
+                tensor = settled(tensor)
+                alive.append(tensor)
             if tensor.shape != expected or not tensor.is_cpu:
                 address(tensor, expected)
             dtype = tensor.dtype
@@ -176,6 +179,9 @@ def _call(
             if tensor is None or isinstance(tensor, int):
                 words.append(tensor or 0)
                 continue
+            if type(tensor) is not Tensor:
+                tensor = settled(tensor)
+                alive.append(tensor)
             if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
                 tensor = tensor.float().contiguous()
                 alive.append(tensor)

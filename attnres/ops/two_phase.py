@@ -110,10 +110,12 @@ class _Form(NamedTuple):
 
 
 def _flat(tensors: Sequence[Tensor | None]) -> list[Any]:
-    """(..., d) as (T, d), None as it is."""
+    """(..., d) as (T, d), None as it is, what a collective is still writing once it is there."""
     flat = []
     for t in tensors:
-        flat.append(None if t is None else t.reshape(-1, t.shape[-1]))
+        if t is not None:
+            t = (t if type(t) is Tensor else settled(t)).reshape(-1, t.shape[-1])
+        flat.append(t)
     return flat
 
 
@@ -340,7 +342,8 @@ def _run(function: "type[_ReadSealed | _Merge]", form: _Form, *arguments: Any) -
 @functools.cache
 def _recorded(function: "type[_ReadSealed | _Merge]") -> Callable[..., tuple[Tensor, ...]]:
     """The function's `apply` without what it does for torch.func, whose transforms take plain torch."""
-    return getattr(super(torch.autograd.Function, function), "apply")
+    above: Any = super(torch.autograd.Function, function)
+    return above.apply
 
 
 _UNRECORDED = _Unrecorded()
@@ -358,13 +361,12 @@ def read_sealed(
         dtype: outputs are stored in it. None is the compute dtype on a CPU, where they stay in the cache, and the first
             source's own elsewhere.
     """
-    sources = _settled(sources)
     first = sources[0]
     compute = compute_dtype(first.dtype)
     if dtype is None:
         dtype = compute if first.device.type == "cpu" else first.dtype
     reads, n = queries.shape[0], len(sources)
-    backend = _backend(sources, (queries,), compute, dtype, reads=reads)
+    backend = _backend(_settled(sources), (queries,), compute, dtype, reads=reads)
     out = _run(_ReadSealed, _Form(backend, 0, eps, dtype), queries.to(compute), *sources)
     return SealedReads(out[-n:], out[:reads], out[reads : 2 * reads], out[2 * reads : 3 * reads], out[3 * reads])
 
@@ -399,15 +401,14 @@ def merge(
     """
     k, recomputed, index = len(opens), (), 0
     output = top = total = None
-    vectors = opens = _settled(opens)
+    vectors = _settled(opens)
     if read is not None:
         output, top, total = read.output, read.top, read.total
-        vectors = [*opens, output]
+        vectors = [*vectors, output]
         if recompute:
             recomputed, index = (*read.sources, read.logits), read.index
     if added is not None:
-        (added,) = _settled((added,))
-        vectors = [*vectors, added]
+        vectors = [*vectors, *_settled((added,))]
     dtype = dtype or vectors[0].dtype
     weight = bias = out_dtype = None
     kind, norm_eps = 0, 0.0
@@ -430,7 +431,7 @@ def merge(
 
 
 def _settled(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """What tensors stand for that a collective is still writing, once it is there; the others as they are."""
+    """What a backend will be given for these: of those that a collective is still writing what they stand for."""
     for tensor in tensors:
         if type(tensor) is not Tensor:
             return [settled(tensor) for tensor in tensors]
@@ -442,11 +443,10 @@ def apply_norm(h: Tensor, norm: Norm) -> Tensor:
 
     Every residual of this package uses it, the standard one included, so that comparisons compare residuals.
     """
-    (h,) = _settled((h,))
     weight, bias, eps, center, out_dtype = norm
     dtype = h.dtype
     out_dtype = out_dtype or dtype
-    backend = _backend((h,), (weight, bias), torch.promote_types(dtype, torch.float32), dtype, out_dtype)
+    backend = _backend(_settled((h,)), (weight, bias), torch.promote_types(dtype, torch.float32), dtype, out_dtype)
     form = _Form(backend, 0, 0.0, dtype, 2 if center else 1, eps, out_dtype)
     return _run(_Merge, form, weight, bias, None, h, None, None, None)[0]
 

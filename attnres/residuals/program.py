@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules import module as modules
 
 from attnres.ops import cpu, plain
 from attnres.ops.bank import Bank, Group, Program, Step
@@ -39,6 +40,19 @@ class BankReads(NamedTuple):
     summed: bool = False
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a call of this module does more than its class's own `forward`."""
+    return bool(
+        "forward" in vars(module)
+        or module._compiled_call_impl is not None
+        or module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or modules._has_any_global_hook()
+    )
+
+
 def why_no_bank(residual: "Residual", embedding: Tensor, *, training: bool) -> str | None:
     """Return why a forward pass from this embedding (..., d) takes no bank; None where it takes one.
 
@@ -48,7 +62,7 @@ def why_no_bank(residual: "Residual", embedding: Tensor, *, training: bool) -> s
         return "gradients are on"
     if residual.watched:
         return "an observer or an editor watches the reads"
-    if residual._forward_hooks or residual._forward_pre_hooks or "forward" in vars(residual):
+    if has_hooks(residual):
         return "the residual has hooks"
     if residual.program is None:
         residual.program = _program(residual)
