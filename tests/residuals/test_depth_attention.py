@@ -203,7 +203,7 @@ def test_full_keeps_memory_linear_in_depth(backend):
     per_sublayer = []
     for sublayers in (16, 32, 64):
         # more tokens than reads: the scaled queries of a pass are one matrix (reads, width)
-        kept, largest = saved_vectors(make_residual("full", sublayers, 256), sublayers, tokens=72, width=256)
+        kept, largest = saved_vectors(make_residual("full", sublayers, 512), sublayers, tokens=72, width=512)
         per_sublayer.append(kept / sublayers)
         assert largest <= 1
     assert per_sublayer[2] < per_sublayer[0] * 1.1  # its logits, L numbers a sublayer, are the only quadratic part
