@@ -15,7 +15,7 @@ import argparse
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,8 +92,13 @@ ON_LARGE = ("plain", "standard", "block (8 blocks)", "full", "naive block (8 blo
 """Of these, for all sizes but the first."""
 
 
-def variants_of(name: str, dtype: str, device: torch.device) -> tuple[Variants, dict[str, str]]:
-    """What is timed at this size: ours, naive ones and the peers that can; and why the other peers cannot."""
+def variants_of(
+    name: str, dtype: str, device: torch.device, only: Sequence[str] = ()
+) -> tuple[Variants, dict[str, str]]:
+    """What is timed at this size: ours, naive ones and the peers that can; and why the other peers cannot. `only` are
+    some of ours beside the bases, and nothing else; empty for all."""
+    if only:
+        return {label: VARIANTS[label] for label in VARIANTS if label in (*BASES, *only)}, {}
     variants = VARIANTS if name == "nano-bench" else {label: VARIANTS[label] for label in ON_LARGE}
     source = torch.bfloat16 if dtype == "bf16" else torch.float32
     reasons = {peer.name: peer.available(device, source, SIZES[name].width) for peer in PEERS}
@@ -138,6 +143,7 @@ class Run:
     dtype: str
     device: torch.device
     compile: bool
+    only: Sequence[str] = ()
 
     def times(self, variants: Variants, **how: Any) -> dict[str, Any]:
         """`step_times` of these variants."""
@@ -155,7 +161,7 @@ class Run:
 
     def three_steps(self, label: str) -> int:
         """Peak bytes of this process while it takes three steps of one variant."""
-        variants, _ = variants_of(self.name, self.dtype, self.device)
+        variants, _ = variants_of(self.name, self.dtype, self.device, self.only)
         reset_peak_memory(self.device)
         self.times({label: variants[label]}, rounds=1, least=1)
         return peak_memory(self.device)
@@ -165,6 +171,7 @@ class Run:
         command = [sys.executable, __file__, "--peak", label, "--sizes", self.name, "--dtypes", self.dtype]
         command += ["--batch", str(self.size.batch), "--length", str(self.size.length), "--device", str(self.device)]
         command += ["--compile"] if self.compile else []
+        command += ["--variants", *self.only] if self.only else []
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode == 0:
             return int(done.stdout.split()[-1])
@@ -181,7 +188,7 @@ class Run:
 
     def measure(self, seconds: float, bar: Bar) -> dict[str, Any]:
         """Times and peaks of all variants; a row with a reason for each that does not run."""
-        variants, reasons = variants_of(self.name, self.dtype, self.device)
+        variants, reasons = variants_of(self.name, self.dtype, self.device, self.only)
         peaks: dict[str, int] = {}
         for label in variants:
             peak = self.peak_of(label)
@@ -259,6 +266,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=None, choices=["fp32", "bf16"], help="on a GPU bf16, else both")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", action="store_true", help="compile every variant")
+    parser.add_argument("--variants", nargs="+", default=[], choices=list(VARIANTS), help="beside plain and standard")
     parser.add_argument("--seconds", type=float, default=90.0, help="of timing for each dtype")
     parser.add_argument("--out", default=None)
     parser.add_argument("--peak", help=argparse.SUPPRESS)
@@ -271,13 +279,13 @@ def main() -> None:
     sizes = {name: Size(**(vars(SIZES[name]) | values)) for name in options.sizes}
     if options.peak:
         name, size = next(iter(sizes.items()))
-        print(Run(name, size, dtypes[0], device, options.compile).three_steps(options.peak))
+        print(Run(name, size, dtypes[0], device, options.compile, options.variants).three_steps(options.peak))
         return
     result: dict[str, Any] = harness.head("step", device, ",".join(dtypes), 0)
     result["command"] = shlex.join(["python", "benchmarks/step.py", *sys.argv[1:]])
     result["cpu_kernels"] = cpu.load() is not None
     parts: dict[str, dict[str, Any]] = {}
-    counts = [len(variants_of(name, dtype, device)[0]) for name in sizes for dtype in dtypes]
+    counts = [len(variants_of(name, dtype, device, options.variants)[0]) for name in sizes for dtype in dtypes]
     bar = harness.progress("step", sum(counts))
     for name, size in sizes.items():
         part: dict[str, Any] = {"model": {**size.model, "vocab_size": size.vocabulary}}
@@ -286,12 +294,14 @@ def main() -> None:
         if name == "nano-bench":
             part["import"] = import_ratio()
             print(f"import attnres: {part['import']['ratio']:.2f} times import torch")
-            for label, variant in variants_of(name, "fp32", device)[0].items():
+            for label, variant in variants_of(name, "fp32", device, options.variants)[0].items():
                 kept[label] = kept_for_backward(size, variant, device)
             part["kept_for_backward_fp32"] = kept
         parts[name] = part
         for dtype in dtypes:
-            part[dtype] = Run(name, size, dtype, device, options.compile).measure(options.seconds, bar)
+            part[dtype] = Run(name, size, dtype, device, options.compile, options.variants).measure(
+                options.seconds, bar
+            )
             print(show(part[dtype], kept), flush=True)
     result |= parts["nano-bench"] if list(parts) == ["nano-bench"] else {"sizes": parts}
     out = Path(options.out) if options.out else out_path(options)
