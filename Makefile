@@ -7,6 +7,7 @@
 # make bench-gpu   every benchmark on a CUDA device, JSON and plots into benchmarks/results
 # make test-gpu    the tests that need a CUDA device
 # make test-scale  the tests that need four processes
+# make soak        KILLS=200 of processes of runs in two, of which each must go on bit for bit (an hour)
 # make test-long   the tests that make test leaves out because they take minutes together
 # make fuzz    MINUTES=10 of kills, full disks, damaged files, hostile flags and requests; again goes on
 # make audit   known vulnerabilities of the locked versions (needs a network), and their licences into docs/licences.md
@@ -21,7 +22,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 HASHED := --require-hashes --no-deps -r
 
-.PHONY: setup demo test lint types bench docs peers bench-gpu test-gpu test-scale test-long fuzz audit lock clean
+.PHONY: setup demo test lint types bench docs peers bench-gpu test-gpu test-scale soak test-long fuzz audit lock clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready
@@ -81,6 +82,10 @@ test-gpu: .venv/ready
 
 test-scale: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m scale tests/scale
+
+KILLS ?= 200
+soak: .venv/ready
+	PYTHONPATH=.:tests:tests/scale $(BIN)/python tests/scale/soak.py --kills $(KILLS)
 
 test-long: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --dist loadfile -m long

@@ -1,7 +1,7 @@
 """`attnres plan`: what layouts of GPUs cost, before anything is started."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -18,21 +18,24 @@ class Plan:
     """
 
     model: Annotated[tyro.conf.Positional[Size], tyro.conf.arg(metavar="MODEL")] = "nano"
-    """nano, 100m, 0.6b, gpt2-124m, or a mapping {family: qwen3, hidden_size: 64, ...}."""
+    """nano, 100m, 0.6b, gpt2-124m, a mapping {family: qwen3, hidden_size: 64, ...}, or the folder, run or hub name of a
+    model, of which config.json is read."""
     gpus: int = 8
     """How many there are."""
-    residual: str = "block"
-    """How sublayers read earlier outputs."""
+    residual: str | None = None
+    """How sublayers read earlier outputs; none is block, or what the model of a folder has."""
     settings: Settings = field(default_factory=dict)
     """Settings of the residual, e.g. block_size=6."""
-    vocab_size: int = 65536
-    """Words of the vocabulary."""
+    vocab_size: int | None = None
+    """Words of the vocabulary of a size; none is 65536."""
     dp: int | None = None
     """Copies; none tries all."""
     shard: int | None = None
     """Shares of every parameter; none tries all."""
     pp: int | None = None
     """Stages of layers; none tries all."""
+    tp: int | None = None
+    """Slices of every layer's matrices; none tries all within a node."""
     schedule: str | None = None
     """Schedule of the stages; none tries 1f1b and interleaved."""
     microbatches: int = 16
@@ -49,10 +52,31 @@ class Plan:
     """Print JSON."""
 
 
+def _shapes(options: Plan) -> Any:
+    """The model on the meta device. Raises UserError."""
+    import torch
+
+    from attnres.models import build
+    from attnres.models.build import build_shapes
+    from attnres.models.sizes import SIZES
+
+    size = options.model or "nano"
+    if isinstance(size, str) and size not in SIZES:
+        if options.vocab_size is not None:
+            raise UserError(f"vocab_size is given and {size} is a model, which has its own: leave it out")
+        return build_shapes(size, options.residual, options.settings)
+    vocabulary = options.vocab_size or 65536
+    positions, settings = options.context, options.settings
+    with torch.device("meta"):
+        return build(
+            size, options.residual or "block", vocab_size=vocabulary, max_positions=positions, settings=settings
+        )
+
+
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
     options = parse("plan", Plan, arguments)
-    numbers = ("gpus", "vocab_size", "dp", "shard", "pp", "microbatches", "batch", "context")
+    numbers = ("gpus", "vocab_size", "dp", "shard", "pp", "tp", "microbatches", "batch", "context")
     for name in numbers:
         value = getattr(options, name)
         if value is not None and value < 1:
@@ -62,22 +86,14 @@ def run(arguments: list[str]) -> None:
 
     import json
 
-    import torch
-
-    from attnres.models import build
     from attnres.scale.plan import ASSUMPTIONS, Load, plan
     from attnres.text import duration, memory
 
-    with torch.device("meta"):
-        model = build(
-            options.model or "nano",
-            options.residual,
-            vocab_size=options.vocab_size,
-            max_positions=options.context,
-            settings=options.settings,
-        )
+    model = _shapes(options)
     load = Load(options.gpus, options.gpu, options.context, options.batch, options.microbatches)
-    rows = plan(model, load, dp=options.dp, shard=options.shard, pp=options.pp, schedule=options.schedule)
+    rows = plan(
+        model, load, dp=options.dp, shard=options.shard, pp=options.pp, tp=options.tp, schedule=options.schedule
+    )
     shown = rows[: options.rows or None]
     if options.json:
         print(json.dumps({"layouts": [row.to_dict() for row in shown], "assumptions": ASSUMPTIONS}, indent=2))
@@ -88,18 +104,20 @@ def run(arguments: list[str]) -> None:
     from attnres.terminal import wide
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    title = f"{parameters / 1e9:,.1f} billion parameters on {options.gpus} {options.gpu}, residual {options.residual}"
-    heads = ("dp x shard x pp", "schedule", "memory", "states", "activations", "sources", "fits")
-    heads += ("vectors (all sent)", "stages/step", "shares/step", "bubble", "step", "tokens/s")
+    title = (
+        f"{parameters / 1e9:,.1f} billion parameters on {options.gpus} {options.gpu}, residual {model.config.residual}"
+    )
+    heads = ("dp x shard x pp x tp", "schedule", "memory", "states", "activations", "sources", "fits")
+    heads += ("vectors (all sent)", "stages/step", "shares/step", "slices/step", "bubble", "step", "tokens/s")
     table = Table(*heads, title=title)
     for row in shown:
         stages = f"{row.schedule}{f' V={row.virtual}' if row.virtual > 1 else ''}" if row.pp > 1 else "-"
         table.add_row(
-            *(f"{row.dp} x {row.shard} x {row.pp}", stages),
+            *(f"{row.dp} x {row.shard} x {row.pp} x {row.tp}", stages),
             *map(memory, (row.memory, row.states, row.activations, row.sources + row.buffers)),
             "yes" if row.fits else "no",
             f"{row.vectors} ({row.vectors_naive})" if row.pp > 1 else "-",
-            *map(memory, (row.stage_bytes, row.share_bytes)),
+            *map(memory, (row.stage_bytes, row.share_bytes, row.slice_bytes)),
             *(f"{row.bubble:.0%}", duration(row.seconds), f"{row.tokens_per_s:,.0f}"),
         )
     wide().print(table)

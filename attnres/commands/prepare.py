@@ -23,6 +23,9 @@ class Prepare:
     """Read at most this many characters of the source; none reads all."""
     out: str | None = None
     """Folder for the shards; none is one in the cache."""
+    workers: int = 1
+    """Processes that tokenise. The data are the same; with several a command that was cut short goes on when it is
+    given again."""
 
 
 def run(arguments: list[str]) -> None:
@@ -38,6 +41,7 @@ def run(arguments: list[str]) -> None:
         held_out=options.held_out,
         limit=options.limit,
         column=options.column,
+        workers=options.workers,
     )
     for name, split in prepared.header["splits"].items():
         print(f"{name}: {split['tokens']:,} tokens in {split['documents']:,} documents")

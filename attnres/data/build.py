@@ -1,18 +1,20 @@
 """Text -> token shards: tokenizer, held-out documents, packing. One folder, whole or not there at all."""
 
+import glob
 import hashlib
 import inspect
 import json
-from collections.abc import Iterable, Iterator
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.progress import DownloadColumn
 from tokenizers import Tokenizer
 
 from attnres.cache import cache_dir
+from attnres.data.encode import Encoder, hash_of
+from attnres.data.parts import encoded_in_parts
 from attnres.data.shards import VERSION, SplitWriter, Tokens, open_tokens, read_header
 from attnres.data.sources import Rows, Source, open_source, spooled
 from attnres.data.tokenizer import (
@@ -23,7 +25,7 @@ from attnres.data.tokenizer import (
     train_tokenizer,
     vocabulary_size,
 )
-from attnres.errors import UserError, foreign
+from attnres.errors import UserError
 from attnres.files import replaced_folder, write_json, writing
 from attnres.folders import kind_of, refuse_other
 from attnres.locks import lock
@@ -65,6 +67,7 @@ def prepare(
     held_out: float = 0.05,
     limit: int | None = None,
     column: str = "text",
+    workers: int = 1,
     progress: bool = True,
 ) -> Prepared:
     """Tokenises a source once; the same call again returns what is there.
@@ -81,6 +84,8 @@ def prepare(
         held_out: the share of documents for the `val` split, in [0, 1).
         limit: at most this many characters of text.
         column: the JSON field or the column with the text.
+        workers: processes that tokenise; the data are the same. With several a call that was cut short leaves what it
+            had beside `out`, and the next one goes on from that.
         progress: show a bar on stderr.
 
     Raises:
@@ -89,6 +94,8 @@ def prepare(
     """
     if not 0 <= held_out < 1:
         raise UserError(f"held_out is {held_out}, expected a share of the documents from 0 up to, not including, 1")
+    if workers < 1:
+        raise UserError(f"workers is {workers}, expected a number of processes above 0")
     settings = {"tokenizer": tokenizer, "held_out": held_out, "limit": limit, "column": column}
     if isinstance(source, str | Path):
         folder = user_path(source)
@@ -108,10 +115,13 @@ def prepare(
             if (existing := _existing(target, key)) is not None:  # made by another process in the meantime
                 return existing
             loaded = load_with_end(tokenizer) if size is None else None
+            parts = target.with_name(f".{target.name}.{key[:16]}.parts")
             with replaced_folder(target) as folder:
-                header = _build(folder, text, loaded, size or 0, held_out, progress)
+                header = _build(folder, text, loaded or size or 0, held_out, progress, workers, parts)
                 about = {"version": VERSION, "key": key, "settings": settings, "source": text.name}
                 write_json(folder / "header.json", about | header)
+            for left in target.parent.glob(f".{glob.escape(target.name)}.*.parts"):
+                shutil.rmtree(left, ignore_errors=True)
     return Prepared(target, read_header(target))
 
 
@@ -160,30 +170,45 @@ def _existing(target: Path, key: str) -> Prepared | None:
 
 
 def _build(
-    folder: Path, source: Source, loaded: tuple[Tokenizer, int] | None, size: int, held_out: float, progress: bool
+    folder: Path,
+    source: Source,
+    tokenizer: tuple[Tokenizer, int] | int,
+    held_out: float,
+    progress: bool,
+    workers: int,
+    parts: Path,
 ) -> dict[str, Any]:
-    """Writes every file but the header, and returns it."""
+    """Writes every file but the header, and returns it.
+
+    Args:
+        tokenizer: with its end-of-text id, or the vocabulary of one to be trained.
+        parts: where several workers keep theirs.
+    """
     bars = Bars(DownloadColumn(), rate=lambda rate: f"{memory(rate)}/s", shown=progress)
     with bars, spooled(source, folder / "documents.jsonl") as source:
         bar = bars.add("reading", source.size)
         threshold = _threshold(source, held_out)
-        if loaded is None:
+        if isinstance(tokenizer, int):
             bar.name = "training the tokenizer"
             bar.update(0)
-            loaded = train_tokenizer(size, (text for text in source.read() if _hash(text.encode()) >= threshold))
-        tokenizer, eos = loaded
+            kept = (text for text in source.read() if hash_of(text.encode()) >= threshold)
+            tokenizer = train_tokenizer(tokenizer, kept)
+        model, eos = tokenizer
         bar.name = "tokenising"
-        vocab_size = vocabulary_size(tokenizer)
-        _save_tokenizer(folder, tokenizer, eos)
+        vocab_size = vocabulary_size(model)
+        _save_tokenizer(folder, model, eos)
         dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
+        encoder = Encoder(model, eos, threshold)
         writers = {split: SplitWriter(folder, split, dtype) for split in ("train", "val")}
         try:
-            tokenizer.encode_special_tokens = True  # "<|endoftext|>" in a text is text, and ends no document
-            for batch in _batches(source.read()):
-                data = [text.encode() for text in batch]
-                for raw, ids in zip(data, _encode(tokenizer, batch, eos), strict=True):
-                    writers["val" if _hash(raw) < threshold else "train"].add(ids)
-                bar.advance(sum(map(len, data)))
+            if workers > 1:
+                encoded = encoded_in_parts(source.read(), encoder, parts, workers)
+            else:
+                encoded = map(encoder.encode, encoder.batches(source.read(), _BATCH_BYTES))
+            for several in encoded:
+                for ids, held in zip(several.ids, several.held, strict=True):
+                    writers["val" if held else "train"].add(ids)
+                bar.advance(several.size)
             splits = {split: writer.close() for split, writer in writers.items()}
             bar.finish()
         finally:
@@ -208,7 +233,7 @@ def _threshold(source: Source, held_out: float) -> int:
     held: set[int] = set()
     kept: set[int] = set()
     for text in source.read():
-        hashed = _hash(text.encode())
+        hashed = hash_of(text.encode())
         (held if hashed < threshold else kept).add(hashed)
         if kept and (held or not threshold):
             return threshold
@@ -225,30 +250,6 @@ def _threshold(source: Source, held_out: float) -> int:
 
 def _one_document(source: Source) -> int:
     raise UserError(f"source '{source.name}' is one document, so none can be held out: give text of several documents")
-
-
-def _hash(data: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
-
-
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for text in documents:
-        batch.append(text)
-        size += len(text)
-        if size >= _BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
-
-
-def _encode(tokenizer: Tokenizer, batch: list[str], eos: int) -> Iterator[np.ndarray]:
-    with foreign("the tokenizer cannot read the text", "give one that knows every character, or has an unknown token"):
-        encodings = tokenizer.encode_batch_fast(batch, add_special_tokens=False)
-    for encoding in encodings:
-        yield np.array([*encoding.ids, eos], dtype=np.uint32)
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer, eos: int) -> None:

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,6 +49,37 @@ def build(
     config_class, model_class = CLASSES[key]
     fields |= {"residual": residual_class(residual).name, "residual_settings": dict(settings or {})}
     return _drawn(key, model_class, config_class, fields, seed)
+
+
+def build_shapes(
+    name: str | Path, residual: str | None = None, settings: Mapping[str, Any] | None = None
+) -> DepthMixin:
+    """The model of a folder, a run or a hub name on the meta device, from its config.json alone.
+
+    Args:
+        residual: of a plain model, "block" if none is given, with `settings`; a model with depth reads keeps its own.
+
+    Raises:
+        UserError: no such model, a family that is not listed, or a residual for a model that has one.
+    """
+    from transformers import AutoModelForCausalLM
+
+    from attnres.models.open import open_config
+
+    described = open_config(name)
+    config = described.config
+    with foreign(f"the model of {name} cannot be built", "is its config.json whole?"), torch.device("meta"):
+        if described.residual is not None:
+            if residual not in (None, described.residual) or settings:
+                raise UserError(f"{name} has the residual '{described.residual}': leave residual and settings out")
+            return AutoModelForCausalLM.from_config(config)
+        pairs = (pair for pair in CLASSES.values() if type(config) in pair[0].__bases__)
+        config_class, cls = next(pairs, (None, None))
+        if config_class is None or cls is None:
+            raise UserError(f"{name} is of type '{config.model_type}', which is not among attnres families")
+        fields = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "auto_map")}
+        depth = {"residual": residual_class(residual or "block").name, "residual_settings": dict(settings or {})}
+        return cls(config_class(**fields, **depth))
 
 
 def build_plain(

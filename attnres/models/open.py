@@ -338,9 +338,7 @@ def open_checkpoint(name: str | Path, *, trust_remote_code: bool = False) -> Che
         folder = _fetched(str(name), code=trust_remote_code)
     else:
         folder, run, tokenizer_folder = _place(str(name), path)
-    fields = dict(checked(read_json(folder / "config.json", ours=False), Fields, folder / "config.json", _AGAIN))
-    if not (fields.get("model_type") or fields.get("auto_map") or formats_of(fields)):
-        raise UserError(f"config.json of {name} is not that of a model: it names no model_type")
+    fields = _fields(name, folder)
     if tokenizer_folder is None and holds_tokenizer(folder):
         tokenizer_folder = folder
     checkpoint = Checkpoint(str(name), folder, fields, run, tokenizer_folder, trust_remote_code)
@@ -434,6 +432,30 @@ def _place(name: str, path: Path) -> tuple[Path, Path | None, Path | None]:
         raise UserError(f"{name} holds no model: expected a run folder, or a folder with config.json and safetensors")
     is_of_run = path.name == "model" and (path.parent / "metrics.jsonl").is_file()
     return path, path.parent if is_of_run else None, None
+
+
+def open_config(name: str | Path) -> Checkpoint:
+    """Find what a model is by its name, of which no more than config.json need be there or is fetched.
+
+    Raises:
+        UserError: nothing there, or no config.json of a model.
+    """
+    path = user_path(name)
+    if not path.exists() and is_hub_name(str(name)):
+        folder = fetch(str(name), ["config.json"])
+    else:
+        folder = path if (path / "config.json").is_file() else _place(str(name), path)[0]
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{name} on the hub holds no model: it has no config.json")
+    return Checkpoint(str(name), folder, _fields(name, folder), None, None, False)
+
+
+def _fields(name: str | Path, folder: Path) -> dict[str, Any]:
+    """Return config.json of a model. Raises UserError."""
+    fields = dict(checked(read_json(folder / "config.json", ours=False), Fields, folder / "config.json", _AGAIN))
+    if not (fields.get("model_type") or fields.get("auto_map") or formats_of(fields)):
+        raise UserError(f"config.json of {name} is not that of a model: it names no model_type")
+    return fields
 
 
 @functools.cache

@@ -5,14 +5,13 @@ the same products. Here the update of a matrix is gathered once, by the rank tha
 by torch's own Muon, and the result is scattered: two messages of the matrix's size, and the work is shared out.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 _OPTIONS = ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
@@ -20,7 +19,8 @@ _OPTIONS = ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 class OwnedMuon(torch.optim.Muon):
     """torch.optim.Muon, each DTensor orthogonalised by one rank; other parameters as torch does.
 
-    Matrices go to their owners largest first, as many at a time as there are ranks.
+    Matrices go to their owners largest first, as many at a time as there are ranks. One that lies in shares along two
+    axes of the mesh (slices of which each is in shares) is gathered and orthogonalised by all.
     """
 
     @torch.no_grad()
@@ -30,7 +30,8 @@ class OwnedMuon(torch.optim.Muon):
         for group in self.param_groups:
             sharded = [p for p in group["params"] if isinstance(p, DTensor) and p.grad is not None]
             sharded.sort(key=lambda p: -p.numel())
-            self._owned(sharded, group)
+            self._owned([p for p in sharded if len(_axes(p)) == 1], group)
+            self._by_all([p for p in sharded if len(_axes(p)) > 1], group)
             plain += [(p, p.grad) for p in sharded]
         for parameter, _ in plain:
             parameter.grad = None
@@ -41,24 +42,31 @@ class OwnedMuon(torch.optim.Muon):
     def _owned(self, parameters: Sequence[Any], group: dict[str, Any]) -> None:
         if not parameters:
             return
-        ranks = _group(parameters[0])
+        ranks = parameters[0].device_mesh.get_group(_axes(parameters[0])[0])
         count, here = dist.get_world_size(ranks), dist.get_rank(ranks)
         for start in range(0, len(parameters), count):
-            several = parameters[start : start + count]
-            parts = [self._update(p, group) for p in several]
-            gathered = [_gather(p, part, owner, ranks) for owner, (p, part) in enumerate(zip(several, parts))]
+            several = [_Divided(p, ranks) for p in parameters[start : start + count]]
+            gathered = [
+                divided.gather(self._update(divided.parameter, group), owner) for owner, divided in enumerate(several)
+            ]
             for work, _ in gathered:
                 work.wait()
             deltas: list[Tensor | None] = [None] * len(several)
             if here < len(several):
-                whole = torch.cat(gathered[here][1])[: several[here].shape[0]]
-                deltas[here] = _orthogonal(whole, group)
-            scattered = [_scatter(p, deltas[owner], owner, ranks) for owner, p in enumerate(several)]
-            for parameter, (work, part) in zip(several, scattered, strict=True):
+                deltas[here] = _orthogonal(several[here].joined(gathered[here][1]), group)
+            scattered = [divided.scatter(deltas[owner], owner) for owner, divided in enumerate(several)]
+            for divided, (work, part) in zip(several, scattered, strict=True):
                 work.wait()
-                ours = parameter.to_local()
-                ours.mul_(1 - group["lr"] * group["weight_decay"])
-                ours.add_(part[: ours.shape[0]])
+                _add(divided.parameter, part, group)
+
+    def _by_all(self, parameters: Sequence[Any], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            mesh, places = parameter.device_mesh, parameter.placements
+            update = self._update(parameter, group)
+            form = {"shape": parameter.shape, "stride": parameter.stride()}
+            whole = DTensor.from_local(update, mesh, places, run_check=False, **form).full_tensor()
+            delta = DTensor.from_local(_orthogonal(whole, group), mesh, [Replicate()] * mesh.ndim, run_check=False)
+            _add(parameter, delta.redistribute(mesh, places).to_local(), group)
 
     def _update(self, parameter: Any, group: dict[str, Any]) -> Tensor:
         """Return this rank's share of what is to be orthogonalised; its momentum moves on."""
@@ -70,39 +78,58 @@ class OwnedMuon(torch.optim.Muon):
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer.clone()
 
 
-def _group(parameter: Any) -> dist.ProcessGroup:
-    """Return the ranks among which rows of the parameter are shared out."""
-    dims: Iterator[int] = (
-        dim for dim, placement in enumerate(parameter.placements) if isinstance(placement, Shard) and placement.dim == 0
-    )
-    return parameter.device_mesh.get_group(next(dims))
+def _axes(parameter: Any) -> list[int]:
+    """Return the axes of the mesh along which a parameter is shared out."""
+    return [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
 
 
-def _rows(parameter: Any, ranks: dist.ProcessGroup) -> int:
-    return -(-parameter.shape[0] // dist.get_world_size(ranks))
+def _add(parameter: Any, delta: Tensor, group: dict[str, Any]) -> None:
+    ours = parameter.to_local()
+    ours.mul_(1 - group["lr"] * group["weight_decay"])
+    ours.add_(delta)
 
 
-def _gather(parameter: Any, part: Tensor, owner: int, ranks: dist.ProcessGroup) -> tuple[Any, list[Tensor]]:
-    """Send this rank's rows, filled up to the same number on every rank, to the owner."""
-    filled = part.new_zeros(_rows(parameter, ranks), *part.shape[1:])
-    filled[: part.shape[0]] = part
-    parts = [torch.empty_like(filled) for _ in range(dist.get_world_size(ranks))]
-    mine = dist.get_rank(ranks) == owner
-    target = dist.get_global_rank(ranks, owner)
-    return dist.gather(filled, parts if mine else None, dst=target, group=ranks, async_op=True), parts
+class _Divided:
+    """A matrix whose rows or columns are shared out among ranks.
 
+    Messages carry its rows: of one whose columns are shared out it is turned. They are filled up to the same number.
+    """
 
-def _scatter(parameter: Any, whole: Tensor | None, owner: int, ranks: dist.ProcessGroup) -> tuple[Any, Tensor]:
-    """Return this rank's rows of what the owner has, filled up."""
-    rows = _rows(parameter, ranks)
-    part = parameter.to_local().new_empty(rows, *parameter.shape[1:])
-    parts = None
-    if whole is not None:
-        filled = whole.new_zeros(rows * dist.get_world_size(ranks), *whole.shape[1:])
-        filled[: whole.shape[0]] = whole
-        parts = list(filled.split(rows))
-    source = dist.get_global_rank(ranks, owner)
-    return dist.scatter(part, parts, src=source, group=ranks, async_op=True), part
+    def __init__(self, parameter: Any, ranks: dist.ProcessGroup) -> None:
+        self.parameter, self.ranks = parameter, ranks
+        self.dim = parameter.placements[_axes(parameter)[0]].dim
+        self.count = parameter.shape[self.dim]
+        self.rows = -(-self.count // dist.get_world_size(ranks))
+
+    def _filled(self, part: Tensor, rows: int) -> Tensor:
+        turned = part.transpose(0, self.dim)
+        filled = turned.new_zeros(rows, *turned.shape[1:])
+        filled[: turned.shape[0]] = turned
+        return filled
+
+    def gather(self, part: Tensor, owner: int) -> tuple[Any, list[Tensor]]:
+        """Send this rank's part to the owner."""
+        filled = self._filled(part, self.rows)
+        parts = [torch.empty_like(filled) for _ in range(dist.get_world_size(self.ranks))]
+        mine = dist.get_rank(self.ranks) == owner
+        target = dist.get_global_rank(self.ranks, owner)
+        return dist.gather(filled, parts if mine else None, dst=target, group=self.ranks, async_op=True), parts
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the matrix of which these are the parts."""
+        return torch.cat(list(parts))[: self.count].transpose(0, self.dim).contiguous()
+
+    def scatter(self, whole: Tensor | None, owner: int) -> tuple[Any, Tensor]:
+        """Return this rank's part of what the owner has, once the work is done."""
+        ours = self.parameter.to_local()
+        turned = ours.transpose(0, self.dim)
+        received = turned.new_empty(self.rows, *turned.shape[1:])
+        parts = None
+        if whole is not None:
+            parts = list(self._filled(whole, self.rows * dist.get_world_size(self.ranks)).split(self.rows))
+        source = dist.get_global_rank(self.ranks, owner)
+        work = dist.scatter(received, parts, src=source, group=self.ranks, async_op=True)
+        return work, received[: turned.shape[0]].transpose(0, self.dim)
 
 
 def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:

@@ -17,6 +17,7 @@ from attnres.models import DepthMixin
 from attnres.models.flops import PEAKS, step_flops
 from attnres.scale.crossings import Crossing, Cut, crossings, most_kept, vectors
 from attnres.scale.pipeline import check_schedule, plan_cut, schedule_named
+from attnres.scale.tensor import check_slices, sliced_weights
 
 
 class Device(NamedTuple):
@@ -48,6 +49,8 @@ ASSUMPTIONS = (
     "a sublayer for the stream; nothing is made again",
     "a stage's transfers overlap with its work and cost what is left of them; gradients of shares are sent once a "
     "step, parameters gathered twice (once in stages), within a node where pp and dp leave room",
+    "tokens of slices (tp) are gathered and added up twice a sublayer, forward and back, in bf16 within a node, and "
+    "nothing of that overlaps",
     "bubble (P-1)/(V M + P-1); zero-bubble schedules are taken as without one at M >= 2 P",
 )
 
@@ -61,6 +64,8 @@ class Load:
     context: int = 4096
     batch: int = 1
     microbatches: int = 16
+    itemsize: int = 2
+    """Bytes of a number that matrix products take in and keep."""
 
 
 @dataclass(frozen=True)
@@ -75,13 +80,15 @@ class Planned:
         fits: the sum leaves a twelfth of the device free.
         vectors, vectors_naive: that cross, a token, with slots kept and without.
         kept: vectors a token that a rank keeps for its later stages (aliases: no bytes of their own).
-        stage_bytes, share_bytes: a step's, of a rank, between stages and for parameters and gradients.
+        stage_bytes, share_bytes, slice_bytes: a step's, that a rank sends: between stages; for parameters and
+            gradients; of tokens before and behind layers in slices.
         bubble: share of a step in which a rank waits.
     """
 
     dp: int
     shard: int
     pp: int
+    tp: int
     virtual: int
     schedule: str
     layers: tuple[int, ...]
@@ -96,6 +103,7 @@ class Planned:
     kept: int
     stage_bytes: float
     share_bytes: float
+    slice_bytes: float
     bubble: float
     seconds: float
     tokens_per_s: float
@@ -112,6 +120,7 @@ def plan(
     dp: int | None = None,
     shard: int | None = None,
     pp: int | None = None,
+    tp: int | None = None,
     schedule: str | None = None,
 ) -> list[Planned]:
     """Return the layouts that these numbers leave open, those that fit first, the fastest first.
@@ -126,79 +135,104 @@ def plan(
         raise unknown("gpu", load.device, DEVICES)
     rows = [
         planned
-        for layout in _layouts(load.gpus, len(model.depth_layers), dp, shard, pp, schedule)
-        if (planned := _planned(model, load, *layout)) is not None
+        for layout in _layouts(load, len(model.depth_layers), dp, shard, pp, tp, schedule)
+        if (planned := _planned(model, load, layout)) is not None
     ]
     if not rows:
+        held = {"dp": dp, "shard": shard, "pp": pp, "tp": tp, "schedule": schedule}
+        table = ", ".join(f"{name} {value or 'any'}" for name, value in held.items())
         raise UserError(
-            f"no layout of {load.gpus} GPUs has dp {dp or 'any'}, shard {shard or 'any'}, pp {pp or 'any'} and the "
-            f"schedule {schedule or 'any'} with {load.microbatches} micro-batches and {len(model.depth_layers)} layers"
+            f"no layout of {load.gpus} GPUs has {table} with {load.microbatches} micro-batches and "
+            f"{len(model.depth_layers)} layers"
         )
     return sorted(rows, key=lambda row: (not row.fits, -row.tokens_per_s))
 
 
+class _Layout(NamedTuple):
+    dp: int
+    shard: int
+    pp: int
+    tp: int
+    virtual: int
+    schedule: str
+
+
 def _layouts(
-    gpus: int, layers: int, dp: int | None, shard: int | None, pp: int | None, schedule: str | None
-) -> Iterator[tuple[int, int, int, int, str]]:
-    """Give (dp, shard, pp, virtual, schedule) whose product is the number of GPUs."""
+    load: Load, layers: int, dp: int | None, shard: int | None, pp: int | None, tp: int | None, schedule: str | None
+) -> Iterator[_Layout]:
+    """Give the layouts whose processes are the GPUs; slices within a node, and not of stages."""
+    gpus, node = load.gpus, DEVICES[load.device].node
     for stages in _divisors(gpus) if pp is None else [pp]:
-        for shares in _divisors(gpus // stages) if shard is None else [shard]:
-            copies = gpus // stages // shares
-            if stages * shares * copies != gpus or (dp is not None and dp != copies):
-                continue
-            names = ["1f1b", "interleaved"] if schedule is None else [schedule]
-            for name in names[: 1 if stages == 1 else None]:
-                virtual = 2 if schedule_named(name).several and stages > 1 else 1
-                if stages * virtual <= layers:
-                    yield copies, shares, stages, virtual, name
+        widths = [width for width in _divisors(gpus // stages) if width <= node] if tp is None else [tp]
+        for slices in widths if stages == 1 else [width for width in widths if width == 1]:
+            rest = gpus // stages // slices
+            for shares in _divisors(rest) if shard is None else [shard]:
+                copies = rest // shares
+                if stages * slices * shares * copies != gpus or (dp is not None and dp != copies):
+                    continue
+                names = ["1f1b", "interleaved"] if schedule is None else [schedule]
+                for name in names[: 1 if stages == 1 else None]:
+                    virtual = 2 if schedule_named(name).several and stages > 1 else 1
+                    if stages * virtual <= layers:
+                        yield _Layout(copies, shares, stages, slices, virtual, name)
 
 
 def _divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]
 
 
-def _planned(
-    model: DepthMixin, load: Load, dp: int, shard: int, pp: int, virtual: int, schedule: str
-) -> Planned | None:
-    if pp > 1:
-        try:
+def _planned(model: DepthMixin, load: Load, layout: _Layout) -> Planned | None:
+    dp, shard, pp, tp, virtual, schedule = layout
+    try:
+        if pp > 1:
             check_schedule(schedule, pp, virtual, load.microbatches)
-        except UserError:
-            return None
+        if tp > 1:
+            check_slices(model, tp)
+    except UserError:
+        return None
     cut = plan_cut(model, pp, schedule, virtual)
     residual = model.residual.itself()
     table, naive = crossings(residual, cut), crossings(residual, cut, cached=False)
     device, width = DEVICES[load.device], model.config.hidden_size
-    vector = load.batch * load.context * width * 4  # bytes of one a micro-batch: the stream is fp32 under autocast
+    tokens = load.batch * load.context
+    vector = tokens * width * 4  # bytes of one a micro-batch: the stream is fp32 under autocast
 
-    owned = _parameters(model, cut)
-    states = max(owned.values()) * 16 / shard
+    own = sum(p.numel() for p in residual.parameters())
+    sliced = sum(weight.numel() for _, _, weight in sliced_weights(model)) if tp > 1 else 0
+    owned = {rank: count - sliced * (1 - 1 / tp) for rank, count in _parameters(model, cut).items()}
+    states = max(owned.values()) * 16 / shard + own * 16
     held = in_flight(schedule, pp, virtual, load.microbatches)
-    activations = max(_activations(model, cut, load, rank) * held[rank] / virtual for rank in range(pp))
+    activations = max(_activations(model, cut, load, rank, tp) * held[rank] / virtual for rank in range(pp))
     sources = max(_received(table, cut, rank) * held[rank] / virtual for rank in range(pp)) * vector
     buffers = max((crossing.vectors for crossing in table), default=0) * vector
     memory = states + activations + sources + buffers  # what a rank keeps are aliases of what it received or made
 
-    tokens = load.batch * load.context * load.microbatches * dp * shard
-    work = step_flops(model, load.context) * tokens / load.gpus / (PEAKS[load.device.upper()][0] * EFFICIENCY)
+    step_tokens = tokens * load.microbatches * dp * shard
+    work = step_flops(model, load.context) * step_tokens / load.gpus / (PEAKS[load.device.upper()][0] * EFFICIENCY)
     bubble = 0.0
     if pp > 1 and not (schedule in ("zbv", "interleaved_zero_bubble", "dualpipev") and load.microbatches >= 2 * pp):
         bubble = (pp - 1) / (virtual * load.microbatches + pp - 1)
     stage_bytes = 2 * vectors(table) * vector * load.microbatches / pp  # of a rank, forward and back
     mean = sum(owned.values()) / len(owned)
     gathered = (1 if pp > 1 else 2) * load.microbatches ** (pp == 1)
-    share_bytes = mean * 4 * (shard - 1) / shard * (gathered + 1) + (mean * 8 / shard if dp > 1 else 0.0)
-    link = device.inside if shard * pp <= device.node else device.outside
+    share_bytes = mean * 4 * (shard - 1) / shard * (gathered + 1)
+    share_bytes += 8 * (mean / shard * (dp - 1) / dp + own * (1 - 1 / (dp * shard)))
+    layers, sublayers = len(model.depth_layers), len(residual.sublayers)
+    passes = 2 * 2 * layers * sublayers * load.microbatches  # gathered and added up, forward and back
+    slice_bytes = passes * (1 - 1 / tp) * tokens * width * load.itemsize
+    slice_bytes += 8 * (mean - sliced / tp) * (1 - 1 / tp) / shard + (8 * own * (1 - 1 / tp) if tp > 1 else 0.0)
+    link = device.inside if shard * pp * tp <= device.node else device.outside
     between = device.inside if load.gpus <= device.node else device.outside
-    sending = max(0.0, stage_bytes / between - work) + max(0.0, share_bytes / link - work)
+    sending = max(0.0, stage_bytes / between - work) + max(0.0, share_bytes / link - work) + slice_bytes / device.inside
     seconds = work / (1 - bubble) + sending
     return Planned(
         dp=dp,
         shard=shard,
         pp=pp,
+        tp=tp,
         virtual=virtual,
         schedule=schedule if pp > 1 else "none",
-        layers=tuple((stop - start) // len(residual.sublayers) for start, stop in pairwise(cut.bounds)),
+        layers=tuple((stop - start) // sublayers for start, stop in pairwise(cut.bounds)),
         states=states,
         activations=activations,
         sources=sources,
@@ -210,9 +244,10 @@ def _planned(
         kept=max(most_kept(table, cut).values()),
         stage_bytes=stage_bytes,
         share_bytes=share_bytes,
+        slice_bytes=slice_bytes,
         bubble=bubble,
         seconds=seconds,
-        tokens_per_s=tokens / seconds,
+        tokens_per_s=step_tokens / seconds,
     )
 
 
@@ -226,15 +261,15 @@ def in_flight(schedule: str, ranks: int, virtual: int, microbatches: int) -> lis
 
 
 def _parameters(model: DepthMixin, cut: Cut) -> dict[int, float]:
-    """Return the number of parameters of each rank."""
+    """Return the number of parameters of each rank but the residual's, which are whole on every one."""
     layers = [sum(p.numel() for p in layer.parameters()) for layer in model.depth_layers]
     per_layer = len(model.residual.itself().sublayers)
-    residual = sum(p.numel() for p in model.residual.parameters())
     ends = {0: _numel(model.get_input_embeddings())}
-    ends[cut.stages - 1] = ends.get(cut.stages - 1, 0) + _numel(model.get_output_embeddings())
-    if cut.stages == 1 and getattr(model.config, "tie_word_embeddings", False):
-        ends[0] = _numel(model.get_input_embeddings())
-    owned = dict.fromkeys(cut.ranks, float(residual))
+    tied = cut.stages == 1 and getattr(model.config, "tie_word_embeddings", False)
+    norm = _numel(model.depth_base.get_submodule(model.family.final_norm))
+    last = norm + (0 if tied else _numel(model.get_output_embeddings()))
+    ends[cut.stages - 1] = ends.get(cut.stages - 1, 0) + last
+    owned = dict.fromkeys(cut.ranks, 0.0)
     for stage, rank in enumerate(cut.ranks):
         start, stop = (bound // per_layer for bound in cut.bounds[stage : stage + 2])
         owned[rank] += sum(layers[start:stop]) + ends.get(stage, 0)
@@ -245,8 +280,11 @@ def _numel(module: Any) -> int:
     return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
 
 
-def _activations(model: DepthMixin, cut: Cut, load: Load, rank: int) -> float:
-    """Return bytes that the backward of one micro-batch needs on a rank, in all of its stages."""
+def _activations(model: DepthMixin, cut: Cut, load: Load, rank: int, tp: int) -> float:
+    """Return bytes that the backward of one micro-batch needs on a rank, in all of its stages.
+
+    In slices what goes into a layer's attention and MLP is of all tokens, everything else of a share.
+    """
     sublayers = len(model.residual.itself().sublayers)
     tokens, width = load.batch * load.context, model.config.hidden_size
     total = 0.0
@@ -255,9 +293,11 @@ def _activations(model: DepthMixin, cut: Cut, load: Load, rank: int) -> float:
             continue
         start, stop = (bound // sublayers for bound in cut.bounds[stage : stage + 2])
         for layer in list(model.depth_layers)[start:stop]:
-            total += tokens * (2 * _kept_by_products(layer, model.config) + 2 * sublayers * width * 4)
+            entering = 0 if tp == 1 else sublayers * width * (1 - 1 / tp)
+            kept = _kept_by_products(layer, model.config) / tp + entering
+            total += tokens * (load.itemsize * kept + 2 * sublayers * width * 4 / tp)
         if stage == cut.stages - 1:
-            total += tokens * width * 4
+            total += tokens * width * 4 / tp
     return total
 
 

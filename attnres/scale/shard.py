@@ -1,5 +1,6 @@
 """Parameters in shares (FSDP2, HSDP), and the norm of gradients that lie in several forms on several ranks."""
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -49,23 +50,33 @@ def shards_of(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 1
     sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    return next((size for placement, size in sizes if placement.is_shard()), 1)
+    return math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
 @torch.no_grad()
-def mean_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Make plain gradients their mean over a group, all in one message; those of DTensors are left to FSDP.
+def sum_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, over: int = 1) -> None:
+    """Make gradients their sum over a group, by `over`, all in one message; of shares those of the same place.
 
     A parameter without a gradient on one rank counts as zero there.
     """
-    plain = [p for p in parameters if p.requires_grad and not isinstance(p, DTensor)]
-    for dtype in dict.fromkeys(p.dtype for p in plain):
-        several = [p for p in plain if p.dtype == dtype]
-        flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1) for p in several])
+    wanted = [p for p in parameters if p.requires_grad]
+    for parameter in wanted:
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    gradients = [local(p.grad) for p in wanted if p.grad is not None]
+    for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
+        several = [gradient for gradient in gradients if gradient.dtype == dtype]
+        flat = torch.cat([gradient.reshape(-1) for gradient in several])
         dist.all_reduce(flat, group=group)
-        flat /= dist.get_world_size(group)
-        for parameter, part in zip(several, flat.split([p.numel() for p in several]), strict=True):
-            parameter.grad = part.view_as(parameter)
+        if over > 1:
+            flat /= over
+        for gradient, part in zip(several, flat.split([gradient.numel() for gradient in several]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def mean_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Make gradients their mean over a group, as `sum_gradients` their sum."""
+    sum_gradients(parameters, group, dist.get_world_size(group))
 
 
 @torch.no_grad()

@@ -7,7 +7,9 @@ whole tensors or shares of any mesh. Names are those of the whole model, so that
 import warnings
 import zlib
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from attnres.errors import UserError, first_line
+from attnres.scale.lost import is_loss
 
 PIECE = 1 << 20
 
@@ -26,11 +29,41 @@ def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
     Raises:
         UserError: a rank could not write, on every rank.
+        RuntimeError: a rank was lost.
     """
     try:
         dcp.save(dict(tensors), storage_writer=FileSystemWriter(folder, sync_files=True))
     except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+        if is_loss(error):
+            raise RuntimeError("a process was lost while a checkpoint was written") from error
         raise UserError(f"cannot write the checkpoint in {folder.parent}: {_cause(error)}") from error
+
+
+def begin_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.ProcessGroup) -> "Future[None]":
+    """Begin what `save_shards` does: tensors may change once this returns, for copies of them are written.
+
+    Args:
+        group: of all ranks, on the CPU, whose messages are those of saving alone: they go on beside the run's.
+
+    Returns:
+        What is done when every rank has written (on the first rank) or this one has; its `result` raises UserError.
+    """
+    done: Future[None] = Future()
+
+    def end(saving: Any) -> None:
+        try:
+            saving.result()
+        except (OSError, RuntimeError, dcp.api.CheckpointException) as error:
+            refusal = UserError(f"cannot write the checkpoint in {folder.parent}: {_cause(error)}")
+            refusal.__cause__ = error
+            done.set_exception(refusal)
+        else:
+            done.set_result(None)
+
+    writer = FileSystemWriter(folder, sync_files=True)
+    saving: Any = dcp.async_save(dict(tensors), storage_writer=writer, process_group=group)
+    saving.add_done_callback(end)
+    return done
 
 
 def shapes_in(folder: Path) -> dict[str, torch.Size]:

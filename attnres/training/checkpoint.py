@@ -18,8 +18,10 @@ import random
 import shutil
 import zlib
 from collections.abc import Callable, Container, Iterable
-from contextlib import ExitStack
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -29,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.files import recover_folder, replaced_folder, write_json
+from attnres.files import recover_folder, replaced_folder, write_json, writing
 from attnres.progress import quiet_transformers
 from attnres.reading import read_json
 from attnres.training import regimes
@@ -80,28 +82,71 @@ def save_model(model: Any, folder: Path) -> None:
         model.save_pretrained(folder, state_dict=regimes.base_state(model))
 
 
-def save_shares(
-    folder: str | Path, layout: "Layout", optimizers: list[torch.optim.Optimizer], state: dict[str, Any]
-) -> None:
-    """Write a checkpoint as `save` does, of a model in shares or stages: every process writes what it has.
+class Saving:
+    """A checkpoint in shares that is being written: every process writes what it has.
 
-    Raises:
-        UserError: one of the processes could not write.
+    The folder is there once the first process's part is done; `wait` says on every process whether it is.
     """
-    from attnres.scale.state import file_sums, save_shards
 
-    who = layout.who
-    tensors = _model_tensors(layout) | {f"optimizer.{key}": value for key, value in state_tensors(optimizers).items()}
-    with ExitStack() as stack:
-        place = Path(who.of_first(lambda: str(stack.enter_context(replaced_folder(folder)))))
-        save_shards(place / SHARES, tensors)
+    def __init__(
+        self, folder: str | Path, layout: "Layout", optimizers: list[torch.optim.Optimizer], state: dict[str, Any]
+    ) -> None:
+        """Begin, with copies of the tensors where `layout.saving` is a group for it; else write all of it here.
 
-        def describe() -> None:
-            layout.model.config.save_pretrained(place / "model")
-            sums = file_sums(place / SHARES)
-            write_json(place / "state.json", {"format": IN_SHARES, **state, "checksums": sums})
+        Raises:
+            UserError: one of the processes could not write.
+        """
+        from attnres.scale.state import begin_shards, file_sums, save_shards
 
-        who.of_first(describe)
+        self.who, self.stack = layout.who, ExitStack()
+        optimizer = {f"optimizer.{key}": value for key, value in state_tensors(optimizers).items()}
+        tensors = _model_tensors(layout) | optimizer
+        place = Path(self.who.of_first(lambda: str(self.stack.enter_context(replaced_folder(folder)))))
+        config = layout.model.config
+
+        def complete() -> None:
+            with writing(folder):
+                config.save_pretrained(place / "model")
+                sums = file_sums(place / SHARES)
+                write_json(place / "state.json", {"format": IN_SHARES, **state, "checksums": sums})
+                self.stack.close()
+
+        self.written: Future[None] | None = None
+        try:
+            if layout.saving is None:
+                save_shards(place / SHARES, tensors)
+                self.who.of_first(complete)
+                return
+            self.written = begin_shards(place / SHARES, tensors, layout.saving)
+        except BaseException as error:
+            self.stack.__exit__(type(error), error, error.__traceback__)
+            raise
+        self.completed = Future[None]()
+        if self.who.first:
+            Thread(target=self._complete, args=(complete,), name="complete checkpoint").start()
+
+    def _complete(self, complete: Callable[[], None]) -> None:
+        assert self.written is not None
+        try:
+            self.written.result()
+            complete()
+        except Exception as error:  # whatever it is, all processes are told
+            with suppress(Exception):  # which leaves the checkpoint before in its place
+                self.stack.__exit__(type(error), error, error.__traceback__)
+            refusal = error if isinstance(error, UserError) else UserError(f"cannot write the checkpoint: {error}")
+            self.completed.set_exception(refusal)
+        else:
+            self.completed.set_result(None)
+
+    def wait(self) -> None:
+        """Return when the checkpoint is complete. Raises UserError, on every process, where it could not be written."""
+        with self.who.alike():
+            self.end()
+
+    def end(self) -> None:
+        """Return when this process's part is done. Raises UserError where it could not be written."""
+        if self.written is not None:
+            (self.completed if self.who.first else self.written).result()
 
 
 def restore(

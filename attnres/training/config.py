@@ -133,10 +133,10 @@ class FinetuneConfig:
 
 @dataclass
 class ParallelConfig:
-    """How the processes of torchrun share the work: dp x shard x pp processes."""
+    """How the processes of torchrun share the work: dp x shard x pp x tp x cp processes."""
 
     dp: int | None = None
-    """Copies of the model, each with its share of every batch; none is what shard and pp leave of the processes."""
+    """Copies of the model, each with its share of every batch; none is what the others leave of the processes."""
     shard: int = 1
     """Processes among which every parameter, gradient and optimizer state is shared out (FSDP2; HSDP with dp)."""
     pp: int = 1
@@ -149,6 +149,15 @@ class ParallelConfig:
     """Stages of a process; none is 2 where the schedule has several, else 1."""
     pp_layers: tuple[int, ...] | None = None
     """Layers of each stage; none balances them by their multiplications."""
+    tp: int = 1
+    """Processes among which the matrices of every layer are shared out, by Transformers' tp_plan, and the tokens of
+    every sequence."""
+    cp: int = 1
+    """Processes among which the tokens of every sequence are shared out, with whole matrices: keys and values are
+    gathered."""
+    async_save: bool = False
+    """Write checkpoints while training goes on, from copies; training waits for one only before the next and at the
+    end. For models in shares, stages or slices."""
 
 
 @dataclass
@@ -262,8 +271,8 @@ BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "it must be a number above 0",
         lambda value: 0 < value < math.inf,
-        "steps batch_size accumulation parallel.dp parallel.shard parallel.pp parallel.pp_virtual "
-        "keep_at val_every log_every save_every data.seq_len data.val_windows data.limit "
+        "steps batch_size accumulation parallel.dp parallel.shard parallel.pp parallel.pp_virtual parallel.tp "
+        "parallel.cp keep_at val_every log_every save_every data.seq_len data.val_windows data.limit "
         "optim.lr optim.muon_lr optim.residual_lr finetune.lora_rank finetune.lora_alpha finetune.distill_temperature",
     ),
     (
@@ -336,16 +345,16 @@ def shares_of(config: TrainConfig, world_size: int) -> int:
         UserError: a number of processes that the table `parallel` does not make.
     """
     parallel = config.parallel
-    together = parallel.pp * parallel.shard * (parallel.dp or 1)
+    together = parallel.pp * parallel.shard * parallel.tp * parallel.cp * (parallel.dp or 1)
     fits = world_size == together if parallel.dp else world_size % together == 0
     if not fits:
-        dp = parallel.dp or "any"
+        table = " x ".join(f"{name} {getattr(parallel, name) or 'any'}" for name in ("dp", "shard", "pp", "tp", "cp"))
         raise UserError(
-            f"parallel has dp {dp} x shard {parallel.shard} x pp {parallel.pp} and there are {world_size} processes: "
-            f"start {together if parallel.dp else f'a multiple of {together}'} with torchrun --nproc-per-node, or "
-            "change the table"
+            f"parallel has {table} and there are {world_size} processes: start "
+            f"{together if parallel.dp else f'a multiple of {together}'} with torchrun --nproc-per-node, or change the "
+            "table"
         )
-    return world_size // parallel.pp
+    return world_size // (parallel.pp * parallel.tp * parallel.cp)
 
 
 # ------------------------------------------------------------------ plain dicts and files

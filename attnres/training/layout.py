@@ -32,16 +32,23 @@ step) -> [cross-entropy, divergence], so divided."""
 def layout_for(config: TrainConfig, who: Processes) -> "Whole":
     """Return the layout that the table `parallel` asks for. Raises UserError for what it cannot do."""
     parallel = config.parallel
-    if parallel.shard > 1 or parallel.pp > 1:
+    if max(parallel.shard, parallel.pp, parallel.tp, parallel.cp) > 1:
         _refuse(config)
-    if parallel.pp > 1:
-        return Staged(config, who)
-    return Sharded(config, who) if parallel.shard > 1 else Whole(config, who)
+        return Staged(config, who) if parallel.pp > 1 else Sharded(config, who)
+    if parallel.async_save:
+        raise UserError(
+            "parallel.async_save is on and the model is whole on each process: it needs shard, pp, tp or cp"
+        )
+    return Whole(config, who)
 
 
 def _refuse(config: TrainConfig) -> None:
-    finetune, staged = config.finetune, config.parallel.pp > 1
-    table = "pp" if staged else "shard"
+    finetune, staged, sliced = config.finetune, config.parallel.pp > 1, config.parallel.tp > 1
+    table = "pp" if staged else "tp" if sliced else "shard"
+    if staged and sliced:
+        raise UserError(
+            "parallel.pp and parallel.tp are above 1: stages in slices are not worked out, use tp with shard"
+        )
     if finetune.train_only == "lora":
         raise UserError(
             f"train_only is lora and parallel.{table} above 1: adapters are small, train them with dp alone"
@@ -50,14 +57,14 @@ def _refuse(config: TrainConfig) -> None:
         raise UserError(
             f"compile is on and parallel.{table} above 1: compiled layers in shares or stages are not worked out"
         )
-    if staged and finetune.distill_weight:
+    if table != "shard" and finetune.distill_weight:
         raise UserError(
-            "distill_weight is given and parallel.pp above 1: a teacher cannot be cut along, use dp and shard"
+            f"distill_weight is given and parallel.{table} above 1: a teacher cannot be cut along, use dp and shard"
         )
-    if staged and config.depth_every:
+    if table != "shard" and config.depth_every:
         raise UserError(
-            "depth_every is given and parallel.pp above 1: nobody sees all depths of a model that is cut into stages; "
-            "give --depth-every 0"
+            f"depth_every is given and parallel.{table} above 1: nobody sees all depths of a model that is cut into "
+            "stages, or all tokens of a sequence in slices; give --depth-every 0"
         )
 
 
@@ -68,10 +75,14 @@ class Whole:
         model: as it lies here.
         rank, shares: which of how many shares of a batch this process takes.
         objective: what a pass of training calls; None where no process makes one alone.
+        summed: how many processes' gradients are added up.
+        saving: the processes as a group whose messages are those of saving beside training; None: training waits.
     """
 
     model: Any
     objective: nn.Module | None
+    summed = 1
+    saving: Any = None
 
     def __init__(self, config: TrainConfig, who: Processes) -> None:
         self.config, self.who = config, who
@@ -102,8 +113,12 @@ class Whole:
         for index, (inputs, targets) in enumerate(parts):
             last = index == len(parts) - 1
             with self.syncing(last):
-                total += micro(inputs, targets, y.numel(), last)
+                total += micro(inputs, self.tokens_here(targets), y.numel(), last)
         return total
+
+    def tokens_here(self, targets: Tensor) -> Tensor:
+        """Return what of (B, T) a pass of this process gives losses of."""
+        return targets
 
     @contextlib.contextmanager
     def syncing(self, last: bool) -> Generator[None]:
@@ -127,13 +142,20 @@ class Whole:
 
 
 class Sharded(Whole):
-    """Every parameter in shares, copies of the shares where there are more processes: FSDP2 and HSDP."""
+    """Every parameter in shares, copies of the shares where there are more processes (FSDP2, HSDP); with tp every
+    layer's matrices in slices and the tokens of every sequence, with cp these alone."""
 
     def __init__(self, config: TrainConfig, who: Processes) -> None:
         super().__init__(config, who)
         parallel = config.parallel
-        sizes = (parallel.pp, self.shares // parallel.shard, parallel.shard)
-        self.mesh = init_device_mesh(who.device.type, sizes, mesh_dim_names=("pp", "dp", "shard"))
+        self.summed = parallel.tp * parallel.cp
+        sizes = (parallel.pp, self.shares // parallel.shard, parallel.shard, self.summed)
+        self.mesh = init_device_mesh(who.device.type, sizes, mesh_dim_names=("pp", "dp", "shard", "slice"))
+        self.rank = self.mesh["dp"].get_local_rank() * parallel.shard + self.mesh["shard"].get_local_rank()
+        if parallel.async_save:
+            self.saving = torch.distributed.new_group(backend="gloo")
+        self.alike = _groups(self.mesh, ("dp", "shard"))
+        """The processes with other shares of a batch, whose gradients are averaged; None for one."""
 
     @property
     def whole(self) -> bool:
@@ -147,26 +169,46 @@ class Sharded(Whole):
     def place(self, objective: Objective) -> Any:
         from attnres.scale.shard import shard
 
-        self.model = objective.model
+        self.model, self.plain, self.objective = objective.model, objective, objective
         self.rebuild = _rebuilder(self.model)
-        shard(self.model, objective, self._sharing)
-        self.plain = self.objective = objective
+        if self.summed > 1:
+            from attnres.scale.context import share_out_tokens
+            from attnres.scale.tensor import share_out_layers
+
+            share_out = share_out_layers if self.config.parallel.tp > 1 else share_out_tokens
+            self.slices = share_out(self.model, self.mesh["slice"])
+            if not self.slices.splits(self.config.data.seq_len):
+                raise UserError(
+                    f"data.seq_len is {self.config.data.seq_len}: too few tokens for {self.summed} processes (tp, cp)"
+                )
+        if self.config.parallel.shard > 1:
+            shard(self.model, objective, self._sharing)
         return self.model
 
     @contextlib.contextmanager
     def syncing(self, last: bool) -> Generator[None]:
-        self.plain.set_requires_gradient_sync(last)  # ty: ignore[not-callable]
+        if self.config.parallel.shard > 1:
+            self.plain.set_requires_gradient_sync(last)  # ty: ignore[not-callable]
         yield
 
+    def tokens_here(self, targets: Tensor) -> Tensor:
+        return self.slices.of(targets) if self.summed > 1 else targets
+
     def window_losses(self, windows: Tensor, rows: int) -> np.ndarray:
-        losses = functools.partial(self.plain, held_out=True)  # the module whose call gathers what no layer has
-        return validate.shared_out(losses, self.plain, windows, self.who, rows)
+        def losses(x: Tensor, y: Tensor) -> Tensor:  # by the module whose call gathers what no layer has
+            return self.plain(x, self.tokens_here(y), held_out=True)
+
+        return validate.shared_out(losses, self.plain, windows, self.who, rows, (self.rank, self.shares))
 
     def gradients(self, x: Tensor, y: Tensor, micro: Micro) -> Tensor:
-        from attnres.scale.shard import mean_gradients
+        from attnres.scale.shard import mean_gradients, sum_gradients
 
         total = super().gradients(x, y, micro)
-        mean_gradients(self.model.parameters(), _everyone())
+        parameters = list(self.model.parameters())
+        if self.summed > 1:
+            sum_gradients((p for p in parameters if "slice" not in _axes(p)), self.mesh.get_group("slice"))
+        if self.alike is not None:
+            mean_gradients((p for p in parameters if "shard" not in _axes(p)), self.alike)
         return total
 
     def clip(self, limit: float) -> Tensor:
@@ -176,7 +218,7 @@ class Sharded(Whole):
 
     def gathered(self) -> Any:
         tensors = {**dict(self.named_parameters()), **self.named_buffers()}
-        return self.rebuild(_collected(tensors, self.who))
+        return self.rebuild(collected(tensors, self.who))
 
 
 class Staged(Sharded):
@@ -191,7 +233,6 @@ class Staged(Sharded):
         parallel = config.parallel
         self.virtual = parallel.pp_virtual or (2 if schedule_named(parallel.pp_schedule).several else 1)
         check_schedule(parallel.pp_schedule, parallel.pp, self.virtual, config.accumulation)
-        self.rank = self.mesh["dp"].get_local_rank() * parallel.shard + self.mesh["shard"].get_local_rank()
 
     def place(self, objective: Objective) -> Any:
         from attnres.scale.pipeline import Pipeline, plan_cut
@@ -199,9 +240,6 @@ class Staged(Sharded):
 
         config, parallel, model = self.config, self.config.parallel, objective.model
         self.rebuild = _rebuilder(model)
-        # Gradients of copies that are not shared out are averaged after the step, beside the residual's.
-        group = _groups(self.mesh, ("dp", "shard"))
-        self.alike = group
 
         def prepare(stage: Any) -> None:
             if parallel.shard > 1:
@@ -238,7 +276,7 @@ class Staged(Sharded):
             penalty.backward()
         self.pipeline.reduce_gradients()
         if self.alike is not None:
-            mean_gradients((p for _, p in self.named_parameters()), self.alike)
+            mean_gradients((p for _, p in self.named_parameters() if "shard" not in _axes(p)), self.alike)
         return torch.stack([total, torch.zeros_like(total)])
 
     def clip(self, limit: float) -> Tensor:
@@ -275,13 +313,19 @@ class Staged(Sharded):
         return self.who.sum(losses).cpu().numpy()
 
 
+def _axes(parameter: Tensor) -> set[str]:
+    """Return the axes of the mesh along which a parameter lies in shares or copies that are known to be such."""
+    return set(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else set()
+
+
+def _axes(parameter: Tensor) -> tuple[str, ...]:
+    """Return the axes of the mesh that a parameter in shares or slices lies on."""
+    return parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
+
+
 def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     kept, names = model.state_dict(), {name for name, _ in model.named_buffers()}
     return {name: tensor for name, tensor in kept.items() if name in names}
-
-
-def _everyone() -> Any:
-    return torch.distributed.group.WORLD
 
 
 def _groups(mesh: DeviceMesh, names: tuple[str, str]) -> Any:
@@ -311,7 +355,7 @@ def _rebuilder(model: Any) -> Callable[[dict[str, Tensor] | None], Any]:
     return rebuild
 
 
-def _collected(tensors: Mapping[str, Tensor], who: Processes) -> dict[str, Tensor] | None:
+def collected(tensors: Mapping[str, Tensor], who: Processes) -> dict[str, Tensor] | None:
     """Return all named tensors of all processes, whole, on the first one; None elsewhere. One at a time.
 
     A tensor that several processes have is taken from the lowest.

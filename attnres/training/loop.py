@@ -13,7 +13,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ from attnres.training.layout import layout_for
 from attnres.training.metrics import Metrics, Tracker, import_tracker
 from attnres.training.objective import Objective, loss_kind
 from attnres.training.optim import kinds, optimizers_of, set_learning_rate
-from attnres.training.parallel import Processes, join_processes
+from attnres.training.parallel import Processes, join_processes, losses_said
 from attnres.training.past import Past, past_of
 from attnres.training.run_folder import claim, forget_after, free_beside, same_data
 from attnres.training.schedule import fraction_of_peak, residual_fraction
@@ -65,7 +65,8 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
     config = dataclasses.replace(config, dtype=dtype, device=who.device.type)
     if config.track != "none" and who.first:
         import_tracker(config.track)
-    with _claimed(config, who) as (finished, in_place):
+    going_on = f"give the same command with --resume to go on from the last checkpoint in {config.out}"
+    with losses_said(who, going_on), _claimed(config, who) as (finished, in_place):
         if finished is not None:
             return finished
         run = Run(config, who, progress=progress and who.first, in_place=in_place)
@@ -134,6 +135,7 @@ class Run:
             self.layout = layout_for(config, who)
         self.past = Past()
         self.saved: int | None = None  # step of the last checkpoint
+        self.saving: checkpoint.Saving | None = None  # one that may still be written
         self.loss = self.rate = self.norm = self.divergence = 0.0  # of the last step
         self.penalty: torch.Tensor | None = None  # of the last step
         self.depth: dict[str, Any] | None = None  # of the last step, if measured
@@ -276,7 +278,7 @@ class Run:
             sums = objective(x, y, eager=trace is not None)  # hooks would make torch.compile start again
             loss = sums.objective / tokens
             if last and (penalty := self.model.residual("penalty")) is not None:
-                loss = loss + penalty
+                loss = loss + penalty / self.layout.summed
             loss.backward()  # the layout averages over the processes what `tokens` divides by this one's share
         if trace:
             # to the gradient of the mean loss of the recorded micro-batch
@@ -342,15 +344,24 @@ class Run:
             "progress": dataclasses.asdict(self.past),
             "arithmetic": arithmetic.arithmetic(self.who, self.model.residual("itself").width),
         }
-        here = self.folder / "checkpoint"
+        here, step = self.folder / "checkpoint", self.past.step
         if not self.layout.whole:
-            checkpoint.save_shares(here, self.layout, self.optimizers, state)
+            self._await_saving()
+            self.saving = checkpoint.Saving(here, self.layout, self.optimizers, state)
+            if self.signalled or self.gone or step in self.config.keep_at or step == self.config.steps:
+                self._await_saving()
         elif self.who.first:
             checkpoint.save(here, self.model, self.optimizers, state)
-        if self.who.first and self.past.step in self.config.keep_at:
-            checkpoint.keep(self.folder, self.past.step)
-        self.saved = self.past.step
+        if self.who.first and step in self.config.keep_at:
+            checkpoint.keep(self.folder, step)
+        self.saved = step
         self.who.wait()
+
+    def _await_saving(self) -> None:
+        """Return when the checkpoint that is being written is complete. Raises UserError."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.wait()
 
     def finish(self) -> dict[str, Any]:
         """Write what the model does inside, the model and, last, the summary."""
@@ -394,6 +405,9 @@ class Run:
     def close(self) -> None:
         """Close the metrics and the tracker."""
         self.feed.close()
+        if self.saving is not None:  # an error came first, maybe of this process alone
+            with suppress(UserError):
+                self.saving.end()
         if self.metrics:
             self.metrics.close()
 

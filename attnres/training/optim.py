@@ -95,8 +95,8 @@ def optimizers_of(
             (adamw, decayed, _adamw_rate(kind, QUERY, [QUERY], config), config.residual_decay),
             (muon, orthogonal, config.muon_lr, decay),
         ):
-            if members:
-                group = {"params": [parameters[name] for name in members], "names": members, "kind": kind}
+            for alike in _alike(members, parameters):
+                group = {"params": [parameters[name] for name in alike], "names": alike, "kind": kind}
                 groups.append({**group, "weight_decay": pull, "lr": lr, "peak_lr": lr})
     fused = all(p.device.type in FUSED_DEVICES for group in adamw for p in group["params"])
     optimizers: list[torch.optim.Optimizer] = []
@@ -118,6 +118,16 @@ def _adamw_rate(kind: str, name: str, names: Sequence[str], config: OptimConfig)
     module, dot, last = name.rpartition(".")
     of_reads = last in (QUERY, GAIN) and f"{module}{dot}{QUERY}" in names
     return config.lr * READ_RATE if of_reads else config.lr
+
+
+def _alike(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
+    """Return the names by how their parameters lie: one step takes no whole tensors beside shares of a mesh."""
+    places: dict[Any, list[str]] = {}
+    for name in names:
+        parameter = parameters[name]
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        places.setdefault(mesh, []).append(name)
+    return list(places.values())
 
 
 def set_learning_rate(optimizers: list[torch.optim.Optimizer], fraction: float, residual: float = 1.0) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from attnres.device import pick_device
 from attnres.errors import UserError, first_line
+from attnres.scale.lost import is_loss
 
 PATIENCE = timedelta(hours=2)
 """How long a process waits for the others: the first one may be tokenising the corpus."""
@@ -89,6 +90,39 @@ class Processes:
             return model
         devices = [self.device] if self.device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+
+
+@contextmanager
+def losses_said(who: Processes, where: str) -> Generator[None]:
+    """While processes work together: that one of them was lost ends this one too, and one of the others says so.
+
+    Args:
+        where: how to go on.
+
+    Raises:
+        UserError: another process was lost, on the first of the others that notices.
+        SystemExit: the same, on the rest: status 2.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if who.world_size == 1 or isinstance(error, UserError | SystemExit) or not is_loss(error):
+            raise
+        if not _first_to_notice():
+            raise SystemExit(2) from None
+        raise UserError(
+            f"another process of the run was lost, so process {who.rank} of {who.world_size} ends too: {where}"
+        ) from error
+
+
+def _first_to_notice() -> bool:
+    """Whether no other process of this start has asked before; True where nobody can be asked."""
+    try:
+        port = int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=timedelta(seconds=5))
+        return store.add(f"attnres/lost/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", 1) == 1
+    except (KeyError, ValueError, RuntimeError):
+        return True
 
 
 def _leave() -> None:

@@ -32,26 +32,36 @@ def window_losses(
     def losses(x: Tensor, y: Tensor) -> Tensor:
         return held_out_losses(model, x, y, cast, kind)
 
-    return shared_out(losses, model, windows, who, batch)
+    return shared_out(losses, model, windows, who, batch, (who.rank, who.world_size))
 
 
 @torch.no_grad()
 def shared_out(
-    of_tokens: Callable[[Tensor, Tensor], Tensor], model: nn.Module, windows: Tensor, who: Processes, batch: int
+    of_tokens: Callable[[Tensor, Tensor], Tensor],
+    model: nn.Module,
+    windows: Tensor,
+    who: Processes,
+    batch: int,
+    place: tuple[int, int],
 ) -> np.ndarray:
-    """The same with `of_tokens`, which passes through `model`: x, y (B, T) int64 -> losses (B, T).
+    """The same with `of_tokens`, which passes through `model`: x, y (B, T) int64 -> losses (B, T), or those of some of
+    the tokens, where other processes give the others.
+
+    Args:
+        place: which of how many shares of the windows is this process's.
 
     All processes make as many passes, because one of a model in shares is a pass of all: who has no window left makes
     one of the first again.
     """
+    rank, shares = place
     losses = torch.zeros(len(windows), dtype=torch.float64, device=who.device)
-    share = torch.arange(len(windows))[who.rank :: who.world_size]
+    share = torch.arange(len(windows))[rank::shares]
     with evaluating(model):
-        for start in range(0, math.ceil(len(windows) / who.world_size), batch):
+        for start in range(0, math.ceil(len(windows) / shares), batch):
             part = share[start : start + batch]
             tokens = windows[part if len(part) else [0]].to(who.device)
-            means = of_tokens(tokens[:, :-1], tokens[:, 1:]).double().mean(1)
-            losses[part.to(who.device)] = means[: len(part)]
+            sums = of_tokens(tokens[:, :-1], tokens[:, 1:]).double().sum(1)
+            losses[part.to(who.device)] = sums[: len(part)] / (tokens.shape[1] - 1)
     return who.sum(losses).cpu().numpy()
 
 

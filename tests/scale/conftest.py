@@ -13,7 +13,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("two_ranks.py")
 
 
-def launch(folder: Path, jobs: dict[str, Any], processes: int = 2, seconds: float = 280) -> Any:
+def launch(folder: Path, jobs: dict[str, Any], processes: int = 2, seconds: float = 900) -> Any:
     """What `two_ranks.py` writes of these jobs."""
     folder.mkdir(exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps({"cases": [], "runs": [], **jobs}))

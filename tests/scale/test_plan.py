@@ -1,13 +1,16 @@
 """The planner's table: bytes that the runtime's table says, layouts that multiply to the GPUs, models of any size."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
+from transformers import KimiLinearConfig
 
 from attnres import UserError
 from attnres.cli import main
 from attnres.models import build
+from attnres.models.build import build_shapes
 from attnres.scale.crossings import crossings, vectors
 from attnres.scale.pipeline import plan_cut
 from attnres.scale.plan import Load, in_flight, plan
@@ -23,7 +26,7 @@ def shapes(residual="block", **fields):
 
 def test_every_layout_uses_all_gpus_and_the_fastest_that_fits_is_first():
     rows = plan(shapes(), Load(16))
-    assert all(row.dp * row.shard * row.pp == 16 for row in rows) and len(rows) > 15
+    assert all(row.dp * row.shard * row.pp * row.tp == 16 for row in rows) and len(rows) > 15
     fitting = [row.tokens_per_s for row in rows if row.fits]  # layouts with more copies take more tokens a step
     assert fitting == sorted(fitting, reverse=True) and [row.fits for row in rows] == sorted(
         (row.fits for row in rows), reverse=True
@@ -43,8 +46,9 @@ def test_bytes_between_stages_are_those_of_the_runtime():
 def test_states_are_sixteen_bytes_a_parameter_in_shares():
     model = shapes()
     total = sum(parameter.numel() for parameter in model.parameters())
+    whole = sum(parameter.numel() for parameter in model.residual.parameters())
     (row,) = plan(model, Load(8), shard=8)
-    assert row.states == pytest.approx(total * 16 / 8, rel=1e-4) and row.vectors == row.stage_bytes == row.bubble == 0
+    assert row.states == (total - whole) * 16 / 8 + whole * 16 and row.vectors == row.stage_bytes == row.bubble == 0
 
 
 def test_micro_batches_in_flight():
@@ -62,6 +66,24 @@ def test_shapes_of_trillions_of_parameters_are_planned(capsys):
     assert rows[0]["fits"] and rows[0]["states"] < 192e9
     main(["plan", "100m", "--gpus", "4", "--rows", "2"])
     assert "0.1 billion parameters on 4 h100" in capsys.readouterr().out
+
+
+def test_models_of_folders_and_of_the_hub_are_planned_from_their_config_alone(folders, tmp_path, monkeypatch, capsys):
+    described: Any = KimiLinearConfig()
+    described.save_pretrained(tmp_path)
+    monkeypatch.setattr("attnres.models.open.fetch", lambda name, patterns: tmp_path)
+    flags = ["--gpus", "64", "--context", "8192", "--settings", "block_size=6", "--rows", "1"]
+    main(["plan", "moonshotai/Kimi-Linear-48B-A3B-Instruct", *flags])
+    assert "49.1 billion parameters on 64 h100, residual block" in capsys.readouterr().out
+    main(["plan", str(folders["full"]), "--gpus", "2", "--json"])
+    assert json.loads(capsys.readouterr().out)["layouts"]
+    main(["plan", str(folders["plain"]), "--gpus", "2"])
+    assert "residual block" in capsys.readouterr().out
+    with pytest.raises(UserError, match="has the residual 'full': leave residual and settings out"):
+        build_shapes(folders["full"], "block")
+    with pytest.raises(SystemExit):
+        main(["plan", str(folders["full"]), "--vocab-size", "9"])
+    assert "is a model, which has its own" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -31,11 +31,25 @@ VECTORS = {"1f1b": 4, "everything sent": 12, "four stages a rank": 8, "standard"
 """Vectors a token, by hand. Four stages a rank, P = 2, V = 4, one block a stage: 1 + 3 * 2 and the embedding. There and
 back: the embedding and 4 outputs to rank 1, whose 8 own ones come back."""
 
+GROUPED = {"num_key_value_heads": 1}
+SLICES: dict[str, dict[str, Any]] = {
+    "block": BLOCK,
+    "full": {"residual": "full"},
+    "streams": {"residual": "hyper_connections"},
+    "norms called apart": {**BLOCK, "size": {"family": "gemma2"}},
+    "tokens": {**BLOCK, "tokens": True},
+    "tokens, sliding": {**BLOCK, "tokens": True, "size": {**GROUPED, "family": "gemma3_text", "sliding_window": 3}},
+}
+
 
 def configuration(corpus: Path, out: Path, **values: Any) -> dict[str, Any]:
     base = from_dict(
         {
-            "model": {"size": {**NARROW, "num_hidden_layers": 4}, "residual": "block", "num_blocks": 2},
+            "model": {
+                "size": {**NARROW, "num_hidden_layers": 4, "num_key_value_heads": 2},
+                "residual": "block",
+                "num_blocks": 2,
+            },
             "data": {"source": str(corpus), "seq_len": 16, "val_windows": 5},
             "optim": {"lr": 0.01},
             "out": str(out),
@@ -53,7 +67,7 @@ def configuration(corpus: Path, out: Path, **values: Any) -> dict[str, Any]:
     return to_dict(from_dict(values, base))
 
 
-SHARD, STAGES = {"shard": 2}, {"pp": 2}
+SHARD, STAGES, BESIDE = {"shard": 2}, {"pp": 2}, {"shard": 2, "async_save": True}
 MUON = {"optim": {"optimizer": "muon"}, "steps": 4}
 CHUNKED = {"loss": "chunked", "gradient_checkpointing": "layer"}
 
@@ -70,18 +84,27 @@ def both(corpus, launched, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
         run("shares", parallel=SHARD),
         run("stages", parallel={**STAGES, "pp_schedule": "interleaved"}, **CHUNKED),
         run("muon", parallel=SHARD, **MUON),
+        run("slices", parallel={"tp": 2}, gradient_checkpointing="layer"),
+        run("tokens", parallel={"cp": 2}, **CHUNKED),
+        run("slices, muon", parallel={"tp": 2}, **MUON),
         run("adaptive", parallel=STAGES, model={"residual": "adaptive", "num_blocks": None}, steps=4),
         run("10 of 20", "resharded", 10, parallel=SHARD),
         run("20 of 20", "resharded", parallel=STAGES, resume=True),
-        run("10 again", "again", 10, parallel=SHARD),
-        run("20 again", "again", parallel=SHARD, resume=True),
+        run("10 again", "again", 10, parallel=BESIDE, save_every=3),
+        run("20 again", "again", parallel=BESIDE, save_every=3, resume=True),
         run("watched", parallel=STAGES, depth_every=5),
         run("too many", parallel={"shard": 4}),
         run("few", parallel=STAGES, accumulation=1),
+        run("both", parallel={"tp": 2, "cp": 2, "dp": 1}),
+        run("whole", parallel={"async_save": True}),
+        run("watched slices", parallel={"tp": 2}, depth_every=5),
+        run("short", parallel={"cp": 2}, data={"seq_len": 1}),
         run("finished", "shares", parallel=SHARD),
     ]
-    results = launched(root, {"cases": list(CASES.values()), "runs": runs})
-    return root, {"cases": dict(zip(CASES, results["cases"])), "runs": results["runs"]}
+    jobs = {"cases": list(CASES.values()), "slices": list(SLICES.values()), "plan": True, "runs": runs}
+    results = launched(root, jobs)
+    cases, slices = (dict(zip(names, results[key])) for names, key in ((CASES, "cases"), (SLICES, "slices")))
+    return root, {**results, "cases": cases, "slices": slices}
 
 
 @pytest.fixture(scope="module")
@@ -125,13 +148,30 @@ def test_caches_hold_slots_only_where_a_later_stage_of_the_rank_reads_them(both)
     assert min(cases["four stages a rank"]["cache"]) > 0
 
 
-@pytest.mark.parametrize("layout", ["shares", "stages"])
-def test_twenty_steps_in_shares_or_stages_are_those_of_one_process(both, alone, layout):
-    assert furthest(alone / layout, alone / "one") < 1e-10
+@pytest.mark.parametrize("case", SLICES)
+def test_a_model_in_slices_is_one_process(both, case):
+    """With tokens that do not divide; in a training pass, a prefill in chunks, and words that are generated."""
+    result = both[1]["slices"][case]
+    bound = 1e-6 if "family" in SLICES[case].get("size", {}) else 1e-10  # Gemma's norms are fp32
+    assert max(result["logits"], result["gradient"], result.get("prefill", 0.0)) < bound
+    whole, sliced = result["vectors"]
+    assert sliced == whole / 2  # vectors a token before the head
+    assert result.get("generated", True) and result.get("heads", 2) == 2  # of four heads' keys and values
+
+
+def test_transformers_own_plan_is_followed(both):
+    assert both[1]["plan"]["logits"] < 1e-6 and both[1]["plan"]["words"] == 0
+
+
+@pytest.mark.parametrize("layout", ["shares", "stages", "slices", "tokens"])
+def test_twenty_steps_in_any_layout_are_those_of_one_process(both, alone, layout):
+    bound = 1e-6 if layout == "tokens" else 1e-10  # the others' softmax is Transformers' own, in fp32
+    assert furthest(alone / layout, alone / "one") < bound
 
 
 def test_muon_by_owners_is_muon(both, alone):
-    assert furthest(alone / "muon", alone / "one muon") < 1e-6
+    for layout in ("muon", "slices, muon"):
+        assert furthest(alone / layout, alone / "one muon") < 1e-6
 
 
 def test_a_penalty_counts_once(both, alone):
@@ -180,5 +220,9 @@ def test_mistakes_are_one_sentence_on_the_first_process(both):
     runs = both[1]["runs"]
     assert "give --depth-every 0" in runs["watched"]
     assert "there are 2 processes: start a multiple of 4" in runs["too many"]
+    assert "tp 2 x cp 2 and there are 2 processes: start 4 " in runs["both"]
+    assert "parallel.async_save is on and the model is whole" in runs["whole"]
+    assert "parallel.tp above 1: nobody sees all depths" in runs["watched slices"]
+    assert "data.seq_len is 1: too few tokens for 2 processes" in runs["short"]
     assert "1 microbatches a step (accumulation) are too few for the schedule 1f1b" in runs["few"]
     assert "holds a finished run" in runs["finished"]

@@ -1,6 +1,7 @@
 """What two processes do for the tests of this folder, in one launch: `torchrun ... two_ranks.py FOLDER`.
 
-FOLDER/jobs.json holds {"cases": [...], "runs": [[name, configuration, steps or null], ...]}. Everything is in fp64.
+FOLDER/jobs.json holds {"cases": [...], "slices": [...], "plan": bool, "runs": [[name, configuration, steps or null],
+...]}. Everything is in fp64.
 Results go to FOLDER/results.json.
 """
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from slices import run_plan, run_slices
 
 from attnres.errors import UserError
 from attnres.models import build
@@ -18,7 +20,11 @@ from attnres.scale.cache import RankCache
 from attnres.scale.crossings import vectors
 from attnres.scale.pipeline import Pipeline, check_schedule, plan_cut, schedule_named
 from attnres.training import from_dict, loop, start
+from attnres.training.checkpoint import checksum
+from attnres.training.config import resolve
+from attnres.training.layout import collected
 from attnres.training.objective import called_losses
+from attnres.training.optim import state_tensors
 from attnres.training.parallel import join_processes
 
 SIZE = {
@@ -115,6 +121,23 @@ def lost_gradient() -> str:
     return ""
 
 
+def digest(run: loop.Run) -> dict[str, int] | None:
+    """Checksums of all tensors of a run, model and optimizer, whole, by name; on the first process."""
+    tensors = {**dict(run.layout.named_parameters()), **run.layout.named_buffers(), **state_tensors(run.optimizers)}
+    whole = collected(tensors, run.who)
+    return whole and {name: checksum([(name, tensor)]) for name, tensor in whole.items()}
+
+
+def resume(values: dict[str, Any]) -> dict[str, int] | None:
+    """The digest of the run that a folder holds, with the layout of a configuration. No step is made."""
+    config = start.settle(resolve(from_dict(values)))
+    run = loop.Run(config, join_processes("cpu"), progress=False)
+    try:
+        return digest(run)
+    finally:
+        run.close()
+
+
 def train_in_fp64(values: dict[str, Any], until: int | None) -> Any:
     """A run, with everything in fp64; with `until`, stopped after that step as by a signal."""
     first = start.first_model
@@ -146,6 +169,10 @@ def main(folder: Path) -> None:
     group = dist.new_group(list(range(dist.get_world_size())))
     jobs = json.loads((folder / "jobs.json").read_text())
     results = {"cases": [run_case(case, group) for case in jobs["cases"]]}
+    results["slices"] = [run_slices(case) for case in jobs.get("slices", [])]
+    if jobs.get("plan"):
+        results["plan"] = run_plan(folder / "whole model")
+    results["resumed"] = {name: resume(values) for name, values in jobs.get("resumed", [])}
     results["runs"] = {name: train_in_fp64(values, until) for name, values, until in jobs["runs"]}
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(results))

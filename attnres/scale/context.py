@@ -1,0 +1,125 @@
+"""The tokens of a pass in shares and every parameter whole: context parallelism by keys and values that are gathered.
+
+Everything of a layer but attention is per token. So a rank passes its own tokens through whole layers, and each
+attention gathers the keys and values of all tokens (B, heads, T, head_dim) and lets its rank's queries at them. No
+ring: keys and values are whole on every rank while a layer works, T d of them, where the stream is T/P N d.
+"""
+
+from itertools import count
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from attnres.errors import UserError
+from attnres.models import DepthMixin
+from attnres.scale.tensor import Begin, Slices
+
+_numbers = count()
+
+
+def share_out_tokens(model: DepthMixin, mesh: DeviceMesh) -> Slices:
+    """Share out the tokens of a model's passes over `mesh` (of one dimension): passes of training, without a cache.
+
+    Every parameter gets gradients of this rank's tokens: their sum over the mesh is the gradient.
+
+    Raises:
+        UserError: layers that mix tokens by something else than softmax attention.
+    """
+    config: Any = model.config
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds or getattr(config, "attn_logit_softcapping", None) is not None or model.residual.itself().value_residual:
+        what = f"layers of {sorted(kinds)}" if kinds else "attention with capped logits or shared values"
+        raise UserError(f"{type(model).__name__} has {what}, which cp does not gather: train it with dp, shard or pp")
+    slices = Slices(mesh)
+    name = f"attnres_context_{next(_numbers)}"
+    attention = _Attention(slices)
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, _Mask(slices))
+    model.set_attn_implementation(name)
+    if config._attn_implementation != name:
+        raise UserError(f"{type(model).__name__} keeps an attention of its own: train it with dp, shard or pp")
+    layers = model.depth_layers
+    layers[0].register_forward_pre_hook(Begin(slices), prepend=True, with_kwargs=True)
+    layers[0].register_forward_pre_hook(attention.begin)
+    for layer in layers:
+        layer.register_forward_pre_hook(_Positions(slices), with_kwargs=True)
+    layers[-1].register_forward_hook(attention.end(len(layers)))
+    return slices
+
+
+class _Attention:
+    """Transformers' attention function, of a rank's queries and all keys and values."""
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices, self.calls = slices, 0
+
+    def begin(self, *_: Any) -> None:
+        self.calls = 0
+
+    def end(self, layers: int) -> Any:
+        """Return a hook that refuses a pass in which not every layer gathered."""
+
+        def check(layer: nn.Module, *_: Any) -> None:
+            if self.calls < layers:
+                raise UserError(
+                    f"{self.calls} of {layers} layers ({type(layer).__name__}) asked for their attention where tokens "
+                    "are gathered: train the model with dp, shard or pp"
+                )
+
+        return check
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        if key.shape[2] != query.shape[2]:
+            raise UserError(
+                "a pass whose tokens are in shares was given a cache: cp trains, tp and plain models generate"
+            )
+        self.calls += 1
+        keys, values = self._gathered(key), self._gathered(value)
+        options["is_causal"] = False
+        return sdpa_attention_forward(module, query, keys, values, attention_mask, **options)
+
+    def _gathered(self, part: Tensor) -> Tensor:
+        """All tokens of keys or values (B, heads, T/P, head_dim); gradients of all ranks' queries are added up."""
+        shape = torch.Size((*part.shape[:2], self.slices.shape[1], part.shape[3]))
+        stride = torch.empty(shape, device="meta").stride()
+        whole = DTensor.from_local(part.contiguous(), self.slices.mesh, [Shard(2)], shape=shape, stride=stride)
+        return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+
+
+class _Mask:
+    """Transformers' mask of a rank's queries, (B, 1, T/P, T), which is never left out: they begin anywhere."""
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices = slices
+
+    def __call__(self, q_length: int, q_offset: Any = 0, **options: Any) -> Tensor | None:
+        ours = self.slices.of(torch.arange(q_length)[None])[0]
+        options |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        return sdpa_mask(q_length=len(ours), q_offset=q_offset + int(ours[0]), **options)
+
+
+class _Positions:
+    """Before a layer: rotary embeddings of this rank's tokens."""
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices = slices
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        whole = kwargs.get("position_embeddings")
+        if whole is None:
+            return None
+        return args, {**kwargs, "position_embeddings": tuple(self.slices.of(part) for part in whole)}

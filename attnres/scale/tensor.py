@@ -1,0 +1,197 @@
+"""Matrices of layers in slices, and the tokens of the stream: tensor and sequence parallelism, no layer rewritten.
+
+Which matrix is shared out how is Transformers' `tp_plan` of the family, as it is: columns of what makes queries, keys,
+values and gates, rows of what follows them. Between those the stream is shared out along the sequence. Masks and
+rotary embeddings are made by the decoder for all tokens; a pass begins with a rank's own tokens, which are gathered
+before an attention or MLP and come back as their sum's share. Depth reads and norms are per token, so nothing of them
+has to be told of the others, and the N sources of a network are N/P vectors a token on each of P ranks.
+
+A pass of fewer tokens than can be shared out (a token that is decoded) keeps the stream whole on every rank.
+"""
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from attnres.errors import UserError
+from attnres.models import DepthMixin
+from attnres.models.stream import Stream
+
+COLUMNS, ROWS, WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
+"""Styles of a tp_plan that are carried out: others hand whole heads around, or share out experts."""
+
+
+class Slices:
+    """Which tokens of a pass this rank has.
+
+    Attributes:
+        shape: of the hidden state of the running pass, (B, T, d), all tokens.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh, self.rank, self.ranks = mesh, mesh.get_local_rank(), mesh.size()
+        self.shape = torch.Size()
+
+    def splits(self, tokens: int) -> bool:
+        """Return whether so many are shared out: every rank must have one."""
+        return -(-tokens // self.ranks) * (self.ranks - 1) < tokens
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return this rank's tokens of all, (B, T, ...): the ranks' shares are those of `torch.chunk`."""
+        return tensor.chunk(self.ranks, 1)[self.rank].contiguous() if self.splits(tensor.shape[1]) else tensor
+
+    def begin(self, hidden: Tensor) -> Tensor:
+        """Take note of the pass that begins with (B, T, d); return this rank's tokens of it."""
+        self.shape = hidden.shape
+        return self.of(hidden)
+
+    @property
+    def placement(self) -> Shard | Replicate:
+        """How the stream lies on the ranks."""
+        return Shard(1) if self.splits(self.shape[1]) else Replicate()
+
+    def gathered(self, ours: Tensor) -> DTensor:
+        """Return all tokens (B, T, d') of what each rank has its own of."""
+        shape = torch.Size((*self.shape[:2], *ours.shape[2:]))
+        stride = torch.empty(shape, device="meta").stride()
+        parts = DTensor.from_local(ours.contiguous(), self.mesh, [self.placement], shape=shape, stride=stride)
+        return parts.redistribute(placements=[Replicate()])
+
+
+def share_out_layers(model: DepthMixin, mesh: DeviceMesh, *, whole_output: bool = False) -> Slices:
+    """Share out the matrices of a model's layers over `mesh` (of one dimension), and the tokens of its passes.
+
+    Parameters that are not shared out (embedding, norms, residual, head) get gradients of this rank's tokens or heads:
+    their sum over the mesh is the gradient.
+
+    Args:
+        whole_output: the final norm's output is gathered, so that every rank has the logits of all tokens, as
+            generation needs; else those of its own tokens.
+
+    Raises:
+        UserError: a model that does not divide by the mesh, or whose plan or residual is not worked out for it.
+    """
+    check_slices(model, mesh.size())
+    styles = plan_of(model)
+    slices = Slices(mesh)
+    layers = model.depth_layers
+    for layer in layers:
+        columns = [name for name, style in styles.items() if style == COLUMNS and _has(layer, name)]
+        rows = [name for name, style in styles.items() if style == ROWS and _has(layer, name)]
+        plan: dict[str, Any] = dict.fromkeys(columns, ColwiseParallel())
+        plan |= dict.fromkeys(rows, RowwiseParallel(output_layouts=Partial(), use_local_output=False))
+        parallelize_module(layer, mesh, plan)
+        for name in dict.fromkeys(name.rpartition(".")[0] for name in columns):
+            layer.get_submodule(name).register_forward_pre_hook(_Gather(slices), with_kwargs=True)
+        for name in rows:
+            layer.get_submodule(name).register_forward_hook(_Scatter(slices))
+    layers[0].register_forward_pre_hook(Begin(slices), prepend=True, with_kwargs=True)
+    if whole_output:
+        norm = model.depth_base.get_submodule(model.family.final_norm)
+        norm.register_forward_hook(_Whole(slices))
+    return slices
+
+
+def plan_of(model: DepthMixin) -> dict[str, str]:
+    """Return the styles that Transformers' plan names, by path in a layer.
+
+    Raises:
+        UserError: the family has no plan, or one with styles that are not carried out here.
+    """
+    config: Any = model.config
+    plan: Mapping[str, str] = getattr(config, "base_model_tp_plan", None) or {}
+    prefix = f"{model.family.layers}.*."
+    styles = {name.removeprefix(prefix): style for name, style in plan.items() if name.startswith(prefix)}
+    if not styles:
+        raise UserError(f"Transformers has no tp_plan for {type(model).__name__}: train it with dp, shard or pp")
+    other = {name: style for name, style in styles.items() if style not in (COLUMNS, ROWS, WHOLE)}
+    for name, style in other.items():
+        raise UserError(
+            f"Transformers' tp_plan for {type(model).__name__} shares out {name} as '{style}', which is not worked out "
+            f"({COLUMNS} and {ROWS} are): train it with dp, shard or pp"
+        )
+    return styles
+
+
+def _has(layer: nn.Module, path: str) -> bool:
+    return any(fnmatchcase(name, path) for name, _ in layer.named_modules())
+
+
+def check_slices(model: DepthMixin, ranks: int) -> None:
+    """Raise UserError for a model whose layers cannot be shared out among so many ranks."""
+    plan_of(model)
+    config = cast(Any, model.config)
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if heads is not None and heads % ranks:
+            raise UserError(f"{name} is {heads}, which does not divide by tp {ranks}: use a tp that divides the heads")
+    for path, style, weight in sliced_weights(model):
+        size = weight.shape[0 if style == COLUMNS else 1]
+        if size % ranks:
+            raise UserError(f"{path} has {size} features to share out, which does not divide by tp {ranks}")
+    residual = model.residual.itself()
+    several = any(isinstance(way, str) for index in range(residual.num_sublayers) for way in residual.ways(index))
+    if several or residual.value_residual is not None:
+        raise UserError(
+            f"the residual '{residual.name}' gives an attention several inputs, which tp does not gather: train it "
+            "with dp and shard"
+        )
+
+
+def sliced_weights(model: DepthMixin) -> Iterator[tuple[str, str, Tensor]]:
+    """Give the matrices that are shared out: path in a layer, style, weight."""
+    for path, style in plan_of(model).items():
+        for layer in model.depth_layers if style in (COLUMNS, ROWS) else ():
+            if _has(layer, path):
+                yield path, style, layer.get_parameter(f"{path}.weight")
+
+
+class Begin:
+    """Before the first layer: a rank's own tokens of the embedding."""
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices = slices
+
+    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (self.slices.begin(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self.slices.begin(kwargs["hidden_states"])}
+
+
+class _Gather:
+    """Before an attention or MLP: all tokens of what the ranks have read."""
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices = slices
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (self.slices.gathered(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self.slices.gathered(kwargs["hidden_states"])}
+
+
+class _Scatter:
+    """Behind its last matrix: this rank's tokens of the sum over ranks."""
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices = slices
+
+    def __call__(self, module: nn.Module, args: Any, output: DTensor) -> Tensor:
+        return output.redistribute(placements=[self.slices.placement]).to_local()
+
+
+class _Whole:
+    """Behind the read of the final norm: all tokens."""
+
+    def __init__(self, slices: Slices) -> None:
+        self.slices = slices
+
+    def __call__(self, norm: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor | None:
+        # A norm whose arithmetic is not known is called once more, by the read.
+        return self.slices.gathered(output).to_local() if isinstance(args[0], Stream) else None
