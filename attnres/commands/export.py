@@ -5,12 +5,13 @@ from typing import Annotated
 
 import tyro
 
+from attnres.errors import UserError
 from attnres.flags import parse
 
 
 @dataclass
 class Export:
-    """Write a model as a graph of plain operators, whose logits are compared with the model's."""
+    """Write a model as a graph of plain operators, whose logits are compared with the model's, or its weights."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
     """Run folder, model folder or hub name."""
@@ -18,11 +19,21 @@ class Export:
     """Folder to write, new or empty."""
     onnx: bool = False
     """ONNX, checked in onnxruntime (extra `export`); else what torch.export.load opens."""
+    weights: bool = False
+    """Hugging Face safetensors, also of a checkpoint that several processes wrote in shares."""
 
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
     options = parse("export", Export, arguments)
+
+    if options.weights:
+        if options.onnx:
+            raise UserError("both --weights and --onnx are given: give one of them")
+        from attnres.training.checkpoint import export_weights
+
+        print(export_weights(options.model, options.out))
+        return
 
     from attnres.models.portable import export_graph
 

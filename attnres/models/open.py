@@ -414,7 +414,7 @@ def _place(name: str, path: Path) -> tuple[Path, Path | None, Path | None]:
     if (path / "shares").is_dir() and (path / "state.json").is_file():
         raise UserError(
             f"{name} is in the shares of several processes, which attnres train --resume reads: let the run finish, or "
-            "resume it in one process, whose next checkpoint is a whole model"
+            f"write its model as it is with attnres export {name} OUT --weights"
         )
     if (inner / "config.json").is_file() and (path / "state.json").is_file():
         if (path / "adapter.safetensors").is_file():

@@ -32,6 +32,8 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.files import recover_folder, replaced_folder, write_json, writing
+from attnres.folders import refuse_other
+from attnres.paths import user_path
 from attnres.progress import quiet_transformers
 from attnres.reading import read_json
 from attnres.training import regimes
@@ -249,6 +251,32 @@ def _unfilled(folder: Path, state: dict[str, Any]) -> Any:
             return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model"), dtype=torch.float32)
     except (OSError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"cannot build the model of {folder} ({error}): {_DAMAGED}") from error
+
+
+def export_weights(name: str, out: str) -> str:
+    """Write the model of a run, a checkpoint or any model with depth reads in Hugging Face layout, with its tokenizer.
+
+    Returns:
+        What was written, in a few lines.
+
+    Raises:
+        UserError: no model there, one that is damaged, or a folder that is not empty.
+    """
+    from attnres.models import export_model
+    from attnres.models.export import write_model
+
+    path = user_path(name)
+    finished = (path / "model" / "config.json").is_file() and not (path / SHARES).is_dir()
+    folder = path if (path / SHARES).is_dir() or finished else path / "checkpoint"
+    if not (folder / SHARES).is_dir():
+        return export_model(name, out)
+    from attnres.scale.state import load_shards
+
+    state = stored_state(folder)
+    model = _unfilled(folder, state)
+    load_shards(folder / SHARES, {f"model.{key}": tensor for key, tensor in model.state_dict(keep_vars=True).items()})
+    write_model(model.eval(), refuse_other(out), {}, source=name)
+    return f"{name} at step {state['step']} -> {out}"
 
 
 def load_adapter(folder: str | Path, state: dict[str, Any], model: nn.Module) -> None:

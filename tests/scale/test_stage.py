@@ -8,11 +8,12 @@ from tiny import SIZE
 
 from attnres import UserError
 from attnres.models import build
+from attnres.models.stream import Stream
 from attnres.residuals import RESIDUALS
-from attnres.scale.cache import RankCache
+from attnres.scale.cache import Collect, Lend, RankCache
 from attnres.scale.crossings import crossings
 from attnres.scale.cut import cut_of, placed
-from attnres.scale.stage import StageModule, refuse_stages, shell
+from attnres.scale.stage import Entry, StageModule, refuse_stages, shell
 from attnres.training.objective import called_losses
 
 FIVE = {**SIZE, "hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -55,6 +56,7 @@ def cut_and_whole(residual, layers, size=FIVE, **settings):
         inputs.append(tensors)
         outputs.append(stage(*tensors, microbatch=3, targets=y))
         if not stage.last:
+            assert all(tensor._base is None for tensor in outputs[-1]), "a view is sent, which torch detaches in place"
             tensors = tuple(tensor.detach().requires_grad_() for tensor in outputs[-1])
             assert len(tensors) == len(table[stage.stage].sent)
     assert torch.allclose(outputs[-1], loss, rtol=1e-12)
@@ -98,6 +100,50 @@ def test_a_pass_without_gradients_is_cut_too():
     for stage, rank in enumerate(cut.ranks):
         tensors = StageModule(shell(model), stage, cut, table, caches[rank], losses, nullcontext)(*tensors, targets=y)
     torch.testing.assert_close(tensors, losses(model, {"input_ids": x}, y))
+
+
+def halved(gradients, ctx):
+    ones = [None if gradient is None else gradient / 2 for gradient in gradients]
+    return WHOLE_LEND(ctx, *ones)
+
+
+WHOLE_LEND = Lend.backward
+
+
+@pytest.mark.parametrize(
+    ("place", "name", "fault", "said"),
+    [
+        (RankCache, "owe", lambda *_: None, "1e-10"),
+        (Lend, "backward", staticmethod(lambda ctx, *gradients: halved(gradients, ctx)), "1e-10"),
+        (
+            Entry,
+            "__call__",
+            lambda entry, layer, args, kwargs: ((Stream.plain(entry.residual, args[0]),), kwargs),
+            "2 sublayers and not 6",
+        ),
+        (
+            Collect,
+            "forward",
+            staticmethod(lambda ctx, cache, number, names, *tensors: tuple(t[:] for t in tensors)),
+            "a view is sent",
+        ),
+    ],
+    ids=["a lost deposit", "shared gradients divided again", "layer 0 begins a stream of its own", "a view is sent"],
+)
+def test_planted_faults_are_seen(monkeypatch, place, name, fault, said):
+    """By what the tests above hold of a cut."""
+    if place is Entry:
+        begin = StageModule._take_apart
+
+        def take_apart(stage, model, cut):
+            begin(stage, model, cut)
+            stage.entry.residual = stage.residual
+
+        monkeypatch.setattr(StageModule, "_take_apart", take_apart)
+    monkeypatch.setattr(place, name, fault)
+    with pytest.raises((AssertionError, TypeError), match=said):
+        missing, error = cut_and_whole("block", (0, 2, 2, 1), block_size=3)
+        assert not missing and error < 1e-10
 
 
 def test_a_lost_gradient_is_noticed():

@@ -12,6 +12,7 @@ from tiny import NARROW
 from two_ranks import train_in_fp64
 
 from attnres import UserError
+from attnres.cli import main
 from attnres.models import open_checkpoint
 from attnres.training import from_dict, to_dict
 from attnres.training.metrics import read
@@ -203,8 +204,11 @@ def test_a_checkpoint_in_shares_is_read_by_one_process_and_refused_when_damaged(
     values = configuration(corpus, tmp_path / "one", resume=True, steps=20)
     shutil.copytree(root / "resharded", tmp_path / "one")
     (tmp_path / "one" / "summary.json").unlink()
-    with pytest.raises(UserError, match=r"in the shares of several processes, .* resume it in one process"):
+    with pytest.raises(UserError, match=r"in the shares of several processes, .* attnres export .* --weights"):
         open_checkpoint(tmp_path / "one" / "checkpoint")
+    main(["export", str(tmp_path / "one" / "checkpoint"), str(tmp_path / "exported"), "--weights"])
+    assert open_checkpoint(tmp_path / "exported").residual == "block"
+    exported = load_file(tmp_path / "exported" / "model.safetensors")
     shard = next((tmp_path / "one" / "checkpoint" / "shares").glob("*.distcp"))
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
@@ -214,6 +218,7 @@ def test_a_checkpoint_in_shares_is_read_by_one_process_and_refused_when_damaged(
     model = load_file(tmp_path / "one" / "model" / "model.safetensors")
     other = load_file(root / "resharded" / "model" / "model.safetensors")
     assert all(torch.equal(model[name].float(), other[name].float()) for name in other)
+    assert all(torch.equal(exported[name].float(), other[name].float()) for name in other)
 
 
 def test_mistakes_are_one_sentence_on_the_first_process(both):

@@ -55,7 +55,7 @@ def test_two_processes_are_one_run(configure: Callable[..., TrainConfig], tmp_pa
     command = [*torchrun, sys.executable, "-c", SCRIPT, arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launched:
         try:
-            said = launched.communicate(timeout=90)[0]
+            said = launched.communicate(timeout=300)[0]
         except subprocess.TimeoutExpired:
             launched.terminate()  # torchrun ends its workers; a kill would leave them behind
             said = f"timed out: {launched.communicate()[0]}"
