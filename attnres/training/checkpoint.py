@@ -176,6 +176,12 @@ def _model_tensors(layout: "Layout") -> dict[str, Tensor]:
     return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
 
 
+def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of a model that its state_dict has, by name."""
+    kept, names = model.state_dict(), {name for name, _ in model.named_buffers()}
+    return {name: tensor for name, tensor in kept.items() if name in names}
+
+
 def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any]) -> dict[str, Any] | None:
     """The `state` of the checkpoint in `folder`, or None if there is none.
 
@@ -274,7 +280,8 @@ def export_weights(name: str, out: str) -> str:
 
     state = stored_state(folder)
     model = _unfilled(folder, state)
-    load_shards(folder / SHARES, {f"model.{key}": tensor for key, tensor in model.state_dict(keep_vars=True).items()})
+    tensors = {**dict(model.named_parameters()), **saved_buffers(model)}
+    load_shards(folder / SHARES, {f"model.{key}": tensor.detach() for key, tensor in tensors.items()})
     write_model(model.eval(), refuse_other(out), {}, source=name)
     return f"{name} at step {state['step']} -> {out}"
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from attnres.errors import UserError
 from attnres.forward import evaluating
 from attnres.training import validate
+from attnres.training.checkpoint import saved_buffers
 from attnres.training.config import TrainConfig, shares_of
 from attnres.training.objective import Objective, called_losses
 from attnres.training.parallel import Processes
@@ -104,7 +105,7 @@ class Whole:
 
     def named_buffers(self) -> dict[str, Tensor]:
         """Return the buffers that are saved, by name."""
-        return _saved_buffers(self.model)
+        return saved_buffers(self.model)
 
     def gradients(self, x: Tensor, y: Tensor, micro: Micro) -> Tensor:
         """Make the gradient of the mean loss of this process's share, averaged over the processes; return the sums."""
@@ -265,7 +266,7 @@ class Staged(Sharded):
         return self.pipeline.named_parameters()
 
     def named_buffers(self) -> dict[str, Tensor]:
-        return {name: buffer for stage in self.pipeline.stages for name, buffer in _saved_buffers(stage.model).items()}
+        return {name: buffer for stage in self.pipeline.stages for name, buffer in saved_buffers(stage.model).items()}
 
     def gradients(self, x: Tensor, y: Tensor, micro: Micro) -> Tensor:
         from attnres.scale.shard import mean_gradients
@@ -321,11 +322,6 @@ def _axes(parameter: Tensor) -> set[str]:
 def _axes(parameter: Tensor) -> tuple[str, ...]:
     """Return the axes of the mesh that a parameter in shares or slices lies on."""
     return parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()
-
-
-def _saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    kept, names = model.state_dict(), {name for name, _ in model.named_buffers()}
-    return {name: tensor for name, tensor in kept.items() if name in names}
 
 
 def _groups(mesh: DeviceMesh, names: tuple[str, str]) -> Any:

@@ -13,7 +13,8 @@ from two_ranks import train_in_fp64
 
 from attnres import UserError
 from attnres.cli import main
-from attnres.models import open_checkpoint
+from attnres.models import build, open_checkpoint
+from attnres.scale.plan import Load, plan
 from attnres.training import from_dict, to_dict
 from attnres.training.metrics import read
 
@@ -68,6 +69,7 @@ def configuration(corpus: Path, out: Path, **values: Any) -> dict[str, Any]:
     return to_dict(from_dict(values, base))
 
 
+COUNTED = ("shard", "tp", "pp")
 SHARD, STAGES, BESIDE = {"shard": 2}, {"pp": 2}, {"shard": 2, "async_save": True}
 MUON = {"optim": {"optimizer": "muon"}, "steps": 4}
 CHUNKED = {"loss": "chunked", "gradient_checkpointing": "layer"}
@@ -102,7 +104,9 @@ def both(corpus, launched, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
         run("short", parallel={"cp": 2}, data={"seq_len": 1}),
         run("finished", "shares", parallel=SHARD),
     ]
+    counted = [[name, configuration(corpus, root / f"counted {name}", parallel={name: 2})] for name in COUNTED]
     jobs = {"cases": list(CASES.values()), "slices": list(SLICES.values()), "plan": True, "runs": runs}
+    jobs["counted"] = counted
     results = launched(root, jobs)
     cases, slices = (dict(zip(names, results[key])) for names, key in ((CASES, "cases"), (SLICES, "slices")))
     return root, {**results, "cases": cases, "slices": slices}
@@ -173,6 +177,22 @@ def test_twenty_steps_in_any_layout_are_those_of_one_process(both, alone, layout
 def test_muon_by_owners_is_muon(both, alone):
     for layout in ("muon", "slices, muon"):
         assert furthest(alone / layout, alone / "one muon") < 1e-6
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_plan_is_what_a_run_counts(both, corpus, name):
+    """Bytes of parameters, gradients and moments on the fullest rank; those that a rank sends in a step."""
+    counted, size = both[1]["counted"][name], {**NARROW, "num_hidden_layers": 4, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        words = json.loads((corpus / "header.json").read_text())["vocab_size"]
+        model = build(size, "block", vocab_size=words, max_positions=16, settings={"num_blocks": 2})
+    load = Load(2, context=16, batch=2 if name == "shard" else 4, microbatches=2, itemsize=4)
+    layout: dict[str, Any] = {name: 2, "schedule": "1f1b"}
+    (planned,) = plan(model, load, **layout)
+    assert planned.states == counted["states"]
+    assert planned.stage_bytes == counted["stages"]
+    if name != "pp":  # where the residual's gradients alone are summed
+        assert planned.share_bytes + planned.slice_bytes == pytest.approx(counted["collectives"], rel=0.01)
 
 
 def test_a_penalty_counts_once(both, alone):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from messages import Messages
 from slices import run_plan, run_slices
 
 from attnres.errors import UserError
@@ -19,9 +20,11 @@ from attnres.models import build
 from attnres.scale.cache import RankCache
 from attnres.scale.crossings import vectors
 from attnres.scale.pipeline import Pipeline, check_schedule, plan_cut, schedule_named
+from attnres.scale.shard import local
 from attnres.training import from_dict, loop, start
 from attnres.training.checkpoint import checksum
 from attnres.training.config import resolve
+from attnres.training.interrupt import Signals
 from attnres.training.layout import collected
 from attnres.training.objective import called_losses
 from attnres.training.optim import state_tensors
@@ -138,6 +141,32 @@ def resume(values: dict[str, Any]) -> dict[str, int] | None:
         run.close()
 
 
+def counted(values: dict[str, Any]) -> dict[str, float]:
+    """Of the second step of a run, the mean over ranks: bytes sent in collectives, bytes sent between stages, and, the
+    most on a rank, bytes of parameters, gradients and optimizer states."""
+    who = join_processes("cpu")
+    run = loop.Run(start.settle(resolve(from_dict(values))), who, progress=False)
+    try:
+        run.step(Signals())
+        pipe = getattr(run.layout, "pipeline", None)
+        if pipe is not None:
+            pipe.sent.forward = pipe.sent.backward = 0
+        with Messages(who.world_size) as messages:
+            run.step(Signals())
+        parameters = [local(parameter) for _, parameter in run.layout.named_parameters()]
+        states = [local(state) for state in state_tensors(run.optimizers).values() if state.ndim]
+        held = sum(t.numel() * t.element_size() for t in [*parameters, *parameters, *states])
+    finally:
+        run.close()
+    between = 0 if pipe is None else 4 * (pipe.sent.forward + pipe.sent.backward)
+    every = who.gather([messages.sent, between, held])
+    return {
+        "collectives": sum(part[0] for part in every) / len(every),
+        "stages": sum(part[1] for part in every) / len(every),
+        "states": max(part[2] for part in every),
+    }
+
+
 def train_in_fp64(values: dict[str, Any], until: int | None) -> Any:
     """A run, with everything in fp64; with `until`, stopped after that step as by a signal."""
     first = start.first_model
@@ -172,6 +201,7 @@ def main(folder: Path) -> None:
     results["slices"] = [run_slices(case) for case in jobs.get("slices", [])]
     if jobs.get("plan"):
         results["plan"] = run_plan(folder / "whole model")
+    results["counted"] = {name: counted(values) for name, values in jobs.get("counted", [])}
     results["resumed"] = {name: resume(values) for name, values in jobs.get("resumed", [])}
     results["runs"] = {name: train_in_fp64(values, until) for name, values, until in jobs["runs"]}
     if dist.get_rank() == 0:
