@@ -115,7 +115,7 @@ def compared(monkeypatch):
         (["study", "--report", "--out", "absent"], "absent holds no studies"),
         (["plan", "0.6b", "--gpus", "7", "--pp", "3"], "no layout of 7 GPUs has dp any, shard any, pp 3"),
         (["plan", "--rows", "-1"], "rows is -1: expected a number, or 0 for all"),
-        (["plan", "nosuch"], "unknown model size 'nosuch'"),
+        (["plan", "./nosuch"], "model './nosuch' does not exist"),
         (["plan", "--context", "-1"], "context is -1: it must be a number above 0"),
         (["export", "./absent", "out"], "model './absent' does not exist"),
         (["export", "./absent", "text.txt"], "text.txt is a file: expected a folder to write into"),

@@ -163,7 +163,8 @@ class _ReadSealed(torch.autograd.Function):
         queries, logits, inv_rms, *sources = ctx.saved_tensors
         form, reads, shape = ctx.form, len(queries), sources[0].shape
         # A read that nothing used has no gradient.
-        outputs, tops = list[Tensor](), list[Tensor]()
+        outputs: list[Tensor] = []  # list[Tensor]() is no call that dynamo traces
+        tops: list[Tensor] = []
         for output, top in zip(grads[:reads], grads[reads : 2 * reads], strict=True):
             outputs.append(queries.new_zeros(shape, dtype=form.dtype) if output is None else output)
             tops.append(queries.new_zeros(len(logits)) if top is None else top)
