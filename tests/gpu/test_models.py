@@ -216,7 +216,7 @@ def test_a_model_keeps_nothing_stack_shaped_for_backward(device: str, residual: 
     found = kept(model, ids)
     vector = ids.numel() * model.config.hidden_size
     usual = {elements for elements, _ in standard.values()}
-    one_merge = ids.numel() * (3 * (2 * layers + 1) + 2)  # scalars in one buffer, more than a vector of so small a width
+    one_merge = ids.numel() * (3 * (2 * layers + 1) + 2)  # its scalars are one buffer
     assert {elements for elements, _ in found.values() if elements > max(vector, one_merge)} <= usual
     more = sum(size for _, size in found.values()) - sum(size for _, size in standard.values())
     scalars = 4 * ids.numel() * 2 * layers * (2 * layers + 8)
