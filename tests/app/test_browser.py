@@ -132,6 +132,17 @@ def test_examples_are_ready(tab):
     until(tab, "document.querySelector('#pane-1 .text').textContent.includes('class')")
 
 
+def tip_over(tab, selector):
+    """What stands beside the pointer over an element, which an answer may still replace."""
+    for _ in range(50):
+        tab.mouse.move(0, 0)
+        tab.hover(selector)
+        if text := tab.inner_text("#attnres-tip"):
+            return text
+        tab.wait_for_timeout(100)
+    raise AssertionError(f"no tip over {selector}")
+
+
 def test_type_click_knock_out_compare_save_and_restore(tab, address):
     tab.fill("#text textarea", "def read(rows):\n    return rows\n")
     until(tab, "document.querySelector('#pane-0 .text').textContent.startsWith('def read(rows):↵')")
@@ -144,10 +155,8 @@ def test_type_click_knock_out_compare_save_and_restore(tab, address):
     tab.keyboard.press("Enter")
     tab.wait_for_selector("#pane-0 [data-token='3'][aria-pressed=true]")
 
-    tab.hover("#pane-0 .contributions [data-read='3'][data-source='1']")
-    assert re.fullmatch(
-        r"mlp 1 reads block 1: contribution -?[01]\.\d{3}, weight [01]\.\d{3}", tab.inner_text("#attnres-tip")
-    )
+    tip = tip_over(tab, "#pane-0 .contributions [data-read='3'][data-source='1']")
+    assert re.fullmatch(r"mlp 1 reads block 1: contribution -?[01]\.\d{3}, weight [01]\.\d{3}", tip)
 
     before = loss(tab)
     cell = tab.locator("#pane-0 .contributions [data-read='6'][data-source='0']")
