@@ -14,6 +14,7 @@ from transformers.distributed import DistributedConfig
 from attnres.forward import token_losses
 from attnres.models import build
 from attnres.models.stream import Stream
+from attnres.residuals.mechanisms.depth_attention import DepthState
 from attnres.scale.context import share_out_tokens
 from attnres.scale.tensor import share_out_layers
 
@@ -39,7 +40,10 @@ def vectors_at_the_head(model: Any, ids: torch.Tensor) -> float:
 
     def look(norm: Any, args: Any) -> None:
         if isinstance(args[0], Stream):  # and not what a norm that is called apart is given by the read
-            count.append(sum(tensor.numel() for tensor in tree_leaves([args[0].state, args[0].output])))
+            state = args[0].state
+            if isinstance(state, DepthState):  # queries are parameters', and the same on every rank
+                state = state._replace(groups=(), queries=())
+            count.append(sum(tensor.numel() for tensor in tree_leaves([state, args[0].output])))
 
     handle = model.model.norm.register_forward_pre_hook(look)
     model(input_ids=ids, use_cache=False)
