@@ -54,6 +54,16 @@ def test_names_are_the_same_whatever_was_imported_before():
     )
 
 
+@pytest.mark.parametrize("package", ["attnres.data", "attnres.inspect", "attnres.training"])
+def test_no_module_takes_the_place_of_a_public_name(package):
+    code = (
+        f"import importlib, pkgutil, types, {package} as package;"
+        "[importlib.import_module(f'{package.__name__}.{one.name}') for one in pkgutil.iter_modules(package.__path__)];"
+        "print([name for name in package.__all__ if isinstance(getattr(package, name), types.ModuleType)])"
+    )
+    assert run(code) == "[]"
+
+
 def test_submodules_are_attributes():
     packages = ["app", "cli", "data", "evals", "figures", "inspect", "models", "ops", "report", "residuals", "studies"]
     assert run(f"import attnres; print([getattr(attnres, n).__name__ for n in {packages}])") == str(

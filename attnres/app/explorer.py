@@ -18,6 +18,7 @@ from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.inspect.attention import TokenAttention, token_attention
 from attnres.inspect.attribution import Attribution, attribute
+from attnres.inspect.corpus import Search, search
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import predict
 from attnres.inspect.geometry import query_cosine
@@ -25,7 +26,6 @@ from attnres.inspect.intervene import intervene, source_names
 from attnres.inspect.pieces import characters, piece
 from attnres.inspect.record import find_residual, record
 from attnres.inspect.routing import By, Named
-from attnres.inspect.search import Search, search
 from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.reading import read_json
 from attnres.residuals import Read, Residual

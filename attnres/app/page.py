@@ -10,7 +10,7 @@ from attnres.app.examples import CODE, EXAMPLES
 from attnres.app.explorer import Opened, Report
 from attnres.app.state import ATTENDED, LARGEST, LOSS, MAX_CHARACTERS, MAX_CUTS, Cut, View, decode, encode, from_json
 from attnres.errors import UserError
-from attnres.inspect.search import Search
+from attnres.inspect.corpus import Search
 from attnres.studies.texts import LookText
 from attnres.typed import Count, Misfit, fit
 

@@ -12,9 +12,9 @@ from attnres.app.state import ATTENDED, LARGEST, LOSS, Cut
 from attnres.inspect.attention import TokenAttention
 from attnres.inspect.attribution import Attribution
 from attnres.inspect.colours import LESS, MORE, MUTED, blend, colours_by_name, ink_on
+from attnres.inspect.corpus import Search
 from attnres.inspect.notebook import FLOOR
 from attnres.inspect.routing import By
-from attnres.inspect.search import Search
 from attnres.residuals import Read
 from attnres.text import short
 

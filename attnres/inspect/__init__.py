@@ -14,11 +14,11 @@ from attnres.inspect.vectors import Vectors, read_vectors
 from attnres.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from attnres.inspect.corpus import Search, search
     from attnres.inspect.inspection import Inspection
     from attnres.inspect.inspector import inspect_model
     from attnres.inspect.lens import Direct, Lens, direct, logit_lens
     from attnres.inspect.prune import PruneReport, prune_report
-    from attnres.inspect.search import Search, search
 else:  # these need Transformers
     __getattr__, __dir__ = lazy_names(
         __name__,
@@ -29,10 +29,10 @@ else:  # these need Transformers
             "Lens": "attnres.inspect.lens",
             "direct": "attnres.inspect.lens",
             "logit_lens": "attnres.inspect.lens",
-            "Search": "attnres.inspect.search",
+            "Search": "attnres.inspect.corpus",
             "PruneReport": "attnres.inspect.prune",
             "prune_report": "attnres.inspect.prune",
-            "search": "attnres.inspect.search",
+            "search": "attnres.inspect.corpus",
         },
     )
 

@@ -5,8 +5,8 @@ from rich.console import Console
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.files import write_json
+from attnres.inspect.corpus import Search, find_edge, search
 from attnres.inspect.pieces import spelled
-from attnres.inspect.search import Search, find_edge, search
 from attnres.paths import user_path
 from attnres.progress import counting
 from attnres.studies.look_config import SearchConfig
