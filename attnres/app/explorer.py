@@ -240,24 +240,30 @@ class Opened:
         Raises:
             UserError: as for `read`.
         """
-        ids, done = self._encode(text)[0], 0
-        edges = sum(map(len, self.sources))
-
-        def progress(count: int) -> None:
-            nonlocal done
-            done += count
-            self._lock.release()
-            try:
-                report(done, edges)
-                time.sleep(0.005)  # long enough for who waits
-            finally:
-                self._lock.acquire()
-
+        ids = self._encode(text)[0]
+        progress = self._progress(report, sum(map(len, self.sources)))
         batch = max(1, SCORED // (token + 1))
         return self._keep(
             ("score", text, token),
             lambda: attribute(self.model, ids, position=token, batch_size=batch, progress=progress),
         )
+
+    def _progress(self, report: Report, total: int) -> Callable[[int], None]:
+        """What long work calls with how much more of `total` it has done, the model locked: it reports the sum, and
+        others may use the model meanwhile."""
+        done = 0
+
+        def progress(more: int) -> None:
+            nonlocal done
+            done = min(done + more, total)
+            self._lock.release()
+            try:
+                report(done, total)
+                time.sleep(0.005)  # long enough for who waits
+            finally:
+                self._lock.acquire()
+
+        return progress
 
     def graph(self, text: str, token: int, scores: Attribution) -> str:
         """The scored edges that lead to a prediction as a picture, SVG; empty where none changes it much; kept."""
@@ -284,19 +290,7 @@ class Opened:
         Raises:
             UserError: no such edge, or no text.
         """
-        done = 0
-
-        def on_tokens(count: int) -> None:
-            nonlocal done
-            done += count
-            self._lock.release()
-            try:
-                report(min(done, limit), limit)
-                time.sleep(0.005)
-            finally:
-                self._lock.acquire()
-
-        context = min(self.context, WINDOW)
+        context, on_tokens = min(self.context, WINDOW), self._progress(report, limit)
         options: dict[str, Any] = {"by": by, "least": least, "limit": limit, "batch_size": max(1, SCORED // context)}
         with self._lock:
             return search(

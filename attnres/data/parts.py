@@ -74,8 +74,9 @@ def encoded_in_parts(documents: Iterable[str], encoder: Encoder, folder: Path, w
 
 
 def _dealt_out(documents: Iterable[str], encoder: Encoder, folder: Path) -> Iterator[Work]:
+    made_by = hashlib.sha256(encoder.sign.encode())
     for number, texts in enumerate(encoder.batches(documents, PART)):
-        sign = hashlib.sha256(encoder.sign.encode())
+        sign = made_by.copy()
         for text in texts:
             data = text.encode()
             sign.update(len(data).to_bytes(8, "big") + data)

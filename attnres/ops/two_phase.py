@@ -170,8 +170,10 @@ class _ReadSealed(torch.autograd.Function):
             tops.append(queries.new_zeros(len(logits)) if top is None else top)
         carried = grads[-len(sources) :]
         if form.backend.BY_ADDRESS:
-            found = form.backend.read_sealed_backward(queries, sources, inv_rms, logits, outputs, tops, carried)
-            return (None, found[0], *found[1])
+            dqueries, dsources = form.backend.read_sealed_backward(
+                queries, sources, inv_rms, logits, outputs, tops, carried
+            )
+            return (None, dqueries, *dsources)
         with torch.autocast(queries.device.type, enabled=False):  # a backward may be called under autocast too
             dqueries, dsources = form.backend.read_sealed_backward(
                 queries, _flat(sources), inv_rms, logits, _flat(outputs), tops, _flat(carried)

@@ -18,7 +18,7 @@ from transformers.masking_utils import sdpa_mask
 
 from attnres.errors import UserError
 from attnres.models import DepthMixin
-from attnres.scale.tensor import Begin, Slices
+from attnres.scale.tensor import Given, Slices
 
 _numbers = count()
 
@@ -45,7 +45,7 @@ def share_out_tokens(model: DepthMixin, mesh: DeviceMesh) -> Slices:
     if config._attn_implementation != name:
         raise UserError(f"{type(model).__name__} keeps an attention of its own: train it with dp, shard or pp")
     layers = model.depth_layers
-    layers[0].register_forward_pre_hook(Begin(slices), prepend=True, with_kwargs=True)
+    layers[0].register_forward_pre_hook(Given(slices.begin), prepend=True, with_kwargs=True)
     layers[0].register_forward_pre_hook(attention.begin)
     for layer in layers:
         layer.register_forward_pre_hook(_Positions(slices), with_kwargs=True)

@@ -197,10 +197,10 @@ def _planned(model: DepthMixin, load: Load, layout: _Layout) -> Planned | None:
     tokens = load.batch * load.context
     vector = tokens * width * 4  # bytes of one a micro-batch: the stream is fp32 under autocast
 
-    own = sum(p.numel() for p in residual.parameters())
+    of_residual = sum(p.numel() for p in residual.parameters())
     sliced = sum(weight.numel() for _, _, weight in sliced_weights(model)) if tp > 1 else 0
     owned = {rank: count - sliced * (1 - 1 / tp) for rank, count in _parameters(model, cut).items()}
-    states = max(owned.values()) * 16 / shard + own * 16
+    states = max(owned.values()) * 16 / shard + of_residual * 16
     held = in_flight(schedule, pp, virtual, load.microbatches)
     activations = max(_activations(model, cut, load, rank, tp) * held[rank] / virtual for rank in range(pp))
     sources = max(_received(table, cut, rank) * held[rank] / virtual for rank in range(pp)) * vector
@@ -216,11 +216,11 @@ def _planned(model: DepthMixin, load: Load, layout: _Layout) -> Planned | None:
     mean = sum(owned.values()) / len(owned)
     gathered = (1 if pp > 1 else 2) * load.microbatches ** (pp == 1)
     share_bytes = mean * 4 * (shard - 1) / shard * (gathered + 1)
-    share_bytes += 8 * (mean / shard * (dp - 1) / dp + own * (1 - 1 / (dp * shard)))
+    share_bytes += 8 * (mean / shard * (dp - 1) / dp + of_residual * (1 - 1 / (dp * shard)))
     layers, sublayers = len(model.depth_layers), len(residual.sublayers)
     passes = 2 * 2 * layers * sublayers * load.microbatches  # gathered and added up, forward and back
     slice_bytes = passes * (1 - 1 / tp) * tokens * width * load.itemsize
-    slice_bytes += 8 * (mean - sliced / tp) * (1 - 1 / tp) / shard + (8 * own * (1 - 1 / tp) if tp > 1 else 0.0)
+    slice_bytes += 8 * (mean - sliced / tp) * (1 - 1 / tp) / shard + (8 * of_residual * (1 - 1 / tp) if tp > 1 else 0.0)
     link = device.inside if shard * pp * tp <= device.node else device.outside
     between = device.inside if load.gpus <= device.node else device.outside
     sending = max(0.0, stage_bytes / between - work) + max(0.0, share_bytes / link - work) + slice_bytes / device.inside

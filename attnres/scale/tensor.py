@@ -9,7 +9,7 @@ has to be told of the others, and the N sources of a network are N/P vectors a t
 A pass of fewer tokens than can be shared out (a token that is decoded) keeps the stream whole on every rank.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -88,10 +88,10 @@ def share_out_layers(model: DepthMixin, mesh: DeviceMesh, *, whole_output: bool 
         plan |= dict.fromkeys(rows, RowwiseParallel(output_layouts=Partial(), use_local_output=False))
         parallelize_module(layer, mesh, plan)
         for name in dict.fromkeys(name.rpartition(".")[0] for name in columns):
-            layer.get_submodule(name).register_forward_pre_hook(_Gather(slices), with_kwargs=True)
+            layer.get_submodule(name).register_forward_pre_hook(Given(slices.gathered), with_kwargs=True)
         for name in rows:
             layer.get_submodule(name).register_forward_hook(_Scatter(slices))
-    layers[0].register_forward_pre_hook(Begin(slices), prepend=True, with_kwargs=True)
+    layers[0].register_forward_pre_hook(Given(slices.begin), prepend=True, with_kwargs=True)
     if whole_output:
         norm = model.depth_base.get_submodule(model.family.final_norm)
         norm.register_forward_hook(_Whole(slices))
@@ -152,28 +152,17 @@ def sliced_weights(model: DepthMixin) -> Iterator[tuple[str, str, Tensor]]:
                 yield path, style, layer.get_parameter(f"{path}.weight")
 
 
-class Begin:
-    """Before the first layer: a rank's own tokens of the embedding."""
+class Given:
+    """Before a module: what it is given, through a function. `Slices.begin` is for the first layer: a rank's own tokens
+    of the embedding; `Slices.gathered` for an attention or MLP: all tokens of what the ranks have read."""
 
-    def __init__(self, slices: Slices) -> None:
-        self.slices = slices
-
-    def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (self.slices.begin(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self.slices.begin(kwargs["hidden_states"])}
-
-
-class _Gather:
-    """Before an attention or MLP: all tokens of what the ranks have read."""
-
-    def __init__(self, slices: Slices) -> None:
-        self.slices = slices
+    def __init__(self, change: Callable[[Any], Any]) -> None:
+        self.change = change
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if args:
-            return (self.slices.gathered(args[0]), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": self.slices.gathered(kwargs["hidden_states"])}
+            return (self.change(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": self.change(kwargs["hidden_states"])}
 
 
 class _Scatter:

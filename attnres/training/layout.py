@@ -314,11 +314,6 @@ class Staged(Sharded):
         return self.who.sum(losses).cpu().numpy()
 
 
-def _axes(parameter: Tensor) -> set[str]:
-    """Return the axes of the mesh along which a parameter lies in shares or copies that are known to be such."""
-    return set(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else set()
-
-
 def _axes(parameter: Tensor) -> tuple[str, ...]:
     """Return the axes of the mesh that a parameter in shares or slices lies on."""
     return parameter.device_mesh.mesh_dim_names or () if isinstance(parameter, DTensor) else ()

@@ -84,15 +84,13 @@ def optimizers_of(
         names = [name for name in every if name in parameters]
         decay = config.weight_decay if kind in ("head", "lora", "matrix") else 0.0
         orthogonal = [n for n in names if config.optimizer == "muon" and kind == "matrix" and parameters[n].ndim == 2]
-        # Pseudo-queries stand apart only where they are decayed, back to the uniform mean.
-        decayed = [n for n in names if config.residual_decay and kind == "residual" and n.endswith(QUERY)]
-        plain: dict[float, list[str]] = {}
-        for name in names:
-            if name not in {*orthogonal, *decayed}:
-                plain.setdefault(_adamw_rate(kind, name, every, config), []).append(name)
+        plain: dict[tuple[float, float], list[str]] = {}
+        for name in [name for name in names if name not in orthogonal]:
+            # Pseudo-queries are decayed where that is asked for, back to the uniform mean.
+            pull = config.residual_decay if kind == "residual" and name.endswith(QUERY) else decay
+            plain.setdefault((_adamw_rate(kind, name, every, config), pull), []).append(name)
         for groups, members, lr, pull in (
-            *((adamw, members, rate, decay) for rate, members in plain.items()),
-            (adamw, decayed, _adamw_rate(kind, QUERY, [QUERY], config), config.residual_decay),
+            *((adamw, members, *rates) for rates, members in plain.items()),
             (muon, orthogonal, config.muon_lr, decay),
         ):
             for alike in _alike(members, parameters):
