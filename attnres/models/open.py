@@ -312,7 +312,7 @@ class Checkpoint:
                     **options,
                 )
         model, info = loaded
-        for tensor, stored, wanted in info["mismatched_keys"]:
+        for tensor, stored, wanted in sorted(info["mismatched_keys"]):  # a set: another order in every process
             raise UserError(
                 f"'{tensor}' of {self.name} has shape {tuple(stored)}, and its config says {tuple(wanted)}: fetch or "
                 "copy it again"
