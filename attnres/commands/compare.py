@@ -49,11 +49,11 @@ class Compare(TrainConfig, Comparison):
 
     out: str | None = "runs/compare"
     """Folder of the comparison."""
-    steps: int = 350
+    steps: int = 240
     """Optimizer steps."""
-    val_every: int = 50
+    val_every: int = 40
     """Steps between validations (there is always one at the end)."""
-    depth_every: int = 50
+    depth_every: int = 40
     """Steps between measurements of magnitudes and gradients by depth; 0 turns them off."""
     model: SharedModel = field(default_factory=SharedModel)  # ty: ignore[incompatible-mutable-override]
     """Which model is trained, besides its residual."""
