@@ -49,7 +49,7 @@ class Compare(TrainConfig, Comparison):
 
     out: str | None = "runs/compare"
     """Folder of the comparison."""
-    steps: int = 240
+    steps: int = 200
     """Optimizer steps."""
     val_every: int = 40
     """Steps between validations (there is always one at the end)."""

@@ -19,7 +19,7 @@ from attnres.report.example import example
 from attnres.report.runs import Run, Study
 from attnres.report.sections import Section, sections
 from attnres.report.stats import equal_conditions
-from attnres.report.table import Row, Table, build_table, shown, to_csv
+from attnres.report.table import Row, Table, build_table, plain_cells, shown, to_csv
 from attnres.report.variants import comparison_of
 from attnres.report.verdict import verdict
 from attnres.typed import leaves
@@ -150,8 +150,12 @@ def _figures(plots: Sequence[Plot]) -> str:
 
 def _table(table: Table, comparison: Comparison) -> str:
     colours = {one.label: look["color"] for one, look in zip(comparison.variants, comparison.looks(), strict=True)}
-    head = "".join(f'<th scope="col">{escape(column.title)}</th>' for column in shown(table))
+    columns = shown(table)
+    head = "".join(f'<th scope="col">{escape(column.title)}</th>' for column in columns)
     body = "".join(f"<tr>{_row(table, row, colours[row.label])}</tr>\n" for row in table.rows)
+    if cells := plain_cells(table, columns):
+        name, *rest = (escape(cell) for cell in cells)
+        body += f'<tr><th scope="row">{name}</th>' + "".join(f"<td>{cell}</td>" for cell in rest) + "</tr>\n"
     notes = "".join(f"<li>{_prose(note)}</li>" for note in table.notes)
     return (
         f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>\n'

@@ -43,7 +43,7 @@ class Row:
     loss_se: float
     paired: Paired | None  # against the baseline
     tokens_per_s: float
-    step_ratio: float  # to the baseline's step
+    step_ratio: float  # to the plain model's step where that was timed beside it, else to the baseline's
     step_quartiles: tuple[float, float] = (math.nan, math.nan)  # of that ratio over the rounds of a timing in turn
 
     @property
@@ -113,6 +113,7 @@ class Table:
     interleaved: bool  # speeds and step-time ratios come from variants timed in turn, not from separate runs
     notes: list[str]
     doubt: str = ""  # why tokens/s and step times are not shown
+    plain_tokens_per_s: float = math.nan  # of the plain Transformers model around the same weights, timed in turn
 
     def row(self, label: str) -> Row:
         return next(row for row in self.rows if row.label == label)
@@ -123,11 +124,13 @@ def build_table(study: Study) -> Table:
     baseline = strongest_baseline(study)
     interleaved = baseline is not None and not math.isnan(_timed(study, baseline))
     base_time = _median_of(study.counted(baseline), "step_s") if baseline else math.nan
+    plain = float(((study.speed or {}).get("plain") or {}).get("median_s") or math.nan)
+    base_timed = _timed(study, baseline or "") if math.isnan(plain) else plain
     rows = []
     for label in study.labels:
         runs, counted = study.of(label), study.counted(label)
         if interleaved:
-            ratio = _timed(study, label) / _timed(study, baseline or "")
+            ratio = _timed(study, label) / base_timed
             speed = _tokens_a_step(runs[0]) / _timed(study, label)
         else:
             ratio = _median_of(counted, "step_s") / base_time
@@ -135,7 +138,9 @@ def build_table(study: Study) -> Table:
         pair = paired(study, label, baseline) if baseline else None
         rows.append(Row(label, runs, counted, *mean_loss(study, label), pair, speed, ratio, _quartiles(study, label)))
     doubt = _doubt(study, rows) if interleaved else ""
-    return Table(rows, baseline, interleaved, _notes(study, rows, baseline, interleaved, doubt), doubt)
+    notes = _notes(study, rows, baseline, interleaved, doubt)
+    rate = _tokens_a_step(study.runs[0]) / plain if study.runs else math.nan
+    return Table(rows, baseline, interleaved, notes, doubt, rate)
 
 
 # ------------------------------------------------------------------ what a run knows
@@ -210,6 +215,8 @@ def _notes(study: Study, rows: list[Row], baseline: str | None, interleaved: boo
             notes.append(f"Tokens/s and step time are withheld: {doubt}; table.csv has them.")
         elif interleaved:
             device = str((study.speed or {}).get("device") or "")
+            if (study.speed or {}).get("plain"):
+                notes.append("Step time is held against the plain model: Transformers' own around the same weights.")
             notes.append(
                 "Tokens/s and step time: whole training steps of the variants taken in turn in one process, medians"
                 + (f" ({device})" if device else "")
@@ -376,6 +383,7 @@ COLUMNS = (
     ),
     Column("step_time_low", lambda row, _: row.step_quartiles[0]),
     Column("step_time_high", lambda row, _: row.step_quartiles[1]),
+    Column("plain_tokens_per_s", lambda _, table: table.plain_tokens_per_s),
 )
 """All there is to say of a variant: in this order in the CSV file, those with a title in the table."""
 
@@ -387,6 +395,14 @@ def shown(table: Table) -> list[Column]:
         return not column.optional or any(column.text(row, table) != UNKNOWN for row in table.rows)
 
     return [column for column in COLUMNS if column.title and known(column)]
+
+
+def plain_cells(table: Table, columns: list[Column]) -> list[str]:
+    """The cells of the plain model's row, which was timed and not trained; none where there is nothing to show."""
+    if table.doubt or math.isnan(table.plain_tokens_per_s):
+        return []
+    known = {"label": "plain model", "tokens_per_s": number(table.plain_tokens_per_s, 0), "step_time_ratio": "1.00×"}
+    return [known.get(column.name, "") for column in columns]
 
 
 def print_table(table: Table, verdict: str, console: "Console | None" = None) -> None:
@@ -413,6 +429,8 @@ def print_table(table: Table, verdict: str, console: "Console | None" = None) ->
         if not row.complete:
             cells["label"].append(" *", style="yellow")
         grid.add_row(*cells.values())
+    if cells := plain_cells(table, columns):
+        grid.add_row(*cells, style="dim")
     console.print(grid)
     console.print(Text(verdict, style="bold"))
     for note in table.notes:

@@ -212,6 +212,10 @@ def _jobs(plan: Plan, vocabulary: int) -> int:
 # ------------------------------------------------------------------ timing
 
 
+PLAIN = "plain"
+"""In a timing: the family's own model in Transformers, without depth reads."""
+
+
 def _time(out: Path, plan: Plan, vocabulary: int, seconds: float, say: Console) -> None:
     """Write OUT/speed.json unless it is there for the same variants, shape and machine settings."""
     run = next(iter(plan.runs.values()))
@@ -239,13 +243,18 @@ def _time(out: Path, plan: Plan, vocabulary: int, seconds: float, say: Console) 
     if isinstance(before, dict) and before.get("key") == key:
         return
     labels = list(dict.fromkeys(kinds.values()))
-    if not _fits(len(labels), plan, vocabulary):
+    if not _fits(len(labels) + 1, plan, vocabulary):
         say.print("the models do not fit in memory together: no interleaved timing", highlight=False)
         return
-    say.print(f"timing {len(labels)} variants in turn, about {duration(seconds)}", style="bold", highlight=False)
+    say.print(
+        f"timing {len(labels)} variants and the plain model in turn, about {duration(seconds)}",
+        style="bold",
+        highlight=False,
+    )
     try:
         speed = step_times(
-            {label: (plan.variants[label].residual, plan.variants[label].settings) for label in labels},
+            {PLAIN: (None, {})}
+            | {label: (plan.variants[label].residual, plan.variants[label].settings) for label in labels},
             size=size_of(run.model),
             vocab_size=vocabulary,
             seq_len=run.data.seq_len,
@@ -255,15 +264,16 @@ def _time(out: Path, plan: Plan, vocabulary: int, seconds: float, say: Console) 
             dtype=run.dtype,
             device=run.device,
             compile=run.compile,
-            baseline=kinds[plan.baseline],
+            baseline=PLAIN,
             seconds=seconds,
         )
     except KeyboardInterrupt:
         raise Interrupted(
             "stopped while timing, every run is finished: give the same command to continue", 130
         ) from None
-    speed["variants"] = {label: speed["variants"][kinds[label]] for label in plan.variants}
-    write_json(path, {"key": key, **speed})
+    times = speed.pop("variants")
+    speed["variants"] = {label: times[kinds[label]] for label in plan.variants}
+    write_json(path, {"key": key, **speed, "plain": times[PLAIN]})
 
 
 def _same_model(a: Variant, b: Variant) -> bool:

@@ -172,3 +172,4 @@ class Timing(TypedDict, total=False):
     key: dict[str, Any]
     device: str | None
     variants: dict[str, Speed]
+    plain: Speed

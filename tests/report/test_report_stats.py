@@ -13,8 +13,9 @@ from synthetic import write_run, write_study
 
 from attnres.errors import UserError
 from attnres.report import load_study
+from attnres.report.page import write_report
 from attnres.report.stats import paired, paired_curve, strongest_baseline
-from attnres.report.table import COLUMNS, build_table, print_table, shown, to_csv
+from attnres.report.table import COLUMNS, build_table, plain_cells, print_table, shown, to_csv
 from attnres.report.verdict import verdict
 from attnres.stats import standard_error, t_975
 
@@ -334,6 +335,24 @@ def test_the_table_has_what_each_run_cost(tmp_path):
     assert any("Tokens/s and step time: whole training steps" in note for note in table.notes)
 
 
+def test_step_times_are_held_against_the_plain_model_where_it_was_timed(tmp_path):
+    write_study(tmp_path)
+    speed = json.loads((tmp_path / "speed.json").read_text())
+    (tmp_path / "speed.json").write_text(json.dumps({**speed, "plain": {"median_s": 0.32, "ratio": 1.0}}))
+    study, table = both(tmp_path)
+    assert table.row("block").step_ratio == pytest.approx(0.4 * 1.08 / 0.32)
+    assert plain_cells(table, COLUMNS)[0] == "plain model"
+    out = io.StringIO()
+    print_table(table, "", Console(file=out, width=80))
+    (line,) = [line.split() for line in out.getvalue().splitlines() if line.strip().startswith("plain")]
+    assert line == ["plain", "model", "6,400", "1.00×"]
+    assert all(len(line) <= 80 for line in out.getvalue().splitlines())
+    write_report(study, tmp_path)
+    assert '<th scope="row">plain model</th>' in (tmp_path / "report.html").read_text()
+    (row,) = [row for row in csv.DictReader(io.StringIO(to_csv(table))) if row["label"] == "block"]
+    assert float(row["plain_tokens_per_s"]) == 6400
+
+
 @pytest.mark.parametrize(
     ("rounds", "quartiles", "said"),
     [
@@ -430,5 +449,5 @@ def test_the_share_of_the_device_is_shown_where_it_is_known(tmp_path):
     (column,) = [column for column in shown(table) if column.title == "MFU"]
     rows = {row.label: column.text(row, table) for row in table.rows}
     assert rows == {"standard": "–", "block": f"{2048 / 0.43 * 1e6 / 1e10:.1%}"}
-    assert to_csv(table).splitlines()[1].endswith(f",{2048 / 0.4 * 1e6:.10g},,,")
+    assert to_csv(table).splitlines()[1].endswith(f",{2048 / 0.4 * 1e6:.10g},,,,")
     assert "MFU" not in [column.title for column in shown(both(write_study(tmp_path / "other"))[1])]

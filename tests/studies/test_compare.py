@@ -63,7 +63,8 @@ def test_a_comparison_leaves_everything_on_disk(done):
     assert (plan["baseline"], plan["threads"]) == ("standard", max(1, torch.get_num_threads() // plan["jobs"]))
     assert {run.environments[0]["threads"] for run in study.runs} == {plan["threads"]}
     speed = json.loads((out / "speed.json").read_text())
-    assert speed["variants"]["standard"]["ratio"] == 1.0
+    assert speed["baseline"] == "plain" and speed["plain"]["ratio"] == 1.0
+    assert set(speed["variants"]) == {"standard", "block-num_blocks2"}
     assert len(speed["variants"]["block-num_blocks2"]["times"]) == speed["rounds"] >= 3
 
 
