@@ -96,11 +96,12 @@ fuzz: .venv/ready
 
 audit: .venv/ready
 	$(PIP) $(PIP_ARGS) --target build/audit pip-audit==2.10.1
-	PYTHONPATH=build/audit $(BIN)/python -m pip_audit --requirement constraints.txt --no-deps --disable-pip
 	$(BIN)/python fuzz/licences.py docs/licences.md
+	PYTHONPATH=build/audit $(BIN)/python fuzz/audit.py constraints.txt
 
-# Written anew after a change of pyproject.toml or constraints.txt. LOCK_ARGS says where a CPU build of torch is, which
-# keeps CUDA's libraries out: --find-links FOLDER, or --index ADDRESS.
+# Written anew after a change of pyproject.toml or constraints.txt. A CPU build of torch keeps CUDA's libraries out;
+# LOCK_ARGS says where one is, if not in PyTorch's index: LOCK_ARGS="--find-links FOLDER".
+LOCK_ARGS ?= --torch-backend cpu
 LOCK := build/lock/bin/uv pip compile pyproject.toml --quiet --constraints constraints.txt --generate-hashes \
 	--python-version 3.11.7 --python-platform x86_64-manylinux_2_28 --no-annotate --no-header --no-emit-package torch
 lock: .venv/demo

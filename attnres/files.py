@@ -108,10 +108,16 @@ def recover_folder(path: str | Path) -> None:
     _remove_strays(path.parent.glob(f".{glob.escape(path.name)}.*.new"))
 
 
+def written_by(name: str) -> int | None:
+    """The number of the process that is or was writing what has this name; None for what is whole."""
+    match = re.fullmatch(r"\..+\.([0-9]+)\.new", name)
+    return int(match[1]) if match else None
+
+
 def _remove_strays(files: Iterable[Path]) -> None:
     """Remove what processes that are no more left half-written."""
     for stray in files:
-        if (match := re.fullmatch(r"\..+\.([0-9]+)\.new", stray.name)) and not _alive(int(match[1])):
+        if (process := written_by(stray.name)) is not None and not _alive(process):
             _remove(stray)
 
 

@@ -19,14 +19,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/fuzz/campaign.json"), help="counts; goes on with them")
     parser.add_argument("--page", type=Path, help="Markdown page whose counts are written anew")
     parser.add_argument("--work", type=Path, default=Path("build/fuzz/work"), help="folder for what is damaged")
-    parser.add_argument("--retry", action="store_true", help="only try again what failed of the inputs")
+    parser.add_argument("--retry", action="store_true", help="only try again which inputs, flags and full disks failed")
     options = parser.parse_args()
     work = options.work.resolve()
     os.environ.update(OMP_NUM_THREADS="1", ATTNRES_CACHE=str(work / "cache"), HF_HUB_OFFLINE="1")
 
-    from fuzz.disk import try_full_disks
+    from fuzz.disk import retry_full_disks, try_full_disks
     from fuzz.explorer import try_requests
-    from fuzz.flags import try_flags
+    from fuzz.flags import retry_flags, try_flags
     from fuzz.forked import preload
     from fuzz.inputs import retry_inputs, try_inputs
     from fuzz.kills import try_comparisons, try_kills
@@ -44,7 +44,8 @@ def main() -> None:
         "requests": try_requests,
     }
     if options.retry:
-        retry_inputs(material, tally)
+        for retry in (retry_inputs, retry_flags, retry_full_disks):
+            retry(material, tally)
         tally.save()
         sys.exit(1 if tally.failures() else 0)
     began = time.monotonic()

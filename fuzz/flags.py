@@ -42,27 +42,41 @@ POSITIONAL = ("model", "name", "names")
 
 def try_flags(material: Material, tally: Tally, cases: int, *, more: Callable[[], bool] = lambda: True) -> None:
     """Try so many command lines with one or two hostile values each."""
-    elsewhere, worker = material.root / "elsewhere", Worker()
+    worker = Worker()
     try:
         for _ in itertools.repeat(None, cases):
-            number = tally.tried("flags")
             if not more():
                 return
-            draw = random.Random(number)
-            command = sorted(FLAGS)[number % len(FLAGS)]
-            words, flags = _begin(material, command), FLAGS[command].split()
-            for flag in draw.sample(flags, min(len(flags), draw.choice((1, 1, 2)))):
-                words += [draw.choice(VALUES)] if flag in POSITIONAL else [f"--{flag}", draw.choice(VALUES)]
-            shutil.rmtree(elsewhere, ignore_errors=True)
-            elsewhere.mkdir()
-            before = snapshot(material)
-            outcome = worker.run(words, seconds=20, cwd=elsewhere)
-            verdict = "changed" if snapshot(material) != before else outcome.verdict
-            if verdict == "slow":
-                verdict = "ran on"  # a legal value that asks for much
-            tally.count("flags", verdict, " ".join(words), said=outcome.said[-600:])
+            words, verdict, said = _try(material, tally.tried("flags"), worker)
+            tally.count("flags", verdict, " ".join(words), said=said)
     finally:
         worker.close()
+
+
+def retry_flags(material: Material, tally: Tally) -> None:
+    """Try again what failed."""
+    worker = Worker()
+    for failure in tally.failures("flags"):
+        _, verdict, said = _try(material, failure["case"], worker)
+        tally.again(failure, verdict, said)
+    worker.close()
+
+
+def _try(material: Material, number: int, worker: Worker) -> tuple[list[str], str, str]:
+    """The command line of this number, how it ended and what it said."""
+    elsewhere, draw = material.root / "elsewhere", random.Random(number)
+    command = sorted(FLAGS)[number % len(FLAGS)]
+    words, flags = _begin(material, command), FLAGS[command].split()
+    for flag in draw.sample(flags, min(len(flags), draw.choice((1, 1, 2)))):
+        words += [draw.choice(VALUES)] if flag in POSITIONAL else [f"--{flag}", draw.choice(VALUES)]
+    shutil.rmtree(elsewhere, ignore_errors=True)
+    elsewhere.mkdir()
+    before = snapshot(material)
+    outcome = worker.run(words, seconds=20, cwd=elsewhere)
+    verdict = "changed" if snapshot(material) != before else outcome.verdict
+    if verdict == "slow":
+        verdict = "ran on"  # a legal value that asks for much
+    return words, verdict, outcome.said[-600:]
 
 
 def _begin(material: Material, command: str) -> list[str]:

@@ -6,7 +6,6 @@ half done shows. Processes are forked; a comparison's runs are processes of thei
 
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,14 +13,15 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fuzz.disk import Changes, commands, digests, is_whole
-from fuzz.forked import WALL, started, wait
+from fuzz.changes import Changes
+from fuzz.forked import WALL, forked, started, wait
 from fuzz.material import Material
 from fuzz.tally import Tally
+from fuzz.writing import commands, digests, fresh, is_whole, whole
 
 COMMANDS = (
-    *("train", "prepare", "convert", "train", "inspect", "prepare", "convert", "train"),
-    *("prepare", "convert", "figures", "train", "prepare", "convert", "train", "export"),
+    *("train", "prepare", "convert", "train", "inspect", "prepare in parts", "convert", "train"),
+    *("prepare", "convert", "figures", "train", "eval", "prepare", "convert", "train", "export", "report"),
 )
 """In which order: those with more to lose more often. `compare` and `study` have their own soak."""
 LEFT_S = 60.0
@@ -70,64 +70,36 @@ def try_comparisons(material: Material, tally: Tally, kills: int, *, more: Calla
 def _soak(material: Material, tally: Tally, name: str, draw: random.Random, soak: int) -> int:
     """Kill one command up to six times, then let it end. Returns how many kills there were."""
     out = material.root / "killed" / "out"
-    whole = _whole(material, name)
-    _fresh(out)
+    undisturbed = whole(material, name)
+    fresh(out)
     words, kills = commands(material, out)[name], 0
     for _ in range(draw.choice((2, 4, 6))):
         if draw.random() < 0.7:
-            code = wait(started(words, Kill(out.parent, draw.randrange(whole.changes)).install), 120)
+            child = started(words, Kill(out.parent, draw.randrange(undisturbed.changes)).install)
         else:
             child = started(words)
-            time.sleep(draw.uniform(0.0, 1.0) * whole.seconds)
+            time.sleep(draw.uniform(0.0, 1.0) * undisturbed.seconds)
             os.kill(child, signal.SIGKILL)
-            code = wait(child, 120)
+        code = wait(child, 120)
         if code == -signal.SIGKILL:
             kills += 1
-            tally.count("kills", "survived", f"{name}, soak {soak}")
-        elif code != 0 and not (code == 2 and is_whole(name, out, whole.digests)):  # refused: it was there already
+            orphans = _orphans(out, child)
+            tally.count("kills", "orphan" if orphans else "survived", f"{name}, soak {soak}", said=str(orphans))
+        elif code != 0 and not (code == 2 and is_whole(material, name, out)):  # refused: it was there already
             tally.count("kills", "different", f"{name}, soak {soak}: ended with {code}")
-    ended = wait(started(words), 120)
+    outcome = forked(words, seconds=120)
     strays = [str(path) for path in out.parent.rglob(".*")]
-    same = is_whole(name, out, whole.digests)
-    verdict = "different" if ended not in (0, 2) or not same else "stray" if strays else "same bytes"
-    tally.count("killed and resumed", verdict, f"{name}, soak {soak}", said=f"ended with {ended} {strays[:5]}")
+    same = outcome.code in (0, 2) and is_whole(material, name, out)
+    verdict = "stray" if strays else "same bytes" if same else "different"
+    tally.count("killed and resumed", verdict, f"{name}, soak {soak}", said=f"{strays[:5]} {outcome.said[-600:]}")
     return max(1, kills)
-
-
-class _Whole:
-    """An uninterrupted command: its files, how many changes it makes and how long it takes."""
-
-    def __init__(self, material: Material, name: str) -> None:
-        out = material.root / "whole" / name / "out"
-        _fresh(out)
-        counter = out.parent.with_suffix(".count")
-        counter.unlink(missing_ok=True)
-
-        def count() -> None:
-            with os.fdopen(os.open(counter, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab") as file:
-                file.write(b".")
-
-        began = time.monotonic()
-        code = wait(started(commands(material, out)[name], Changes(out.parent, count).install), 300)
-        assert code == 0, f"{name} ended with {code}"
-        self.seconds, self.changes = time.monotonic() - began, counter.stat().st_size
-        self.digests = digests(out)
-
-
-_wholes: dict[str, _Whole] = {}
-
-
-def _whole(material: Material, name: str) -> _Whole:
-    if name not in _wholes:
-        _wholes[name] = _Whole(material, name)
-    return _wholes[name]
 
 
 def _soak_comparison(material: Material, tally: Tally, name: str, draw: random.Random, soak: int) -> int:
     out = material.root / "killed" / name
     lines = {"compare": material.compare, "study": material.study}
-    whole = {"compare": material.comparison, "study": material.studies / "seconds" / "growth"}[name]
-    _fresh(out)
+    undisturbed = {"compare": material.comparison, "study": material.studies / "seconds" / "growth"}[name]
+    fresh(out)
     kills = 0
     for _ in range(draw.choice((2, 3))):
         process = _process(lines[name](out))
@@ -137,11 +109,11 @@ def _soak_comparison(material: Material, tally: Tally, name: str, draw: random.R
             process.send_signal(signal.SIGKILL)
             process.wait()
             kills += 1
-            orphans = _orphans(out)
+            orphans = _orphans(out, process.pid)
             tally.count("kills", "orphan" if orphans else "survived", f"{name}, soak {soak}", said=str(orphans))
     code = _process(lines[name](out)).wait()
     made = out if name == "compare" else out / "seconds" / "growth"
-    same = digests(made) == {name: value for name, value in digests(whole).items() if name != "speed.json"}
+    same = digests(made) == {name: value for name, value in digests(undisturbed).items() if name != "speed.json"}
     strays = [str(path) for path in (*out.parent.rglob(".*"), *out.parent.rglob("*.error"))]
     verdict = "different" if code or not same else "stray" if strays else "same bytes"
     tally.count("killed and resumed", verdict, f"{name}, soak {soak}", said=f"ended with {code} {strays[:5]}")
@@ -160,33 +132,31 @@ def _process(words: list[str]) -> subprocess.Popen:
 def _until_runs(process: subprocess.Popen, out: Path) -> None:
     """Wait until runs have been started, or the process has ended."""
     until = time.monotonic() + WALL * LEFT_S
-    while process.poll() is None and not _working_on(out, besides=process.pid) and time.monotonic() < until:
+    while process.poll() is None and not _working_on(out, process.pid) and time.monotonic() < until:
         time.sleep(0.1)
 
 
-def _fresh(out: Path) -> None:
-    shutil.rmtree(out.parent, ignore_errors=True)
-    out.parent.mkdir(parents=True)
-
-
-def _orphans(out: Path) -> list[int]:
+def _orphans(out: Path, killed: int) -> list[int]:
     """Processes that work for a killed one and have not ended in time."""
     until = time.monotonic() + LEFT_S
-    while (left := _working_on(out)) and time.monotonic() < until:
+    while (left := _working_on(out, killed)) and time.monotonic() < until:
         time.sleep(0.1)
     for process in left:
         os.kill(process, signal.SIGKILL)
     return left
 
 
-def _working_on(out: Path, besides: int = 0) -> list[int]:
+def _working_on(out: Path, first: int) -> list[int]:
+    """Processes of attnres that name a folder, or are in the session of the `first`, which is left out."""
     numbers = []
     for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal() and int(folder.name) not in (os.getpid(), besides):
+        if folder.name.isdecimal() and int(folder.name) not in (os.getpid(), first):
             try:
                 line = (folder / "cmdline").read_bytes()
+                fields = (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()
             except OSError:
                 continue
-            if os.fsencode(out) in line and b"attnres" in line:
+            state, session = fields[0], int(fields[3])
+            if state != "Z" and (session == first or (os.fsencode(out) in line and b"attnres" in line)):
                 numbers.append(int(folder.name))
     return numbers

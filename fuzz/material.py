@@ -1,12 +1,14 @@
 """What the campaign damages: a corpus, prepared data, a run with its model and inspection, a plain model, a comparison
 and studies; all tiny."""
 
+import hashlib
 import json
 import random
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+import attnres
 from fuzz.forked import forked
 
 SIZE = (
@@ -90,11 +92,13 @@ def damageable(material: Material) -> list[Path]:
 
 
 def make(root: Path, *, whole: bool = True) -> Material:
-    """Make it, once; raises AssertionError where a command fails. Without `whole` it has no comparison and no study."""
-    material = Material(root)
-    if not material.task.exists():
+    """Make it, once for the code as it is; raises AssertionError where a command fails. Without `whole` it has no
+    comparison and no study."""
+    material, made_by = Material(root), root / "code.txt"
+    if not made_by.is_file() or made_by.read_text() != _code():
         shutil.rmtree(root, ignore_errors=True)
         _make(material)
+        made_by.write_text(_code())
     if whole and not material.studies.exists():
         _do(material.compare(material.comparison))
         (material.comparison / "speed.json").write_text(json.dumps(SPEED))
@@ -103,6 +107,13 @@ def make(root: Path, *, whole: bool = True) -> Material:
         (material.studies / "seconds" / "noise").mkdir()
         (material.studies / "seconds" / "noise" / "result.json").write_text(json.dumps(noise))
     return material
+
+
+def _code() -> str:
+    """A hash of the package and the campaign: other code may train another run."""
+    parts = (Path(attnres.__file__).parent, Path(__file__).parent)
+    files = sorted(file for part in parts for file in part.rglob("*") if file.suffix in (".py", ".c"))
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 
 
 def _make(material: Material) -> None:

@@ -41,9 +41,10 @@ def test_a_folder_is_written_into_by_its_own_kind_alone(tmp_path: Path, kind: st
         refuse_other(folder)
 
 
-def test_a_new_folder_and_one_with_a_lock_alone_are_empty(tmp_path: Path) -> None:
+def test_a_new_folder_and_one_with_a_lock_or_what_a_killed_command_began_are_empty(tmp_path: Path) -> None:
     assert kind_of(tmp_path / "new") is None and refuse_other(tmp_path / "new") == tmp_path / "new"
     (tmp_path / ".lock").touch()
+    (tmp_path / ".inspection.json.4711.new").touch()
     assert kind_of(tmp_path) is None and refuse_other(tmp_path, "run") == tmp_path
 
 

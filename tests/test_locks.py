@@ -39,3 +39,10 @@ def test_locked_are_the_versions_of_the_constraints() -> None:
 def test_the_package_is_built_with_the_locked_setuptools() -> None:
     (needed,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
     assert needed == f"setuptools=={pins((ROOT / 'locks' / 'demo.txt').read_text())['setuptools']}"
+
+
+def test_the_licence_of_every_locked_package_is_told() -> None:
+    rows = re.findall(r"(?m)^\| ([\w.-]+) \| ([\w.]+)\S* \| (.+) \|$", (ROOT / "docs" / "licences.md").read_text())
+    told = {re.sub("[_.]", "-", name.lower()): version for name, version, licence in rows if licence != "not said"}
+    told.pop("package")  # the table's head
+    assert told == pins((ROOT / "constraints.txt").read_text())

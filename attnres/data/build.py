@@ -107,20 +107,20 @@ def prepare(
     known = {**settings, "version": VERSION, "text": text.fingerprint, "tokenizer_files": fingerprint(tokenizer)}
     key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
     target = (cache_dir() / "data" / key[:16] if out is None else user_path(out)).absolute()
-    if (existing := _existing(target, key)) is not None:
+    lock_file = target.parent / f".{target.name}.lock"
+    if (existing := _existing(target, key)) is not None and not lock_file.exists():
         return existing
     with writing(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with lock(target.parent / f".{target.name}.lock", wait=True):
-            if (existing := _existing(target, key)) is not None:  # made by another process in the meantime
-                return existing
-            loaded = load_with_end(tokenizer) if size is None else None
-            parts = target.with_name(f".{target.name}.{key[:16]}.parts")
-            with replaced_folder(target) as folder:
-                header = _build(folder, text, loaded or size or 0, held_out, progress, workers, parts)
-                about = {"version": VERSION, "key": key, "settings": settings, "source": text.name}
-                write_json(folder / "header.json", about | header)
-            for left in target.parent.glob(f".{glob.escape(target.name)}.*.parts"):
+        with lock(lock_file, wait=True):
+            if _existing(target, key) is None:  # not made by another process in the meantime
+                loaded = load_with_end(tokenizer) if size is None else None
+                parts = target.with_name(f".{target.name}.{key[:16]}.parts")
+                with replaced_folder(target) as folder:
+                    header = _build(folder, text, loaded or size or 0, held_out, progress, workers, parts)
+                    about = {"version": VERSION, "key": key, "settings": settings, "source": text.name}
+                    write_json(folder / "header.json", about | header)
+            for left in target.parent.glob(f".{glob.escape(target.name)}.*.parts"):  # of a killed one too
                 shutil.rmtree(left, ignore_errors=True)
     return Prepared(target, read_header(target))
 

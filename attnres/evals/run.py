@@ -56,8 +56,8 @@ class Results:
             for name, rows in zip(names, models, strict=True)
             for row in rows
         ]
+        write_json(path, self.record)  # first: the items are known by it
         write_text(items, "".join(f"{line}\n" for line in lines))
-        write_json(path, self.record)
         return items
 
 

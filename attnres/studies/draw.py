@@ -60,6 +60,7 @@ def draw(
         drawn = draw_model(inspections[0], by)
         written += _write(console, names[0], drawn + side_by_side + training, out, formats)
     else:
+        write_text(out / "captions.md", "")  # first: the folder is known by it
         for inspection, name, folder in zip(
             inspections, names, _distinct([_file_name(name) for name in names]), strict=True
         ):

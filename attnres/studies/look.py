@@ -56,6 +56,8 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
         raise UserError("--graph draws what --attribute measured into the folder --out: give both")
     if config.prune:
         check_prunable(residual, traits_of(residual), config.threshold)
+    elif config.threshold != InspectConfig.threshold:
+        raise UserError(f"threshold is {config.threshold}, which is of --prune alone: give both, or neither")
     out = None if config.out is None else refuse_other(config.out, "inspection")
     model = checkpoint.load(config.dtype, str(pick_device(config.device)))
 

@@ -271,8 +271,8 @@ BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "it must be a number above 0",
         lambda value: 0 < value < math.inf,
-        "steps batch_size accumulation parallel.dp parallel.shard parallel.pp parallel.pp_virtual parallel.tp "
-        "parallel.cp keep_at val_every log_every save_every data.seq_len data.val_windows data.limit "
+        "steps batch_size accumulation parallel.dp parallel.shard parallel.pp parallel.pp_virtual parallel.pp_layers "
+        "parallel.tp parallel.cp keep_at val_every log_every save_every data.seq_len data.val_windows data.limit "
         "optim.lr optim.muon_lr optim.residual_lr finetune.lora_rank finetune.lora_alpha finetune.distill_temperature",
     ),
     (
@@ -311,8 +311,12 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
     for what, fits, names in BOUNDS:
         for name in names.split():
             value = values[name]
-            if value is not None and not all(map(fits, value if isinstance(value, list) else [value])):
+            if value is not None and not all(map(fits, value if isinstance(value, list | tuple) else [value])):
                 raise UserError(f"{name} is {value}: {what}")
+    if config.keep_at and max(config.keep_at) > config.steps:
+        raise UserError(
+            f"keep_at is {list(config.keep_at)}: the run has {config.steps} steps, give some from 1 to {config.steps}"
+        )
     if config.seed > 2**32 - world_size:  # NumPy's limit; each process adds its rank
         raise UserError(f"seed is {config.seed}: it must be at most {2**32 - world_size}")
     for name in ("train_only", "distill_weight", "inexact"):

@@ -73,6 +73,10 @@ def test_a_killed_preparation_goes_on_from_its_parts(large: Path, tmp_path: Path
     two = prepare(str(large), "bpe:300", out=tmp_path / "out", workers=2, progress=False)
     assert damaged in submitted and not set(kept) & set(submitted) and len(submitted) > 50
     assert not folder.exists()
+    folder.mkdir()  # killed once more, after the data had been put in their place
+    (tmp_path / ".out.lock").touch()
+    prepare(str(large), "bpe:300", out=tmp_path / "out", workers=2, progress=False)
+    assert not folder.exists() and not (tmp_path / ".out.lock").exists()
     one = prepare(str(large), "bpe:300", out=tmp_path / "one", progress=False)
     assert files(two.path) == files(one.path)
     assert json.loads((one.path / "header.json").read_text())["splits"]["train"]["documents"] > 800

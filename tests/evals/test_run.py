@@ -162,6 +162,24 @@ def test_files_are_written_whole(both, tmp_path):
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["results.items.jsonl", "results.json"]
 
 
+def test_results_that_were_cut_short_are_written_again(both, tmp_path, monkeypatch):
+    out = tmp_path / "results.json"
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("attnres.files.os.fsync", _stop_at(2))
+        both.save(out)
+    assert both.save(out).is_file() and "models" in json.loads(out.read_text())
+
+
+def _stop_at(number):
+    calls = iter(range(1, number))
+
+    def stop(handle):
+        if next(calls, None) is None:
+            raise KeyboardInterrupt
+
+    return stop
+
+
 def test_ctrl_c_leaves_nothing(folders, data, tmp_path, monkeypatch, capsys):
     from attnres import cli
 

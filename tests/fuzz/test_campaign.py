@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import attnres
+from fuzz.audit import judged
 from fuzz.disk import FullDisk, try_full_disks
 from fuzz.flags import try_flags
 from fuzz.forked import CALLS_OF, Outcome, Worker, forked
@@ -125,3 +126,11 @@ def test_the_full_disk_fails_from_its_write_on(tmp_path: Path):
     )
     run = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert run.stdout == f"one\n{os.strerror(28)}\n" and FullDisk(tmp_path, 3).left == 3
+
+
+def test_an_audit_that_looked_nothing_up_is_none():
+    whole, weak = {"name": "a", "version": "1", "vulns": []}, {"id": "PYSEC-1", "fix_versions": ["2"]}
+    assert judged([whole]) == ("No known vulnerabilities in 1 packages.", 0)
+    text, status = judged([whole, {"name": "b", "skip_reason": "no network"}])
+    assert status == 2 and "1 of 2 packages could not be looked up (b" in text
+    assert judged([{**whole, "vulns": [weak]}]) == ("Known vulnerabilities:\na 1: PYSEC-1, mended in 2", 1)

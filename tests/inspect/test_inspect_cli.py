@@ -186,6 +186,7 @@ def test_a_file_is_a_text(run, folder_of, tmp_path):
         ("full", ["--text", TEXT, "--knock-out", "embedding@mpl 1"], "unknown read 'mpl 1': did you mean 'mlp 1'?"),
         ("full", ["--text", TEXT, "--knock-out", "@output"], "expected SOURCE or SOURCE@READ"),
         ("full", ["--text", TEXT, "--prune", "--threshold", "2"], "threshold is 2.0"),
+        ("full", ["--text", TEXT, "--threshold", "nan"], "threshold is nan, which is of --prune alone"),
         ("full", ["--corpus", "stdlib", "--attribute"], "give it with --text or --file"),
         ("standard", ["--text", TEXT, "--prune"], "residual 'standard' learns no weights"),
         ("deepnorm", ["--text", TEXT, "--knock-out", "embedding"], "deepnorm"),

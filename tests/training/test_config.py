@@ -107,6 +107,8 @@ def test_a_size_has_the_nested_fields_of_a_hugging_face_config(tmp_path: Path) -
         ({"seed": 5_000_000_000}, "seed is 5000000000: it must be at most 4294967295"),
         ({"model": {"block_size": 2, "settings": {"block_size": 3}}}, "give one of the two"),
         ({"batch_size": 6, "accumulation": 4}, "use a multiple of 4, e.g. 4 or 8"),
+        ({"steps": 8, "keep_at": (4, 9)}, r"keep_at is \[4, 9\]: the run has 8 steps, give some from 1 to 8"),
+        ({"parallel": {"pp_layers": (1, 0)}}, "parallel.pp_layers is .*: it must be a number above 0"),
     ],
 )
 def test_what_cannot_run_is_refused(values: dict[str, Any], message: str) -> None:
