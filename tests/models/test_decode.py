@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from transformers import StaticCache
+from transformers import ContinuousBatchingConfig, GenerationConfig, StaticCache
 
 from attnres.models import build, build_plain
 from attnres.ops import dispatch, two_phase
@@ -113,3 +113,11 @@ def test_beam_search_with_a_cache_is_beam_search_without_one(model):
     beams = model.generate(ids, **options)
     assert torch.equal(beams, model.generate(ids, use_cache=False, **options))
     assert len({tuple(row.tolist()) for row in beams}) == 3
+
+
+def test_prompts_batched_continuously_go_on_as_each_does_alone(model, alone):
+    """Transformers packs the tokens of all requests into one row, over pages of one cache."""
+    options = GenerationConfig(**GREEDY, eos_token_id=-1)
+    pages = ContinuousBatchingConfig(page_size=16, num_blocks=8, max_batch_tokens=32)
+    answers = model.generate_batch(inputs=PROMPTS, generation_config=options, continuous_batching_config=pages)
+    assert [answers[f"req_{i}"].generated_tokens for i in range(len(PROMPTS))] == [row.tolist() for row in alone]
