@@ -27,8 +27,10 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 @functools.cache
 def _exchanged(mixin: type[Exchanged], cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class, whose name ends in the mixin's: servers put a norm of their own in place of whatever is called
+    `...RMSNorm`, and with it the exchange would be gone."""
     bases: tuple[type, ...] = (mixin, cls)
-    return type(f"{mixin.__name__.lstrip('_')}{cls.__name__}", bases, {"__module__": __name__})
+    return type(f"{cls.__name__}{mixin.__name__.lstrip('_')}", bases, {"__module__": __name__})
 
 
 def _empty(mixin: type[Exchanged], cls: type[nn.Module]) -> nn.Module:
