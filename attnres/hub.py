@@ -2,7 +2,8 @@
 
 import importlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +50,40 @@ def dataset_rows(
     Raises:
         UserError: `datasets` is not installed, or the data set cannot be read.
     """
+    with _reading(what, repository, otherwise) as datasets:
+        yield from datasets.load_dataset(repository, config, split=split, **options)
+
+
+def streamed_rows(
+    what: str, repository: str, config: str | None, split: str, revision: str | None, place: dict[str, Any] | None
+) -> tuple[Iterator[dict[str, Any]], Callable[[], dict[str, Any]]]:
+    """The rows of a data set from a place on, of which nothing but what is read is fetched, and a function that says
+    the place after the last row that was given.
+
+    Raises:
+        UserError: as for `dataset_rows`, here or when a row is read.
+    """
+    with _reading(what, repository, "") as datasets:
+        rows = datasets.load_dataset(repository, config, split=split, streaming=True, revision=revision)
+        if place is not None:
+            rows.load_state_dict(place)
+
+    def given() -> Iterator[dict[str, Any]]:
+        with _reading(what, repository, ""):
+            yield from rows
+
+    return given(), rows.state_dict
+
+
+@contextmanager
+def _reading(what: str, repository: str, otherwise: str) -> Generator[Any]:
+    """Give the library `datasets`, and raise what goes wrong with it as a UserError."""
     try:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise UserError(f"{what} needs the library datasets: pip install 'attnres[data]'{otherwise}") from error
     try:
-        yield from datasets.load_dataset(repository, config, split=split, **options)
+        yield datasets
     except Exception as error:  # the library, its readers and its connections raise many kinds
         raise UserError(
             f"{what} cannot be read from {repository} on the hub ({first_line(error)}): check the name, the "

@@ -1,8 +1,10 @@
 """Other libraries, told of this package once they are imported, by whomever, and never imported for that."""
 
+import functools
 import importlib
 import importlib.abc
 import sys
+import warnings
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -59,8 +61,9 @@ _finder = _Finder()
 
 
 def find_our_types(configuration_auto: Any) -> None:
-    """Let Transformers' table of config classes import `attnres.models` when it is first asked for a type of ours."""
-    table = configuration_auto.CONFIG_MAPPING
+    """Let Transformers import `attnres.models` when it first comes upon a type of ours: in its table of config classes,
+    or in a config.json, which says of a probed family where its layers are read."""
+    table, config = configuration_auto.CONFIG_MAPPING, configuration_auto.PreTrainedConfig
 
     class Types(type(table)):
         def __contains__(self, key: object) -> bool:
@@ -72,8 +75,28 @@ def find_our_types(configuration_auto: Any) -> None:
             return super().__getitem__(key)
 
     table.__class__ = Types
+    plain = config.get_config_dict.__func__
+
+    @functools.wraps(plain)
+    def get_config_dict(cls: Any, name: Any, *args: Any, **options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        fields, rest = plain(cls, name, *args, **options)
+        if _is_ours(fields.get("model_type")):
+            importlib.import_module("attnres.models.classes").register_stored(fields, name)
+            if cls is not config and not _is_ours(cls.model_type):
+                warnings.warn(
+                    f"a model with depth reads is loaded into the plain {cls.__name__}: its residual is left out, and "
+                    "it computes something else; AutoModel and attnres.load keep it",
+                    stacklevel=3,
+                )
+        return fields, rest
+
+    config.get_config_dict = classmethod(get_config_dict)
+
+
+def _is_ours(model_type: object) -> bool:
+    return str(model_type).startswith("attnres_")
 
 
 def _import_models(key: object) -> None:
-    if str(key).startswith("attnres_"):
+    if _is_ours(key):
         importlib.import_module("attnres.models")

@@ -23,16 +23,30 @@ def test_importing_the_package_imports_no_library():
 
 
 def test_importing_the_package_alone_registers_it_with_transformers(tmp_path):
-    """Models are imported when the Auto classes are asked for one of ours, not when Transformers is."""
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "attnres_llama", "residual": "full"}))
+    """Models are imported when the Auto classes are asked for one of ours, not when Transformers is; families that were
+    probed load too, without code of the folder's being trusted; and a plain class that is given one of ours says so."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    fields = {**sizes, "num_key_value_heads": 2, "vocab_size": 9, "residual": "full"}
+    family = {"config": "ArceeConfig", "causal_lm": "ArceeForCausalLM"}
+    folders = {"attnres_llama": {}, "attnres_arcee": {"residual_family": family}}
+    for kind, more in folders.items():
+        (tmp_path / kind).mkdir()
+        auto_map = {"AutoConfig": "modeling_attnres.Config"}
+        config = {**fields, **more, "model_type": kind, "auto_map": auto_map}
+        (tmp_path / kind / "config.json").write_text(json.dumps(config))
     code = (
-        "import sys, attnres; from transformers import AutoConfig, AutoModelForCausalLM; AutoConfig.for_model('llama');"
-        "before = 'attnres.models' in sys.modules; config = AutoConfig.from_pretrained(sys.argv[1], hidden_size=16,"
-        "intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2, vocab_size=9);"
-        "print(before, type(AutoModelForCausalLM.from_config(config)).__name__)"
+        "import sys, warnings, attnres; from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig\n"
+        "AutoConfig.for_model('llama'); print('attnres.models' in sys.modules)\n"
+        "for folder in sys.argv[1:]:\n"
+        "    print(type(AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))).__name__)\n"
+        "with warnings.catch_warnings(record=True) as said: LlamaConfig.from_pretrained(sys.argv[1])\n"
+        "print(*{str(one.message) for one in said})"
     )
-    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "AttnResLlamaForCausalLM"]
+    command = [sys.executable, "-c", code, *(str(tmp_path / kind) for kind in folders)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, stdin=subprocess.DEVNULL)
+    before, *classes, said = done.stdout.splitlines()
+    assert before == "False" and classes == ["AttnResLlamaForCausalLM", "AttnResArceeForCausalLM"]
+    assert said.startswith("a model with depth reads is loaded into the plain LlamaConfig: its residual is left out")
 
 
 def test_reads_and_residuals_need_torch_alone():

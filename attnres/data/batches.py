@@ -1,14 +1,28 @@
 """Tokens -> batches: which window a step reads is arithmetic on (seed, step), and nothing is shuffled in memory."""
 
-from typing import cast
+from pathlib import Path
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 
-from attnres.data.shards import Tokens
 from attnres.errors import UserError
 
 _ROUNDS = 6
+
+
+class Ids(Protocol):
+    """Token ids in order: a split of a prepared folder (`Tokens`), or what has been read of a stream."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def split(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, span: slice, /) -> np.ndarray: ...
 
 
 class Batches:
@@ -28,7 +42,7 @@ class Batches:
         UserError: fewer tokens than one window, or sizes below 1.
     """
 
-    def __init__(self, tokens: Tokens, *, seq_len: int, batch_size: int, seed: int = 0) -> None:
+    def __init__(self, tokens: Ids, *, seq_len: int, batch_size: int, seed: int = 0) -> None:
         if batch_size < 1:
             raise UserError(f"batch_size is {batch_size}, expected at least 1")
         if seed < 0:
@@ -63,7 +77,7 @@ class Batches:
         return (offset + permuted(index, self.windows, key) * np.uint64(self.seq_len)).astype(np.int64)
 
 
-def held_out_windows(tokens: Tokens, seq_len: int, count: int) -> torch.Tensor:
+def held_out_windows(tokens: Ids, seq_len: int, count: int) -> torch.Tensor:
     """Windows that do not overlap, evenly spread: int64 (n, seq_len + 1), n = min(count, those that fit).
 
     Inputs are `[:, :-1]`, targets `[:, 1:]`. The same for every variant, seed and step.
@@ -75,7 +89,7 @@ def held_out_windows(tokens: Tokens, seq_len: int, count: int) -> torch.Tensor:
     return torch.from_numpy(np.stack([tokens[start : start + seq_len + 1] for start in starts]))
 
 
-def held_out_starts(tokens: Tokens, seq_len: int, count: int) -> list[int]:
+def held_out_starts(tokens: Ids, seq_len: int, count: int) -> list[int]:
     """Where the windows of `held_out_windows` begin; raises what it raises."""
     if count < 1:
         raise UserError(f"{count} held-out windows asked for, expected at least 1")
@@ -112,7 +126,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
     return cast(np.ndarray, x ^ (x >> np.uint64(31)))
 
 
-def _check_length(tokens: Tokens, seq_len: int) -> None:
+def _check_length(tokens: Ids, seq_len: int) -> None:
     if seq_len < 1:
         raise UserError(f"seq_len is {seq_len}, expected at least 1")
     if len(tokens) < seq_len + 1:

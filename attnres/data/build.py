@@ -187,7 +187,7 @@ def _build(
     bars = Bars(DownloadColumn(), rate=lambda rate: f"{memory(rate)}/s", shown=progress)
     with bars, spooled(source, folder / "documents.jsonl") as source:
         bar = bars.add("reading", source.size)
-        threshold = _threshold(source, held_out)
+        threshold = held_below(source, held_out)
         if isinstance(tokenizer, int):
             bar.name = "training the tokenizer"
             bar.update(0)
@@ -223,8 +223,9 @@ def _build(
     }
 
 
-def _threshold(source: Source, held_out: float) -> int:
-    """Hashes below it are held out; raised for a corpus so small that there would be none.
+def held_below(source: Source, held_out: float) -> int:
+    """Return the hash below which documents are held out: such a share of all there are, raised for a corpus so small
+    that there would be none.
 
     Raises:
         UserError: no text, or none left on one of the two sides.

@@ -1,14 +1,15 @@
 """Data sets of the Hugging Face hub, streamed: nothing but what is read is downloaded."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from typing import Any
 
 from attnres.cache import cache_dir
 from attnres.data.readers import field_of
 from attnres.errors import UserError
 from attnres.files import write_text
-from attnres.hub import dataset_rows
+from attnres.hub import dataset_rows, streamed_rows
 
 # short name -> repository and configuration
 HUB = {
@@ -64,7 +65,25 @@ def read_hub(spec: str, column: str, revision: str | None = None) -> Iterator[st
     what = f"source '{spec}'"
     rows = dataset_rows(what, repository, config, split, streaming=True, revision=revision)
     texts = (text for row in rows for text in field_of(row, what, column))
-    return articles(texts) if repository == HUB["wikitext"][0] else texts
+    return articles(texts) if joins(repository) else texts
+
+
+def joins(repository: str) -> bool:
+    """Whether the rows of a data set are lines, to be joined."""
+    return repository == HUB["wikitext"][0]
+
+
+def read_hub_from(
+    spec: str, column: str, revision: str | None, place: dict[str, Any] | None
+) -> tuple[Iterator[str], Callable[[], dict[str, Any]]]:
+    """The rows of a hub data set, as they are, from a place on; and a function that says the place after the last one.
+
+    Raises:
+        UserError: as for `read_hub`.
+    """
+    what = f"source '{spec}'"
+    rows, where = streamed_rows(what, *resolve(spec), revision, place)
+    return (text for row in rows for text in field_of(row, what, column)), where
 
 
 def articles(lines: Iterable[str]) -> Iterator[str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
-from attnres.data.hub import read_hub, resolve, revision_of
+from attnres.data.hub import joins, read_hub, read_hub_from, resolve, revision_of
 from attnres.data.readers import PACKED, SUFFIXES, field_of, read_documents, suffix_of, text_bytes
 from attnres.data.tasks import documents
 from attnres.errors import UserError
@@ -30,6 +30,9 @@ _SAVED, _SPLITS = "state.json", "dataset_dict.json"
 """Files of the folders that the library datasets saves: of one data set, of its splits in folders of their names."""
 Rows = Iterable[Mapping[str, Any]]
 """A data set in memory: rows by column, such as a `datasets.Dataset`."""
+
+Pass = tuple[Iterator[str], Callable[[], dict[str, Any]]]
+"""Documents, and a function that says where in the source one is."""
 
 
 class _SavedFile(TypedDict):
@@ -55,6 +58,8 @@ class Source:
         fingerprint: differs where the text may differ; made without reading it.
         size: about how many bytes of text there are, or None.
         read: starts a pass over the documents.
+        read_from: starts one at a place in the source (None is its start), and gives with it a function that says the
+            place after the last document; None where a pass always begins at the first.
         spool: a pass is slow (a download) and short enough to be kept on the disk meanwhile: see `spooled`.
     """
 
@@ -62,6 +67,7 @@ class Source:
     fingerprint: str
     size: int | None
     read: Callable[[], Iterator[str]]
+    read_from: Callable[[dict[str, Any] | None], Pass] | None = None
     spool: bool = False
 
 
@@ -82,10 +88,14 @@ def open_source(spec: str | Path | Rows, *, column: str = "text", limit: int | N
     """
     if limit is not None and limit < 1:
         raise UserError(f"limit is {limit} characters, expected at least 1 (or none)")
-    source = _unlimited(str(spec), column) if isinstance(spec, str | Path) else _in_memory(spec, column)
+    source = _unlimited(str(spec), column) if isinstance(spec, str | Path) else _in_memory(spec, column, limit)
     size = min((size for size in (source.size, limit) if size is not None), default=None)
     return replace(
-        source, size=size, read=lambda: _documents(source.read(), limit), spool=source.spool and limit is not None
+        source,
+        size=size,
+        read=lambda: _documents(source.read(), limit),
+        read_from=None if limit is not None else source.read_from,
+        spool=source.spool and limit is not None,
     )
 
 
@@ -96,7 +106,14 @@ def _unlimited(spec: str, column: str) -> Source:
     if spec.startswith("hub:"):
         repository, *_ = where = resolve(spec)
         revision = revision_of(repository)
-        return Source(spec, json.dumps([*where, revision]), None, lambda: read_hub(spec, column, revision), spool=True)
+        return Source(
+            spec,
+            json.dumps([*where, revision]),
+            None,
+            lambda: read_hub(spec, column, revision),
+            None if joins(repository) else lambda place: _cleaned(*read_hub_from(spec, column, revision, place)),
+            spool=True,
+        )
     if spec.startswith("task:"):
         return Source(spec, spec, None, documents(spec))
     if spec == "stdlib":
@@ -104,8 +121,12 @@ def _unlimited(spec: str, column: str) -> Source:
     return _local(spec, column)
 
 
-def _in_memory(rows: Rows, column: str) -> Source:
-    """Rows that a program has, known by what they hold."""
+def _cleaned(texts: Iterator[str], where: Callable[[], dict[str, Any]]) -> Pass:
+    return _documents(texts, None), where
+
+
+def _in_memory(rows: Rows, column: str, limit: int | None) -> Source:
+    """Rows that a program has, known by what they hold up to the limit."""
     kind = type(rows).__name__
     if isinstance(rows, Mapping):
         raise UserError(
@@ -121,7 +142,7 @@ def _in_memory(rows: Rows, column: str) -> Source:
             yield from field_of(row, f"row {number} of the {kind}", column)
 
     state, size = hashlib.sha256(), 0
-    for text in _documents(read(), None):
+    for text in _documents(read(), limit):
         data = text.encode()
         state.update(len(data).to_bytes(8, "big") + data)
         size += len(data)

@@ -6,13 +6,14 @@ from typing import Any
 from attnres.hub import is_hub_name
 
 
-def model_card(model: Any, source: str | None, report: Any = None) -> str:
+def model_card(model: Any, source: str | None, report: Any = None, *, reloaded: bool = False) -> str:
     """Return README.md.
 
     Args:
         model: with depth reads, in memory.
         source: the model that it was made from; None where it is of its own training.
         report: of the conversion, where there was one.
+        reloaded: what was written has been loaded and compared.
     """
     config, name = model.config, type(model).__name__
     settings = ", ".join(f"{key}={value}" for key, value in (config.residual_settings or {}).items())
@@ -42,10 +43,10 @@ def model_card(model: Any, source: str | None, report: Any = None) -> str:
         "leave the residual's parameters out and compute something else.",
     ]
     if report is not None:
+        again = ", and loading what was written gave the same outputs again. `conversion.json` has the details"
         lines += [
             "",
             f"When it was made, its outputs differed from the source's by at most {report['max_difference']:.2g} of "
-            f"{report['logit_scale']:.3g} ({report['arithmetic']}, {report['tokens']} tokens), and loading what was "
-            "written gave the same outputs again. `conversion.json` has the details.",
+            f"{report['logit_scale']:.3g} ({report['arithmetic']}, {report['tokens']} tokens){again * reloaded}.",
         ]
     return "\n".join(lines) + "\n"

@@ -28,6 +28,7 @@ from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from attnres.errors import UserError
 from attnres.models.attach import attach_stream
+from attnres.models.card import model_card
 from attnres.models.families import FAMILIES, Family, layer_count
 from attnres.models.inputs import Fused, split
 from attnres.models.neighbours import keep_from_decay, share_defaults
@@ -193,6 +194,16 @@ class Depth(PreTrainedModel):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         config: Any = self.config
         return _empty_model, (config.stored, self.plain_class, isinstance(self, DepthBase)), self.__dict__
+
+    def save_pretrained(  # ty: ignore[incompatible-method-override]
+        self, save_directory: Any, is_main_process: bool = True, **kwargs: Any
+    ) -> None:
+        """Write the model as Transformers does, and a model card where the folder has none."""
+        super().save_pretrained(save_directory, is_main_process, **kwargs)
+        card, made = Path(save_directory) / "README.md", getattr(self, "conversion", None)
+        if is_main_process and not card.exists():
+            source, report = (None, None) if made is None else (made.source, made.to_dict())
+            card.write_text(model_card(self, source, report), encoding="utf-8")
 
     @property
     def depth_base(self) -> nn.Module:
@@ -515,7 +526,7 @@ def _register_probed(key: str, stored: dict[str, Any], folder: Path, *, trust_re
     if remote and not trust_remote_code:
         raise UserError(
             f"the model in {folder} brings its own code ({remote['causal_lm']}), which is not run unasked: read it, "
-            "then pass trust_remote_code (--trust-remote-code)"
+            "then pass trust_remote_code to attnres.load (--trust-remote-code)"
         )
     try:
         fields: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in stored.items()}

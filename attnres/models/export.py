@@ -81,7 +81,7 @@ def write_model(
         model.save_pretrained(folder, max_shard_size=SHARD)
         _check_written(model, folder)
         _copy(extra_files, folder)
-        write_text(folder / "README.md", model_card(model, source, report))
+        write_text(folder / "README.md", model_card(model, source, report, reloaded=True))
         if report is not None:
             write_json(folder / "conversion.json", report)
 

@@ -64,6 +64,9 @@ class DataConfig:
     """Fraction of the documents held out for validation."""
     limit: int | None = None
     """Read at most this many characters of the source; none reads all."""
+    stream: bool = False
+    """Read the source as far as steps ask for it, in its order, and not all of it before the first step: tokenizer and
+    held-out windows are of its first limit characters (16.8 million if none is given)."""
     val_windows: int = 64
     """Held-out windows of seq_len tokens measured at each validation, the same ones every time."""
 

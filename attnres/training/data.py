@@ -15,12 +15,13 @@ if TYPE_CHECKING:
 def prepare_from(data: DataConfig, *, progress: bool = True) -> "Prepared":
     """The tokens that a configuration asks for: made, or found where they were made before."""
     from attnres.data import prepare
+    from attnres.data.stream import HEAD
 
     return prepare(
         data.source,
         tokenizer_of(data),
         held_out=data.held_out,
-        limit=data.limit,
+        limit=HEAD if data.stream and data.limit is None else data.limit,
         column=data.column,
         progress=progress,
     )
@@ -36,6 +37,7 @@ def held_out(prepared: "Prepared", data: DataConfig) -> Tensor:
 def open_data(config: TrainConfig, who: Processes, *, progress: bool) -> tuple["Prepared", "Batches", Tensor]:
     """The prepared data, the batches and the held-out windows; the first process prepares, the others wait."""
     from attnres.data import Batches
+    from attnres.data.stream import HEAD, StreamedBatches, StreamedTokens
 
     data = config.data
     prepared = None
@@ -44,7 +46,13 @@ def open_data(config: TrainConfig, who: Processes, *, progress: bool) -> tuple["
             prepared = prepare_from(data, progress=progress and who.first)
         who.wait()
     assert prepared is not None
-    batches = Batches(prepared.tokens("train"), seq_len=data.seq_len, batch_size=config.batch_size, seed=config.seed)
+    sizes = {"seq_len": data.seq_len, "batch_size": config.batch_size, "seed": config.seed}
+    if data.stream:
+        limit = HEAD if data.limit is None else data.limit
+        stream = StreamedTokens(prepared, data.source, column=data.column, held_out=data.held_out, limit=limit)
+        batches: Batches = StreamedBatches(stream, **sizes)
+    else:
+        batches = Batches(prepared.tokens("train"), **sizes)
     return prepared, batches, held_out(prepared, data)
 
 

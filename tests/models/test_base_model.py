@@ -81,6 +81,8 @@ def test_the_base_model_loads_by_itself(tmp_path):
     expected = model.model(input_ids=IDS).last_hidden_state
     torch.testing.assert_close(base(input_ids=IDS).last_hidden_state, expected, rtol=0, atol=0)
     base.save_pretrained(tmp_path / "base")
+    card = (tmp_path / "base" / "README.md").read_text()
+    assert "model = AutoModel.from_pretrained(" in card and "residual `block`" in card
     assert torch.equal(AutoModel.from_pretrained(tmp_path / "base").residual.query, model.residual.query)
 
 
