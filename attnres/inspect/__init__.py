@@ -3,26 +3,28 @@
 from typing import TYPE_CHECKING
 
 from attnres.inspect.attention import TokenAttention, token_attention
-from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.edits import AddLogit, KnockOut, Patch, Pin, Recency, Steer, Swap, Uniform, pin_from
 from attnres.inspect.effects import Effect, effect, predict
 from attnres.inspect.intervene import intervene, source_names
-from attnres.inspect.patching import Patching, patch
 from attnres.inspect.record import Trace, find_residual, record
 from attnres.inspect.survey import CorpusEffect, corpus_effect
 from attnres.inspect.vectors import Vectors, read_vectors
 from attnres.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from attnres.inspect.attribution import Attribution, attribute
     from attnres.inspect.corpus import Search, search
     from attnres.inspect.inspection import Inspection
     from attnres.inspect.inspector import inspect_model
     from attnres.inspect.lens import Direct, Lens, direct, logit_lens
+    from attnres.inspect.patching import Patching, patch
     from attnres.inspect.prune import PruneReport, prune_report
 else:  # these need Transformers
     __getattr__, __dir__ = lazy_names(
         __name__,
         {
+            "Attribution": "attnres.inspect.attribution",
+            "attribute": "attnres.inspect.attribution",
             "Inspection": "attnres.inspect.inspection",
             "inspect_model": "attnres.inspect.inspector",
             "Direct": "attnres.inspect.lens",
@@ -30,6 +32,8 @@ else:  # these need Transformers
             "direct": "attnres.inspect.lens",
             "logit_lens": "attnres.inspect.lens",
             "Search": "attnres.inspect.corpus",
+            "Patching": "attnres.inspect.patching",
+            "patch": "attnres.inspect.patching",
             "PruneReport": "attnres.inspect.prune",
             "prune_report": "attnres.inspect.prune",
             "search": "attnres.inspect.corpus",

@@ -19,6 +19,7 @@ from attnres.inspect.effects import Text, Token, prompt_ids, token_id
 from attnres.inspect.intervene import Watch, intervene
 from attnres.inspect.record import find_residual
 from attnres.inspect.routing import Named
+from attnres.models.replay import Replay
 from attnres.ops import compute_dtype
 from attnres.residuals import Read, Residual
 
@@ -125,7 +126,8 @@ def attribute(
     """How ln p(target | tokens 0 .. position) changes when source i is removed from read l, for every edge (l, i).
 
     Removing is `KnockOut`: the other weights of a softmax are renormalised. *Knock-out* runs copies of the text, each
-    with its own edge removed. *Gradient* is the first-order estimate of the same,
+    with its own edge removed, from the layer on that makes the read (`Replay`). *Gradient* is the first-order estimate
+    of the same,
 
         d(l, i) = sum_t < dL/dh_l,t , s_t h'_l,t - h_l,t > = sum_t sum_j (s_t p'_j - p_j) dL/dp_l,j,t,
         L = ln p(target),    s_t = rms(h_l,t) / rms(h'_l,t)
@@ -164,10 +166,12 @@ def attribute(
     with evaluating(model):
         probe, log_p, known = _backward(model, residual, ids, wanted)
         edges = [(index, source) for index, names in enumerate(probe.sources) for source in names]
+        replay = Replay(model, residual, lambda: last_log_probs(model, ids))
         knockout = []
         for start in range(0, len(edges), batch_size):
             part = edges[start : start + batch_size]
-            knockout += [value - log_p for value in _removed(model, ids, part, known, everywhere)]
+            with replay.begun(part[0][0], len(part)):
+                knockout += [value - log_p for value in _removed(model, ids, part, known, everywhere)]
             if progress is not None:
                 progress(len(part))
     gradient = [probe.estimate(index, source, everywhere) for index, source in edges]

@@ -18,8 +18,10 @@ from attnres.inspect.attribution import TOP, by_size, last_log_probs
 from attnres.inspect.edits import Patch
 from attnres.inspect.effects import Text, Token, prompt_ids, token_id
 from attnres.inspect.intervene import intervene
+from attnres.inspect.record import find_residual
 from attnres.inspect.routing import Named
 from attnres.inspect.vectors import read_vectors
+from attnres.models.replay import Replay
 from attnres.residuals import Read
 
 
@@ -114,6 +116,7 @@ def patch(
         before, after = (measure(last_log_probs(model, one)).item() for one in (ids, other))
         if abs(before - after) < 1e-6:
             raise UserError("both prompts give the same prediction: there is nothing to restore")
+        replay = Replay(model, find_residual(model), lambda: last_log_probs(model, other))
         for start in range(0, len(edges), batch_size):
             part = edges[start : start + batch_size]
             shape = (len(part), other.shape[1])
@@ -125,7 +128,7 @@ def patch(
                 if read.sources[place].kind != "null":  # zeros are not mixed
                     vector = vectors.sources[index][place]
                     edits.append(Patch(read.sources[place].name, vector, reads=index, tokens=mask))
-            with intervene(model, *edits):
+            with replay.begun(part[0][0], len(part)), intervene(model, *edits):
                 patched += measure(last_log_probs(model, other.expand(shape))).tolist()
             if progress is not None:
                 progress(len(part))

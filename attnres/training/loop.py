@@ -25,6 +25,7 @@ from attnres.errors import Interrupted, UserError
 from attnres.files import locked, replaced_folder, write_json, write_text
 from attnres.models.checkpointing import checkpoint_activations
 from attnres.models.flops import forward_flops, peak_flops, step_flops
+from attnres.models.snapshot import tensors_of, write_snapshot
 from attnres.progress import STEPS, Bars
 from attnres.reading import read_json
 from attnres.stats import or_none, standard_error
@@ -35,7 +36,7 @@ from attnres.training.device import tune
 from attnres.training.feed import Feed, Moment, Numbers, to_device
 from attnres.training.inside import write_inside
 from attnres.training.interrupt import Signals, caught_signals
-from attnres.training.layout import layout_for
+from attnres.training.layout import collected, layout_for
 from attnres.training.metrics import Metrics, Tracker, import_tracker
 from attnres.training.objective import Objective, loss_kind
 from attnres.training.optim import kinds, optimizers_of, set_learning_rate
@@ -202,9 +203,11 @@ class Run:
     # -------------------------------------------------------------- one step
 
     def begin(self) -> None:
-        """Before the first step of a pretrained model: its held-out loss, as it was started from."""
-        if self.start is not None and self.past.step == 0:
-            self._validate()
+        """Before the first step: what the residual starts from and, of a pretrained model, the held-out loss."""
+        if self.past.step == 0:
+            self._snapshot()
+            if self.start is not None:
+                self._validate()
 
     def step(self, signals: Signals) -> None:
         """One update: the mean loss over all tokens of the batch, its gradient, clipping, the optimizers.
@@ -323,6 +326,7 @@ class Run:
             self._write("depth", **self.depth)
         if past.step % config.val_every == 0 or last:
             self._validate()
+            self._snapshot()
         seconds = statistics.median(past.times[-20:] or [past.last_s])
         held_out = "" if past.val_loss is None else f"  held-out {past.val_loss:.3f}"
         self.bar.update(past.step, f"loss {self.loss:.3f}{held_out}  {tokens / seconds:,.0f} tokens/s")
@@ -423,6 +427,12 @@ class Run:
         if self.who.first:
             validate.save_windows(self.folder, past.step, losses)
         self._write("val", loss=past.val_loss, windows=len(losses), se=or_none(standard_error(losses)))
+
+    def _snapshot(self) -> None:
+        """What the residual has learned, to residual/STEP.safetensors."""
+        tensors = collected(tensors_of(self.model.residual("itself")), self.who)
+        if tensors:
+            write_snapshot(self.folder, self.past.step, tensors)
 
     def _saved_state(self, here: Path) -> dict[str, Any] | None:
         """The state of the checkpoint, if there is one; refuses a folder of a run on other data."""

@@ -5,6 +5,7 @@ from typing import Any
 
 from attnres.errors import UserError
 from attnres.folders import kind_of, refuse_other
+from attnres.models.snapshot import snapshots
 from attnres.reading import read_json
 from attnres.training.checkpoint import same_configuration
 from attnres.training.records import ADVICE, Finished, RunConfig
@@ -52,7 +53,7 @@ def same_data(folder: str | Path, record: dict[str, Any]) -> None:
 
 
 def forget_after(folder: str | Path, step: int) -> None:
-    """Remove the held-out losses measured past `step`; metrics.jsonl does the same for its lines."""
-    for measured, path in windows_files(folder).items():
+    """Remove the held-out losses and snapshots of steps past `step`; metrics.jsonl does the same for its lines."""
+    for measured, path in (*windows_files(folder).items(), *snapshots(folder).items()):
         if measured > step:
             path.unlink()

@@ -25,6 +25,8 @@ class ParallelStreams(Residual):
     the start; the head reads their sum.
     """
 
+    watched_from_start = True
+
     def __init__(self, num_sublayers: int, width: int, num_streams: int) -> None:
         super().__init__(num_sublayers, width)
         self.num_streams = whole("num_streams", num_streams)

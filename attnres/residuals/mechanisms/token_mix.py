@@ -14,6 +14,8 @@ class TokenMix(OneStream):
     state, and a layer that runs again finds what it found.
     """
 
+    watched_from_start = True
+
     def __init__(self, num_sublayers: int, width: int) -> None:
         super().__init__(num_sublayers, width)
         self._weights: dict[int, Tensor] = {}
