@@ -27,7 +27,6 @@ from attnres.inspect.pieces import characters, piece
 from attnres.inspect.record import find_residual, record
 from attnres.inspect.routing import By, Named
 from attnres.models.open import Checkpoint, open_checkpoint
-from attnres.reading import read_json
 from attnres.residuals import Read, Residual
 
 MAX_TOKENS = 512
@@ -133,10 +132,11 @@ class Opened:
 
     def __init__(self, name: str | Path, lender: "Opened | None" = None, *, trust_remote_code: bool = False) -> None:
         checkpoint = _open(name, lender.checkpoint if lender is not None else None, trust_remote_code)
-        self.checkpoint = checkpoint
-        self.context = min(checkpoint.context, MAX_TOKENS)
-        self.name, self.step = checkpoint.title(), _step(checkpoint.folder)
-        self.check = checkpoint.check_ids
+        self._share(checkpoint, min(checkpoint.context, MAX_TOKENS))
+        self.name, self.step = checkpoint.title(), checkpoint.step
+
+    def _share(self, checkpoint: Checkpoint, context: int) -> None:
+        self.checkpoint, self.context, self.check = checkpoint, context, checkpoint.check_ids
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         # An observer sits on the model: one pass at a time.
         self._lock = threading.Lock()
@@ -413,30 +413,6 @@ class Opened:
         return Effect(prediction.log_probs, prediction.losses.double().numpy())
 
 
-def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False) -> list[Opened]:
-    """The models of a command line, each after the checkpoints that its run kept, from the earliest on.
-
-    Raises:
-        UserError: no model there, or one whose reads mix no sources by weights.
-    """
-    named: dict[Opened, list[Opened]] = {}
-    for name in names:
-        model = Opened(name, next(iter(named), None), trust_remote_code=trust_remote_code)
-        model.sources  # noqa: B018  what cannot be shown is said at once
-        run = model.checkpoint.run
-        kept = sorted((run / "kept").glob("[0-9]*")) if run is not None else []
-        named[model] = [Opened(folder, model) for folder in kept]
-        for step in named[model]:
-            step.name = model.name
-    models = [one for model, steps in named.items() for one in (*steps, model)]
-    if len({model.label for model in models}) < len(models):
-        for model, steps in named.items():
-            model.name = model.checkpoint.title(parts=2)
-            for step in steps:
-                step.name = model.name
-    return models
-
-
 def choose_threads(models: Sequence[Opened]) -> None:
     """One thread instead of torch's own number where a pass is faster so: a small model's steps are short, and on a
     machine with other work threads wait for one another longer than that. Measured here, kept while the process runs.
@@ -486,13 +462,3 @@ def _open(name: str | Path, lender: Checkpoint | None, trust_remote_code: bool) 
             f"{lender.vocab_size:,}: name a model with the same tokenizer before it"
         )
     return replace(checkpoint, tokenizer_folder=lender.tokenizer_folder)
-
-
-def _step(folder: Path) -> int | None:
-    """The training step of a model in a run folder, where the run says."""
-    for file in (folder.parent / "summary.json", folder.parent / "state.json"):
-        if file.is_file():
-            value = read_json(file)
-            if isinstance(value, dict) and isinstance(value.get("step"), int):
-                return value["step"]
-    return None

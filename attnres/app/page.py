@@ -9,8 +9,10 @@ from attnres.app import view as html
 from attnres.app.examples import CODE, EXAMPLES
 from attnres.app.explorer import Opened, Report
 from attnres.app.state import ATTENDED, LARGEST, LOSS, MAX_CHARACTERS, MAX_CUTS, Cut, View, decode, encode, from_json
+from attnres.app.steps import Learned
 from attnres.errors import UserError
 from attnres.inspect.corpus import Search
+from attnres.inspect.steps import step_change
 from attnres.studies.texts import LookText
 from attnres.typed import Count, Misfit, fit
 
@@ -191,7 +193,10 @@ class Page:
             try:
                 panes.append(self.pane(view, place))
             except UserError as error:
-                panes.append(html.message(f"{error}"))
+                number = self._half(view, place)[0]
+                model = self.models[number]
+                kept = isinstance(model, Learned) and bool(view.text.strip())
+                panes.append(html.learned(number, place, model, f"{error}") if kept else html.message(f"{error}"))
         drawn = [one for one in panes if isinstance(one, html.Pane)]
         scales = html.Scales.of(drawn)
         pages = [html.pane(one, scales) if isinstance(one, html.Pane) else one for one in panes]
@@ -212,7 +217,23 @@ class Page:
         if not query and len(view.text) <= MAX_CHARACTERS:
             message = message or "The text is too long for a link to this view: export it as JSON instead."
         difference = html.difference(*drawn) if len(drawn) == 2 else ""
+        difference += self._learned_between(view)
         return Shown(view, pages, difference, message, html.live(drawn), reads, sources, query)
+
+    def _learned_between(self, view: View) -> str:
+        """HTML of what the residual learned between two steps of one run; nothing where no such are shown."""
+        shown = [self.models[number] for number in view.models]
+        if len(shown) < 2 or shown[0].name != shown[1].name:
+            return ""
+        steps = [model.step for model in shown]
+        if steps[0] is None or steps[1] is None or steps[0] == steps[1]:
+            return ""
+        first, last = sorted(shown, key=lambda model: model.step or 0)
+        try:
+            change = step_change(first.residual, last.residual, (first.step or 0, last.step or 0))
+        except UserError as error:
+            return html.message(f"{error}")
+        return html.learned_between(change, first.name)
 
     def pane(self, view: View, place: int) -> html.Pane:
         """One half of the page. Raises UserError for a text that its model cannot read."""

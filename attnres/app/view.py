@@ -9,12 +9,14 @@ import numpy as np
 from attnres.app import figures
 from attnres.app.explorer import Candidate, Effect, Reading
 from attnres.app.state import ATTENDED, LARGEST, LOSS, Cut
+from attnres.app.steps import Learned
 from attnres.inspect.attention import TokenAttention
 from attnres.inspect.attribution import Attribution
 from attnres.inspect.colours import LESS, MORE, MUTED, blend, colours_by_name, ink_on
 from attnres.inspect.corpus import Search
 from attnres.inspect.notebook import FLOOR
 from attnres.inspect.routing import By
+from attnres.inspect.steps import StepChange
 from attnres.residuals import Read
 from attnres.text import short
 
@@ -160,15 +162,17 @@ def pane(p: Pane, scales: Scales) -> str:
     share = "how much of the read it is, by projection on it" if p.by == "contribution" else "the weight it is given"
     click = f"Rows are reads, columns sources: {share}, every edge in place. Click a cell to knock its edge out."
     left = [
-        _section(p, "next", f"Next token after {p.of_token}", _next(p, scales)),
-        _section(p, "stack", f"{depth}, through depth", bars, rows, save=True),
-        _section(p, "attended", f"What {p.of_token} attends to, over the text", *_attention(p), save=True),
+        _section(p.title, "next", f"Next token after {p.of_token}", _next(p, scales)),
+        _section(p.title, "stack", f"{depth}, through depth", bars, rows, save=True),
+        _section(p.title, "attended", f"What {p.of_token} attends to, over the text", *_attention(p), save=True),
     ]
     right = [
-        _section(p, "contributions", mean, cells, click, save=True),
-        _section(p, "scores", f"What the prediction after {p.of_token} depends on", *_scores(p, scales), save=True),
+        _section(p.title, "contributions", mean, cells, click, save=True),
         _section(
-            p,
+            p.title, "scores", f"What the prediction after {p.of_token} depends on", *_scores(p, scales), save=True
+        ),
+        _section(
+            p.title,
             "graph",
             f"How the prediction after {p.of_token} is made",
             p.graph,
@@ -176,23 +180,64 @@ def pane(p: Pane, scales: Scales) -> str:
             save=True,
         ),
     ]
-    if p.similarity is not None:
-        reads, cosines = p.similarity
-        queries = figures.similarity(reads, cosines, f"Cosines between pseudo-queries, {title}")
-        alike = "Cosines between the vectors by which reads choose their sources."
-        right.append(_section(p, "queries", "Pseudo-queries: how alike", queries, alike, save=True))
+    right.append(_queries(p.title, p.similarity))
     return (
         f'<article class="pane" data-model="{p.number}" data-place="{p.place}" aria-label="{escape(title)}">'
         f"{_head(p)}{_effect(p)}{_cuts(p)}"
-        f"{_section(p, 'tokens', _colouring(p), _tokens(p, colours, scales) + _legend(p, colours, scales))}"
+        f"{_section(p.title, 'tokens', _colouring(p), _tokens(p, colours, scales) + _legend(p, colours, scales))}"
         f'<div class="body"><div>{"".join(left)}</div><div>{"".join(right)}</div></div></article>'
     )
 
 
-def _section(p: Pane, name: str, title: str, body: str, note: str = "", save: bool = False) -> str:
+def learned(number: int, place: int, model: Learned, why: str) -> str:
+    """What the page shows of a step of which the residual alone was kept; `why` says that there is no more."""
+    title = visible(model.label)
+    head = f'<h2>{escape(title)}</h2><p class="details">{escape(model.details)}</p>{message(why, "note")}'
+    return (
+        f'<article class="pane" data-model="{number}" data-place="{place}" aria-label="{escape(title)}">'
+        f'<header>{head}</header><div class="body">{_queries(model.label, model.similarity)}</div></article>'
+    )
+
+
+def learned_between(change: StepChange, name: str) -> str:
+    """What a run's residual learned between the two steps shown: sharpness at both, and how far each query turned."""
+    if not any(change.after) and not any(change.before):
+        moved = "; ".join(f"{table} changed by {largest:.3g} at most" for table, largest in change.tables.items())
+        return message(
+            f"from step {change.first:,} to {change.last:,} {moved or 'the residual learned nothing'}", "note"
+        )
+    largest = max(value or 0.0 for value in (*change.before, *change.after))
+    rows = []
+    for read, turned, *sharp in zip(change.layout, change.turned, change.before, change.after, strict=True):
+        bars = "".join(_bar(value or 0.0, largest, colour) for value, colour in zip(sharp, (BEFORE, MUTED)))
+        words = f"{short(sharp[0])} → {short(sharp[1])}, cosine {short(turned)}"
+        rows.append(
+            f'<tr><th scope="row">{escape(figures.row_name(read))}</th><td class="bars">{bars}</td>'
+            f'<td class="number">{words}</td></tr>'
+        )
+    note = (
+        f"Sharpness of each read, the largest logit that its query can give, at step {change.first:,} (above) and "
+        f"{change.last:,}, and the cosine of its query at both: 1 where it did not turn."
+    )
+    return _section(
+        name, "learned", "What the residual learned between the steps", f"<table>{''.join(rows)}</table>", note
+    )
+
+
+def _queries(of: str, similarity: tuple[list[Read], np.ndarray] | None) -> str:
+    """Which reads ask alike; nothing where there are no queries."""
+    if similarity is None:
+        return ""
+    cells = figures.similarity(*similarity, f"Cosines between pseudo-queries, {visible(of)}")
+    note = "Cosines between the vectors by which reads choose their sources."
+    return _section(of, "queries", "Pseudo-queries: how alike", cells, note, save=True)
+
+
+def _section(of: str, name: str, title: str, body: str, note: str = "", save: bool = False) -> str:
+    """A part of the page; `of` is the model's title."""
     if not body:
         return ""
-    of = escape(f"of “{title}”, {visible(p.title)}", quote=True)
+    of = escape(f"of “{title}”, {visible(of)}", quote=True)
     buttons = "".join(
         f'<button type="button" class="save" data-save="{kind}" aria-label="{kind.upper()} {of}">{kind.upper()}'
         "</button>"
@@ -500,7 +545,7 @@ def difference(first: Pane, second: Pane) -> str:
         f"{change}Mean {first.by} over the text, second less first, every edge in place: blue where the second reads "
         "more of it, orange less. Edges that only one of them has are left out."
     )
-    return _section(first, "difference", "Difference: second less first", cells, note, save=True)
+    return _section(first.title, "difference", "Difference: second less first", cells, note, save=True)
 
 
 def results(result: Search, title: str) -> str:

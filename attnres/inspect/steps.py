@@ -6,6 +6,7 @@ is before and after. What a text's reads are made of at a step needs all weights
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from attnres.errors import UserError
 from attnres.inspect import notebook
 from attnres.inspect.geometry import directions, sharpness
 from attnres.inspect.routing import Named
-from attnres.models.open import open_checkpoint
+from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.models.snapshot import residual_at, snapshots
 from attnres.residuals import Read, Residual
 from attnres.text import short
@@ -77,23 +78,22 @@ def step_change(first: Residual, last: Residual, steps: tuple[int, int]) -> Step
     return StepChange(*steps, last.layout(), turned, before, after, dict(sorted(moved.items())))
 
 
-def between(run: Any, first: int, last: int | None = None) -> StepChange:
+def between(run: str | Path | Checkpoint, first: int, last: int | None = None) -> StepChange:
     """What the residual of a run, a folder, learned from step `first` to step `last`; None is the last that was kept.
 
     Raises:
         UserError: no run there, or no snapshots of these steps.
     """
-    checkpoint = open_checkpoint(run)
+    checkpoint = run if isinstance(run, Checkpoint) else open_checkpoint(run)
     if checkpoint.run is None:
         raise UserError(f"{run} is no run's folder: snapshots of a residual lie in that of its training")
     kept = snapshots(checkpoint.run)
     last = max(kept, default=0) if last is None else last
     for step in (first, last):
         if step not in kept:
-            there = (
-                ", ".join(f"{one:,}" for one in kept) if kept else "none: it learns nothing, or too much to be light"
+            raise UserError(
+                f"{checkpoint.name} kept no snapshot of its residual at step {step:,}: expected {_there(kept)}"
             )
-            raise UserError(f"{run} kept no snapshot of step {step:,}: expected one of its evaluations ({there})")
     residuals = [residual_at(checkpoint.config, kept[step]) for step in (first, last)]
     return step_change(residuals[0], residuals[1], (first, last))
 
@@ -101,5 +101,5 @@ def between(run: Any, first: int, last: int | None = None) -> StepChange:
 def _there(kept: Mapping[int, Any]) -> str:
     """Which steps there are."""
     if not kept:
-        return "a run of a residual that learns something, and no more than is light"
+        return "a run that kept some (one of a residual that learns nothing keeps none, nor one that learns matrices)"
     return f"one of its evaluations, {', '.join(f'{step:,}' for step in kept)}"

@@ -118,6 +118,16 @@ class Checkpoint:
         return "/".join(path[-parts - (path[-1] == "checkpoint") :])
 
     @property
+    def step(self) -> int | None:
+        """The training step that it is of, where its run says."""
+        for file in (self.folder.parent / "summary.json", self.folder.parent / "state.json"):
+            if file.is_file():
+                value = read_json(file)
+                if isinstance(value, dict) and isinstance(value.get("step"), int):
+                    return value["step"]
+        return None
+
+    @property
     def residual(self) -> str | None:
         """The name of its residual; None for a plain model."""
         return getattr(self.config, "residual", None)

@@ -33,6 +33,7 @@ from attnres.studies.removals import (
     prune_table,
     source_and_read,
 )
+from attnres.studies.since import change_since, since_table
 from attnres.studies.texts import LookText, batch_size_of, context_of, open_residual, text_of
 from attnres.terminal import say, wide
 from attnres.training.metrics import read as read_metrics
@@ -58,6 +59,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
         check_prunable(residual, traits_of(residual), config.threshold)
     elif config.threshold != InspectConfig.threshold:
         raise UserError(f"threshold is {config.threshold}, which is of --prune alone: give both, or neither")
+    change = None if config.since is None else change_since(checkpoint, config.since)
     out = None if config.out is None else refuse_other(config.out, "inspection")
     model = checkpoint.load(config.dtype, str(pick_device(config.device)))
 
@@ -68,18 +70,22 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
         "batch_size": batch_size_of(config.batch_tokens, checkpoint, context),
     }
     first = text.alone or next(text.read(), "")
-    inspection = inspect_model(
-        model,
-        checkpoint.tokenizer,
-        text.read(),
-        kind=config.kind,
-        limit=config.limit,
-        example=first,
-        name=checkpoint.title(),
-        source=text.name,
-        progress=config.progress,
-        **options,
-    )
+
+    def inspected(model: Any, name: str) -> Inspection:
+        return inspect_model(
+            model,
+            checkpoint.tokenizer,
+            text.read(),
+            kind=config.kind,
+            limit=config.limit,
+            example=first,
+            name=name,
+            source=text.name,
+            progress=config.progress,
+            **options,
+        )
+
+    inspection = inspected(model, checkpoint.title())
     if run is not None:
         inspection.dynamics = dynamics(read_metrics(run / "metrics.jsonl"))
     show(inspection, console, example=text.alone is not None, by=config.by)
@@ -89,6 +95,12 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
     if out is not None:
         inspection.save(out / "inspection.json")
         files.append(out / "inspection.json")
+
+    if change is not None:
+        record = since_table(change, checkpoint, inspection, inspected, config.by, console)
+        if out is not None:
+            write_json(out / "since.json", record)
+            files.append(out / "since.json")
 
     def survey_again(what: str, *edits: KnockOut) -> Survey:
         documents = _encoded(checkpoint, text, config.limit)
@@ -125,7 +137,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
 
         figures = write_figures(inspection, out, by=config.by)
         say(console, f"\n{out}: {', '.join(file.name for file in files)}; figures: {len(figures)}")
-        earlier = [out / f"{name}.json" for name in ("prune", "knock_out", "attribution")]
+        earlier = [out / f"{name}.json" for name in ("prune", "knock_out", "attribution", "since")]
         if left := [file.name for file in earlier if file.exists() and file not in files]:
             say(console, f"from an earlier inspection: {', '.join(left)}")
     return inspection

@@ -57,6 +57,9 @@ class InspectConfig(LookConfig):
     """Of a text: which edges (read and source) the prediction after it depends on, by knock-out and by gradient."""
     graph: bool = False
     """With --attribute and --out: the same as pictures, graph.svg and edges.svg."""
+    since: int | None = None
+    """Of a run: also what has changed since that step of its training, one of its evaluations: how far queries turned
+    and, where that step's checkpoint was kept (train --keep-at), what reads were made of then."""
     batch_tokens: int = 4096
     """Tokens in one forward pass."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"

@@ -12,13 +12,15 @@ import pytest
 import torch
 
 from attnres.app import explore
-from attnres.app.explorer import KEPT, Opened, choose_threads, find_demo, open_models
+from attnres.app.explorer import KEPT, Opened, choose_threads, find_demo
 from attnres.app.page import Page
 from attnres.app.state import ATTENDED, LARGEST, LOSS, MAX_CHARACTERS, Cut, View, decode, encode
+from attnres.app.steps import open_models
 from attnres.errors import UserError
 from attnres.inspect import attribute, token_attention
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import effect
+from attnres.models.snapshot import tensors_of, write_snapshot
 from attnres.studies.texts import LookText
 from attnres.text import short
 
@@ -353,7 +355,37 @@ def test_kept_checkpoints_stand_before_the_model_that_they_became(folders, tmp_p
     assert [model.is_loaded for model in models] == [False, False, True]
     page = Page(models)
     assert page.begin("")[0].models == (2,)
-    assert len(page.show(View(TEXT, models=(0, 2))).panes) == 2 and not models[1].is_loaded
+    shown = page.show(View(TEXT, models=(0, 2)))
+    assert len(shown.panes) == 2 and not models[1].is_loaded
+    assert "Difference: second less first" in shown.difference
+    assert "at step 300 (above) and 1,200" in shown.difference and ", cosine 1.00" in shown.difference
+
+
+def test_a_step_of_which_the_residual_alone_was_kept_shows_what_it_learned(folders, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(folders["block"], run)
+    finished = Opened(run)
+    tensors = tensors_of(finished.residual)
+    for step, part in ((0, 0.0), (600, 0.5), (1200, 1.0)):
+        write_snapshot(run, step, tensors | {"query": part * tensors["query"]})
+    models = open_models([run])
+    labels = ["run (step 0, residual alone)", "run (step 600, residual alone)", "run (block, step 1,200)"]
+    assert [model.label for model in models] == labels
+    page = Page(models)
+    assert page.begin("")[0].models == (2,)
+    shown = page.show(View(TEXT, models=(1, 2)))
+    assert "train with --keep-at 600" in shown.panes[0] and 'class="queries"' in shown.panes[0]
+    sharpness = [finished.residual.sharpness(read) for read in range(1, 7)]
+    for value in sharpness:
+        assert f"{short(value / 2)} → {short(value)}, cosine 1.00" in shown.difference
+    assert "–, cosine" not in page.show(View(TEXT, models=(1, 2))).difference.split("mlp 0")[1]
+    assert 'class="learned"' in page.show(View(TEXT, models=(0, 1))).difference, "neither reads a text"
+    assert 'class="queries"' not in page.show(View(TEXT, models=(0,))).panes[0], "queries of zero"
+    with pytest.raises(UserError, match="only the residual's were kept"):
+        models[0].score(TEXT, 3, lambda done, whole: None)
+    (run / "residual" / "000600.safetensors").write_bytes(b"no")
+    with pytest.raises(UserError, match=r"000600.safetensors cannot be read .* remove it"):
+        Page(open_models([run])).show(View(TEXT, models=(1, 2)))
 
 
 def test_runs_of_one_name_are_told_apart(folders, tmp_path):

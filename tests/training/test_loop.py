@@ -27,6 +27,7 @@ from attnres.files import locked, write_json
 from attnres.flags import config_file
 from attnres.head import Sums
 from attnres.models import build, load
+from attnres.models.snapshot import snapshots
 from attnres.residuals.check.interface import TAKEN
 from attnres.training import TrainConfig, checkpoint, from_dict, loop, to_dict, train, validate
 from attnres.training.branch import branch, branch_step
@@ -56,6 +57,8 @@ def assert_same_run(ours: Path, theirs: Path) -> None:
     assert sorted(p.name for p in (ours / "val").iterdir()) == sorted(p.name for p in (theirs / "val").iterdir())
     for path in (ours / "val").iterdir():
         assert np.array_equal(np.load(path), np.load(theirs / "val" / path.name))
+    learned = [{path.name: path.read_bytes() for path in (run / "residual").glob("*")} for run in (ours, theirs)]
+    assert learned[0] == learned[1]
 
 
 def stop_at(monkeypatch: pytest.MonkeyPatch, step: int, number: int) -> None:
@@ -120,6 +123,9 @@ def test_a_run_leaves_what_was_promised(configure: Configure, tmp_path: Path) ->
     )
 
     model = load(run / "model")
+    kept = snapshots(run)
+    assert list(kept) == [0, 4, 8] and not load_file(kept[0])["query"].any()
+    assert torch.equal(load_file(kept[8])["query"], model.residual.query)
     assert summary["parameters"] == sum(parameter.numel() for parameter in model.parameters())
     assert summary["extra_parameters"] == sum(p.numel() for p in model.get_submodule("residual").parameters())
     assert (run / "model" / "tokenizer.json").exists() and (run / "inspection.json").exists()

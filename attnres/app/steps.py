@@ -1,0 +1,77 @@
+"""The models of a command line, and the steps of their training: where the residual alone was kept, what it learned."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from attnres.app.explorer import Opened, Reading
+from attnres.errors import UserError
+from attnres.models.snapshot import residual_at, snapshots
+from attnres.residuals import Residual
+
+
+class Learned(Opened):
+    """The residual of `whole`, a run's model, at an earlier step, as the snapshot `path` has it."""
+
+    def __init__(self, whole: Opened, step: int, path: Path) -> None:
+        self._share(whole.checkpoint, whole.context)
+        self.name, self.step, self.path = whole.name, step, path
+
+    @property
+    def model(self) -> Any:
+        raise UserError(
+            f"what {self.name} reads in a text at step {self.step:,} needs all weights of that step, and only the "
+            f"residual's were kept: train with --keep-at {self.step}"
+        )
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} (step {self.step:,}, residual alone)"
+
+    @cached_property
+    def residual(self) -> Residual:
+        """The residual. Raises UserError: a damaged snapshot."""
+        return residual_at(self.checkpoint.config, self.path)
+
+    @cached_property
+    def sources(self) -> list[list[str]]:
+        return [[source.name for source in read.sources] for read in self.layout]
+
+    @cached_property
+    def details(self) -> str:
+        return f"{sum(one.numel() for one in self.residual.parameters()):,} parameters of the residual alone"
+
+    def read(self, text: str) -> Reading:
+        """Nothing. Raises UserError."""
+        return self.model
+
+
+def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False) -> list[Opened]:
+    """The models of a command line, each after the steps of its run from the earliest on: checkpoints that it kept, and
+    the residual alone at its other evaluations.
+
+    Raises:
+        UserError: no model there, or one whose reads mix no sources by weights.
+    """
+    named: dict[Opened, list[Opened]] = {}
+    for name in names:
+        model = Opened(name, next(iter(named), None), trust_remote_code=trust_remote_code)
+        model.sources  # noqa: B018  what cannot be shown is said at once
+        run = model.checkpoint.run
+        kept = sorted((run / "kept").glob("[0-9]*")) if run is not None else []
+        named[model] = [Opened(folder, model) for folder in kept]
+        whole = {one.step for one in (*named[model], model)}
+        for step, path in snapshots(run).items() if run is not None else ():
+            if step not in whole:
+                named[model].append(Learned(model, step, path))
+        named[model].sort(key=lambda one: one.step or 0)
+        for one in named[model]:
+            one.name = model.name
+    models = [one for model, steps in named.items() for one in (*steps, model)]
+    if len({model.label for model in models}) < len(models):
+        for model, steps in named.items():
+            model.name = model.checkpoint.title(parts=2)
+            for step in steps:
+                step.name = model.name
+    return models
