@@ -39,6 +39,11 @@ def seconds(act: Callable[[], Any], done: Callable[[], Any]) -> float:
     return time.perf_counter() - began
 
 
+def all_edges(pane: str) -> str:
+    """What the scoring of all edges of a pane is called in the results."""
+    return f"all edges of model {int(pane[-1]) + 1}"
+
+
 def until(page: Page, script: str, argument: str | None = None) -> None:
     """Wait until a script's value is true; the page's policy forbids Playwright's own way, which is eval."""
     while not page.evaluate(script, argument):
@@ -48,7 +53,8 @@ def until(page: Page, script: str, argument: str | None = None) -> None:
 def measure(page: Page, rounds: int) -> dict[str, Any]:
     """Times of a new text, a click on a token and a knocked-out edge, `rounds` of each, none of which was kept."""
     source = Path(textwrap.__file__).read_text()
-    times: dict[str, list[float]] = {"new text": [], "token": [], "edge": [], "all edges": []}
+    panes = [f"#pane-{place}" for place in range(page.locator("#panes > div").count())]
+    times: dict[str, list[float]] = {name: [] for name in ("new text", "token", "edge", *map(all_edges, panes))}
     tokens = []
     for i in range(rounds + 1):  # the first warms up
         words = source[2000 + 40 * i : 2000 + 40 * i + CHARACTERS]
@@ -63,10 +69,12 @@ def measure(page: Page, rounds: int) -> dict[str, Any]:
                 lambda i=i: page.wait_for_selector(f"#pane-0 [data-token='{20 + i}'][aria-pressed=true]"),
             ),
             "edge": seconds(lambda: page.click(EDGE), lambda: page.wait_for_selector("#pane-0 .contributions .gone")),
-            "all edges": seconds(
-                lambda: page.click("#pane-0 [data-score]"), lambda: page.wait_for_selector("#pane-0 .scores .edge")
-            ),
         }
+        for pane in panes:
+            medians[all_edges(pane)] = seconds(
+                lambda pane=pane: page.click(f"{pane} [data-score]"),
+                lambda pane=pane: page.wait_for_selector(f"{pane} .scores .edge"),
+            )
         tokens.append(page.locator("#pane-0 [data-token]").count())
         page.click("#reset")
         until(page, "!document.querySelector('.gone')")
@@ -102,7 +110,7 @@ def main() -> None:
         browser.close()
         server.terminate()
     models = says.split(": open")[0]
-    for name in ("new text", "token", "edge", "all edges"):
+    for name in (name for name, value in times.items() if isinstance(value, dict)):
         print(f"{name}: {times[name]['median_s']:.2f} s, at most {times[name]['largest_s']:.2f} s")
     result = {
         "command": shlex.join(["python", "benchmarks/explorer.py", *sys.argv[1:]]),

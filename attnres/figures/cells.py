@@ -1,5 +1,6 @@
 """Tables of coloured cells, each in its source's column, found by *name*; what a read cannot see is hatched."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,6 @@ from matplotlib.axes import Axes
 from matplotlib.collections import Collection, PolyCollection
 from matplotlib.colors import FuncNorm, LinearSegmentedColormap, Normalize, PowerNorm
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from attnres.figures import style
 from attnres.figures.plot import SMALL, number, plain, thin_ticks
@@ -36,6 +36,8 @@ LOOKS: dict[By, dict[str, Any]] = {
     "weight": {"norm": SHARES, "colourmap": COLOURMAP},
 }
 """The scale of each of the numbers that sources have, for `cells`."""
+LINES = 2
+"""Lines that begin in a hatched cell."""
 VECTOR_CELLS = 1600  # beyond that the cells are one embedded image: lines between them would cover them
 
 
@@ -51,8 +53,8 @@ def cells(
     """Draw (rows, columns) `values` downwards, row r from `tops[r]` to one below; NaN is hatched or left out."""
     count_r, count_c = values.shape
     tops = np.arange(count_r, dtype=float) if tops is None else tops
-    for r in range(count_r if hatched else 0):
-        _hatch(ax, np.flatnonzero(np.isnan(values[r])), tops[r])
+    if hatched:
+        _hatch(ax, np.isnan(values), tops)
     look: dict[str, Any] = {"cmap": colourmap, "norm": norm}
     if values.size > VECTOR_CELLS:  # an image of the rows between two gaps
         for part in np.split(np.arange(count_r), np.flatnonzero(np.diff(tops) > 1) + 1):
@@ -123,10 +125,19 @@ def scale(figure: Figure, mesh: Collection, axes: Any, label: str, **options: An
     bar.ax.grid(visible=False)
 
 
-def _hatch(ax: Axes, absent: np.ndarray, top: float) -> None:
-    """Hatched rectangles over runs of neighbouring absent cells of one row."""
-    if not len(absent):
-        return
-    for part in np.split(absent, np.flatnonzero(np.diff(absent) > 1) + 1):
-        look: dict[str, Any] = {"facecolor": "none", "edgecolor": style.GRID, "linewidth": 0}
-        ax.add_patch(Rectangle((part[0], top), len(part), 1, hatch="////", zorder=0, **look))
+def _hatch(ax: Axes, absent: np.ndarray, tops: np.ndarray) -> None:
+    """Hatch the cells of `absent` (rows, columns): lines from corner to corner, as one path. A pattern, which would be
+    the plain way, is an image for each cell where a browser prints it."""
+    lines: list[tuple[float, float]] = []
+    gap = (math.nan, math.nan)
+    for row, top in zip(absent, tops, strict=True):
+        there = np.flatnonzero(row)
+        for part in np.split(there, np.flatnonzero(np.diff(there) > 1) + 1):
+            if not len(part):
+                continue
+            left, right = float(part[0]), float(part[-1] + 1)
+            for start in np.arange(left - 1.0 + 1 / LINES, right, 1 / LINES):  # from (start, top + 1) to one right, top
+                low, high = max(start, left), min(start + 1.0, right)
+                lines += [(low, top + 1 - (low - start)), (high, top + 1 - (high - start)), gap]
+    if lines:
+        ax.plot(*np.array(lines).T, color=style.GRID, linewidth=0.7, solid_capstyle="butt", zorder=0)

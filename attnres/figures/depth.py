@@ -22,6 +22,7 @@ from attnres.figures.plot import (
     legend,
     log_if_wide,
     panels,
+    per_layer,
     spread,
     thin_ticks,
 )
@@ -39,7 +40,7 @@ class Quantity(NamedTuple):
 
     Attributes:
         axis: its name beside an axis. meaning: a sentence for captions.
-        reads: one for each read, the output's last; else one for each sublayer or layer.
+        reads: one for each read, the output's last; else one for each sublayer, or `layers`: for each layer.
         of: where an inspection has it; what training alone records is nowhere.
         log: the axis is logarithmic where values span more than that factor.
         plain: a plain residual's values (depth,) by the number of the read.
@@ -51,6 +52,7 @@ class Quantity(NamedTuple):
     of: Callable[["Inspection"], Sequence[float | None] | None] = lambda _: None
     log: float = math.inf
     plain: Callable[[np.ndarray], np.ndarray] | None = None
+    layers: bool = False
 
 
 QUANTITIES = {
@@ -103,8 +105,10 @@ QUANTITIES = {
     "recency_bias": Quantity("bias of the last source", "What is added to the last source's logit.", True),
     "gate": Quantity("gate: share of the read", "How much of the read is let through.", True),
     "alpha": Quantity("alpha", "The factor that the read is scaled by.", True),
-    "value_residual": Quantity("share of layer 0's values", "What values take from the first layer's.", False),
-    "gates": Quantity("gate of a block's end", "How far a block ends after each layer.", False),
+    "value_residual": Quantity(
+        "share of layer 0's values", "What values take from the first layer's.", False, layers=True
+    ),
+    "gates": Quantity("gate of a block's end", "How far a block ends after each layer.", False, layers=True),
 }
 """By the names under which runs record them and inspections have them, in the order in which they are drawn."""
 CHOICE = ("effective", "distance", "embedding", "persistence", "sharpness")
@@ -152,10 +156,10 @@ def by_depth(comparison: Comparison, keys: Sequence[str], name: str, title: str)
         panel(ax, comparison, key)
     legend(figure, *axes)
     caption = " ".join(quantity(key).meaning for key in keys)
-    dotted = "a plain residual" if any(quantity(key).plain for key in keys) else ""
-    if "effective" in keys and len(comparison.variants) == 1:
-        dotted += ", and as many sources as there are" if dotted else "as many sources as there are"
-    caption += f" Dotted: {dotted}." if dotted else ""
+    dotted = ["a plain residual"] if any(quantity(key).plain for key in keys) else []
+    if "effective" in keys and any(map(most_sources, comparison.variants)):
+        dotted.append("as many sources as a read has, the most that there can be")
+    caption += f" Dotted: {listed(dotted)}." if dotted else ""
     caption += f" {MARKS}{', diamond: the output' if any(quantity(key).reads for key in keys) else ''}."
     caption += "".join(coinciding(comparison, key) for key in keys)
     if any(len(variant.seeds) > 1 for variant in comparison.variants):
@@ -182,6 +186,12 @@ def coinciding(comparison: Comparison, key: str) -> str:
     return "".join(f" {listed(group)} are the same line in '{what}'." for group in groups if len(group) > 1)
 
 
+def most_sources(variant: Variant) -> list[float]:
+    """How many sources each read has, NaN where it weighs none; nothing where that was not measured."""
+    most = variant.mean.entropy.get("most", []) if variant.inspections else []
+    return [float(count or np.nan) for count in most]
+
+
 def panel(ax: Axes, comparison: Comparison, key: str) -> None:
     """Draw one quantity of every variant that has it."""
     what = quantity(key)
@@ -195,12 +205,14 @@ def panel(ax: Axes, comparison: Comparison, key: str) -> None:
     dotted: dict[str, Any] = {"color": style.MUTED, "linewidth": 0.9, "linestyle": ":", "zorder": 1}
     if what.plain is not None:
         ax.plot(np.arange(deepest), what.plain(np.arange(deepest)), **dotted)
-    if key == "effective" and len(comparison.variants) == 1 and comparison.variants[0].inspections:
-        most = comparison.variants[0].mean.entropy.get("most", [])
-        places = spread(sublayers(comparison.variants[0], len(most)))
-        ax.step(places, [count or np.nan for count in most], where="mid", **dotted)
+    if key == "effective":
+        for variant, look in zip(comparison.variants, comparison.looks(), strict=True):
+            if most := most_sources(variant):
+                places = spread(sublayers(variant, len(most)))
+                ax.step(places, most, where="mid", **(dotted | {"color": look["color"]}))
     log_if_wide(ax, np.concatenate([table.ravel() for table in tables if table is not None]), what.log)
-    depth_axis(ax, deepest, reads=what.reads)
+    layouts = [one.layout for variant in comparison.variants for one in variant.inspections.values()]
+    depth_axis(ax, deepest, reads=what.reads, each=1 if what.layers else per_layer(layouts[0]) if layouts else 2)
     ax.set_ylabel(what.axis)
 
 

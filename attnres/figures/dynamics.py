@@ -4,12 +4,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.colors import LogNorm, Normalize
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from attnres.figures.comparison import Comparison, Variant
 from attnres.figures.depth import MARKS, QUANTITIES, panel, quantity, rows
 from attnres.figures.losses import held_out_panel
-from attnres.figures.plot import PAGE, SMALL, NotShown, Plot, canvas, head, legend, panels
+from attnres.figures.plot import PAGE, SMALL, NotShown, Plot, canvas, head, legend, panels, per_layer
 
 
 def dynamics(comparison: Comparison) -> Plot:
@@ -79,13 +79,13 @@ def over_steps(comparison: Comparison) -> Plot:
             )
             ax.grid(visible=False)
         row[0].set_ylim(max(len(table) for _, table in parts) - 0.5, -0.5)
-        row[0].yaxis.set_major_locator(MaxNLocator(nbins=5, integer=True))
-        first, counts = next(
-            (ax, _counts(one, len(table)))
-            for ax, one, (_, table) in zip(row, variants, parts, strict=True)
-            if table.size
+        first, each = next(
+            (ax, _each(one, len(table))) for ax, one, (_, table) in zip(row, variants, parts, strict=True) if table.size
         )
-        first.set_ylabel(counts)
+        step = each * max(1, round(max(len(table) for _, table in parts) / 5 / each))
+        row[0].yaxis.set_major_locator(MultipleLocator(step))
+        row[0].yaxis.set_major_formatter(FuncFormatter(lambda place, _, each=each: f"{place / each:g}"))
+        first.set_ylabel("layer")
         first.tick_params(labelleft=True)
         bar = figure.colorbar(mesh, ax=list(row), fraction=0.03, pad=0.015)
         bar.set_label(quantity(key).axis, fontsize=SMALL)
@@ -104,11 +104,13 @@ def over_steps(comparison: Comparison) -> Plot:
     return Plot("dynamics-steps", "Training dynamics by depth", caption, figure)
 
 
-def _counts(variant: Variant, rows: int) -> str:
-    """What there is one number each of, by how many there are beside the outputs of sublayers."""
+def _each(variant: Variant, rows: int) -> int:
+    """How many rows a layer has: those of its sublayers, or of their reads, or one."""
     sublayers = len(variant.over_steps("output_rms")[1])
-    reads = {sublayers + 1, *(len(inspection.layout) for inspection in variant.inspections.values())}
-    return "sublayer" if rows == sublayers else "read" if rows in reads else "layer"
+    layouts = [inspection.layout for inspection in variant.inspections.values()]
+    each = per_layer(layouts[0]) if layouts else 2
+    by_sublayer = {sublayers, sublayers + 1, *map(len, layouts)}
+    return each if rows in by_sublayer else 1
 
 
 def _steps(ax: Any, inches: float) -> None:

@@ -22,6 +22,7 @@ from attnres.figures.plot import (
     depth_line,
     head,
     label,
+    per_layer,
 )
 from attnres.residuals import Read, depths, outputs
 
@@ -138,9 +139,8 @@ def learned(inspection: "Inspection") -> Plot:
         if table["axes"][0] in ("read", "sublayer"):
             sublayers = of_reads[: len(values)] if table["axes"] == ["read"] else None
             depth_line(ax, values, sublayers, **look)
-            depth_axis(
-                ax, len(values) if sublayers is None else sublayers[-1] + 1, reads=len(values) == len(inspection.reads)
-            )
+            count = len(values) if sublayers is None else sublayers[-1] + 1
+            depth_axis(ax, count, reads=len(values) == len(inspection.reads), each=per_layer(inspection.layout))
         else:
             ax.plot(values, marker="o", linewidth=1.2, markersize=3.0, **look)
             ax.set_xlabel(table["axes"][0])

@@ -23,6 +23,8 @@ SMALL = 7.0
 """Points: tick labels and legends of a figure in a paper."""
 SMALLEST = 4.6
 """Points: the least that tick labels shrink to before some are left out."""
+LINE = 1.12
+"""Of a tick's letters: the room that a name beside an axis needs, by its size."""
 NOTEBOOK_DPI = 130
 _LABELS = {"embedding": "emb", "attention": "attn", "output": "out"}
 
@@ -107,8 +109,8 @@ def thin_ticks(axis: Axis, places: Sequence[float], names: Sequence[str], inches
     `inches`: room along the axis. A name beside an axis needs the height of its letters, whichever way it is turned.
     """
     room = inches / max(1, len(places))
-    size = min(size, max(SMALLEST, 72 * room / 1.25))
-    every = max(1, math.ceil(1.25 * size / 72 / room - 1e-9))
+    size = min(size, max(SMALLEST, 72 * room / LINE))
+    every = max(1, math.ceil(LINE * size / 72 / room - 1e-9))
     every += every % 2 == 0
     shown = list(range(0, len(places), every))
     last = len(places) - 1
@@ -119,17 +121,26 @@ def thin_ticks(axis: Axis, places: Sequence[float], names: Sequence[str], inches
     axis.set_ticks([places[i] for i in shown], [plain(names[i]) for i in shown], fontsize=size)
 
 
-def depth_axis(ax: Axes, count: int, *, reads: bool) -> None:
-    """The sublayers, or the reads with the output's at the end, along x."""
+def depth_axis(ax: Axes, count: int, *, reads: bool, each: int = 2) -> None:
+    """Depth along x: sublayers, or reads with the output's at the end, under the numbers of their layers.
+
+    Args:
+        count: values, of sublayers from the first on. each: sublayers of a layer, whose first has the tick.
+    """
     last = count - 1
-    step = max(1, math.ceil(last / 6 / 2) * 2)
+    step = each * max(1, math.ceil(last / 6 / each))
     ticks = [i for i in range(0, count, step) if not reads or last - i >= step * 0.6]
     ax.set_xlim(-0.04 * count, last + 0.04 * count)
-    names = [str(i) for i in ticks]
+    names = [str(i // each) for i in ticks]
     if reads:
         ticks, names = [*ticks, last], [*names, "out"]
     ax.set_xticks(ticks, names)
-    ax.set_xlabel("sublayer" + (" that reads" if reads else ""))
+    ax.set_xlabel("layer" + (" that reads" if reads else ""))
+
+
+def per_layer(layout: Sequence[Read]) -> int:
+    """How many sublayers a layer has."""
+    return max(1, len({read.kind for read in layout if read.number == 0}))
 
 
 def spread(sublayers: Sequence[int]) -> np.ndarray:

@@ -158,7 +158,8 @@ def _table(table: Table, comparison: Comparison) -> str:
         body += f'<tr><th scope="row">{name}</th>' + "".join(f"<td>{cell}</td>" for cell in rest) + "</tr>\n"
     notes = "".join(f"<li>{_prose(note)}</li>" for note in table.notes)
     return (
-        f'<div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>\n{body}</tbody></table></div>\n'
+        f'<div class="card scroll"><table class="variants"><thead><tr>{head}</tr></thead>'
+        f"<tbody>\n{body}</tbody></table></div>\n"
         f'<ul class="notes">{notes}</ul>'
     )
 
@@ -175,7 +176,7 @@ def _row(table: Table, row: Row, colour: str) -> str:
             if row.paired is not None and row.decided and row.complete:
                 kind = "good" if row.paired.mean < 0 else "bad"
             text = f'<span class="{kind}">{escape(number)}</span>' + text[len(escape(number)) :]
-        out.append(f"<td>{text}</td>")
+        out.append(f'<td data-title="{escape(column.title, quote=True)}">{text}</td>')
     return "".join(out)
 
 

@@ -48,7 +48,9 @@ def branch(trunk: Path, step: int, config: TrainConfig) -> None:
         for name in ("data.json", "environment.json", "start.json", "metrics.jsonl"):
             if (trunk / name).is_file():
                 shutil.copyfile(trunk / name, folder / name)
-        shutil.copytree(trunk / "val", folder / "val")
+        for name in ("val", "residual"):
+            if (trunk / name).is_dir():
+                shutil.copytree(trunk / name, folder / name)
         write_json(folder / "config.json", to_dict(config))  # resuming it forgets what the trunk measured after `step`
 
 

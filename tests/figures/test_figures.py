@@ -328,7 +328,7 @@ def test_a_quantity_that_is_not_listed_is_drawn_under_its_own_name():
     with style.style():
         axes = over_steps(Comparison([variant("mine", "mine", dynamics={0: rows})])).figure.axes
     panels, bars = axes[:4], axes[4:]
-    assert [ax.get_ylabel() for ax in panels] == ["sublayer", "layer", "read", "sublayer"]
+    assert [ax.get_ylabel() for ax in panels] == ["layer"] * 4
     assert [ax.get_ylabel() for ax in bars] == ["RMS of outputs", "gate of a block's end", "of_reads", "of_sublayers"]
     assert panels[1].collections[0].norm(0.2) == pytest.approx(0.5), "gates are on a linear scale from 0"
 
@@ -351,7 +351,7 @@ def test_a_row_of_dynamics_is_labelled_where_its_first_panel_is():
         runs = [variant("standard", "standard", dynamics={0: rows}), variant("x" * 90, "full", dynamics={0: gated})]
         axes = over_steps(Comparison(runs)).figure.axes
     (first, second), (absent, gate) = axes[:2], axes[2:4]
-    assert [ax.get_ylabel() for ax in (first, second, absent, gate)] == ["sublayer", "", "", "read"]
+    assert [ax.get_ylabel() for ax in (first, second, absent, gate)] == ["layer", "", "", "layer"]
     assert not absent.axison
     assert [ax.get_xlabel() for ax in (first, second, gate)] == ["step", "", "step"]
     assert gate.yaxis.get_tick_params()["labelleft"]
