@@ -18,8 +18,9 @@ class Learned(Opened):
         self._share(whole.checkpoint, whole.context)
         self.name, self.step, self.path = whole.name, step, path
 
-    @property
+    @cached_property
     def model(self) -> Any:
+        """None. Raises UserError."""
         raise UserError(
             f"what {self.name} reads in a text at step {self.step:,} needs all weights of that step, and only the "
             f"residual's were kept: train with --keep-at {self.step}"
