@@ -48,12 +48,14 @@ class Plan:
     """Its kind."""
     rows: int = 8
     """Layouts to show; 0 shows all."""
+    measure: bool = False
+    """Balance stages by the time that each layer and the head take here, which builds the model and runs it."""
     json: bool = False
     """Print JSON."""
 
 
-def _shapes(options: Plan) -> Any:
-    """The model on the meta device. Raises UserError."""
+def _model(options: Plan, device: str) -> Any:
+    """The model with drawn weights, or on the meta device with shapes alone. Raises UserError."""
     import torch
 
     from attnres.models import build
@@ -64,13 +66,22 @@ def _shapes(options: Plan) -> Any:
     if isinstance(size, str) and size not in SIZES:
         if options.vocab_size is not None:
             raise UserError(f"vocab_size is given and {size} is a model, which has its own: leave it out")
-        return build_shapes(size, options.residual, options.settings)
+        return build_shapes(size, options.residual, options.settings, device)
     vocabulary = options.vocab_size or 65536
     positions, settings = options.context, options.settings
-    with torch.device("meta"):
+    with torch.device(device):
         return build(
             size, options.residual or "block", vocab_size=vocabulary, max_positions=positions, settings=settings
         )
+
+
+def _measured(options: Plan) -> tuple[list[float], float]:
+    """Seconds of each layer and of the head on this machine's device."""
+    from attnres.device import pick_device
+    from attnres.scale.layer_times import layer_times
+
+    model = _model(options, str(pick_device("auto")))
+    return layer_times(model, batch=options.batch, tokens=options.context)
 
 
 def run(arguments: list[str]) -> None:
@@ -89,11 +100,11 @@ def run(arguments: list[str]) -> None:
     from attnres.scale.plan import ASSUMPTIONS, Load, plan
     from attnres.text import duration, memory
 
-    model = _shapes(options)
+    costs = _measured(options) if options.measure else None
+    model = _model(options, "meta")
     load = Load(options.gpus, options.gpu, options.context, options.batch, options.microbatches)
-    rows = plan(
-        model, load, dp=options.dp, shard=options.shard, pp=options.pp, tp=options.tp, schedule=options.schedule
-    )
+    held = {"dp": options.dp, "shard": options.shard, "pp": options.pp, "tp": options.tp, "schedule": options.schedule}
+    rows = plan(model, load, **held, costs=costs)
     shown = rows[: options.rows or None]
     if options.json:
         print(json.dumps({"layouts": [row.to_dict() for row in shown], "assumptions": ASSUMPTIONS}, indent=2))
@@ -105,7 +116,7 @@ def run(arguments: list[str]) -> None:
 
     parameters = sum(parameter.numel() for parameter in model.parameters())
     title = (
-        f"{parameters / 1e9:,.1f} billion parameters on {options.gpus} {options.gpu}, residual {model.config.residual}"
+        f"{parameters / 1e9:,.3g} billion parameters on {options.gpus} {options.gpu}, residual {model.config.residual}"
     )
     heads = ("dp x shard x pp x tp", "schedule", "memory", "states", "activations", "sources", "fits")
     heads += ("vectors (all sent)", "stages/step", "shares/step", "slices/step", "bubble", "step", "tokens/s")
@@ -121,6 +132,16 @@ def run(arguments: list[str]) -> None:
             *(f"{row.bubble:.0%}", duration(row.seconds), f"{row.tokens_per_s:,.0f}"),
         )
     wide().print(table)
+    if costs is not None:
+        layers, head = costs
+        print(
+            f"Measured here, forward: a layer {min(layers) * 1e3:.3g} to {max(layers) * 1e3:.3g} ms, the head with the "
+            f"loss {head * 1e3:.3g} ms."
+        )
+    for row in shown:
+        if row.pp > 1:
+            stages = f"--pp {row.pp}" + f" --pp-virtual {row.virtual}" * (row.virtual > 1)
+            print(f"{stages}: --pp-layers {' '.join(map(str, row.layers))}")
     print("Memory is of the fullest rank, bytes of one rank; time is a model:")
     for assumption in ASSUMPTIONS:
         print(f"- {assumption}")

@@ -52,12 +52,16 @@ def build(
 
 
 def build_shapes(
-    name: str | Path, residual: str | None = None, settings: Mapping[str, Any] | None = None
+    name: str | Path,
+    residual: str | None = None,
+    settings: Mapping[str, Any] | None = None,
+    device: str | torch.device = "meta",
 ) -> DepthMixin:
-    """The model of a folder, a run or a hub name on the meta device, from its config.json alone.
+    """The model of a folder, a run or a hub name, from its config.json alone: shapes without memory, or drawn weights.
 
     Args:
         residual: of a plain model, "block" if none is given, with `settings`; a model with depth reads keeps its own.
+        device: another than the meta device draws the weights there.
 
     Raises:
         UserError: no such model, a family that is not listed, or a residual for a model that has one.
@@ -68,7 +72,7 @@ def build_shapes(
 
     described = open_config(name)
     config = described.config
-    with foreign(f"the model of {name} cannot be built", "is its config.json whole?"), torch.device("meta"):
+    with foreign(f"the model of {name} cannot be built", "is its config.json whole?"), torch.device(device):
         if described.residual is not None:
             if residual not in (None, described.residual) or settings:
                 raise UserError(f"{name} has the residual '{described.residual}': leave residual and settings out")

@@ -97,8 +97,17 @@ def layer_costs(model: DepthMixin) -> tuple[list[float], float]:
     return layers, 0.0 if head is None else float(sum(p.numel() for p in head.parameters()))
 
 
-def plan_cut(model: DepthMixin, ranks: int, schedule: str, virtual: int, layers: tuple[int, ...] | None = None) -> Cut:
-    """Return where the model is cut: balanced by the cost of layers and head, or as `layers` a stage say.
+def plan_cut(
+    model: DepthMixin,
+    ranks: int,
+    schedule: str,
+    virtual: int,
+    layers: tuple[int, ...] | None = None,
+    costs: tuple[list[float], float] | None = None,
+) -> Cut:
+    """Return where the model is cut: as `layers` a stage say, or balanced by the costs of its layers and of its head.
+
+    Costs are `layer_costs`, multiplications, unless others are given, as `layer_times` measures them.
 
     Raises:
         UserError: more stages than layers, or other numbers than stages.
@@ -106,8 +115,8 @@ def plan_cut(model: DepthMixin, ranks: int, schedule: str, virtual: int, layers:
     stages = ranks * virtual
     where = placed(stages, ranks, v_shaped=schedule_named(schedule).v_shaped)
     if layers is None:
-        costs, head = layer_costs(model)
-        layers = balanced(costs, stages, last=head)
+        of_layers, head = costs or layer_costs(model)
+        layers = balanced(of_layers, stages, last=head)
     elif sum(layers) != len(model.depth_layers):
         raise UserError(f"the layers of the stages are {list(layers)}, and the model has {len(model.depth_layers)}")
     return cut_of(layers, where, sublayers=len(model.residual.itself().sublayers))

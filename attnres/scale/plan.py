@@ -122,11 +122,13 @@ def plan(
     pp: int | None = None,
     tp: int | None = None,
     schedule: str | None = None,
+    costs: tuple[list[float], float] | None = None,
 ) -> list[Planned]:
     """Return the layouts that these numbers leave open, those that fit first, the fastest first.
 
     Args:
         model: on the meta device: only its shapes are looked at.
+        costs: by which stages are balanced, see `plan_cut`.
 
     Raises:
         UserError: numbers that cannot be, or a device that is not in `DEVICES`.
@@ -136,7 +138,7 @@ def plan(
     rows = [
         planned
         for layout in _layouts(load, len(model.depth_layers), dp, shard, pp, tp, schedule)
-        if (planned := _planned(model, load, layout)) is not None
+        if (planned := _planned(model, load, layout, costs)) is not None
     ]
     if not rows:
         held = {"dp": dp, "shard": shard, "pp": pp, "tp": tp, "schedule": schedule}
@@ -181,7 +183,7 @@ def _divisors(number: int) -> list[int]:
     return [part for part in range(1, number + 1) if number % part == 0]
 
 
-def _planned(model: DepthMixin, load: Load, layout: _Layout) -> Planned | None:
+def _planned(model: DepthMixin, load: Load, layout: _Layout, costs: tuple[list[float], float] | None) -> Planned | None:
     dp, shard, pp, tp, virtual, schedule = layout
     try:
         if pp > 1:
@@ -190,7 +192,7 @@ def _planned(model: DepthMixin, load: Load, layout: _Layout) -> Planned | None:
             check_slices(model, tp)
     except UserError:
         return None
-    cut = plan_cut(model, pp, schedule, virtual)
+    cut = plan_cut(model, pp, schedule, virtual, costs=costs)
     residual = model.residual.itself()
     table, naive = crossings(residual, cut), crossings(residual, cut, cached=False)
     device, width = DEVICES[load.device], model.config.hidden_size

@@ -151,7 +151,7 @@ class ParallelConfig:
     pp_virtual: int | None = None
     """Stages of a process; none is 2 where the schedule has several, else 1."""
     pp_layers: tuple[int, ...] | None = None
-    """Layers of each stage; none balances them by their multiplications."""
+    """Layers of each stage; none balances them by their multiplications (`attnres plan --measure`: by their times)."""
     tp: int = 1
     """Processes among which the matrices of every layer are shared out, by Transformers' tp_plan, and the tokens of
     every sequence."""

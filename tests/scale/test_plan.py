@@ -1,6 +1,7 @@
 """The planner's table: bytes that the runtime's table says, layouts that multiply to the GPUs, models of any size."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from attnres.cli import main
 from attnres.models import build
 from attnres.models.build import build_shapes
 from attnres.scale.crossings import crossings, vectors
+from attnres.scale.layer_times import layer_times
 from attnres.scale.pipeline import plan_cut
 from attnres.scale.plan import Load, in_flight, plan
 
@@ -65,7 +67,7 @@ def test_shapes_of_trillions_of_parameters_are_planned(capsys):
     rows = json.loads(capsys.readouterr().out)["layouts"]
     assert rows[0]["fits"] and rows[0]["states"] < 192e9
     main(["plan", "100m", "--gpus", "4", "--rows", "2"])
-    assert "0.1 billion parameters on 4 h100" in capsys.readouterr().out
+    assert "0.0713 billion parameters on 4 h100" in capsys.readouterr().out
 
 
 def test_models_of_folders_and_of_the_hub_are_planned_from_their_config_alone(folders, tmp_path, monkeypatch, capsys):
@@ -97,3 +99,22 @@ def test_models_of_folders_and_of_the_hub_are_planned_from_their_config_alone(fo
 def test_numbers_that_cannot_be_are_refused(numbers, said):
     with pytest.raises(UserError, match=said):
         plan(shapes(), Load(8, microbatches=2), **numbers)
+
+
+def test_stages_are_balanced_by_measured_times(capsys):
+    """Layers that are slower than their multiplications say get stages of fewer layers."""
+    size = {"family": "qwen3", "hidden_size": 32, "num_hidden_layers": 8, "num_attention_heads": 2}
+    size |= {"num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 48}
+    model = build(size, "block", vocab_size=61)
+    slow = model.depth_layers[6]
+    slow.mlp.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+    hooks = len(slow._forward_hooks)
+    times, head = layer_times(model, batch=1, tokens=8, rounds=3)
+    assert len(times) == 8 and head > 0 and times[6] > 0.05
+    assert len(slow._forward_hooks) == hooks and all(p.grad is None for p in model.parameters())
+    (row,) = plan(model, Load(2, context=8), pp=2, schedule="1f1b", costs=(times, head))
+    (even,) = plan(model, Load(2, context=8), pp=2, schedule="1f1b")
+    assert row.layers[1] < even.layers[1]
+    main(["plan", json.dumps(size), "--vocab-size", "61", "--gpus", "2", "--pp", "2", "--context", "8", "--measure"])
+    out = capsys.readouterr().out
+    assert "Measured here, forward: a layer" in out and "--pp 2: --pp-layers" in out
