@@ -1,10 +1,12 @@
 """`attnres env`: versions, devices, and which backend a read takes."""
 
+import contextlib
 import json
 import platform
 from dataclasses import dataclass
 from typing import Any
 
+from attnres.errors import UserError
 from attnres.flags import parse
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
@@ -56,6 +58,9 @@ def collect() -> dict[str, Any]:
             plan = explain([torch.zeros(1, 256, dtype=dtype, device=device)])
             name = str(dtype).removeprefix("torch.")
             reads.append({"device": str(device), "dtype": name, "backend": plan.backend, "reason": plan.reasons[0]})
+    cache = None
+    with contextlib.suppress(UserError):
+        cache = str(cache_dir())
     no_cuda = None
     if len(devices) == 1:
         built = torch.backends.cuda.is_built()
@@ -71,7 +76,7 @@ def collect() -> dict[str, Any]:
         "cuda": [torch.cuda.get_device_name(device) for device in devices[1:]],
         "no_cuda": no_cuda,
         "reads": reads,
-        "cache": str(cache_dir()),
+        "cache": cache,
     }
 
 
@@ -89,7 +94,7 @@ def as_text(facts: dict[str, Any]) -> str:
     lines += ["", "a depth read runs on"]
     for row in facts["reads"]:
         lines.append(f"  {row['device']:<7} {row['dtype']:<9} {names[row['backend']]:<15} {row['reason']}")
-    return "\n".join([*lines, "", f"cache {facts['cache']}"])
+    return "\n".join([*lines, "", f"cache {facts['cache'] or 'none: no home folder and no ATTNRES_CACHE'}"])
 
 
 def _bf16(facts: dict[str, Any], device: str) -> str:

@@ -8,6 +8,9 @@ import tyro
 from attnres.errors import UserError
 from attnres.flags import Settings, Size, parse
 
+MOST = 10**9
+"""GPUs, tokens, sequences, words that are counted with."""
+
 
 @dataclass
 class Plan:
@@ -90,8 +93,8 @@ def run(arguments: list[str]) -> None:
     numbers = ("gpus", "vocab_size", "dp", "shard", "pp", "tp", "microbatches", "batch", "context")
     for name in numbers:
         value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"{name} is {value}: it must be a number above 0")
+        if value is not None and not 1 <= value <= MOST:
+            raise UserError(f"{name} is {value}: it must be a number from 1 to {MOST:,}")
     if options.rows < 0:
         raise UserError(f"rows is {options.rows}: expected a number, or 0 for all layouts")
 

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from attnres.studies.design import Design, Setting, Table
 
 
+MOST_SEEDS = 1000
+"""Runs of a group."""
+
+
 @dataclass
 class Study:
     """Carry out a study: a grid of runs, an analysis, figures and a page. The same command continues it."""
@@ -75,9 +79,11 @@ def run(arguments: list[str]) -> None:
     if options.preset not in PRESETS:
         raise unknown("preset", options.preset, PRESETS)
     preset = PRESETS[options.preset]
-    if options.seeds is not None and options.seeds < 1:
-        raise UserError(f"seeds is {options.seeds}: expected a whole number from 1, how many runs a group has")
-    if options.budget is not None and not options.budget > 0:
+    if options.seeds is not None and not 1 <= options.seeds <= MOST_SEEDS:
+        raise UserError(f"seeds is {options.seeds}: expected from 1 to {MOST_SEEDS}, how many runs a group has")
+    if options.jobs is not None and options.jobs < 1:
+        raise UserError(f"jobs is {options.jobs}: expected 1 or more runs at a time")
+    if options.budget is not None and not 0 < options.budget < math.inf:
         raise UserError(f"budget is {options.budget}: expected hours, a number above 0")
     images = None if options.images is None else str(user_path(options.images).resolve())
     if images is not None and not Path(images).exists():

@@ -33,6 +33,7 @@ from attnres.paths import user_path
 from attnres.progress import Bars
 from attnres.text import memory
 
+MOST_WORKERS = 1024
 _BATCH_BYTES = 1 << 20  # text encoded at a time: what bounds the memory
 _HASHES = 1 << 64
 
@@ -94,8 +95,8 @@ def prepare(
     """
     if not 0 <= held_out < 1:
         raise UserError(f"held_out is {held_out}, expected a share of the documents from 0 up to, not including, 1")
-    if workers < 1:
-        raise UserError(f"workers is {workers}, expected a number of processes above 0")
+    if not 1 <= workers <= MOST_WORKERS:
+        raise UserError(f"workers is {workers}, expected a number of processes from 1 to {MOST_WORKERS}")
     settings = {"tokenizer": tokenizer, "held_out": held_out, "limit": limit, "column": column}
     if isinstance(source, str | Path):
         folder = user_path(source)

@@ -46,6 +46,8 @@ class Sampling:
             raise UserError(
                 f"temperature is {self.temperature}: expected a number above 0, or greedy for the likeliest token"
             )
+        if not 0 <= self.seed < 2**63:
+            raise UserError(f"seed is {self.seed}: expected a whole number from 0 to {2**63 - 1}")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k is {self.top_k}: expected a whole number, at least 1")
         if self.top_p is not None and not 0 < self.top_p <= 1:

@@ -5,6 +5,7 @@ are counts and a model, with its assumptions in `ASSUMPTIONS`.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -180,7 +181,8 @@ def _layouts(
 
 
 def _divisors(number: int) -> list[int]:
-    return [part for part in range(1, number + 1) if number % part == 0]
+    small = [part for part in range(1, math.isqrt(number) + 1) if number % part == 0]
+    return sorted({*small, *(number // part for part in small)})
 
 
 def _planned(model: DepthMixin, load: Load, layout: _Layout, costs: tuple[list[float], float] | None) -> Planned | None:

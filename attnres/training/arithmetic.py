@@ -78,8 +78,8 @@ def kept(recorded: Mapping[str, Any], who: Processes, width: int, *, different: 
         if other and not different:
             pairs = [f"{_NAMES.get(name, name)} ({recorded[name]} there, {here[name]} here)" for name in other]
             raise UserError(
-                f"the run would not go on bit for bit, since it was trained with another {listed(pairs)}: resume it "
-                "where these are the same, or give --allow-different"
+                f"the run would not go on bit for bit, for it was trained with other arithmetic: {listed(pairs)}; "
+                "resume it where these are the same, or give --allow-different"
             )
         yield
 

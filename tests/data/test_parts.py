@@ -88,5 +88,6 @@ def test_a_text_that_the_tokenizer_cannot_read_is_said_and_no_process_is_none(co
     Tokenizer(models.WordLevel({"a": 0}, unk_token="[none]")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match="the tokenizer cannot read the text"):
         prepare(str(corpus), str(tmp_path / "tokenizer.json"), held_out=0, workers=2, progress=False)
-    with pytest.raises(UserError, match="workers is 0, expected a number of processes above 0"):
-        prepare(str(corpus), "bpe:300", workers=0, progress=False)
+    for workers in (0, 10**30):
+        with pytest.raises(UserError, match=f"workers is {workers}, expected a number of processes from 1 to 1024"):
+            prepare(str(corpus), "bpe:300", workers=workers, progress=False)

@@ -93,4 +93,4 @@ def test_a_home_that_cannot_be_told_is_a_reason(compiler, monkeypatch):
     for name in ("ATTNRES_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", lambda uid: (_ for _ in ()).throw(KeyError(uid)))
-    assert "begins with a home folder that cannot be told" in cpu_build.library.__wrapped__()
+    assert "this user has no home folder" in cpu_build.library.__wrapped__()
