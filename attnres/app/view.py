@@ -18,7 +18,7 @@ from attnres.inspect.notebook import FLOOR
 from attnres.inspect.routing import By
 from attnres.inspect.steps import StepChange
 from attnres.residuals import Read
-from attnres.text import short
+from attnres.text import number, short
 
 PAPER = "#ffffff"
 BEFORE = "#8a94a3"
@@ -285,7 +285,7 @@ def summary(p: Pane) -> str:
         return f"loss {loss:.3f} nats per token"
     change = float(p.effect.losses.mean()) - loss
     count = f"{len(p.cuts)} edge{'s' if len(p.cuts) > 1 else ''}"
-    return f"loss {loss:.3f} → <b>{loss + change:.3f}</b> nats ({change:+.3f}) without {count}"
+    return f"loss {loss:.3f} → <b>{loss + change:.3f}</b> nats ({number(change, signed=True)}) without {count}"
 
 
 def _cuts(p: Pane) -> str:
@@ -532,7 +532,9 @@ def difference(first: Pane, second: Pane) -> str:
         layout,
         values,
         f"Difference of {first.by}s, second less first",
-        lambda r, i: f"{layout[r].name} reads {layout[r].sources[i].name}: {first.by} {float(values[r][i]):+.3f}",
+        lambda r, i: (
+            f"{layout[r].name} reads {layout[r].sources[i].name}: {first.by} {number(float(values[r][i]), signed=True)}"
+        ),
         name="difference",
         largest=largest,
         click=False,
@@ -540,7 +542,8 @@ def difference(first: Pane, second: Pane) -> str:
     losses = [p.reading.loss for p in (first, second)]
     change = ""
     if losses[0] is not None and losses[1] is not None:
-        change = f"Loss {losses[0]:.3f} and {losses[1]:.3f} nats per token, {losses[1] - losses[0]:+.3f}. "
+        apart = number(losses[1] - losses[0], signed=True)
+        change = f"Loss {losses[0]:.3f} and {losses[1]:.3f} nats per token, {apart}. "
     note = (
         f"{change}Mean {first.by} over the text, second less first, every edge in place: blue where the second reads "
         "more of it, orange less. Edges that only one of them has are left out."

@@ -406,7 +406,11 @@ def _position(position: Any, length: int) -> int:
 
 
 def _several(source: str | Sequence[str]) -> Sequence[str]:
-    return (source,) if isinstance(source, str) else source
+    """One name or several as a sequence. Raises UserError."""
+    names = (source,) if isinstance(source, str) else source
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"the source is {source!r}: expected a name such as 'embedding', or several")
+    return names
 
 
 def _check_sources(names: Sequence[str], reads: Sequence[int], residual: Residual) -> None:

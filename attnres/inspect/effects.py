@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,16 @@ Token = int | str
 """A token: its id, or its letters."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Prediction:
     """What a model says of one text: `ids` (T,) and the log-probabilities (T, V) of each next token, fp32, CPU."""
 
     ids: Tensor
     log_probs: Tensor
+
+    def __repr__(self) -> str:
+        best = int(self.log_probs[-1].argmax())
+        return f"Prediction({len(self.ids)} tokens, then {best} with {short(self.log_probs[-1, best].exp().item(), 3)})"
 
     @property
     def losses(self) -> Tensor:
@@ -130,8 +134,9 @@ def effect(
 
 
 def several(edits: Edits) -> Sequence[Edit]:
-    """One edit, or several, as a sequence."""
-    return (edits,) if isinstance(edits, Edit) else edits
+    """One edit, or several, as a sequence; what is none is refused where it is made."""
+    many = isinstance(edits, Sequence) and not isinstance(edits, str)
+    return edits if many else (cast(Edit, edits),)
 
 
 def tokenizer_of(model: Any) -> Any:

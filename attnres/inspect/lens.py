@@ -80,6 +80,8 @@ def logit_lens(model: Any, text: Text, *, top: int = 5) -> Lens:
     Raises:
         UserError: as `predict`, or a residual that mixes by no weights.
     """
+    if top < 1:
+        raise UserError(f"top is {top}: expected at least one token a read")
     vectors = read_vectors(model, text)
     top = min(top, len(vectors.log_probs))
     norm = _final_norm(model)
@@ -97,7 +99,7 @@ def logit_lens(model: Any, text: Text, *, top: int = 5) -> Lens:
     return Lens([read.name for read in vectors.layout], vectors.ids.tolist(), ids, chances, targets, divergence)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Direct:
     """What the sources of the output's read add to a logit.
 
@@ -119,6 +121,10 @@ class Direct:
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
         return asdict(self)
+
+    def __repr__(self) -> str:
+        less = "" if self.against is None else f" less {self.against}"
+        return f"Direct(logit of {self.target}{less} after position {self.position}: {self.logit:.3f})"
 
     def frame(self) -> Any:
         """A data frame with a row an output, or a source where single outputs are not told apart, and the rest."""

@@ -13,7 +13,7 @@ from attnres.inspect.record import find_residual
 from attnres.residuals import Read
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Vectors:
     """One text's reads.
 
@@ -32,6 +32,9 @@ class Vectors:
     sources: Sequence[Sequence[Tensor]]
     outputs: Sequence[Tensor]
     log_probs: Tensor
+
+    def __repr__(self) -> str:
+        return f"Vectors({len(self.layout)} reads, {len(self.ids)} tokens)"
 
     def source(self, read: str, source: str) -> Tensor:
         """(T, d): the vector of a source as a read mixes it, for `Patch`.

@@ -8,6 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 from invented import TOKENS, inspection, names, of_several_reads
+from matplotlib.figure import Figure
 
 from attnres.errors import UserError
 from attnres.figures import (
@@ -21,6 +22,7 @@ from attnres.figures import (
     style,
     write_figures,
 )
+from attnres.figures.cells import cells as draw_cells
 from attnres.figures.comparison import Difference
 from attnres.figures.depth import CHOICE, by_depth
 from attnres.figures.dynamics import over_steps
@@ -30,6 +32,7 @@ from attnres.figures.patterns import at_boundaries, boundaries, by_kind, label_s
 from attnres.figures.plot import label, thin_ticks
 from attnres.figures.tokens import _layout, drawable, stacked, token_map
 from attnres.inspect.routing import FIELD
+from attnres.report.theme import to_svg
 from attnres.residuals import RESIDUALS, traits_of
 from attnres.residuals.mechanisms.muddformer import WAYS
 
@@ -311,6 +314,41 @@ def test_several_seeds_are_a_line_at_their_mean_in_a_band_from_least_to_most():
     assert ax.get_lines()[0].get_ydata().tolist() == [0.0, 2.0, 4.0, 1.0, 1.0]
     band = ax.collections[0].get_paths()[0].vertices
     assert [band[band[:, 0] == 2][:, 1].min(), band[band[:, 0] == 2][:, 1].max()] == [2.0, 6.0]
+
+
+def test_depth_is_numbered_by_layers():
+    figure = by_depth(models(inspection("full", 12)), ("output_rms", "input_rms"), "x", "y").figure
+    outputs, reads = figure.axes
+    assert [outputs.get_xlabel(), reads.get_xlabel()] == ["layer", "layer that reads"]
+    for ax in (outputs, reads):
+        numbered = [(t.get_text(), x) for t, x in zip(ax.get_xticklabels(), ax.get_xticks()) if t.get_text() != "out"]
+        assert len(numbered) > 4 and all(x == 2 * int(text) for text, x in numbered), "a layer's attention"
+    assert reads.get_xticks()[-1] == 24 and reads.get_xticklabels()[-1].get_text() == "out"
+
+
+def test_each_variant_has_the_most_sources_that_its_reads_can_have():
+    pair = models(inspection("full", 2), inspection("block", 2))
+    plot = by_depth(pair, ("effective",), "x", "y")
+    dotted = [line for line in plot.figure.axes[0].get_lines() if line.get_linestyle() == ":"]
+    assert [line.get_ydata().tolist() for line in dotted] == [one.mean.entropy["most"] for one in pair.variants]
+    assert [line.get_color() for line in dotted] == [look["color"] for look in pair.looks()]
+    assert "Dotted: as many sources as a read has" in plot.caption
+
+
+def test_what_a_read_cannot_see_is_hatched_by_lines_within_its_cells():
+    """No pattern: browsers print one image for each use."""
+    figure = Figure()
+    values = np.array([[1.0, np.nan, np.nan], [np.nan, 2.0, np.nan]])
+    with style.style():
+        draw_cells(figure.subplots(), values)
+    (line,) = figure.axes[0].get_lines()
+    points = line.get_xydata().reshape(-1, 3, 2)
+    assert np.isnan(points[:, 2]).all() and len(points) > 6
+    for start, end in points[:, :2]:
+        middle = (start + end) / 2
+        assert np.isnan(values[int(middle[1]), int(middle[0])])
+        assert end[0] - start[0] == pytest.approx(start[1] - end[1]) and 0 < end[0] - start[0] <= 1
+    assert "<pattern" not in to_svg(figure, "x", "x", 1.0)
 
 
 def test_lines_that_lie_on_one_another_are_named():

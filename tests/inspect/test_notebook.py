@@ -6,8 +6,20 @@ import pytest
 import torch
 
 from attnres import UserError
-from attnres.inspect import KnockOut, attribute, direct, effect, inspect_model, logit_lens, patch, record
+from attnres.inspect import (
+    KnockOut,
+    attribute,
+    direct,
+    effect,
+    inspect_model,
+    logit_lens,
+    patch,
+    predict,
+    read_vectors,
+    record,
+)
 from attnres.models import load
+from attnres.text import short
 
 TEXT, OTHER = "The quick brown fox", "The lazy brown dog"
 
@@ -43,8 +55,14 @@ def test_each_is_a_short_line_and_a_table(shown):
         tree = ET.fromstring(f"<body>{page}</body>")
         assert not list(tree.iter("script")), name
         assert list(tree.iter("td")), name
-        if name != "direct":
-            assert len(repr(one)) < 200 and "\n" not in repr(one), name
+        assert len(repr(one)) < 200 and "\n" not in repr(one), name
+
+
+def test_what_holds_vectors_is_a_short_line_too(model):
+    assert repr(read_vectors(model, TEXT)).startswith("Vectors(7 reads, ")
+    prediction = predict(model, TEXT)
+    chance = prediction.log_probs[-1].exp().max()
+    assert repr(prediction).endswith(f"with {short(float(chance), 3)})") and len(repr(prediction)) < 60
 
 
 def test_frames_have_a_row_an_edge_with_its_names(shown):
@@ -72,5 +90,11 @@ def test_letters_are_read_by_the_models_own_tokenizer(model, make_model, tokeniz
         attribute(model, TEXT, target="a fox")
     with pytest.raises(UserError, match="the model has no tokenizer beside it"):
         effect(make_model(), TEXT, change)
+    with pytest.raises(UserError, match="'embedding' is no edit"):
+        effect(model, TEXT, "embedding")
+    with pytest.raises(UserError, match="the source is 3: expected a name"):
+        effect(model, TEXT, KnockOut(3))
+    with pytest.raises(UserError, match="top is 0"):
+        logit_lens(model, TEXT, top=0)
     with pytest.raises(UserError, match="a text is dict: expected letters or token ids"):
         effect(model, {"text": TEXT}, change)

@@ -130,6 +130,7 @@ def test_cells_without_a_value_are_no_paths_in_the_page(inspected: Path) -> None
     cells = re.findall(r'<path [^>]*style="fill: #[0-9a-f]{6}; stroke: var\(--paper\)', svg)
     assert len(cells) == 3 * count * (count + 1) // 2
     assert not re.search(r' d="[^"]*\.\d{3}', svg)
+    assert "<pattern" not in svg, "each of its uses is an image where a browser prints"
 
 
 def test_every_figure_inside_has_a_file_of_its_own(inspected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
