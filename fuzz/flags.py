@@ -18,13 +18,15 @@ VALUES = (
 )
 FLAGS = {
     "train": "config source tokenizer size residual steps batch-size lr seq-len seed out name device dtype betas "
-    "init-from settings held-out limit column block-size accumulation save-every keep-at",
+    "init-from settings held-out limit column block-size accumulation save-every keep-at residual-lr residual-hold "
+    "warmup decay momentum clip weight-decay val-every log-every depth-every val-windows pp-layers lora-rank",
     "compare": "variants seeds lrs jobs out timing-s config steps",
     "prepare": "source tokenizer column held-out limit out",
     "convert": "residual block-size num-blocks read-scale settings dtype to",
     "eval": "tasks data limit window stride batch-tokens dtype device out lm-eval-tasks",
     "generate": "prompt max-new-tokens temperature top-k top-p seed dtype device beside",
     "inspect": "text file corpus limit context kind out threshold knock-out batch-tokens dtype device column",
+    "search": "by top text file corpus limit context out batch-tokens dtype device column",
     "figures": "formats limit text",
     "report": "out images",
     "app": "host port",
@@ -90,6 +92,7 @@ def _begin(material: Material, command: str) -> list[str]:
         "eval": [str(material.run), "--tasks", str(material.task), *quick],
         "generate": [str(material.run), "--prompt", "read", "--max-new-tokens", "2"],
         "inspect": [str(material.run), "--text", "stream read write", *quick],
+        "search": [str(material.run), "embedding@output", "--text", "stream read write", *quick],
         "figures": [str(material.run / "inspection.json"), str(material.root / "out")],
         "report": [str(material.run), "--out", str(material.root / "out")],
         "app": [str(material.root / "absent")],
