@@ -5,6 +5,7 @@ becomes a `Stream`, each pre-norm reads when it is given one, and the residual a
 """
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -25,8 +26,16 @@ from attnres.residuals.base import as_it_is, verbs
 from attnres.residuals.program import take_bank
 
 _ADDITIONS = frozenset(
-    {torch.add, torch.Tensor.add, torch.Tensor.__add__, torch.Tensor.__radd__, torch._C.TensorBase.__add__}
+    {
+        operator.add,
+        torch.add,
+        torch.Tensor.add,
+        torch.Tensor.__add__,
+        torch.Tensor.__radd__,
+        torch._C.TensorBase.__add__,
+    }
 )
+"""What torch, or Dynamo when it exports, calls an addition."""
 
 
 _UNREAD = (
@@ -45,6 +54,8 @@ def is_addition(func: Callable) -> bool:
 
 _OF_ALL = frozenset({"is_nested", "is_cuda", "is_cpu", "is_meta", "is_sparse", "is_floating_point", "layout", "numel"})
 """What tensors say of themselves that is the same for every vector of a stream."""
+_OF_GRAPH = frozenset({"backward", "register_hook", "retain_grad"})
+"""What tensors say of their place in a graph of gradients, which a sum that is made to be looked at has not."""
 _CHANGES = "a depth stream is several vectors, and nothing changes them in place: return `output + change`"
 
 
@@ -192,6 +203,11 @@ class Stream:
             return getattr(self.like, name)
         if name.endswith("_"):
             raise TypeError(f"'{name}' of a depth stream was asked: {_CHANGES}")
+        if name in _OF_GRAPH:
+            raise TypeError(
+                f"'{name}' of a depth stream was asked, and no tensor of it has the gradient of a hidden state: ask it "
+                "of what an attention or an MLP puts out"
+            )
         return getattr(self.hidden_state(), name)
 
     def to(self, *args: Any, **kwargs: Any) -> "Stream":

@@ -302,6 +302,14 @@ def test_an_exported_graph_computes_the_models_logits(family, folders, tmp_path)
 
 @decoders
 @pytest.mark.filterwarnings("ignore")  # of the exporter's own
+def test_a_strict_export_computes_the_models_logits(family):
+    model = stirred(plain(family))
+    graph = torch.export.export(model, (), {"input_ids": IDS, "use_cache": False}, strict=True).module()
+    torch.testing.assert_close(graph(input_ids=IDS, use_cache=False).logits, logits(model, IDS), rtol=1e-4, atol=1e-5)
+
+
+@decoders
+@pytest.mark.filterwarnings("ignore")  # of the exporter's own
 def test_onnxruntime_computes_the_models_logits(family, folders, tmp_path):
     for name in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(name, reason="the extra `export` is not installed")

@@ -88,6 +88,8 @@ def test_changes_in_place_are_refused(both):
     for hook in (set_part, lambda module, args, output: output.add_(1), lambda m, a, output: torch.relu_(output)):
         with pytest.raises(TypeError, match=r"return `output \+ change`"):
             hooked(both[1], 0, hook)
+    with pytest.raises(TypeError, match="no tensor of it has the gradient of a hidden state"):
+        hooked(both[1], 0, lambda module, args, output: output.register_hook(print))
     stream = Stream.start(both[1].residual, torch.randn(2, 3, 32))
     assert not hasattr(stream, "no_such_thing") and stream.dim() == 3
     with pytest.raises(TypeError, match="0 of 6 sublayers have read the stream"):
