@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from attnres.inspect.attribution import Attribution, attribute
     from attnres.inspect.corpus import Search, search
     from attnres.inspect.inspection import Inspection
-    from attnres.inspect.inspector import inspect_model
+    from attnres.inspect.inspector import from_trace, inspect_model
     from attnres.inspect.lens import Direct, Lens, direct, logit_lens
     from attnres.inspect.patching import Patching, patch
     from attnres.inspect.prune import PruneReport, prune_report
@@ -26,6 +26,7 @@ else:  # these need Transformers
             "Attribution": "attnres.inspect.attribution",
             "attribute": "attnres.inspect.attribution",
             "Inspection": "attnres.inspect.inspection",
+            "from_trace": "attnres.inspect.inspector",
             "inspect_model": "attnres.inspect.inspector",
             "Direct": "attnres.inspect.lens",
             "Lens": "attnres.inspect.lens",
@@ -66,6 +67,7 @@ __all__ = [
     "direct",
     "effect",
     "find_residual",
+    "from_trace",
     "inspect_model",
     "intervene",
     "logit_lens",

@@ -82,7 +82,7 @@ class Inspection:
 
     Attributes:
         model: `name`, `residual`, `traits`, `settings`, `num_sublayers` L, `width`, `parameters`.
-        data: `source`, `documents`, `windows`, `tokens`, `context`, `kind`.
+        data: `source`, `tokens`; of text also `documents`, `windows`, `context`, `kind`.
         reads: names of the L+1 reads.
         routing: `reads`, `sources` (names), `layout` (as data); means over tokens of `weights`, of `contribution`, what
             a source is of its read by projection on it (signed, rows sum to one), and of `size`, |weight| times the

@@ -20,7 +20,7 @@ from attnres.inspect import geometry, measures
 from attnres.inspect.inspection import ByLabel, Example, Inspection, Weights
 from attnres.inspect.kinds import KINDS, guess_language, kinds_of
 from attnres.inspect.pieces import pieces
-from attnres.inspect.record import find_residual, record
+from attnres.inspect.record import Trace, find_residual, record
 from attnres.inspect.survey import Encoded, Survey, encode, front, survey
 from attnres.progress import counting
 from attnres.residuals import depths
@@ -94,30 +94,49 @@ def from_survey(
     model: Any, measured: Survey, *, name: str | None, source: str, context: int, kind: str, kinds: Sequence[str]
 ) -> Inspection:
     """An inspection, without prompts and example, of what a survey saw; `kinds` are the names of its labels."""
-    residual, trace = find_residual(model), measured.trace
+    inspection = from_trace(model, measured.trace, name=name, source=source)
+    routing, loss = inspection.routing, measured.loss
+    if routing is not None:
+        routing = {**routing, "high": measured.high, "largest": measured.largest}
+    about = {"documents": measured.documents, "windows": measured.windows, "context": context, "kind": kind}
+    return dataclasses.replace(
+        inspection,
+        data={**inspection.data, **about},
+        routing=routing,
+        kinds=_by_label(measured, kinds),
+        losses={"mean": loss.mean, "error": loss.error, "tokens": int(loss.total)},
+    )
+
+
+def from_trace(model: Any, trace: Trace, *, name: str | None = None, source: str = "inputs") -> Inspection:
+    """An inspection of what was recorded, of a model of anything: text, pictures, sound.
+
+    Args:
+        model: it has a residual of this package, of Transformers or by `attnres.attach`.
+        trace: of `attnres.record(model)`. name, source: of the model and of what it was given, for titles.
+
+    Raises:
+        UserError: no residual of this package, or nothing was recorded.
+    """
+    if not trace.tokens:
+        raise UserError("nothing was recorded: run the model inside `with attnres.record(model) as trace:`")
+    residual = find_residual(model)
     mixing = trace.mixing
     nats = [or_none(value) for value in trace.entropy]
-    config = model.config
+    settings = getattr(getattr(model, "config", None), "residual_settings", None)
     return Inspection(
         model={
             "name": name or type(model).__name__,
             "residual": residual.name,
             "traits": residual.traits._asdict(),
-            "settings": dict(getattr(config, "residual_settings", None) or {}),
+            "settings": dict(settings or {}),
             "num_sublayers": residual.num_sublayers,
             "width": residual.width,
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         },
-        data={
-            "source": source,
-            "documents": measured.documents,
-            "windows": measured.windows,
-            "tokens": trace.tokens,
-            "context": context,
-            "kind": kind,
-        },
+        data={"source": source, "tokens": trace.tokens},
         reads=trace.reads,
-        routing=_routing(measured),
+        routing=_routing(trace),
         entropy={
             "nats": nats,
             "effective": [None if value is None else math.exp(value) for value in nats],
@@ -139,8 +158,6 @@ def from_survey(
         source_rms=trace.source_rms,
         source_cosine=trace.source_cosine,
         key_cosine=trace.key_cosine,
-        kinds=_by_label(measured, kinds),
-        losses={"mean": measured.loss.mean, "error": measured.loss.error, "tokens": int(measured.loss.total)},
     )
 
 
@@ -216,8 +233,7 @@ def _prompts(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", options: di
     return _by_label(survey(model, encoded, labels=len(names), **options), names)
 
 
-def _routing(measured: Survey) -> Weights | None:
-    trace = measured.trace
+def _routing(trace: Trace) -> Weights | None:
     if not any(trace.sources):
         return None
     return {
@@ -227,8 +243,6 @@ def _routing(measured: Survey) -> Weights | None:
         "weights": trace.weights,
         "contribution": trace.contribution,
         "size": trace.size,
-        "high": measured.high,
-        "largest": measured.largest,
     }
 
 

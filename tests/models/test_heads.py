@@ -7,6 +7,8 @@ import transformers
 from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
 
 from attnres import UserError, convert, load, record
+from attnres.figures.write import draw_model
+from attnres.inspect import Inspection, from_trace
 from attnres.models.classes import AUTOS
 from attnres.models.exactness import compare_logits, fixed_inputs, logits
 
@@ -131,6 +133,23 @@ def test_what_converts_computes_the_same_and_loads_as_what_it_is(name, tmp_path)
     output = again(**inputs)
     getattr(output, "logits", output[0]).square().mean().backward()
     assert again.residual.query.grad[1:].abs().amax(1).min() > 0
+
+
+@pytest.mark.parametrize("name", ["ModernBertForMaskedLM", "ViTForImageClassification", "T5ForConditionalGeneration"])
+def test_figures_are_drawn_of_what_is_recorded(name, tmp_path):
+    """Of encoders, of pictures, and of layers with three sublayers."""
+    fields, kinds = MODELS[name]
+    model = convert(make(name, fields), block_size=3)
+    with torch.no_grad():
+        model.residual.query.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
+    with record(model) as trace:
+        logits(model, fixed_inputs(model))
+    inspection = from_trace(model, trace, source="noise")
+    inspection.save(tmp_path / "inspection.json")
+    drawn = draw_model(Inspection.load(tmp_path / "inspection.json"))
+    assert {"boundaries", "queries"} <= {plot.name for plot in drawn.plots}
+    assert len(inspection.reads) == model.residual.num_sublayers + 1 and inspection.data["source"] == "noise"
+    assert [read.rpartition(" ")[0] for read in inspection.reads[: len(kinds)]] == list(kinds)
 
 
 @pytest.mark.parametrize(

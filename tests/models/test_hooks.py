@@ -128,3 +128,12 @@ def test_nnsight_reads_layers_and_adds_to_what_their_mlps_put_out(both):
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(results[0][1], results[0][2], atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore")  # of that library's own
+def test_transformer_lens_refuses_what_is_not_on_its_list(both, save_tokenizer, tmp_path):
+    bridge = pytest.importorskip("transformer_lens.model_bridge", reason="transformer_lens is not installed")
+    both[1].save_pretrained(tmp_path)
+    save_tokenizer(tmp_path, 300)
+    with pytest.raises(ValueError, match="Could not determine supported architecture from config"):
+        bridge.TransformerBridge.boot_transformers(str(tmp_path), device="cpu")
