@@ -79,7 +79,7 @@ def test_what_cannot_be_kept_is_named_and_allowed_if_asked_for(
     state = json.loads(path.read_text())
     before = {file: file.read_bytes() for file in (tmp_path / "run").rglob("*") if file.is_file() and file != path}
     path.write_text(json.dumps(state | {"arithmetic": state["arithmetic"] | {"torch": "1.0", "kernels": "0123"}}))
-    message = r"another the build of the C kernels \(0123 there, \w+ here\) and torch \(1\.0 there, .* here\): resume"
+    message = r"the build of the C kernels \(0123 there, \w+ here\) and torch \(1\.0 there, .* here\); resume"
     with pytest.raises(UserError, match=message):
         train(configure(resume=True), progress=False)
     assert before == {file: file.read_bytes() for file in before}
