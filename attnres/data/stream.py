@@ -12,7 +12,6 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any, TypedDict
 
 import numpy as np
@@ -26,6 +25,7 @@ from attnres.data.tokenizer import load_tokenizer
 from attnres.errors import UserError
 from attnres.files import write_json, writing
 from attnres.locks import lock
+from attnres.paths import user_path
 from attnres.reading import read_json
 from attnres.typed import Count, checked
 
@@ -49,6 +49,12 @@ class Position(TypedDict):
     place: dict[str, Any] | None
 
 
+def refuse_prepared(spec: str) -> None:
+    """Raise UserError where a source is a prepared folder, of which there is nothing left to read."""
+    if (user_path(spec) / "header.json").is_file():
+        raise UserError(f"{spec} is prepared already, so nothing of it can be streamed: leave out data.stream")
+
+
 class StreamedTokens:
     """The training tokens of a source: those of its head, and those that were read since.
 
@@ -61,8 +67,7 @@ class StreamedTokens:
     """
 
     def __init__(self, head: Prepared, spec: str, *, column: str, held_out: float, limit: int) -> None:
-        if "key" not in head.header or "settings" not in head.header or head.path == Path(spec).absolute():
-            raise UserError(f"{spec} is prepared already, so nothing of it can be streamed: leave out data.stream")
+        refuse_prepared(spec)
         self.spec, self.column, self.held_out, self.limit = spec, column, held_out, limit
         self.split, self.folder, self.head = "train", head.path, head.tokens("train")
         key = hashlib.sha256(f"stream 1 {head.header['key']}".encode()).hexdigest()

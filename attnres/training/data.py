@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 def prepare_from(data: DataConfig, *, progress: bool = True) -> "Prepared":
     """The tokens that a configuration asks for: made, or found where they were made before."""
     from attnres.data import prepare
-    from attnres.data.stream import HEAD
+    from attnres.data.stream import HEAD, refuse_prepared
 
+    if data.stream:
+        refuse_prepared(data.source)
     return prepare(
         data.source,
         tokenizer_of(data),

@@ -16,6 +16,8 @@ from attnres.data.stream import StreamedBatches, StreamedTokens
 from attnres.data.tokenizer import load_tokenizer
 from attnres.errors import UserError
 from attnres.training import from_dict
+from attnres.training.config import DataConfig
+from attnres.training.data import prepare_from
 
 LIMIT, SHARE, SEQ_LEN = 8000, 0.2, 16
 TEXTS = [document(i) for i in range(100)]
@@ -134,6 +136,8 @@ def test_what_cannot_be_streamed_is_a_sentence(tmp_path: Path):
     head = prepare(str(path), "bpe:300", out=tmp_path / "prepared", held_out=SHARE, progress=False)
     with pytest.raises(UserError, match="is prepared already, so nothing of it can be streamed"):
         StreamedTokens(head, str(head.path), column="text", held_out=SHARE, limit=LIMIT)
+    with pytest.raises(UserError, match="is prepared already, so nothing of it can be streamed"):
+        prepare_from(DataConfig(source=str(head.path), stream=True))
     tokens = opened(str(path))
     tokens.reach(10**6)
     (tokens.kept / "train.bin").write_bytes(b"")
