@@ -14,6 +14,7 @@ from two_ranks import train_in_fp64
 from attnres import UserError
 from attnres.cli import main
 from attnres.models import build, open_checkpoint
+from attnres.residuals import RESIDUALS
 from attnres.scale.plan import Load, plan
 from attnres.training import from_dict, to_dict
 from attnres.training.metrics import read
@@ -106,6 +107,7 @@ def both(corpus, launched, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     ]
     counted = [[name, configuration(corpus, root / f"counted {name}", parallel={name: 2})] for name in COUNTED]
     jobs = {"cases": list(CASES.values()), "slices": list(SLICES.values()), "plan": True, "runs": runs}
+    jobs["shares"] = list(RESIDUALS)
     jobs["counted"] = counted
     results = launched(root, jobs)
     cases, slices = (dict(zip(names, results[key])) for names, key in ((CASES, "cases"), (SLICES, "slices")))
@@ -151,6 +153,11 @@ def test_caches_hold_slots_only_where_a_later_stage_of_the_rank_reads_them(both)
     cases = both[1]["cases"]
     assert cases["1f1b"]["cache"] == cases["everything sent"]["cache"] == [0, 0]
     assert min(cases["four stages a rank"]["cache"]) > 0
+
+
+@pytest.mark.parametrize("residual", list(RESIDUALS))
+def test_every_mechanism_in_shares_is_one_process(both, residual):
+    assert both[1]["shares"][residual] < 1e-10
 
 
 @pytest.mark.parametrize("case", SLICES)

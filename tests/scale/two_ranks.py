@@ -1,8 +1,7 @@
 """What two processes do for the tests of this folder, in one launch: `torchrun ... two_ranks.py FOLDER`.
 
-FOLDER/jobs.json holds {"cases": [...], "slices": [...], "plan": bool, "runs": [[name, configuration, steps or null],
-...]}. Everything is in fp64.
-Results go to FOLDER/results.json.
+FOLDER/jobs.json holds {"cases": [...], "shares": [residual, ...], "slices": [...], "plan": bool, "runs": [[name,
+configuration, steps or null], ...]}. Everything is in fp64. Results go to FOLDER/results.json.
 """
 
 import json
@@ -14,13 +13,15 @@ import torch
 import torch.distributed as dist
 from messages import Messages
 from slices import run_plan, run_slices
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from attnres.errors import UserError
 from attnres.models import build
 from attnres.scale.cache import RankCache
 from attnres.scale.crossings import vectors
 from attnres.scale.pipeline import Pipeline, check_schedule, plan_cut, schedule_named
-from attnres.scale.shard import local
+from attnres.scale.shard import local, mean_gradients, shard
 from attnres.training import from_dict, loop, start
 from attnres.training.checkpoint import checksum
 from attnres.training.config import resolve
@@ -113,6 +114,28 @@ def run_case(case: dict[str, Any], group: Any) -> dict[str, Any]:
     }
 
 
+def run_shares(residual: str, group: Any) -> float:
+    """The largest relative error of a gradient of a model in shares (FSDP2), each rank with its half of a batch."""
+    ranks, case = dist.get_world_size(), {"residual": residual, "size": {"num_hidden_layers": 3}}
+    whole, model = model_of(case), model_of(case)
+    shard(model, model, init_device_mesh("cpu", (ranks,)))
+    draw = torch.Generator().manual_seed(5)
+    x, y = (torch.randint(WORDS, (2 * ranks, TOKENS), generator=draw) for _ in "xy")
+    losses(whole, {"input_ids": x}, y).sum().backward()
+    mine = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    (losses(model, {"input_ids": x[mine]}, y[mine]).sum() * ranks).backward()
+    mean_gradients(model.residual.parameters(), group)
+    errors = []
+    for (name, parameter), (_, other) in zip(model.named_parameters(), whole.named_parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None), name
+        if parameter.grad is not None:
+            gradient: Any = parameter.grad
+            full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            scale = other.grad.abs().max().clamp_min(1e-6)  # a softmax that has decided has gradients of 1e-9
+            errors.append(((full - other.grad).abs().max() / scale).item())
+    return max(errors)
+
+
 def lost_gradient() -> str:
     """What a cache says after a step in which a borrowed slot's gradient reached nobody."""
     cache = RankCache()
@@ -198,6 +221,7 @@ def main(folder: Path) -> None:
     group = dist.new_group(list(range(dist.get_world_size())))
     jobs = json.loads((folder / "jobs.json").read_text())
     results = {"cases": [run_case(case, group) for case in jobs["cases"]]}
+    results["shares"] = {residual: run_shares(residual, group) for residual in jobs.get("shares", [])}
     results["slices"] = [run_slices(case) for case in jobs.get("slices", [])]
     if jobs.get("plan"):
         results["plan"] = run_plan(folder / "whole model")
