@@ -23,10 +23,10 @@ SIZE |= {"num_key_value_heads": 4, "intermediate_size": 24}
 WORDS, TOKENS = 31, 7  # which neither 2 nor 4 divides
 
 
-def model_of(case: dict[str, Any]) -> Any:
+def model_of(case: dict[str, Any], positions: int = 64) -> Any:
     """A model in fp64 whose residual has left its start values."""
     size, settings = {**SIZE, **case.get("size", {})}, case.get("settings", {})
-    model = build(size, case["residual"], vocab_size=WORDS, max_positions=64, settings=settings).double()
+    model = build(size, case["residual"], vocab_size=WORDS, max_positions=positions, settings=settings).double()
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.residual.parameters():
@@ -88,6 +88,23 @@ def run_slices(case: dict[str, Any]) -> dict[str, Any]:
         errors["prefill"] = (torch.cat(parts, 1) - wanted).abs().max().item()
         words = [one.generate(ids, max_new_tokens=4, do_sample=False).tolist() for one in (whole, reader)]
     return {**errors, "generated": words[0] == words[1], "heads": cache.layers[0].keys.shape[1]}
+
+
+def run_long_prompt(tokens: int) -> dict[str, Any]:
+    """A prompt of many tokens in fp32, read whole and in 64 chunks: vectors a token of one process and of a model in
+    slices, largest differences of logits."""
+    case = {"residual": "block", "settings": {"block_size": 2}, "size": {"num_hidden_layers": 2}}
+    whole, reader = (model_of(case, positions=tokens).float().eval() for _ in range(2))
+    share_out_layers(reader, init_device_mesh("cpu", (dist.get_world_size(),)), whole_output=True)
+    ids = torch.randint(WORDS, (1, tokens), generator=torch.Generator().manual_seed(4))
+    vectors = [vectors_at_the_head(one, ids) for one in (whole, reader)]  # without gradients they are in a bank
+    with torch.no_grad():
+        wanted = whole(input_ids=ids, use_cache=False).logits
+        errors = {"whole": (reader(input_ids=ids, use_cache=False).logits - wanted).abs().max().item()}
+        cache, of_chunks = DynamicCache(config=reader.config), []
+        for part in ids.chunk(64, 1):
+            of_chunks.append(reader(input_ids=part, past_key_values=cache).logits)
+    return {**errors, "chunks": (torch.cat(of_chunks, 1) - wanted).abs().max().item(), "vectors": vectors}
 
 
 def run_plan(folder: Path) -> dict[str, float]:

@@ -54,6 +54,13 @@ def test_four_processes_are_one(corpus, launched, tmp_path):
     assert furthest(tmp_path / "muon", tmp_path / "one muon") < 1e-6
 
 
+def test_a_prompt_of_128k_tokens_is_shared_out(launched, tmp_path):
+    """Each of two ranks has half of the vectors; whole and in chunks of 2,048 tokens the logits are one process's."""
+    result = launched(tmp_path, {"cases": [], "runs": [], "long": 131_072}, seconds=1500)["long"]
+    assert result["vectors"][1] == result["vectors"][0] / 2
+    assert max(result["whole"], result["chunks"]) < 1e-4
+
+
 PLACES: dict[str, tuple[int, dict[str, int]]] = {
     "plain": (1, {}),
     "shares 2": (2, {"shard": 2}),

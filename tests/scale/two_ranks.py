@@ -1,7 +1,8 @@
 """What two processes do for the tests of this folder, in one launch: `torchrun ... two_ranks.py FOLDER`.
 
-FOLDER/jobs.json holds {"cases": [...], "shares": [residual, ...], "slices": [...], "plan": bool, "runs": [[name,
-configuration, steps or null], ...]}. Everything is in fp64. Results go to FOLDER/results.json.
+FOLDER/jobs.json holds {"cases": [...], "shares": [residual, ...], "slices": [...], "plan": bool, "long": tokens,
+"runs": [[name, configuration, steps or null], ...]}. Everything but a long prompt is in fp64. Results go to
+FOLDER/results.json.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from messages import Messages
-from slices import run_plan, run_slices
+from slices import run_long_prompt, run_plan, run_slices
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
@@ -223,6 +224,8 @@ def main(folder: Path) -> None:
     results = {"cases": [run_case(case, group) for case in jobs["cases"]]}
     results["shares"] = {residual: run_shares(residual, group) for residual in jobs.get("shares", [])}
     results["slices"] = [run_slices(case) for case in jobs.get("slices", [])]
+    if jobs.get("long"):
+        results["long"] = run_long_prompt(jobs["long"])
     if jobs.get("plan"):
         results["plan"] = run_plan(folder / "whole model")
     results["counted"] = {name: counted(values) for name, values in jobs.get("counted", [])}
