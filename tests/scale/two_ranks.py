@@ -23,6 +23,7 @@ from attnres.scale.cache import RankCache
 from attnres.scale.crossings import vectors
 from attnres.scale.pipeline import Pipeline, check_schedule, plan_cut, schedule_named
 from attnres.scale.shard import local, mean_gradients, shard
+from attnres.training import device as tuning
 from attnres.training import from_dict, loop, start
 from attnres.training.checkpoint import checksum
 from attnres.training.config import resolve
@@ -132,7 +133,7 @@ def run_shares(residual: str, group: Any) -> float:
         if parameter.grad is not None:
             gradient: Any = parameter.grad
             full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            scale = other.grad.abs().max().clamp_min(1e-6)  # a softmax that has decided has gradients of 1e-9
+            scale = other.grad.abs().max().clamp_min(1e-4)  # a softmax that has decided has gradients of 1e-9
             errors.append(((full - other.grad).abs().max() / scale).item())
     return max(errors)
 
@@ -192,8 +193,11 @@ def counted(values: dict[str, Any]) -> dict[str, float]:
 
 
 def train_in_fp64(values: dict[str, Any], until: int | None) -> Any:
-    """A run, with everything in fp64; with `until`, stopped after that step as by a signal."""
-    first = start.first_model
+    """A run, with everything in fp64; with `until`, stopped after that step as by a signal.
+
+    Attention is PyTorch's: at this length Transformers' own would be taken, whose softmax is fp32.
+    """
+    first, eager = start.first_model, tuning.EAGER_UP_TO
     step = loop.Run.step
 
     def in_fp64(*args: Any) -> Any:
@@ -205,7 +209,7 @@ def train_in_fp64(values: dict[str, Any], until: int | None) -> Any:
             signals.terminations += 1
         step(run, signals)
 
-    start.first_model, loop.Run.step = in_fp64, stopping
+    start.first_model, loop.Run.step, tuning.EAGER_UP_TO = in_fp64, stopping, 0
     try:
         return loop.train(from_dict(values), progress=False)["val_loss"]
     except (loop.Interrupted, UserError) as error:
@@ -213,7 +217,7 @@ def train_in_fp64(values: dict[str, Any], until: int | None) -> Any:
     except SystemExit as error:
         return error.code
     finally:
-        start.first_model, loop.Run.step = first, step
+        start.first_model, loop.Run.step, tuning.EAGER_UP_TO = first, step, eager
 
 
 def main(folder: Path) -> None:
