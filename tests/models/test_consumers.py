@@ -5,6 +5,7 @@ what the plain one computes, so what a consumer makes of both is compared; else 
 queries is compared with the model itself.
 """
 
+import copy
 import json
 import os
 import subprocess
@@ -19,6 +20,7 @@ from accelerate import cpu_offload, disk_offload
 from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import narrow_llama
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoModelForCausalLM, Trainer
 
 from attnres import UserError, convert, load
@@ -315,6 +317,23 @@ def test_onnxruntime_computes_the_models_logits(family, folders, tmp_path):
         pytest.importorskip(name, reason="the extra `export` is not installed")
     assert "differ by at most" in export_graph(folders[family], tmp_path / "out", onnx=True)
     assert (tmp_path / "out" / "model.onnx").is_file()
+
+
+@families
+def test_averaged_weights_are_what_an_averaged_model_computes_with(family):
+    """torch's AveragedModel copies a model and follows its training: reads follow the copy's own parameters."""
+    model = stirred(plain(family))
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    averaged.update_parameters(model)  # the first takes the weights as they are
+    inputs, by_hand = fixed_inputs(model), copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter, half in zip(model.parameters(), by_hand.parameters(), strict=True):
+            parameter += 0.1 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+            half.lerp_(parameter, 0.5)
+    averaged.update_parameters(model)
+    wanted = logits(by_hand, inputs)
+    torch.testing.assert_close(logits(averaged.module, inputs), wanted, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(logits(model, inputs), wanted, atol=1e-4)
 
 
 def layers_of(model, like):
