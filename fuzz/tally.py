@@ -48,7 +48,8 @@ class Tally:
             failure |= {"verdict": verdict, "said": said}
         else:
             self.record["failures"].remove(failure)
-            self.record.setdefault("mended", []).append(failure)
+            mended = {name: value for name, value in failure.items() if name != "said"}
+            self.record.setdefault("mended", []).append(mended)
 
     def count_kind(self, name: str) -> None:
         """Count a case of this kind."""
