@@ -54,13 +54,16 @@ def in_turn(
 
 def seconds_of(call: Callable[[], Any], device: torch.device) -> float:
     """Seconds of one call, until the device has done it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    began = time.perf_counter()
+    began = now(device)
     call()
+    return now(device) - began
+
+
+def now(device: torch.device) -> float:
+    """The clock's seconds when the device has done all that it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return time.perf_counter() - began
+    return time.perf_counter()
 
 
 def spread(values: Sequence[float], base: Sequence[float] | None = None) -> Spread:

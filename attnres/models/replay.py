@@ -33,7 +33,7 @@ class Replay:
         inside = next((one for one in model.modules() if isinstance(one, Depth)), None)
         whole = inside is None or residual.watched_from_start
         self.layers: Sequence[nn.Module] = () if whole else list(inside.depth_layers)
-        self.given: list[Any] = []
+        self.layer_outputs: list[Any] = []
         """What each layer put out: the stream as the tensors of `Residual.pack`, the rest as it was."""
         self.outputs: list[Tensor] = []
         if not self.layers:
@@ -47,7 +47,7 @@ class Replay:
                 run()
 
     def _keep(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        self.given.append(_pytree.tree_map_only(Stream, self._packed, output, is_leaf=_is_stream))
+        self.layer_outputs.append(_pytree.tree_map_only(Stream, self._packed, output, is_leaf=_is_stream))
 
     def _packed(self, stream: Stream) -> "_Packed":
         return _Packed(self.residual.pack(stream.written(), stream.index), stream)
@@ -67,7 +67,7 @@ class Replay:
         """What layer `number` - 1 puts out in place of its own forward; of the layers before the last skipped one
         nobody reads it."""
 
-        def again(value: Any) -> Any:
+        def replayed(value: Any) -> Any:
             if isinstance(value, _Packed):
                 return value.stream_of(copies, read=last)
             return _copies(value, copies) if isinstance(value, Tensor) else value
@@ -77,7 +77,7 @@ class Replay:
             self.residual.editor.on_start(embedding)
             for index, output in enumerate(outputs):
                 self.residual.editor.on_write(index, output)
-        return _pytree.tree_map(again, self.given[number - 1])
+        return _pytree.tree_map(replayed, self.layer_outputs[number - 1])
 
 
 class _Packed:

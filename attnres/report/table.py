@@ -124,7 +124,7 @@ def build_table(study: Study) -> Table:
     baseline = strongest_baseline(study)
     interleaved = baseline is not None and not math.isnan(_timed(study, baseline))
     base_time = _median_of(study.counted(baseline), "step_s") if baseline else math.nan
-    plain = float(((study.speed or {}).get("plain") or {}).get("median_s") or math.nan)
+    plain = _seconds((study.speed or {}).get("plain"))
     base_timed = _timed(study, baseline or "") if math.isnan(plain) else plain
     rows = []
     for label in study.labels:
@@ -163,8 +163,12 @@ def _median_of(runs: list[Run], key: str) -> float:
 
 
 def _timed(study: Study, label: str) -> float:
-    entry = (study.speed or {}).get("variants", {}).get(label) or {}
-    return float(entry.get("median_s") or math.nan)
+    return _seconds((study.speed or {}).get("variants", {}).get(label))
+
+
+def _seconds(entry: dict[str, Any] | None) -> float:
+    """The median step of an entry of speed.json."""
+    return float((entry or {}).get("median_s") or math.nan)
 
 
 def _quartiles(study: Study, label: str) -> tuple[float, float]:

@@ -1,7 +1,6 @@
 """What each layer of a model takes, measured: for stages that are balanced by time instead of by multiplications."""
 
 import statistics
-import time
 from typing import Any
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from attnres.models import DepthMixin
+from attnres.timing import now
 
 ROUNDS = 7
 """Timed forward passes, after one that is not."""
@@ -25,20 +25,15 @@ class _Clock:
             self._hooks.append(module.register_forward_pre_hook(lambda *_, i=i: self._begin(i)))
             self._hooks.append(module.register_forward_hook(lambda *_, i=i: self._end(i)))
 
-    def now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
     def _begin(self, i: int) -> None:
-        self.seconds[i] = -self.now()
+        self.seconds[i] = -now(self._device)
 
     def _end(self, i: int) -> None:
-        self.seconds[i] += self.now()
+        self.seconds[i] += now(self._device)
 
 
 def layer_times(model: DepthMixin, *, batch: int, tokens: int, rounds: int = ROUNDS) -> tuple[list[float], float]:
@@ -62,9 +57,9 @@ def layer_times(model: DepthMixin, *, batch: int, tokens: int, rounds: int = ROU
             logits: Tensor = model(input_ids=ids[:, :-1], use_cache=False)[0]
             seconds = list(clock.seconds) if head is not None else [*clock.seconds, 0.0]
             if head is not None:
-                began = clock.now()
+                began = now(device)
                 cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten())
-                seconds[-1] += clock.now() - began
+                seconds[-1] += now(device) - began
             passes.append(seconds)
     finally:
         clock.remove()
