@@ -27,6 +27,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
 from attnres.errors import UserError
+from attnres.files import write_text
 from attnres.models.attach import attach_stream
 from attnres.models.card import model_card
 from attnres.models.families import FAMILIES, Family, layer_count
@@ -200,10 +201,10 @@ class Depth(PreTrainedModel):
     ) -> None:
         """Write the model as Transformers does, and a model card where the folder has none."""
         super().save_pretrained(save_directory, is_main_process, **kwargs)
-        card, made = Path(save_directory) / "README.md", getattr(self, "conversion", None)
+        card, conversion = Path(save_directory) / "README.md", getattr(self, "conversion", None)
         if is_main_process and not card.exists():
-            source, report = (None, None) if made is None else (made.source, made.to_dict())
-            card.write_text(model_card(self, source, report), encoding="utf-8")
+            source, report = (None, None) if conversion is None else (conversion.source, conversion.to_dict())
+            write_text(card, model_card(self, source, report))
 
     @property
     def depth_base(self) -> nn.Module:
