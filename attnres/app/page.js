@@ -58,6 +58,7 @@ const act = (name, value = null) => {
 const answer = async (link) => {
   if (busy) return;
   busy = true;
+  $("#panes").setAttribute("aria-busy", true);
   const late = setTimeout(() => { $("#late").hidden = false; }, 400);
   try {
     do {
@@ -72,6 +73,7 @@ const answer = async (link) => {
   } finally {
     clearTimeout(late);
     $("#late").hidden = true;
+    $("#panes").setAttribute("aria-busy", false);
     busy = false;
   }
 };

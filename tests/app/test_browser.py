@@ -92,7 +92,9 @@ def opened(browser, address):
 @pytest.fixture
 def tab(opened):
     page, wrong = opened
+    settled(page)
     yield page
+    settled(page)
     assert wrong == []
 
 
@@ -106,7 +108,13 @@ def loss(page, pane="#pane-0"):
     return page.inner_text(f"{pane} .loss")
 
 
+def settled(page):
+    """Wait until no answer is under way: each replaces what the panes hold."""
+    until(page, "document.querySelector('#panes').ariaBusy === 'false'")
+
+
 def in_sight(page, selector):
+    settled(page)
     box, height = page.locator(selector).bounding_box(), page.viewport_size["height"]
     assert box["y"] >= -1 and box["y"] + box["height"] <= height, (selector, box)
 
@@ -150,6 +158,7 @@ def test_type_click_knock_out_compare_save_and_restore(tab, address):
 
     tab.click("#pane-0 [data-token='2']")
     tab.wait_for_selector("#pane-1 [data-token='2'][aria-pressed=true]")  # both models follow
+    settled(tab)
     assert "(token 2)" in tab.inner_text("#pane-0 .stack h3")
     tab.focus("#pane-0 [data-token='3']")
     tab.keyboard.press("Enter")
@@ -158,12 +167,14 @@ def test_type_click_knock_out_compare_save_and_restore(tab, address):
     tip = tip_over(tab, "#pane-0 .contributions [data-read='3'][data-source='1']")
     assert re.fullmatch(r"mlp 1 reads block 1: contribution -?[01]\.\d{3}, weight [01]\.\d{3}", tip)
 
+    settled(tab)
     before = loss(tab)
     cell = tab.locator("#pane-0 .contributions [data-read='6'][data-source='0']")
     cell.hover()
     place = cell.bounding_box()
     cell.click()
     tab.wait_for_selector("#pane-0 .contributions .gone")
+    settled(tab)
     assert "without 1 edge" in loss(tab) and "→" in tab.inner_text("#pane-0 .next table")
     assert "without" not in loss(tab, "#pane-1")
     # What changed is in sight, and said; the cell is where it was.
@@ -192,6 +203,7 @@ def test_type_click_knock_out_compare_save_and_restore(tab, address):
     other = tab.context.new_page()
     other.goto(tab.url)
     other.wait_for_selector("#pane-0 .gone")
+    settled(other)
     assert other.input_value("#text textarea") == "def read(rows):\n    return rows\n"
     assert other.inner_text("#pane-0") == tab.inner_text("#pane-0")
     assert other.inner_text("#pane-1") == tab.inner_text("#pane-1")
@@ -316,6 +328,7 @@ def test_one_model_or_both(tab):
     tab.select_option("#models", index=1)
     tab.select_option("#beside select", index=0)
     tab.wait_for_selector("#pane-1", state="detached")
+    settled(tab)
     assert "full" in tab.inner_text("#pane-0 h2")
     left, right = (tab.locator(f"#pane-0 .{name}").bounding_box() for name in ("next", "contributions"))
     assert right["x"] > left["x"] + left["width"] and abs(right["y"] - left["y"]) < 20
@@ -353,6 +366,7 @@ def test_bad_input_is_a_message_and_the_page_goes_on(tab, address):
 @pytest.mark.parametrize("width", [400, 1280, 1920])
 def test_at_every_width_the_effect_and_the_columns_names_stay_in_sight(tab, width):
     tab.set_viewport_size({"width": width, "height": 850})
+    settled(tab)
     tab.wait_for_timeout(100)
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
     boxes = [tab.query_selector(f"#pane-{i}").bounding_box() for i in range(2)]
