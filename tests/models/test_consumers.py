@@ -21,6 +21,7 @@ from datasets import Dataset
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import narrow_llama
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torchao.quantization import Int8WeightOnlyConfig, quantize_
 from transformers import AutoModelForCausalLM, Trainer
 
 from attnres import UserError, convert, load
@@ -261,14 +262,12 @@ def test_offloaded_weights_come_when_they_are_needed(family, how, folders, tmp_p
 
 
 @families
-@pytest.mark.filterwarnings("ignore")  # of torchao's own
 def test_torchao_quantises_as_it_does_the_plain_model(family):
-    quantization = pytest.importorskip("torchao.quantization", reason="torchao is not installed")
     models = same(family)
     inputs = fixed_inputs(models[0])
     exact = logits(models[0], inputs)
     for model in models:
-        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+        quantize_(model, Int8WeightOnlyConfig())
     one, other = (logits(model, inputs) for model in models)
     torch.testing.assert_close(other, one, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(one, exact, rtol=1e-4, atol=1e-5)
