@@ -5,9 +5,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import parse_qsl
 
-from attnres.app import view as html
+from attnres.app import differences, draw
 from attnres.app.examples import CODE, EXAMPLES
 from attnres.app.explorer import Opened, Report
+from attnres.app.markup import sentence
+from attnres.app.pane import Pane, Scales, export
 from attnres.app.state import ATTENDED, LARGEST, LOSS, MAX_CHARACTERS, MAX_CUTS, Cut, View, decode, encode, from_json
 from attnres.app.steps import Learned
 from attnres.errors import UserError
@@ -188,7 +190,7 @@ class Page:
         row = first.sources[-1 if read is None else read]
         if view.source not in (LARGEST, LOSS, ATTENDED, *row):
             view = replace(view, source=LARGEST)
-        panes: list[html.Pane | str] = []
+        panes: list[Pane | str] = []
         for place in range(self._count(view)):
             try:
                 panes.append(self.pane(view, place))
@@ -196,10 +198,10 @@ class Page:
                 number = self._half(view, place)[0]
                 model = self.models[number]
                 kept = isinstance(model, Learned) and bool(view.text.strip())
-                panes.append(html.learned(number, place, model, f"{error}") if kept else html.message(f"{error}"))
-        drawn = [one for one in panes if isinstance(one, html.Pane)]
-        scales = html.Scales.of(drawn)
-        pages = [html.pane(one, scales) if isinstance(one, html.Pane) else one for one in panes]
+                panes.append(differences.learned(number, place, model, f"{error}") if kept else sentence(f"{error}"))
+        drawn = [one for one in panes if isinstance(one, Pane)]
+        scales = Scales.of(drawn)
+        pages = [draw.pane(one, scales) if isinstance(one, Pane) else one for one in panes]
         pages = list(dict.fromkeys(pages))  # one sentence for both
         if len({self.models[number].vocabulary for number in view.models}) > 1:
             message = message or (
@@ -216,9 +218,9 @@ class Page:
         query = encode(view)
         if not query and len(view.text) <= MAX_CHARACTERS:
             message = message or "The text is too long for a link to this view: export it as JSON instead."
-        difference = html.difference(*drawn) if len(drawn) == 2 else ""
+        difference = differences.difference(*drawn) if len(drawn) == 2 else ""
         difference += self._learned_between(view)
-        return Shown(view, pages, difference, message, html.live(drawn), reads, sources, query)
+        return Shown(view, pages, difference, message, draw.live(drawn), reads, sources, query)
 
     def _learned_between(self, view: View) -> str:
         """HTML of what the residual learned between two steps of one run; nothing where no such are shown."""
@@ -232,10 +234,10 @@ class Page:
         try:
             change = step_change(first.residual, last.residual, (first.step or 0, last.step or 0))
         except UserError as error:
-            return html.message(f"{error}")
-        return html.learned_between(change, first.name)
+            return sentence(f"{error}")
+        return differences.learned_between(change, first.name)
 
-    def pane(self, view: View, place: int) -> html.Pane:
+    def pane(self, view: View, place: int) -> Pane:
         """One half of the page. Raises UserError for a text that its model cannot read."""
         number, text = self._half(view, place)
         model = self.models[number]
@@ -248,7 +250,7 @@ class Page:
         except UserError:
             attention = None  # not every model has weights over tokens
         scores = model.scored(text, token)
-        return html.Pane(
+        return Pane(
             number=number,
             place=place,
             title=model.label,
@@ -296,12 +298,12 @@ class Page:
         if view.source not in model.sources[read]:
             raise UserError("choose one source in “colour tokens by” first: its tokens are searched for")
         result = model.search(self.corpus.read(), read, view.source, view.by, least, SEARCHED, report)
-        return result, html.results(result, f"{self.corpus.name}, {model.label}")
+        return result, draw.results(result, f"{self.corpus.name}, {model.label}")
 
     def export(self, view: View) -> dict[str, object]:
         """What the page shows, as numbers. Raises UserError for a text that a model cannot read."""
         panes = [self.pane(view, place) for place in range(self._count(view))]
-        return html.export(panes) | {"text": view.text, "other": view.other}
+        return export(panes) | {"text": view.text, "other": view.other}
 
     def _count(self, view: View) -> int:
         return 2 if view.other is not None else len(view.models)

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from attnres.app import figures
-from attnres.app import view as html
+from attnres.app import draw, figures, tokens
+from attnres.app.differences import difference
 from attnres.app.explorer import Candidate, Effect, Reading
+from attnres.app.markup import visible
+from attnres.app.pane import Pane, Scales
 from attnres.app.state import ATTENDED, LARGEST, LOSS, Cut
 from attnres.inspect.attention import TokenAttention
 from attnres.inspect.attribution import Attribution
@@ -33,7 +35,7 @@ def reading(pieces=("def", " x", "\n", EVIL)):
 
 
 def pane(**changes):
-    base = html.Pane(
+    base = Pane(
         number=1,
         place=0,
         title=f"model {EVIL}",
@@ -60,8 +62,8 @@ def edited(**changes):
 
 def drawn(*panes):
     """HTML of panes on their common scales."""
-    scales = html.Scales.of(panes)
-    return "".join(html.pane(one, scales) for one in panes)
+    scales = Scales.of(panes)
+    return "".join(draw.pane(one, scales) for one in panes)
 
 
 ATTENTION = TokenAttention([0, 1], [0] * 4, *torch.rand(2, 2, 4, 4, generator=torch.Generator().manual_seed(0)))
@@ -78,7 +80,7 @@ SCORES = Attribution(
 
 
 @pytest.mark.parametrize(
-    "made",
+    "example",
     [
         pane(),
         edited(),
@@ -90,8 +92,8 @@ SCORES = Attribution(
         pane(scores=SCORES),
     ],
 )
-def test_typed_text_stays_text(made):
-    page = drawn(made)
+def test_typed_text_stays_text(example):
+    page = drawn(example)
     assert "<script" not in page and "\x00" not in page
     tree = parsed(page)
     assert not [e.tag for e in tree.iter() if e.tag.lower() in ("script", "img", "iframe", "a", "style")]
@@ -120,39 +122,39 @@ def test_the_tabulator_key_stops_once_a_figure_and_at_the_chosen_token():
 
 @pytest.mark.parametrize("by", ["contribution", "weight"])
 def test_bars_of_a_token_are_as_long_as_its_parts(by):
-    made = pane(by=by)
-    tree = parsed(drawn(made))
+    example = pane(by=by)
+    tree = parsed(drawn(example))
     bars = [e for e in tree.find(".//section[@class='stack']").iter("rect") if e.get("data-read") == "2"]
     widths = np.array([float(e.get("width")) + 0.4 for e in bars])
-    np.testing.assert_allclose(widths / widths.sum(), made.reading.rows(by)[2][1], atol=1e-3)
+    np.testing.assert_allclose(widths / widths.sum(), example.reading.rows(by)[2][1], atol=1e-3)
 
 
 def test_a_knock_out_is_crossed_out_and_its_effect_said():
-    made = edited()
-    page = drawn(made)
+    example = edited()
+    page = drawn(example)
     tree = parsed(page)
     assert {
         (e.get("data-read"), e.get("data-source")) for e in tree.iter("rect") if "gone" in (e.get("class") or "")
     } == {("2", "1")}
-    before, after = made.reading.log_probs[1].double(), made.effect.log_probs[1].double()
+    before, after = example.reading.log_probs[1].double(), example.effect.log_probs[1].double()
     expected = torch.nn.functional.kl_div(after, before, log_target=True, reduction="sum").item()
-    assert html.kl_divergence(made) == pytest.approx(expected, rel=1e-6)
+    assert example.divergence == pytest.approx(expected, rel=1e-6)
     assert f"KL {expected:.3f} nats" in page
-    mean = made.reading.loss
+    mean = example.reading.loss
     assert f"loss {mean:.3f} → <b>{mean + 0.1:.3f}</b> nats (+0.100) without 1 edge" in page
 
 
 def test_tokens_are_coloured_by_the_change_of_their_own_loss():
-    fills = html._fills(edited(source=LOSS), {}, html.Scales.of([edited(source=LOSS)]))
+    fills = tokens._fills(edited(source=LOSS), {}, Scales.of([edited(source=LOSS)]))
     assert fills[0] == fills[3] == "#ffffff"  # the first token has no loss, the last one's did not change
     red, blue = (int(fills[1][1:3], 16), int(fills[2][5:7], 16))
     assert red > int(fills[1][5:7], 16) and blue > int(fills[2][1:3], 16)
 
 
 def test_what_cannot_be_seen_is_shown():
-    assert html.visible("\n\t") == "↵⇥"
-    assert html.visible("  ") == "␣␣" and html.visible(" a b ") == "␣a b␣" and html.visible("\n  ") == "↵␣␣"
-    assert html.visible("\x1b\x7f") == "␛␡" and html.visible("") == "∅"
+    assert visible("\n\t") == "↵⇥"
+    assert visible("  ") == "␣␣" and visible(" a b ") == "␣a b␣" and visible("\n  ") == "↵␣␣"
+    assert visible("\x1b\x7f") == "␛␡" and visible("") == "∅"
 
 
 def test_a_text_reads_as_it_is():
@@ -175,10 +177,10 @@ def test_colours_are_apart_and_even():
 
 
 def test_tokens_have_the_colours_of_the_bars():
-    made = pane()
-    tree, colours = parsed(drawn(made)), colours_by_name(LAYOUT)
+    example = pane()
+    tree, colours = parsed(drawn(example)), colours_by_name(LAYOUT)
     for i, e in enumerate(e for e in tree.iter("span") if e.get("data-token")):
-        fill = colours[SOURCES[2][made.reading.contributions[2][i].argmax()]]
+        fill = colours[SOURCES[2][example.reading.contributions[2][i].argmax()]]
         assert e.get("style") == f"background:{fill};color:{ink_on(fill)}"
 
 
@@ -205,8 +207,8 @@ def test_sources_against_the_read_lie_left_of_the_line():
 
 def test_weights_that_do_not_sum_to_one_are_shown_as_shares():
     weights = [np.array([[3.0, -1.0]])]
-    made = Reading((0,), ["a"], ["a"], LAYOUT[1:2], weights, weights, torch.zeros(1, 7), np.zeros(0), [])
-    assert made.rows("weight")[0].tolist() == [[0.75, 0.25]] and made.rows("contribution") is weights
+    example = Reading((0,), ["a"], ["a"], LAYOUT[1:2], weights, weights, torch.zeros(1, 7), np.zeros(0), [])
+    assert example.rows("weight")[0].tolist() == [[0.75, 0.25]] and example.rows("contribution") is weights
 
 
 def test_scales_are_the_same_in_all_panes():
@@ -216,7 +218,7 @@ def test_scales_are_the_same_in_all_panes():
     effect = Effect(large.effect.log_probs, large.reading.losses + np.array([2.0, 0, 0]))
     chances = [Candidate("a", 0.9, 0.05)]
     large = replace(large, reading=replace(large.reading, contributions=parts), effect=effect, candidates=chances)
-    scales = html.Scales.of([small, large])
+    scales = Scales.of([small, large])
     assert scales.loss == pytest.approx(2.0) and scales.part == pytest.approx(0.8) and scales.probability == 0.9
     assert scales.span[0] == pytest.approx(min(row[1].clip(max=0).sum() for row in parts))
     page = drawn(small, large)
@@ -229,12 +231,13 @@ def test_scales_are_the_same_in_all_panes():
 
 def test_what_changes_nothing_stays_pale():
     none = Effect(reading().log_probs, reading().losses + 1e-5)
-    made = pane(cuts=(Cut(1, 2, 1),), effect=none, source=LOSS)
-    assert html.Scales.of([made]).loss == 0.02
-    for fill in html._fills(made, {}, html.Scales.of([made])):
+    example = pane(cuts=(Cut(1, 2, 1),), effect=none, source=LOSS)
+    assert Scales.of([example]).loss == 0.02
+    for fill in tokens._fills(example, {}, Scales.of([example])):
         assert all(int(fill[i : i + 2], 16) > 248 for i in (1, 3, 5))
     assert (
-        "#d55e00" not in drawn(replace(made, candidates=[Candidate("a", 0.02841, 0.02839)])).split("<table>")[1][:300]
+        "#d55e00"
+        not in drawn(replace(example, candidates=[Candidate("a", 0.02841, 0.02839)])).split("<table>")[1][:300]
     )
 
 
@@ -255,13 +258,13 @@ def test_scored_edges_are_cells_of_their_change():
 
 def test_a_difference_is_the_second_less_the_first():
     first, second = pane(), pane(place=1, reading=replace(reading(), contributions=[p[::-1] + 0.25 for p in PARTS]))
-    tree = parsed(html.difference(first, second))
+    tree = parsed(difference(first, second))
     cells = [e.get("data-tip") for e in tree.iter("rect") if e.get("data-tip")]
     assert cells[0] == "attention 0 reads embedding: contribution +0.250" and len(cells) == sum(map(len, SOURCES))
     assert not [e for e in tree.iter() if e.get("data-read")]
     other = make_residual("standard", 2, 8).layout()[:1]
     foreign = replace(reading(), layout=(other[0]._replace(kind="state"),), contributions=PARTS[:1])
-    assert "no read and source in common" in html.difference(first, pane(reading=foreign))
+    assert "no read and source in common" in difference(first, pane(reading=foreign))
 
 
 PARTS = reading().contributions

@@ -1,0 +1,241 @@
+"""Panes as HTML: what the page shows of a model and one text, and what a search of a corpus says."""
+
+from collections.abc import Sequence
+from html import escape
+
+import numpy as np
+
+from attnres.app import figures, tokens
+from attnres.app.markup import BEFORE, bar, section, sentence, swatch, visible
+from attnres.app.pane import Pane, Scales
+from attnres.inspect.colours import LESS, MORE, MUTED, colours_by_name
+from attnres.inspect.corpus import Search
+from attnres.residuals import Read
+from attnres.text import number, short
+
+
+def pane(p: Pane, scales: Scales) -> str:
+    """Everything the page shows of one model."""
+    title = visible(p.title)
+    colours = colours_by_name(p.reading.layout)
+    of_token, of_text = f"of {p.of_token}", "mean over the text"
+    if p.by == "contribution":
+        depth, mean = f"What the reads {of_token} are made of", f"What the reads are made of, {of_text}"
+    else:
+        depth, mean = f"Weights of the reads {of_token}", f"Weights of the reads, {of_text}"
+    means, short_names = p.reading.means(p.by), figures.key(p.reading.layout)
+    bars = figures.stack(
+        p.reading.layout,
+        p.parts,
+        colours,
+        f"{depth}, {title}",
+        lambda r, i: _edge_words(p, r, i, p.token),
+        span=scales.span,
+        out=p.cut_at(p.token),
+    )
+    cells = figures.heatmap(
+        p.reading.layout,
+        means,
+        f"{mean}, {title}",
+        lambda r, i: _edge_words(p, r, i, None),
+        out=p.cut_at(None),
+        once=p.cut_once,
+    )
+    rows = f"Rows are reads, bars their sources: {short_names}. Every edge in place."
+    if scales.span[0] < 0:
+        rows += " Left of the line: sources that point against the read."
+    share = "how much of the read it is, by projection on it" if p.by == "contribution" else "the weight it is given"
+    click = f"Rows are reads, columns sources: {share}, every edge in place. Click a cell to knock its edge out."
+    left = [
+        section(p.title, "next", f"Next token after {p.of_token}", _next(p, scales)),
+        section(p.title, "stack", f"{depth}, through depth", bars, rows, save=True),
+        section(p.title, "attended", f"What {p.of_token} attends to, over the text", *_attention(p), save=True),
+    ]
+    right = [
+        section(p.title, "contributions", mean, cells, click, save=True),
+        section(
+            p.title, "scores", f"What the prediction after {p.of_token} depends on", *_scores(p, scales), save=True
+        ),
+        section(
+            p.title,
+            "graph",
+            f"How the prediction after {p.of_token} is made",
+            p.graph,
+            "The largest of these edges that lead to it, each measured alone; depth runs downwards.",
+            save=True,
+        ),
+        queries(p.title, p.similarity),
+    ]
+    coloured = tokens.text(p, colours, scales) + tokens.legend(p, colours, scales)
+    return (
+        f'<article class="pane" data-model="{p.number}" data-place="{p.place}" aria-label="{escape(title)}">'
+        f"{_head(p)}{_effect(p)}{_cuts(p)}"
+        f"{section(p.title, 'tokens', tokens.heading(p), coloured)}"
+        f'<div class="body"><div>{"".join(left)}</div><div>{"".join(right)}</div></div></article>'
+    )
+
+
+def _edge_words(p: Pane, read: int, source: int, token: int | None) -> str:
+    """An edge's numbers, at one token or on average."""
+    rows = (p.reading.contributions[read], p.reading.weights[read])
+    part, weight = (float(row[:, source].mean() if token is None else row[token, source]) for row in rows)
+    names = p.reading.reads[read], p.reading.sources[read][source]
+    return f"{names[0]} reads {names[1]}: contribution {part:.3f}, weight {weight:.3f}"
+
+
+def _head(p: Pane) -> str:
+    """The model's name, what it is, and remarks on its reading."""
+    notes = "".join(sentence(note, "note") for note in p.reading.notes)
+    details = f'<p class="details">{escape(visible(p.details))}</p>'
+    return f"<header><h2>{escape(visible(p.title))}</h2>{details}{notes}</header>"
+
+
+def _effect(p: Pane) -> str:
+    """What the knock-outs do, in two lines that stay in sight."""
+    after = ""
+    if p.candidates:
+        best = p.candidates[0]
+        after = f"after {p.of_token}: “{visible(best.piece)}” {best.before:.3f}"
+        if p.effect is not None and best.after is not None:
+            after += f" → {best.after:.3f}"
+        after = escape(after)
+        if p.effect is not None:
+            after += f'; <span data-tip="sum p ln(p/q), p before and q after">KL {p.divergence:.3f} nats</span>'
+    return f'<div class="effect"><p class="loss">{summary(p)}</p><p class="after">{after}</p></div>'
+
+
+def summary(p: Pane) -> str:
+    """The text's loss, and what knock-outs do to it."""
+    loss = p.reading.loss
+    if loss is None:
+        return "one token, no loss"
+    if p.effect is None:
+        return f"loss {loss:.3f} nats per token"
+    change = float(p.effect.losses.mean()) - loss
+    count = f"{len(p.cuts)} edge{'s' if len(p.cuts) > 1 else ''}"
+    return f"loss {loss:.3f} → <b>{loss + change:.3f}</b> nats ({number(change, signed=True)}) without {count}"
+
+
+def _cuts(p: Pane) -> str:
+    """What is knocked out, each to be brought back."""
+    items = []
+    for cut in p.cuts:
+        where = "at all tokens"
+        if cut.token is not None:
+            names = p.reading.names
+            word = f" “{visible(names[cut.token])}”" if cut.token < len(names) else ", which this text has not"
+            where = f"at token {cut.token}{word}"
+        edge = f"{p.reading.reads[cut.read]} ← {p.reading.sources[cut.read][cut.source]}"
+        token = "" if cut.token is None else f' data-at="{cut.token}"'
+        items.append(
+            f'<li>{escape(edge)} <span class="where">{escape(where)}</span> <button type="button" data-back="" '
+            f'data-of-read="{cut.read}" data-of-source="{cut.source}"{token} '
+            f'aria-label="bring back {escape(f"{edge} {where}")}">×</button></li>'
+        )
+    if not items:
+        return '<p class="cuts note">Nothing is knocked out.</p>'
+    return f'<ul class="cuts" aria-label="knocked out">{"".join(items)}</ul>'
+
+
+def _next(p: Pane, scales: Scales) -> str:
+    """The likeliest next tokens as bars; with a knock-out, before above after."""
+    rows = []
+    for c in p.candidates:
+        bars = bar(c.before, scales.probability, MUTED if c.after is None else BEFORE)
+        words = f"{c.before:.3f}"
+        if c.after is not None:
+            same = f"{c.after:.3f}" == f"{c.before:.3f}"  # in the digits that are shown
+            bars += bar(c.after, scales.probability, BEFORE if same else LESS if c.after < c.before else MORE)
+            words = f"{c.before:.3f} → {c.after:.3f}"
+        rows.append(
+            f'<tr><th scope="row">{escape(visible(c.piece))}</th><td class="bars">{bars}</td>'
+            f'<td class="number">{words}</td></tr>'
+        )
+    line, after = "The text ends here.", p.token + 1
+    if after < len(p.reading.pieces):
+        line = f"The text goes on with “{visible(p.reading.names[after])}”, loss {p.reading.losses[p.token]:.2f}"
+        line += f" → {p.effect.losses[p.token]:.2f}." if p.effect is not None else "."
+    change = "Click a bar or a cell to see what it changes here."
+    if p.effect is not None:
+        change = f"{swatch(BEFORE)} before {swatch(MORE)} risen {swatch(LESS)} fallen"
+    return f'<p class="note">{escape(line)}</p><p class="note">{change}</p><table>{"".join(rows)}</table>'
+
+
+def _attention(p: Pane) -> tuple[str, str]:
+    """Attention over tokens beside depth, and what is said of it."""
+    if p.attention is None:
+        return "", ""
+    shown = p.token + 1
+    rows = {
+        "mean over heads": p.attention.mean[:, p.token, :shown].numpy(),
+        "largest of the heads": p.attention.largest[:, p.token, :shown].numpy(),
+    }
+    names = [visible(name) for name in p.reading.names[:shown]]
+    title = f"Attention of {p.of_token}, {visible(p.title)}"
+    body = figures.attention(p.attention.layers, rows, names, title)
+    return body, "Rows are layers, columns the tokens up to it; every edge in place. Colours over the root, up to 1."
+
+
+def _scores(p: Pane, scales: Scales) -> tuple[str, str]:
+    """Every edge cut alone, as cells and as a graph; the button that measures them before."""
+    if p.scores is None:
+        count = sum(map(len, p.reading.sources))
+        return (
+            f'<button type="button" class="score" data-score="" aria-label="score all {count} edges of the prediction '
+            f'after {escape(p.of_token)}, {escape(visible(p.title))}">score all {count} edges</button>'
+            '<progress hidden="" max="1" value="0"></progress>',
+            "Each edge is knocked out alone, at all tokens, with all others in place.",
+        )
+    one, numbers = p.scores, [np.array(row) for row in p.scores.knockout]
+    cells = figures.heatmap(
+        one.layout,
+        numbers,
+        f"Change of ln p after {p.of_token} without each edge, {visible(p.title)}",
+        lambda r, i: (
+            f"{one.reads[r]} reads {one.sources[r][i]}: ln p {short(float(numbers[r][i]), 3, signed=True)} without it"
+        ),
+        name="scores",
+        largest=scales.score,
+        out=p.cut_at(None),
+        once=p.cut_once,
+    )
+    target = "" if p.token + 1 >= len(p.reading.names) else f" of “{visible(p.reading.names[p.token + 1])}”"
+    note = (
+        f"Change of ln p{target} ({one.log_probability:.3f}) without each edge, in nats, measured: orange is what it "
+        "relies on."
+    )
+    return cells, note
+
+
+def queries(of: str, similarity: tuple[list[Read], np.ndarray] | None) -> str:
+    """Which reads ask alike; nothing where there are no queries."""
+    if similarity is None:
+        return ""
+    cells = figures.similarity(*similarity, f"Cosines between pseudo-queries, {visible(of)}")
+    note = "Cosines between the vectors by which reads choose their sources."
+    return section(of, "queries", "Pseudo-queries: how alike", cells, note, save=True)
+
+
+def results(result: Search, title: str) -> str:
+    """Tokens of a corpus, each to be looked at."""
+    rows = []
+    for place, hit in enumerate(result.hits):
+        number = short(getattr(hit, result.by), 3)
+        rows.append(
+            f'<tr><td class="number">{number}</td><td class="before">{escape(hit.before)}</td>'
+            f'<td><button type="button" data-hit="{place}">{escape(visible(hit.token))}</button></td>'
+            f'<td class="after">{escape(hit.after)}</td></tr>'
+        )
+    how = "least" if result.least else "most"
+    words = (
+        f"{title}: where {result.source} is {how} of the read of {result.read}, by {result.by}; "
+        f"{result.tokens:,} tokens of {result.documents:,} documents, mean {short(result.mean, 3)}. "
+        f"Click a token to look at its text."
+    )
+    return f'<p class="note">{escape(visible(words))}</p><table class="hits">{"".join(rows)}</table>'
+
+
+def live(panes: Sequence[Pane]) -> str:
+    """What has changed, for those who do not see it; plain text."""
+    plain = [summary(p).replace("<b>", "").replace("</b>", "") for p in panes]
+    return "; ".join(f"{visible(p.title)}: {words}" for p, words in zip(panes, plain, strict=True))

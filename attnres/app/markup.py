@@ -1,0 +1,45 @@
+"""Pieces of HTML that the parts of the page are made of, all text escaped."""
+
+from html import escape
+
+BEFORE = "#8a94a3"
+"""Of bars that an edit or a later step is compared with."""
+
+
+def visible(piece: str) -> str:
+    """A token's text with what cannot be seen made visible: spaces at its ends, line ends, tabs, control characters."""
+    words = piece.strip(" ")
+    front = len(piece) - len(piece.lstrip(" "))
+    shown = "␣" * front + words + "␣" * (len(piece) - front - len(words))
+    shown = shown.replace("\r", "␍").replace("\n", "↵").replace("\t", "⇥")
+    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 else "␡" if ord(c) == 127 else c for c in shown) or "∅"
+
+
+def sentence(text: str, kind: str = "error") -> str:
+    """A sentence for the reader, or nothing."""
+    return f'<p class="{escape(kind)}" role="status">{escape(text[:1].upper() + text[1:])}</p>' if text else ""
+
+
+def section(of: str, name: str, title: str, body: str, note: str = "", save: bool = False) -> str:
+    """A part of the page; `of` is the model's title."""
+    if not body:
+        return ""
+    of = escape(f"of “{title}”, {visible(of)}", quote=True)
+    buttons = "".join(
+        f'<button type="button" class="save" data-save="{kind}" aria-label="{kind.upper()} {of}">{kind.upper()}'
+        "</button>"
+        for kind in ("svg", "png")
+    )
+    note = f'<p class="note">{escape(note)}</p>' if note else ""
+    saving = f'<span class="saving">{buttons}</span>' if save and "<svg" in body else ""
+    return f'<section class="{name}"><h3>{escape(title)}{saving}</h3>{note}{body}</section>'
+
+
+def bar(share: float, largest: float, colour: str) -> str:
+    """A bar whose length is `share` out of `largest`."""
+    return f'<i style="width:{max(0.5, 100 * share / largest):.1f}%;background:{colour}"></i>'
+
+
+def swatch(colour: str) -> str:
+    """A square of a colour, for a legend."""
+    return f'<i class="swatch" style="background:{colour}"></i>'
