@@ -206,6 +206,10 @@ class Depth(PreTrainedModel):
             source, report = (None, None) if conversion is None else (conversion.source, conversion.to_dict())
             write_text(card, model_card(self, source, report))
 
+    def save_without_card(self, folder: Path, max_shard_size: str) -> None:
+        """Write the model as Transformers does, and no card: for a caller that writes the card itself."""
+        super().save_pretrained(folder, max_shard_size=max_shard_size)
+
     @property
     def depth_base(self) -> nn.Module:
         """The module that holds the layers, the final norm and the residual."""

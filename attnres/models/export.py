@@ -78,7 +78,7 @@ def write_model(
     if "generation_config.json" in extra_files:  # copied as it is; Transformers refuses to write some that it reads
         model.generation_config = GenerationConfig()
     with replaced_folder(out) as folder, quiet_transformers():
-        model.save_pretrained(folder, max_shard_size=SHARD)
+        model.save_without_card(folder, max_shard_size=SHARD)
         _check_written(model, folder)
         _copy(extra_files, folder)
         write_text(folder / "README.md", model_card(model, source, report, reloaded=True))
