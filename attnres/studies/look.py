@@ -1,7 +1,9 @@
 """One model looked at: what the command `attnres inspect` does."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,18 +41,104 @@ from attnres.terminal import say, wide
 from attnres.training.metrics import read as read_metrics
 
 
+@dataclass(frozen=True)
+class _Subject:
+    """A model and a text, and how they are run: what the parts of an inspection share.
+
+    Attributes:
+        model: of `checkpoint`, loaded. context, batch_size: tokens of a window, windows of a pass.
+    """
+
+    config: InspectConfig
+    console: Console
+    checkpoint: Checkpoint
+    model: Any
+    text: LookText
+    context: int
+    batch_size: int
+
+    def inspect(self, model: Any, name: str) -> Inspection:
+        """What that model, this one or one of another step, makes of the text."""
+        return inspect_model(
+            model,
+            self.checkpoint.tokenizer,
+            self.text.read(),
+            kind=self.config.kind,
+            limit=self.config.limit,
+            example=self.text.alone or next(self.text.read(), ""),
+            name=name,
+            source=self.text.name,
+            progress=self.config.progress,
+            context=self.context,
+            batch_size=self.batch_size,
+        )
+
+    def survey(self, tokens: int, what: str, *edits: KnockOut) -> Survey:
+        """Losses on the text with edits of the reads; a bar that is full after `tokens` says `what` is measured."""
+        documents = _encoded(self.checkpoint, self.text, self.config.limit)
+        edited = intervene(self.model, *edits) if edits else nullcontext()
+        with edited, counting(what, tokens, "tokens", shown=self.config.progress) as on_tokens:
+            return survey(
+                self.model,
+                documents,
+                before=front(self.checkpoint.tokenizer),
+                on_tokens=on_tokens,
+                context=self.context,
+                batch_size=self.batch_size,
+            )
+
+
+class _Out:
+    """The folder of --out and the files of this inspection in it; without a folder nothing is written."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder, self.files = folder, list[Path]()
+
+    def write(self, name: str, save: Callable[[Path], object]) -> None:
+        """Have `save` write the file of that name."""
+        if self.folder is not None:
+            save(self.folder / name)
+            self.files.append(self.folder / name)
+
+    def write_record(self, name: str, record: Any) -> None:
+        """Write a record as JSON."""
+        self.write(name, lambda file: write_json(file, record))
+
+
 def look(config: InspectConfig, console: Console | None = None) -> Inspection:
-    """Inspect a model and print what is found; the options of `InspectConfig` say what else is done.
+    """Inspect a model and print what it reads; the options of `InspectConfig` say what else is done.
 
     Raises:
         UserError: no model with a residual of this package, no text, or options that do not fit.
     """
     console = wide(console)
+    # What is cheap to find wrong is found before weights are read.
     checkpoint, residual = open_residual(config, config.model)
-    run = checkpoint.run
-    text = text_of(config, run)
+    text = text_of(config, checkpoint.run)
     context = context_of(config, checkpoint)
-    wanted = [(request, *source_and_read(request)) for request in config.knock_out]
+    edges = [(request, *source_and_read(request)) for request in config.knock_out]
+    _check_options(config, text, residual)
+    change = None if config.since is None else change_since(checkpoint, config.since)
+    out = _Out(None if config.out is None else refuse_other(config.out, "inspection"))
+
+    model = checkpoint.load(config.dtype, str(pick_device(config.device)))
+    knock_outs = [(request, find_knock_out(source, read, model)) for request, source, read in edges]
+    batch_size = batch_size_of(config.batch_tokens, checkpoint, context)
+    subject = _Subject(config, console, checkpoint, model, text, context, batch_size)
+
+    inspection = _inspect(subject, out)
+    if change is not None:
+        record = since_table(change, checkpoint, inspection, subject.inspect, config.by, console)
+        out.write_record("since.json", record)
+    _remove(subject, inspection, knock_outs, out)
+    if config.attribute:
+        _attribute(subject, out)
+    _draw(subject, inspection, out)
+    return inspection
+
+
+def _check_options(config: InspectConfig, text: LookText, residual: str) -> None:
+    """Raises UserError where options are given of which one needs another, or whose work is impossible for that `residual`."""
     if config.attribute and text.alone is None:
         raise UserError("--attribute looks at the prediction after one text: give it with --text or --file")
     if config.graph and (config.out is None or not config.attribute):
@@ -59,88 +147,63 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
         check_prunable(residual, traits_of(residual), config.threshold)
     elif config.threshold != InspectConfig.threshold:
         raise UserError(f"threshold is {config.threshold}, which is of --prune alone: give both, or neither")
-    change = None if config.since is None else change_since(checkpoint, config.since)
-    out = None if config.out is None else refuse_other(config.out, "inspection")
-    model = checkpoint.load(config.dtype, str(pick_device(config.device)))
 
-    knock_outs = [(request, find_knock_out(source, read, model)) for request, source, read in wanted]
 
-    options: dict[str, Any] = {
-        "context": context,
-        "batch_size": batch_size_of(config.batch_tokens, checkpoint, context),
-    }
-    first = text.alone or next(text.read(), "")
-
-    def inspected(model: Any, name: str) -> Inspection:
-        return inspect_model(
-            model,
-            checkpoint.tokenizer,
-            text.read(),
-            kind=config.kind,
-            limit=config.limit,
-            example=first,
-            name=name,
-            source=text.name,
-            progress=config.progress,
-            **options,
-        )
-
-    inspection = inspected(model, checkpoint.title())
-    if run is not None:
-        inspection.dynamics = dynamics(read_metrics(run / "metrics.jsonl"))
-    show(inspection, console, example=text.alone is not None, by=config.by)
+def _inspect(subject: _Subject, out: _Out) -> Inspection:
+    """Print and write what the model reads in the text."""
+    config, checkpoint, text = subject.config, subject.checkpoint, subject.text
+    inspection = subject.inspect(subject.model, checkpoint.title())
+    if checkpoint.run is not None:
+        inspection.dynamics = dynamics(read_metrics(checkpoint.run / "metrics.jsonl"))
+    show(inspection, subject.console, example=text.alone is not None, by=config.by)
     for remark in _remarks(config, checkpoint, text, inspection):
-        say(console, remark)
-    files = []
-    if out is not None:
-        inspection.save(out / "inspection.json")
-        files.append(out / "inspection.json")
-
-    if change is not None:
-        record = since_table(change, checkpoint, inspection, inspected, config.by, console)
-        if out is not None:
-            write_json(out / "since.json", record)
-            files.append(out / "since.json")
-
-    def survey_again(what: str, *edits: KnockOut) -> Survey:
-        documents = _encoded(checkpoint, text, config.limit)
-        edited = intervene(model, *edits) if edits else nullcontext()
-        with edited, counting(what, inspection.data["tokens"], "tokens", shown=config.progress) as on_tokens:
-            return survey(model, documents, before=front(checkpoint.tokenizer), on_tokens=on_tokens, **options)
-
-    plain = survey_again("nothing removed") if config.prune or knock_outs else None
-    if config.prune and plain is not None:
-        report = prune_report(inspection, config.threshold)
-        record = prune_table(report, plain, survey_again, console)
-        if out is not None:
-            write_json(out / "prune.json", record)
-            files.append(out / "prune.json")
-    if knock_outs and plain is not None:
-        rows = knock_out_table(knock_outs, plain, survey_again, console)
-        if text.alone is not None:
-            following = next_token_table(checkpoint, model, text.alone, context, knock_outs, console)
-            rows = [row | {"next_tokens": tokens} for row, tokens in zip(rows, following, strict=True)]
-        if out is not None:
-            write_json(out / "knock_out.json", rows)
-            files.append(out / "knock_out.json")
-    if config.attribute and text.alone is not None:
-        attribution = attribution_table(
-            checkpoint, model, last_window(checkpoint, text.alone, context), config, console
-        )
-        if out is not None:
-            attribution.save(out / "attribution.json")
-            files.append(out / "attribution.json")
-        if config.graph and out is not None:
-            files += _pictures(attribution, checkpoint.title(), out)
-    if out is not None:
-        from attnres.figures import write_figures
-
-        figures = write_figures(inspection, out, by=config.by)
-        say(console, f"\n{out}: {', '.join(file.name for file in files)}; figures: {len(figures)}")
-        earlier = [out / f"{name}.json" for name in ("prune", "knock_out", "attribution", "since")]
-        if left := [file.name for file in earlier if file.exists() and file not in files]:
-            say(console, f"from an earlier inspection: {', '.join(left)}")
+        say(subject.console, remark)
+    out.write("inspection.json", inspection.save)
     return inspection
+
+
+def _remove(subject: _Subject, inspection: Inspection, knock_outs: list[tuple[str, KnockOut]], out: _Out) -> None:
+    """Print and write what the loss is without edges that hardly count (--prune), and without each that was named."""
+    config, text = subject.config, subject.text
+    if not (config.prune or knock_outs):
+        return
+    survey_again = partial(subject.survey, inspection.data["tokens"])
+    plain = survey_again("nothing removed")
+    if config.prune:
+        report = prune_report(inspection, config.threshold)
+        out.write_record("prune.json", prune_table(report, plain, survey_again, subject.console))
+    if knock_outs:
+        rows = knock_out_table(knock_outs, plain, survey_again, subject.console)
+        if text.alone is not None:
+            following = next_token_table(
+                subject.checkpoint, subject.model, text.alone, subject.context, knock_outs, subject.console
+            )
+            rows = [row | {"next_tokens": tokens} for row, tokens in zip(rows, following, strict=True)]
+        out.write_record("knock_out.json", rows)
+
+
+def _attribute(subject: _Subject, out: _Out) -> None:
+    """Print and write what the prediction after the text depends on, and draw it with --graph."""
+    config, checkpoint = subject.config, subject.checkpoint
+    assert subject.text.alone is not None  # checked with the options
+    ids = last_window(checkpoint, subject.text.alone, subject.context)
+    attribution = attribution_table(checkpoint, subject.model, ids, config, subject.console)
+    out.write("attribution.json", attribution.save)
+    if config.graph and out.folder is not None:
+        out.files += _pictures(attribution, checkpoint.title(), out.folder)
+
+
+def _draw(subject: _Subject, inspection: Inspection, out: _Out) -> None:
+    """Write the figures of the inspection, and print which files the folder holds."""
+    if out.folder is None:
+        return
+    from attnres.figures import write_figures
+
+    figures = write_figures(inspection, out.folder, by=subject.config.by)
+    say(subject.console, f"\n{out.folder}: {', '.join(file.name for file in out.files)}; figures: {len(figures)}")
+    earlier = [out.folder / f"{name}.json" for name in ("prune", "knock_out", "attribution", "since")]
+    if left := [file.name for file in earlier if file.exists() and file not in out.files]:
+        say(subject.console, f"from an earlier inspection: {', '.join(left)}")
 
 
 def _pictures(attribution: Attribution, name: str, out: Path) -> list[Path]:
