@@ -138,7 +138,7 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
 
 
 def _check_options(config: InspectConfig, text: LookText, residual: str) -> None:
-    """Raises UserError where options are given of which one needs another, or whose work is impossible for that `residual`."""
+    """Refuse with a UserError options of which one needs another, and --prune of a `residual` that it cannot prune."""
     if config.attribute and text.alone is None:
         raise UserError("--attribute looks at the prediction after one text: give it with --text or --file")
     if config.graph and (config.out is None or not config.attribute):
