@@ -1,12 +1,15 @@
 """`attnres plan`: what layouts of GPUs cost, before anything is started."""
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
 from attnres.errors import UserError
 from attnres.flags import Settings, Size, parse
+
+if TYPE_CHECKING:
+    from attnres.scale.plan import Planned
 
 MOST = 10**9
 """GPUs, tokens, sequences, words that are counted with."""
@@ -101,7 +104,6 @@ def run(arguments: list[str]) -> None:
     import json
 
     from attnres.scale.plan import ASSUMPTIONS, Load, plan
-    from attnres.text import duration, memory
 
     costs = _measured(options) if options.measure else None
     model = _model(options, "meta")
@@ -113,28 +115,11 @@ def run(arguments: list[str]) -> None:
         print(json.dumps({"layouts": [row.to_dict() for row in shown], "assumptions": ASSUMPTIONS}, indent=2))
         return
 
-    from rich.table import Table
-
-    from attnres.terminal import wide
-
     parameters = sum(parameter.numel() for parameter in model.parameters())
     title = (
         f"{parameters / 1e9:,.3g} billion parameters on {options.gpus} {options.gpu}, residual {model.config.residual}"
     )
-    heads = ("dp x shard x pp x tp", "schedule", "memory", "states", "activations", "sources", "fits")
-    heads += ("vectors (all sent)", "stages/step", "shares/step", "slices/step", "bubble", "step", "tokens/s")
-    table = Table(*heads, title=title)
-    for row in shown:
-        stages = f"{row.schedule}{f' V={row.virtual}' if row.virtual > 1 else ''}" if row.pp > 1 else "-"
-        table.add_row(
-            *(f"{row.dp} x {row.shard} x {row.pp} x {row.tp}", stages),
-            *map(memory, (row.memory, row.states, row.activations, row.sources + row.buffers)),
-            "yes" if row.fits else "no",
-            f"{row.vectors} ({row.vectors_naive})" if row.pp > 1 else "-",
-            *map(memory, (row.stage_bytes, row.share_bytes, row.slice_bytes)),
-            *(f"{row.bubble:.0%}", duration(row.seconds), f"{row.tokens_per_s:,.0f}"),
-        )
-    wide().print(table)
+    _print_table(shown, title)
     if costs is not None:
         layers, head = costs
         print(
@@ -148,3 +133,26 @@ def run(arguments: list[str]) -> None:
     print("Memory is of the fullest rank, bytes of one rank; time is a model:")
     for assumption in ASSUMPTIONS:
         print(f"- {assumption}")
+
+
+def _print_table(rows: "list[Planned]", title: str) -> None:
+    """Print a line a layout."""
+    from rich.table import Table
+
+    from attnres.terminal import wide
+    from attnres.text import duration, memory
+
+    heads = ("dp x shard x pp x tp", "schedule", "memory", "states", "activations", "sources", "fits")
+    heads += ("vectors (all sent)", "stages/step", "shares/step", "slices/step", "bubble", "step", "tokens/s")
+    table = Table(*heads, title=title)
+    for row in rows:
+        stages = f"{row.schedule}{f' V={row.virtual}' if row.virtual > 1 else ''}" if row.pp > 1 else "-"
+        table.add_row(
+            *(f"{row.dp} x {row.shard} x {row.pp} x {row.tp}", stages),
+            *map(memory, (row.memory, row.states, row.activations, row.sources + row.buffers)),
+            "yes" if row.fits else "no",
+            f"{row.vectors} ({row.vectors_naive})" if row.pp > 1 else "-",
+            *map(memory, (row.stage_bytes, row.share_bytes, row.slice_bytes)),
+            *(f"{row.bubble:.0%}", duration(row.seconds), f"{row.tokens_per_s:,.0f}"),
+        )
+    wide().print(table)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import FancyArrowPatch
 
@@ -81,18 +82,7 @@ def graph(attribution: "Attribution", title: str) -> Plot:
     for index, source, value in edges:
         start, end = shown[_node(source, written)], shown[layout[index].sublayer]
         bend = 0.12 + 0.3 * (end[0] - start[0]) / (deepest + 1)
-        arrow: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 7, "shrinkA": 9, "shrinkB": 9}
-        ax.add_patch(
-            FancyArrowPatch(
-                start[::-1],
-                end[::-1],
-                connectionstyle=f"arc3,rad={bend if start[1] <= end[1] else -bend}",
-                linewidth=0.4 + 3.4 * abs(value) / most,
-                color=LESS if value < 0 else MORE,
-                alpha=0.75,
-                **arrow,
-            )
-        )
+        _draw_edge(ax, start, end, bend, 0.4 + 3.4 * abs(value) / most, LESS if value < 0 else MORE)
     for source in {source for _, source, _ in edges if _node(source, written) not in places}:
         members = [
             name
@@ -102,18 +92,8 @@ def graph(attribution: "Attribution", title: str) -> Plot:
         for member in members:  # what a block is the sum of
             (y0, x0), (y1, x1) = shown[_node(source, written)], shown[member]
             ax.plot([x0, x1], [y0, y1], color=style.MUTED, linewidth=0.7, linestyle=":", zorder=0)
-    for name, (depth, column) in shown.items():
-        colour = colours.get(name, style.INK)
-        ax.plot(column, depth, "o", color=colour, markersize=9, zorder=3, markeredgecolor=style.PAPER)
-        ax.annotate(
-            plain(name.partition(" (")[0]),
-            (column, depth),
-            xytext=(8, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=SMALL,
-            zorder=4,
-        )
+    for name, place in shown.items():
+        _draw_node(ax, name, place, colours.get(name, style.INK))
     ax.set_ylim(deepest + 0.8, -1.2)
     ax.set_xlim(-1.9, 3.4)
     ax.set_axis_off()
@@ -129,6 +109,38 @@ def graph(attribution: "Attribution", title: str) -> Plot:
         "more or less."
     )
     return Plot("graph", title, caption, figure)
+
+
+def _draw_edge(
+    ax: Axes, start: tuple[float, float], end: tuple[float, float], bend: float, width: float, colour: str
+) -> None:
+    """Draw an arrow between two (depth, column)."""
+    arrow: dict[str, Any] = {"arrowstyle": "-|>", "mutation_scale": 7, "shrinkA": 9, "shrinkB": 9}
+    ax.add_patch(
+        FancyArrowPatch(
+            start[::-1],
+            end[::-1],
+            connectionstyle=f"arc3,rad={bend if start[1] <= end[1] else -bend}",
+            linewidth=width,
+            color=colour,
+            alpha=0.75,
+            **arrow,
+        )
+    )
+
+
+def _draw_node(ax: Axes, name: str, place: tuple[float, float], colour: str) -> None:
+    """Draw a dot at (depth, column), and its name beside it."""
+    ax.plot(place[1], place[0], "o", color=colour, markersize=9, zorder=3, markeredgecolor=style.PAPER)
+    ax.annotate(
+        plain(name.partition(" (")[0]),
+        place[::-1],
+        xytext=(8, 0),
+        textcoords="offset points",
+        va="center",
+        fontsize=SMALL,
+        zorder=4,
+    )
 
 
 def leading(attribution: "Attribution", most: int = DRAWN) -> list[tuple[int, Source, float]]:

@@ -2,11 +2,12 @@
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import matplotlib
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.font_manager import FontProperties, findfont
 from matplotlib.ft2font import FT2Font
@@ -130,21 +131,8 @@ def token_map(inspection: "Inspection", by: By = "contribution") -> Plot:
     for ax in list(axes.flat)[len(panels) :]:
         ax.remove()
     for ax, (_, row, place, values) in zip(axes.flat, panels):
-        top = max(FLOOR, float(np.abs(values[:shown]).max()))
-        for token, line, start, text in fragments:
-            colour = matplotlib.colors.to_hex(SIGNED_MAP(0.5 + 0.5 * values[token] / top))
-            ax.add_patch(Rectangle((start, line), len(text), 1, color=colour, linewidth=0))
-            if text.strip():
-                ax.text(
-                    start,
-                    line + 0.78,
-                    text,
-                    fontsize=size,
-                    family="DejaVu Sans Mono",
-                    color=ink_on(colour).replace("000000", "101010").replace("ffffff", "fefefe"),
-                    parse_math=False,
-                    clip_on=True,
-                )
+        largest = max(FLOOR, float(np.abs(values[:shown]).max()))
+        _draw_text(ax, fragments, values / largest, size)
         ax.set_xlim(0, letters)
         ax.set_ylim(lines, 0)
         ax.set_xticks([])
@@ -176,6 +164,24 @@ def token_map(inspection: "Inspection", by: By = "contribution") -> Plot:
 
 
 # ------------------------------------------------------------------ tokens as text
+
+
+def _draw_text(ax: Axes, fragments: Iterable[tuple[int, int, int, str]], parts: np.ndarray, size: float) -> None:
+    """Draw pieces of text, (token, line, column, text) in `size` points, each on the colour of its token's part."""
+    for token, line, start, text in fragments:
+        colour = matplotlib.colors.to_hex(SIGNED_MAP(0.5 + 0.5 * parts[token]))
+        ax.add_patch(Rectangle((start, line), len(text), 1, color=colour, linewidth=0))
+        if text.strip():
+            ax.text(
+                start,
+                line + 0.78,
+                text,
+                fontsize=size,
+                family="DejaVu Sans Mono",
+                color=ink_on(colour).replace("000000", "101010").replace("ffffff", "fefefe"),
+                parse_math=False,
+                clip_on=True,
+            )
 
 
 def _example(inspection: "Inspection", by: By, name: str | None) -> tuple[list[str], Routing, int, np.ndarray]:

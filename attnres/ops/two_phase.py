@@ -488,19 +488,8 @@ def depth_read(
     Source: arXiv 2603.15031.
     """
     sources = list(sources)
-    if not sources:
-        raise ValueError("depth_read got no sources: expected a list of at least one tensor (..., d)")
-    if checkpoint_level not in (0, 1):
-        raise ValueError(
-            f"depth_read got checkpoint_level={checkpoint_level!r}: expected 0 (keep h) or 1 (make it again)"
-        )
+    _check_read(sources, query, gain, checkpoint_level)
     shape = sources[0].shape
-    for i, source in enumerate(sources):
-        if source.shape != shape:
-            raise ValueError(f"depth_read got source 0 of shape {tuple(shape)} and source {i} of {tuple(source.shape)}")
-    for name, vector in (("query", query), ("gain", gain)):
-        if vector is not None and vector.shape != shape[-1:]:
-            raise ValueError(f"depth_read got {name} of shape {tuple(vector.shape)}: expected ({shape[-1]},)")
     dtype, n = sources[0].dtype, len(sources)
     if n == 1:  # the source itself, exactly, and exactly no gradient for its query
         weights = torch.ones((1, *shape[:-1]), dtype=compute_dtype(dtype), device=sources[0].device)
@@ -521,3 +510,20 @@ def depth_read(
         weights = merged.weights
     x = merged.x.view(shape)
     return x if weights is None or not return_weights else (x, weights.t().reshape(n, *shape[:-1]))
+
+
+def _check_read(sources: list[Tensor], query: Tensor, gain: Tensor | None, checkpoint_level: int) -> None:
+    """Raises ValueError for what `depth_read` cannot take."""
+    if not sources:
+        raise ValueError("depth_read got no sources: expected a list of at least one tensor (..., d)")
+    if checkpoint_level not in (0, 1):
+        raise ValueError(
+            f"depth_read got checkpoint_level={checkpoint_level!r}: expected 0 (keep h) or 1 (make it again)"
+        )
+    shape = sources[0].shape
+    for i, source in enumerate(sources):
+        if source.shape != shape:
+            raise ValueError(f"depth_read got source 0 of shape {tuple(shape)} and source {i} of {tuple(source.shape)}")
+    for name, vector in (("query", query), ("gain", gain)):
+        if vector is not None and vector.shape != shape[-1:]:
+            raise ValueError(f"depth_read got {name} of shape {tuple(vector.shape)}: expected ({shape[-1]},)")
