@@ -25,7 +25,7 @@ class Prepare:
     """Folder for the shards; none is one in the cache."""
     workers: int = 1
     """Processes that tokenise. The data are the same; with several a command that was cut short goes on when it is
-    given again."""
+    given again. What was read of the hub under a limit is not read again, whatever their number."""
 
 
 def run(arguments: list[str]) -> None:

@@ -16,7 +16,8 @@ from attnres.cache import cache_dir
 from attnres.data.encode import Encoder, hash_of
 from attnres.data.parts import encoded_in_parts
 from attnres.data.shards import VERSION, SplitWriter, Tokens, open_tokens, read_header
-from attnres.data.sources import Rows, Source, open_source, spooled
+from attnres.data.sources import Rows, Source, open_source
+from attnres.data.spool import spooled
 from attnres.data.tokenizer import (
     bpe_size,
     file_sha256,
@@ -86,7 +87,8 @@ def prepare(
         limit: at most this many characters of text.
         column: the JSON field or the column with the text.
         workers: processes that tokenise; the data are the same. With several a call that was cut short leaves what it
-            had beside `out`, and the next one goes on from that.
+            had beside `out`, and the next one goes on from that. What was read of the hub, where a limit is given, is
+            left there whatever their number.
         progress: show a bar on stderr.
 
     Raises:
@@ -183,19 +185,20 @@ def _build(
 
     Args:
         tokenizer: with its end-of-text id, or the vocabulary of one to be trained.
-        parts: where several workers keep theirs.
+        parts: where several workers keep theirs, and what was read of a slow source is.
     """
     bars = Bars(DownloadColumn(), rate=lambda rate: f"{memory(rate)}/s", shown=progress)
-    with bars, spooled(source, folder / "documents.jsonl") as source:
+    with bars:
         bar = bars.add("reading", source.size)
+        source = spooled(source, parts, bar.advance)
         threshold = held_below(source, held_out)
         if isinstance(tokenizer, int):
             bar.name = "training the tokenizer"
-            bar.update(0)
             kept = (text for text in source.read() if hash_of(text.encode()) >= threshold)
             tokenizer = train_tokenizer(tokenizer, kept)
         model, eos = tokenizer
         bar.name = "tokenising"
+        bar.update(0)
         vocab_size = vocabulary_size(model)
         _save_tokenizer(folder, model, eos)
         dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"

@@ -7,9 +7,9 @@ import math
 import os
 import sys
 import sysconfig
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -60,7 +60,7 @@ class Source:
         read: starts a pass over the documents.
         read_from: starts one at a place in the source (None is its start), and gives with it a function that says the
             place after the last document; None where a pass always begins at the first.
-        spool: a pass is slow (a download) and short enough to be kept on the disk meanwhile: see `spooled`.
+        spool: a pass is slow (a download) and short enough to be kept on the disk meanwhile: see `data.spool`.
     """
 
     name: str
@@ -93,10 +93,22 @@ def open_source(spec: str | Path | Rows, *, column: str = "text", limit: int | N
     return replace(
         source,
         size=size,
-        read=lambda: _documents(source.read(), limit),
-        read_from=None if limit is not None else source.read_from,
+        read=lambda: iter(_Documents(source.read(), limit)),
+        read_from=source.read_from and partial(_read_from, source.read_from, limit),
         spool=source.spool and limit is not None,
     )
+
+
+def _read_from(
+    read_from: Callable[[dict[str, Any] | None], Pass], limit: int | None, place: dict[str, Any] | None
+) -> Pass:
+    """A pass over the documents of a source from a place on, which says with a limit also what is left of that."""
+    if limit is None:
+        texts, where = read_from(place)
+        return iter(_Documents(texts, None)), where
+    texts, where = read_from(place and place["rows"])
+    documents = _Documents(texts, limit if place is None else place["left"])
+    return iter(documents), lambda: {"rows": where(), "left": documents.left}
 
 
 def _unlimited(spec: str, column: str) -> Source:
@@ -111,7 +123,7 @@ def _unlimited(spec: str, column: str) -> Source:
             json.dumps([*where, revision]),
             None,
             lambda: read_hub(spec, column, revision),
-            None if joins(repository) else lambda place: _cleaned(*read_hub_from(spec, column, revision, place)),
+            None if joins(repository) else lambda place: read_hub_from(spec, column, revision, place),
             spool=True,
         )
     if spec.startswith("task:"):
@@ -119,10 +131,6 @@ def _unlimited(spec: str, column: str) -> Source:
     if spec == "stdlib":
         return _files("stdlib", stdlib_files(), column, sys.version)
     return _local(spec, column)
-
-
-def _cleaned(texts: Iterator[str], where: Callable[[], dict[str, Any]]) -> Pass:
-    return _documents(texts, None), where
 
 
 def _in_memory(rows: Rows, column: str, limit: int | None) -> Source:
@@ -142,7 +150,7 @@ def _in_memory(rows: Rows, column: str, limit: int | None) -> Source:
             yield from field_of(row, f"row {number} of the {kind}", column)
 
     state, size = hashlib.sha256(), 0
-    for text in _documents(read(), limit):
+    for text in _Documents(read(), limit):
         data = text.encode()
         state.update(len(data).to_bytes(8, "big") + data)
         size += len(data)
@@ -187,7 +195,7 @@ def _weighted(part: str) -> tuple[str, float | None]:
 def _interleaved(sources: Sequence[Source], weights: Sequence[float]) -> Iterator[str]:
     """All documents of each source in turn; with weights always one of the source that lags most behind its weight,
     until that one has no more."""
-    passes = [_documents(source.read(), None) for source in sources]
+    passes = [iter(_Documents(source.read(), None)) for source in sources]
     if not weights:
         for texts in passes:
             yield from texts
@@ -200,25 +208,6 @@ def _interleaved(sources: Sequence[Source], weights: Sequence[float]) -> Iterato
             return
         taken[turn] += len(text)
         yield text
-
-
-@contextmanager
-def spooled(source: Source, path: Path) -> Generator[Source]:
-    """The same source, read once into the file `path` for the length of the block where `source.spool` asks for it."""
-    if not source.spool:
-        yield source
-        return
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.writelines(json.dumps(text) + "\n" for text in source.read())
-
-        def read() -> Iterator[str]:
-            with open(path, encoding="utf-8") as file:
-                yield from map(json.loads, file)
-
-        yield replace(source, read=read)
-    finally:
-        path.unlink(missing_ok=True)
 
 
 def stdlib_files() -> list[Path]:
@@ -303,13 +292,22 @@ def _clean(text: str) -> str:
     return text
 
 
-def _documents(texts: Iterator[str], limit: int | None) -> Iterator[str]:
-    """The texts that are not blank, `limit` characters of them at most."""
-    for text in map(_clean, texts):
-        if limit is not None:
-            text = text[:limit]
-            limit -= len(text)
-        if text and not text.isspace():
-            yield text
-        if limit == 0:
-            return
+class _Documents:
+    """The texts that are not blank, `limit` characters of them at most.
+
+    Attributes:
+        left: characters that the limit leaves, None without one.
+    """
+
+    def __init__(self, texts: Iterator[str], limit: int | None) -> None:
+        self.texts, self.left = texts, limit
+
+    def __iter__(self) -> Iterator[str]:
+        for text in map(_clean, self.texts):
+            if self.left is not None:
+                text = text[: self.left]
+                self.left -= len(text)
+            if text and not text.isspace():
+                yield text
+            if self.left == 0:
+                return

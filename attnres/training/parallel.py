@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from attnres.device import pick_device
 from attnres.errors import UserError, first_line
 from attnres.scale.lost import is_loss
+from attnres.scale.store import fresh_store
 
 PATIENCE = timedelta(hours=2)
 """How long a process waits for the others: the first one may be tokenising the corpus."""
@@ -151,7 +152,15 @@ def join_processes(device: str = "auto") -> Processes:
             raise UserError(f"device {device} cannot be used ({first_line(error)}): try cuda, cuda:0 or cpu") from error
     if world_size > 1 and not dist.is_initialized():
         cuda = picked.type == "cuda"
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=PATIENCE, device_id=picked if cuda else None)
+        store, rank, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+        dist.init_process_group(
+            "nccl" if cuda else "gloo",
+            store=fresh_store(store, rank, world_size, PATIENCE.total_seconds()),
+            rank=rank,
+            world_size=world_size,
+            timeout=PATIENCE,
+            device_id=picked if cuda else None,
+        )
         atexit.register(_leave)
     if dist.is_initialized():
         return Processes(dist.get_rank(), dist.get_world_size(), picked)

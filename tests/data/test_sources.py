@@ -226,6 +226,13 @@ def test_progress_size_is_about_the_text(corpus: Path, tmp_path: Path):
     assert size == pytest.approx(sum(map(len, texts)), rel=0.1)
 
 
+class Rows(list):
+    """Rows that stream, of which nobody goes on."""
+
+    def state_dict(self) -> dict:
+        return {}
+
+
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple]:
     """A library `datasets` that records what is opened and streams two documents."""
@@ -236,7 +243,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple]:
         if name == "absent":
             raise FileNotFoundError("Dataset 'absent' doesn't exist on the Hub")
         rows = [{"text": "one", "id": 1}, {"text": None, "id": 2}, {"text": " \n", "id": 2}, {"text": "two", "id": 3}]
-        return iter(rows)
+        return Rows(rows)
 
     monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
     monkeypatch.setattr("huggingface_hub.dataset_info", lambda name, timeout: SimpleNamespace(sha=f"commit of {name}"))

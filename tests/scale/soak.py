@@ -6,21 +6,27 @@ Each layout's run is killed in turn: mostly up to a second after it saved, when 
 under way, else at any moment of its start. What is killed is a rank, or the launcher. Nothing of a launch may be left
 after that. At the end a rank is killed once more under a launcher that starts it again, and what the run has then
 measured and learned must be, bit for bit, that of a run that nobody disturbed.
+
+After every kill --out says what was killed so far. Interrupted, the same command goes on from there, with the runs in
+the folder beside it that has its name.
 """
 
 import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from attnres.files import write_json
 from attnres.training.metrics import read
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
@@ -37,94 +43,106 @@ CLOCK = ("tokens_per_s", "step_s", "flops_per_s")
 
 
 class Trial:
-    """One layout's run and its twin that nobody disturbs, in `folder`."""
+    """One run in `folder` that is killed, and the run in `undisturbed` that it must equal.
 
-    def __init__(self, folder: Path, values: dict[str, Any], seed: int) -> None:
-        self.folder, self.draw = folder, random.Random(seed)
-        self.counts: Counter[str] = Counter()
-        folder.mkdir(parents=True)
-        for name in ("killed", "undisturbed"):
-            more = {"out": str(folder / name), "resume": True, "steps": STEPS, "save_every": 2}
-            (folder / f"{name}.json").write_text(json.dumps({**values, **more}))
+    Attributes:
+        counts: what was killed so far.
+    """
+
+    def __init__(self, folder: Path, undisturbed: Path, values: dict[str, Any], counts: dict[str, int]) -> None:
+        self.folders = {"killed": folder, "undisturbed": undisturbed}
+        self.counts = Counter(counts)
+        for run in self.folders.values():
+            run.parent.mkdir(parents=True, exist_ok=True)
+            more = {"out": str(run), "resume": True, "steps": STEPS, "save_every": 2}
+            run.with_suffix(".json").write_text(json.dumps({**values, **more}))
 
     def start(self, name: str, restarts: int = 0) -> subprocess.Popen[str]:
         """`attnres train` in two processes, in a session of their own."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
         torchrun += [f"--max-restarts={restarts}"]
-        command = [*torchrun, "-m", "attnres", "train", "--config", str(self.folder / f"{name}.json"), "--no-progress"]
+        config = str(self.folders[name].with_suffix(".json"))
         with self.log(name).open("a") as log:
             return subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT, start_new_session=True
+                [*torchrun, "-m", "attnres", "train", "--config", config, "--no-progress"],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=ENVIRONMENT,
+                start_new_session=True,
             )
 
     def log(self, name: str) -> Path:
-        return self.folder / f"{name}.log"
+        return self.folders[name].with_suffix(".log")
 
     def finished(self, name: str) -> bool:
-        return (self.folder / name / "summary.json").exists()
+        return (self.folders[name] / "summary.json").exists()
 
     def saved(self) -> int:
         """When the run that is killed saved last; 0 for never."""
-        state = self.folder / "killed" / "checkpoint" / "state.json"
+        state = self.folders["killed"] / "checkpoint" / "state.json"
         try:
             return state.stat().st_mtime_ns
         except FileNotFoundError:
             return 0
 
-    def kill(self) -> None:
-        """Start the run where it stands, kill one of its processes, and see that none outlives that.
+    def kill(self, draw: random.Random) -> None:
+        """Start the run where it stands, kill one of its processes, and see that none outlives that. A run that ends
+        before is no kill.
 
         Raises:
             AssertionError: one does, or it is not said in one sentence that one was lost.
         """
         before, said = self.saved(), self.log("killed").read_text().count(LOST) if self.log("killed").exists() else 0
-        launcher = self.start("killed")
-        in_training = self.draw.random() < 0.8
-        until = time.monotonic() + (300 if in_training else 10 * self.draw.random())
-        while launcher.poll() is None and time.monotonic() < until and not (in_training and self.saved() != before):
-            time.sleep(0.02)
-        if in_training:
-            time.sleep(self.draw.random())
-        ranks = workers(launcher)
-        of_launcher = not ranks or self.draw.random() < 0.3
-        target = launcher.pid if of_launcher else self.draw.choice(ranks)
-        self.ended(launcher, ranks, target)
+        with launched(self.start("killed")) as launcher:
+            in_training = draw.random() < 0.8
+            until = time.monotonic() + (300 if in_training else 10 * draw.random())
+            while launcher.poll() is None and time.monotonic() < until and not (in_training and self.saved() != before):
+                time.sleep(0.02)
+            if in_training:
+                time.sleep(draw.random())
+            ranks = workers(launcher)
+            of_launcher = not ranks or draw.random() < 0.3
+            if not self.ended(launcher, ranks, launcher.pid if of_launcher else draw.choice(ranks)):
+                assert self.finished("killed"), self.log("killed").read_text()[-4000:]
+                return
         count = self.log("killed").read_text().count(LOST) - said
         self.counts["launcher" if of_launcher else "rank"] += 1
-        self.counts["in a save"] += bool(list((self.folder / "killed").glob(".checkpoint.*.new")))
+        self.counts["in a save"] += bool(list(self.folders["killed"].glob(".checkpoint.*.new")))
         self.counts["lost, said so"] += count
         assert count <= 1, "more than one process said that one was lost"
 
-    def ended(self, launcher: subprocess.Popen[str], ranks: list[int], target: int) -> None:
-        """Kill `target` and wait until nothing of the launch is left."""
-        if launcher.poll() is None and alive(target):
+    def ended(self, launcher: subprocess.Popen[str], ranks: list[int], target: int) -> bool:
+        """Kill `target`, wait until nothing of the launch is left, and return whether there was something to kill."""
+        killed = launcher.poll() is None and alive(target)
+        if killed:
             os.kill(target, signal.SIGKILL)
-        try:
-            launcher.wait(timeout=PATIENCE_S)
-            until = time.monotonic() + PATIENCE_S
-            while any(map(alive, ranks)) and time.monotonic() < until:
-                time.sleep(0.05)
-        finally:
-            left = [pid for pid in ranks if alive(pid)]
-            for pid in left:
-                os.kill(pid, signal.SIGKILL)
-            if launcher.poll() is None:
-                launcher.kill()
+        launcher.wait(timeout=PATIENCE_S)
+        until = time.monotonic() + PATIENCE_S
+        while (left := [pid for pid in ranks if alive(pid)]) and time.monotonic() < until:
+            time.sleep(0.05)
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
         assert not left, f"{len(left)} processes outlived the one that was killed"
+        return killed
 
-    def finish(self) -> None:
-        """Lose a rank once more, with a launcher that starts all of them again; compare with the undisturbed run."""
-        undisturbed = self.start("undisturbed")
-        assert undisturbed.wait(timeout=900) == 0, self.log("undisturbed").read_text()[-4000:]
+    def finish(self, draw: random.Random) -> None:
+        """Lose a rank once more, with a launcher that starts all of them again; compare with the undisturbed run, which
+        is made where there is none."""
+        if not self.finished("undisturbed"):
+            shutil.rmtree(self.folders["undisturbed"], ignore_errors=True)  # of an interrupted soak
+            with launched(self.start("undisturbed")) as launcher:
+                assert launcher.wait(timeout=900) == 0, self.log("undisturbed").read_text()[-4000:]
         if not self.finished("killed"):
-            before, launcher = self.saved(), self.start("killed", restarts=2)
-            while launcher.poll() is None and self.saved() == before:
-                time.sleep(0.02)
-            if ranks := workers(launcher):
-                os.kill(self.draw.choice(ranks), signal.SIGKILL)
-                self.counts["started again"] += 1
-            assert launcher.wait(timeout=900) == 0, self.log("killed").read_text()[-4000:]
-        runs = [self.folder / name for name in ("killed", "undisturbed")]
+            before = self.saved()
+            with launched(self.start("killed", restarts=2)) as launcher:
+                while launcher.poll() is None and self.saved() == before:
+                    time.sleep(0.02)
+                if ranks := workers(launcher):
+                    os.kill(draw.choice(ranks), signal.SIGKILL)
+                    self.counts["started again"] += 1
+                assert launcher.wait(timeout=900) == 0, self.log("killed").read_text()[-4000:]
+        runs = list(self.folders.values())
         lines = [
             [{k: v for k, v in line.items() if k not in CLOCK} for line in read(r / "metrics.jsonl")] for r in runs
         ]
@@ -133,6 +151,17 @@ class Trial:
         assert weights[0] == weights[1], "another model than the undisturbed run's"
         stray = [path.name for path in runs[0].rglob(".*") if path.name.endswith((".new", ".old"))]
         assert not stray, f"left behind: {stray}"
+
+
+@contextmanager
+def launched(launcher: subprocess.Popen[str]) -> Generator[subprocess.Popen[str]]:
+    """End the launcher with the block, however that ends; its ranks notice."""
+    try:
+        yield launcher
+    finally:
+        if launcher.poll() is None:
+            launcher.kill()
+            launcher.wait()
 
 
 def workers(launcher: subprocess.Popen[str]) -> list[int]:
@@ -152,27 +181,52 @@ def alive(pid: int) -> bool:
         return False
 
 
-def soak(folder: Path, values: dict[str, Any], kills: int, seed: int) -> dict[str, int]:
-    """So many kills of runs with these values; what was killed how often.
+class Soak:
+    """Kills of one layout's runs, one run after the other, in `folder`.
 
-    A run that has come to its end in spite of them makes room for another.
+    Attributes:
+        counts: what was killed in runs that came to their end and equalled the undisturbed one.
+        trials: how many runs those were.
+        trial: the run that is killed now.
     """
-    counts: Counter[str] = Counter()
-    number = 0
-    while counts["rank"] + counts["launcher"] < kills:
-        number += 1
-        trial = Trial(folder / str(number), values, seed + number)
-        while counts["rank"] + counts["launcher"] + trial.counts["rank"] + trial.counts["launcher"] < kills:
-            if trial.finished("killed"):
-                break
-            trial.kill()
-        trial.finish()
-        counts += trial.counts
-    return dict(counts)
+
+    def __init__(self, folder: Path, values: dict[str, Any], kills: int, seed: str, past: Any = None) -> None:
+        self.folder, self.values, self.kills, self.seed = folder, values, kills, seed
+        past = past or {"counts": {}, "trials": 0, "going on": {}}
+        self.counts, self.trials = Counter(past["counts"]), past["trials"]
+        self.trial = self._trial(past["going on"])
+
+    def _trial(self, counts: dict[str, int]) -> Trial:
+        folder = self.folder / str(self.trials + 1) / "killed"
+        return Trial(folder, self.folder / "undisturbed", self.values, counts)
+
+    @property
+    def done(self) -> int:
+        """Kills so far."""
+        return sum(counts[what] for counts in (self.counts, self.trial.counts) for what in ("rank", "launcher"))
+
+    def state(self) -> dict[str, Any]:
+        """What `past` of another `Soak` takes, which then goes on from here."""
+        return {"counts": dict(self.counts), "trials": self.trials, "going on": dict(self.trial.counts)}
+
+    def kill(self) -> None:
+        """Kill once; after the last kill, or when the run has come to its end in spite of all, finish it.
+
+        Raises:
+            AssertionError: something that a kill must not do.
+        """
+        draw = random.Random(f"{self.seed} {self.trials} {self.done}")
+        if self.done < self.kills and not self.trial.finished("killed"):
+            self.trial.kill(draw)
+        if self.done >= self.kills or self.trial.finished("killed"):
+            self.trial.finish(draw)
+            self.counts += self.trial.counts
+            self.trials += 1
+            self.trial = self._trial({})
 
 
 def main() -> None:
-    """Soak all layouts, and write what was killed."""
+    """Soak all layouts in turn, and write what was killed."""
     from test_two_ranks import configuration
 
     from attnres.data import prepare
@@ -182,17 +236,34 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("build/soak.json"))
     options = parser.parse_args()
-    began, results = time.time(), {}
-    with tempfile.TemporaryDirectory() as temporary:
-        corpus = prepare("task:composition:400", "bpe:280", out=Path(temporary) / "corpus", progress=False).path
-        for place, (name, parallel) in enumerate(LAYOUTS.items()):
-            share = options.kills // len(LAYOUTS) + (place < options.kills % len(LAYOUTS))
-            values = configuration(corpus, Path(temporary), parallel=parallel)
-            results[name] = soak(Path(temporary) / name, values, share, options.seed + 1000 * place)
-            print(name, results[name], flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    report = {"kills": options.kills, "seed": options.seed, "minutes": (time.time() - began) / 60, "layouts": results}
-    options.out.write_text(json.dumps(report, indent=2) + "\n")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    folder = options.out.with_suffix("").absolute()
+    past = json.loads(options.out.read_text()) if options.out.exists() and folder.exists() else {}
+    if past and past["seed"] != options.seed:
+        sys.exit(f"{options.out} is of the seed {past['seed']}: give another --out, or remove it")
+    if not past:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    corpus = prepare("task:composition:400", "bpe:280", out=folder / "corpus", progress=False).path
+    soaks = {}
+    for place, (name, parallel) in enumerate(LAYOUTS.items()):
+        share = options.kills // len(LAYOUTS) + (place < options.kills % len(LAYOUTS))
+        values, seed = configuration(corpus, folder, parallel=parallel), f"{options.seed} {name}"
+        soaks[name] = Soak(folder / name, values, share, seed, past.get("layouts", {}).get(name))
+    began, before = time.monotonic(), past.get("minutes", 0.0)
+    first = sum(soak.done for soak in soaks.values())
+    while left := {name: soak for name, soak in soaks.items() if soak.done < soak.kills}:
+        name, soak = min(left.items(), key=lambda item: item[1].done / item[1].kills)
+        soak.kill()
+        done, minutes = sum(soak.done for soak in soaks.values()), (time.monotonic() - began) / 60
+        layouts = {name: soak.state() for name, soak in soaks.items()}
+        report = {"kills": done, "seed": options.seed, "minutes": before + minutes, "layouts": layouts}
+        write_json(options.out, report)
+        ahead = minutes / max(1, done - first) * (options.kills - done)
+        print(
+            f"{done} of {options.kills} kills, {name} {soak.done} of {soak.kills}, {ahead:.0f} minutes left", flush=True
+        )
+    print(json.dumps(layouts, indent=2))
 
 
 if __name__ == "__main__":

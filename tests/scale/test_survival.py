@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from soak import LAYOUTS, soak
+from soak import LAYOUTS, Soak
 from test_two_ranks import configuration
 
 pytestmark = pytest.mark.scale
@@ -17,5 +17,8 @@ def test_killed_processes_take_the_others_along_and_the_run_goes_on_bit_for_bit(
     if not Path("/proc/self/task").exists():
         pytest.skip("children are found in /proc")
     values = configuration(corpus, tmp_path, parallel=LAYOUTS[layout])
-    counts = soak(tmp_path / "soak", values, KILLS, seed=len(layout))
-    assert counts["rank"] + counts.get("launcher", 0) == KILLS and counts["lost, said so"] >= 1
+    soak = Soak(tmp_path / "soak", values, KILLS, seed=layout)
+    while soak.done < KILLS:
+        soak.kill()
+    assert soak.counts["rank"] + soak.counts["launcher"] == KILLS and soak.counts["lost, said so"] >= 1
+    assert not soak.trial.counts

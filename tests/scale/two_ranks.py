@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor
 
 from attnres.errors import UserError
 from attnres.models import build
-from attnres.scale.cache import RankCache
 from attnres.scale.crossings import vectors
 from attnres.scale.pipeline import Pipeline, check_schedule, plan_cut, schedule_named
 from attnres.scale.shard import local, mean_gradients, shard
@@ -81,8 +80,6 @@ def run_case(case: dict[str, Any], group: Any) -> dict[str, Any]:
         losses=losses,
         cached=case.get("cached", True),
     )
-    if case.get("fault") == "lost deposit":
-        pipe.cache.owe = lambda *_: None
     draw = torch.Generator().manual_seed(5)
     x, y = (torch.randint(WORDS, (ROWS * count, TOKENS), generator=draw) for _ in "xy")
     held_out = pipe.evaluate(x, y)
@@ -136,17 +133,6 @@ def run_shares(residual: str, group: Any) -> float:
             scale = other.grad.abs().max().clamp_min(1e-4)  # a softmax that has decided has gradients of 1e-9
             errors.append(((full - other.grad).abs().max() / scale).item())
     return max(errors)
-
-
-def lost_gradient() -> str:
-    """What a cache says after a step in which a borrowed slot's gradient reached nobody."""
-    cache = RankCache()
-    cache.owe(0, "block 1", torch.ones(2))
-    try:
-        cache.check()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def digest(run: loop.Run) -> dict[str, int] | None:
