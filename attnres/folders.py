@@ -78,11 +78,11 @@ def refuse_other(folder: str | Path, *kinds: Kind) -> Path:
     return path
 
 
-def refuse_other_file(path: str | Path, keys: set[str], beside: str | None = None) -> Path:
+def refuse_other_file(path: str | Path, keys: set[str], companion: str | None = None) -> Path:
     """The path of a JSON file to write, if nothing is there or an earlier file of its kind, which has `keys`.
 
     Args:
-        beside: the name of a second file, which may be there only together with the first.
+        companion: the name of a second file, which may be there only together with the first.
 
     Raises:
         UserError: another file, or the folder cannot be written into.
@@ -98,8 +98,8 @@ def refuse_other_file(path: str | Path, keys: set[str], beside: str | None = Non
             fields = None
         if not isinstance(fields, dict) or not keys <= set(fields):
             raise UserError(f"{target} is there and is no earlier result of this command: choose another name")
-    elif beside is not None and target.with_name(beside).exists():
-        raise UserError(f"{target.with_name(beside)} is there and would be replaced: choose another name")
+    elif companion is not None and target.with_name(companion).exists():
+        raise UserError(f"{target.with_name(companion)} is there and would be replaced: choose another name")
     if barrier := in_the_way(target.parent):
         raise UserError(f"cannot write into {target.parent}: {barrier} is no folder that this user may write into")
     return target

@@ -159,16 +159,16 @@ class _InParts(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, soft: Soft | None
     ) -> tuple[Tensor, ...]:
-        wanted = ctx.needs_input_grad[:3]
+        needs_grad = ctx.needs_input_grad[:3]
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
         exact = torch.promote_types(dtype, torch.float32)
         cast = Head(weight.to(dtype), None if bias is None else bias.to(dtype), head.scale, head.cap)
         sums = torch.zeros(3, dtype=exact, device=hidden.device)
         count = parts(targets, len(weight))
-        to_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if wanted[0] else None
-        to_weight = torch.zeros_like(weight, dtype=exact) if wanted[1] else None
-        to_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and wanted[2] else None
+        to_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs_grad[0] else None
+        to_weight = torch.zeros_like(weight, dtype=exact) if needs_grad[1] else None
+        to_bias = torch.zeros_like(bias, dtype=exact) if bias is not None and needs_grad[2] else None
         x_parts, y_parts = hidden.flatten(0, -2).chunk(count), targets.flatten().chunk(count)
         t_parts = [None] * len(x_parts) if soft is None else soft.hidden.flatten(0, -2).chunk(count)
         begin = 0
@@ -216,8 +216,8 @@ def _part(head: Head, x: Tensor, y: Tensor, soft: Soft | None, theirs: Tensor | 
         return head.before(grad, z), torch.stack([entropy, entropy, torch.zeros_like(entropy)])
     weight, temperature = soft.weight, soft.temperature
     ours = F.log_softmax(z / temperature, -1)
-    wanted = F.log_softmax(soft.head.logits(theirs) / temperature, -1)
-    divergence = temperature**2 * F.kl_div(ours, wanted, reduction="sum", log_target=True)
-    grad.mul_(1 - weight).add_(ours.exp_().sub_(wanted.exp_()), alpha=weight * temperature)
+    target = F.log_softmax(soft.head.logits(theirs) / temperature, -1)
+    divergence = temperature**2 * F.kl_div(ours, target, reduction="sum", log_target=True)
+    grad.mul_(1 - weight).add_(ours.exp_().sub_(target.exp_()), alpha=weight * temperature)
     objective = (1 - weight) * entropy + weight * divergence
     return head.before(grad, z), torch.stack([objective, entropy, divergence])

@@ -68,11 +68,11 @@ def streamed_rows(
         if place is not None:
             rows.load_state_dict(place)
 
-    def given() -> Iterator[dict[str, Any]]:
+    def guarded() -> Iterator[dict[str, Any]]:
         with _reading(what, repository, ""):
             yield from rows
 
-    return given(), rows.state_dict
+    return guarded(), rows.state_dict
 
 
 @contextmanager

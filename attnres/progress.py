@@ -102,10 +102,10 @@ class Bar:
         """So much is done; the line has `figures`, the rate and the time left."""
         self.done, now = done, time.monotonic()
         rate = (done - self.first) / max(1e-9, now - self.began)
-        told = [figures, self.bars.rate(rate)]
+        parts = [figures, self.bars.rate(rate)]
         if self.total is not None and rate > 0:
-            told.append(f"left {duration(max(0.0, self.total - done) / rate)}")
-        figures = "  ".join(filter(None, told))
+            parts.append(f"left {duration(max(0.0, self.total - done) / rate)}")
+        figures = "  ".join(filter(None, parts))
         self.bars.progress.update(self.task, description=self.name, total=self.total, completed=done, figures=figures)
         last = self.bars.stays and self.total is not None and done >= self.total
         if self.bars.progress.disable and (last or now - self.said >= LINES_EVERY):

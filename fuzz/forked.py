@@ -68,8 +68,9 @@ def table(words: list[str]) -> None:
     """Read runs as `attnres report` does, and print the table and the verdict: all of it but the figures."""
     from rich.console import Console
 
+    from attnres.report.columns import print_table
     from attnres.report.runs import load_study
-    from attnres.report.table import build_table, print_table
+    from attnres.report.table import build_table
     from attnres.report.verdict import verdict
 
     study = load_study(*map(Path, words))

@@ -20,8 +20,8 @@ def run(capsys, *arguments):
         cli.main(arguments)
     except SystemExit as left:
         code = left.code
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    output = capsys.readouterr()
+    return code, output.out, output.err
 
 
 @pytest.fixture
@@ -324,10 +324,10 @@ def test_prepare_says_what_it_made(capsys, tmp_path):
     (tmp_path / "text.txt").write_text("a few words, again and again\n" * 200)
     out = tmp_path / "shards"
     source = str(tmp_path / "text.txt")
-    code, said, _ = run(capsys, "prepare", "--source", source, "--tokenizer", "bpe:270", "--out", str(out))
+    code, output, _ = run(capsys, "prepare", "--source", source, "--tokenizer", "bpe:270", "--out", str(out))
     assert code == 0
-    assert "train: " in said
-    assert str(out) in said
+    assert "train: " in output
+    assert str(out) in output
     assert (out / "header.json").exists()
 
 
@@ -438,5 +438,5 @@ def test_convert_takes_any_setting_of_the_residual_once(tmp_path, capsys):
 
 def test_families_names_what_converts_and_what_is_refused(capsys):
     cli.main(["families"])
-    said = capsys.readouterr().out
-    assert "Qwen3" in said and "refused" in said
+    output = capsys.readouterr().out
+    assert "Qwen3" in output and "refused" in output

@@ -59,27 +59,27 @@ def test_a_json_file_that_cannot_be_read_is_refused(tmp_path: Path, content: byt
 
 def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
     for content in ("old", "new"):
-        with replaced_folder(tmp_path / "c") as beside:
-            (beside / content).write_text(content)
+        with replaced_folder(tmp_path / "c") as folder:
+            (folder / content).write_text(content)
     assert names(tmp_path) == ["c"] and names(tmp_path / "c") == ["new"]
 
 
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error")])
 def test_a_folder_that_cannot_be_filled_leaves_the_old_one(tmp_path: Path, error: Exception) -> None:
-    with replaced_folder(tmp_path / "c") as beside:
-        (beside / "old").write_text("old")
-    with pytest.raises(UserError, match="what was there before is intact"), replaced_folder(tmp_path / "c") as beside:
-        (beside / "new").write_text("new")
+    with replaced_folder(tmp_path / "c") as folder:
+        (folder / "old").write_text("old")
+    with pytest.raises(UserError, match="what was there before is intact"), replaced_folder(tmp_path / "c") as folder:
+        (folder / "new").write_text("new")
         raise error
     assert names(tmp_path) == ["c"] and names(tmp_path / "c") == ["old"]
 
 
 def test_a_folder_whose_last_rename_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with replaced_folder(tmp_path / "c") as beside:
-        (beside / "old").write_text("old")
+    with replaced_folder(tmp_path / "c") as folder:
+        (folder / "old").write_text("old")
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match="No space left"), replaced_folder(tmp_path / "c") as beside:
-        (beside / "new").write_text("new")
+    with pytest.raises(UserError, match="No space left"), replaced_folder(tmp_path / "c") as folder:
+        (folder / "new").write_text("new")
     assert names(tmp_path) == ["c"] and names(tmp_path / "c") == ["old"]
 
 
@@ -154,8 +154,8 @@ def test_what_a_killed_process_left_is_removed_by_the_next_that_works_there(tmp_
 
 def test_a_file_in_the_place_of_an_old_folder_is_no_hindrance(tmp_path: Path) -> None:
     (tmp_path / ".c.old").touch()
-    with replaced_folder(tmp_path / "c") as beside:
-        (beside / "new").touch()
+    with replaced_folder(tmp_path / "c") as folder:
+        (folder / "new").touch()
     assert names(tmp_path) == ["c"]
 
 
@@ -163,9 +163,9 @@ def test_a_file_in_the_place_of_an_old_folder_is_no_hindrance(tmp_path: Path) ->
 def test_files_of_a_folder_can_be_read_by_whom_the_umask_lets(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        with replaced_folder(tmp_path / "c") as beside:
-            (beside / "weights").touch(mode=0o600)
-            (beside / "text").touch()
+        with replaced_folder(tmp_path / "c") as folder:
+            (folder / "weights").touch(mode=0o600)
+            (folder / "text").touch()
     finally:
         os.umask(before)
     assert {path.stat().st_mode & 0o777 for path in (tmp_path / "c").iterdir()} == {0o666 & ~umask}

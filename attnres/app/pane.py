@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnres.app.explorer import Candidate, Effect, Reading
 from attnres.app.markup import visible
+from attnres.app.reading import Candidate, Effect, Reading
 from attnres.app.state import Cut
 from attnres.inspect.attention import TokenAttention
 from attnres.inspect.attribution import Attribution

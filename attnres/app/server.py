@@ -56,10 +56,10 @@ class Asked(TypedDict, total=False):
 def application(page: Page, *, local: bool) -> Starlette:
     """The page as an ASGI application; `local` as in `Guard`."""
 
-    def show(asked: Asked) -> dict[str, Any]:
+    def show(question: Asked) -> dict[str, Any]:
         words, steps = "", []
-        view, words = _view(page, asked)
-        for action in asked.get("actions", [])[:MAX_ACTIONS]:
+        view, words = _view(page, question)
+        for action in question.get("actions", [])[:MAX_ACTIONS]:
             try:
                 view = page.act(view, action)
             except UserError as error:
@@ -74,15 +74,15 @@ def application(page: Page, *, local: bool) -> Starlette:
             "choices": page.choices,
         }
 
-    def export(asked: Asked) -> dict[str, Any]:
-        return page.export(_view(page, asked)[0])
+    def export(question: Asked) -> dict[str, Any]:
+        return page.export(_view(page, question)[0])
 
-    def score(asked: Asked, report: Report) -> dict[str, Any]:
-        page.score(_view(page, asked)[0], asked.get("place", 0), report)
+    def score(question: Asked, report: Report) -> dict[str, Any]:
+        page.score(_view(page, question)[0], question.get("place", 0), report)
         return {"done": True}
 
-    def search(asked: Asked, report: Report) -> dict[str, Any]:
-        result, html = page.search(_view(page, asked)[0], asked.get("least", False), report)
+    def search(question: Asked, report: Report) -> dict[str, Any]:
+        result, html = page.search(_view(page, question)[0], question.get("least", False), report)
         return {"html": html, "hits": [{"text": hit.window, "at": hit.at} for hit in result.hits]}
 
     begin = {
@@ -108,11 +108,11 @@ def _unforeseen(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": MISTAKE}, 500)
 
 
-def _view(page: Page, asked: Asked) -> tuple[View, str]:
+def _view(page: Page, question: Asked) -> tuple[View, str]:
     """The view that a question is about, and what is wrong with its link."""
-    if asked.get("view") is None:
-        return page.begin(asked.get("link", ""))
-    return from_json(asked["view"], len(page.models)), ""
+    if question.get("view") is None:
+        return page.begin(question.get("link", ""))
+    return from_json(question["view"], len(page.models)), ""
 
 
 def _file(name: str, begin: dict[str, Any]) -> Callable[[Request], Response]:
@@ -158,10 +158,10 @@ def _stream(make: Callable[[Asked, Report], dict[str, Any]]) -> Callable[..., An
 
     async def answer(request: Request) -> Response:
         try:
-            asked = await _asked(request)
+            question = await _asked(request)
         except UserError as error:
             return JSONResponse({"error": str(error)}, 400)
-        return StreamingResponse(_lines(lambda report: make(asked, report)), media_type="application/x-ndjson")
+        return StreamingResponse(_lines(lambda report: make(question, report)), media_type="application/x-ndjson")
 
     return answer
 

@@ -5,7 +5,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from attnres.app.explorer import Opened, Reading
+from attnres.app.explorer import Opened
+from attnres.app.reading import Reading
 from attnres.errors import UserError
 from attnres.models.snapshot import residual_at, snapshots
 from attnres.residuals import Residual

@@ -123,10 +123,10 @@ def _carry_out(designs: "list[Design]", setting: "Setting", options: Study) -> N
             adopted=[user_path(folder) for folder in options.adopt],
         )
         _print(outcome.result.tables, out)
-        done, asked = outcome.counts
+        done, planned = outcome.counts
         say(out, outcome.result.verdict)
-        if done < asked:
-            say(out, f"{done} of {asked} runs are finished: the same command continues")
+        if done < planned:
+            say(out, f"{done} of {planned} runs are finished: the same command continues")
         say(out, str(outcome.folder / "study.html"))
 
 

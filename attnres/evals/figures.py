@@ -39,9 +39,11 @@ def ask(task: Task, checkpoint: Checkpoint, *, width: int, stride: int, limit: i
     Raises:
         UserError: the tokenizer is not the model's, or a text too short to score.
     """
-    asked = _ask_text(task, checkpoint, width, stride, limit) if task.kind == "text" else _ask_items(task, checkpoint)
-    checkpoint.check_ids(max(max(max(part, default=0) for part in request) for request in asked.requests))
-    return asked
+    questions = (
+        _ask_text(task, checkpoint, width, stride, limit) if task.kind == "text" else _ask_items(task, checkpoint)
+    )
+    checkpoint.check_ids(max(max(max(part, default=0) for part in request) for request in questions.requests))
+    return questions
 
 
 def _ask_text(task: Task, checkpoint: Checkpoint, width: int, stride: int, limit: int | None) -> Asked:
@@ -89,36 +91,36 @@ def _ask_items(task: Task, checkpoint: Checkpoint) -> Asked:
     return Asked(task, requests, groups, notes)
 
 
-def figures(asked: Asked, scored: Sequence[Scored]) -> list[Measure]:
+def figures(questions: Asked, scored: Sequence[Scored]) -> list[Measure]:
     """The measures of a task from the scores of its requests."""
     makers = {"text": _text_figures, "word": _word_figures, "choice": _choice_figures}
-    return makers[asked.task.kind](asked, scored)
+    return makers[questions.task.kind](questions, scored)
 
 
-def _text_figures(asked: Asked, scored: Sequence[Scored]) -> list[Measure]:
-    apart, sliding = ([scored[i] for i in group] for group in asked.groups)
+def _text_figures(questions: Asked, scored: Sequence[Scored]) -> list[Measure]:
+    apart, sliding = ([scored[i] for i in group] for group in questions.groups)
     names = (
         (
             "perplexity_non_overlapping",
-            f"perplexity, non-overlapping windows of {asked.width:,}",
+            f"perplexity, non-overlapping windows of {questions.width:,}",
             apart,
-            asked.groups[0],
+            questions.groups[0],
         ),
         (
             "perplexity_sliding",
-            f"perplexity, sliding windows of {asked.width:,} by {asked.stride:,}",
+            f"perplexity, sliding windows of {questions.width:,} by {questions.stride:,}",
             sliding,
-            asked.groups[1],
+            questions.groups[1],
         ),
     )
     measures = []
     for key, label, scores, group in names:
-        digest = tokens_digest([asked.requests[i] for i in group])
+        digest = tokens_digest([questions.requests[i] for i in group])
         loss, count = _losses(scores), np.array([float(len(s.logprobs)) for s in scores])
         measures.append(Measure(key, label, loss, count, exp=True, unit="nats/token", tokens=digest))
     last = measures[-1]
     # Bytes are shared among the windows by their tokens: the sum is exact, to within the text's first token.
-    share = last.below / last.below.sum() * asked.bytes
+    share = last.below / last.below.sum() * questions.bytes
     bits = last.above / math.log(2)
     measures.append(
         Measure("bits_per_byte", "bits per byte, sliding windows", bits, share, tokens=last.tokens, universal=True)
@@ -126,14 +128,14 @@ def _text_figures(asked: Asked, scored: Sequence[Scored]) -> list[Measure]:
     return measures
 
 
-def _word_figures(asked: Asked, scored: Sequence[Scored]) -> list[Measure]:
-    ones = np.ones(len(asked.groups))
-    answers = [scored[group.start] if len(group) else None for group in asked.groups]
+def _word_figures(questions: Asked, scored: Sequence[Scored]) -> list[Measure]:
+    ones = np.ones(len(questions.groups))
+    answers = [scored[group.start] if len(group) else None for group in questions.groups]
 
     def each(value) -> np.ndarray:
         return np.array([math.nan if answer is None else float(value(answer)) for answer in answers])
 
-    digest = tokens_digest(asked.requests)
+    digest = tokens_digest(questions.requests)
     return [
         Measure("acc", "accuracy, whole word", each(lambda s: s.greedy.all()), ones),
         Measure("perplexity", "perplexity of the word", each(lambda s: -s.total), ones, exp=True, unit="nats/word"),
@@ -141,12 +143,12 @@ def _word_figures(asked: Asked, scored: Sequence[Scored]) -> list[Measure]:
     ]
 
 
-def _choice_figures(asked: Asked, scored: Sequence[Scored]) -> list[Measure]:
-    task, ones = asked.task, np.ones(len(asked.groups))
+def _choice_figures(questions: Asked, scored: Sequence[Scored]) -> list[Measure]:
+    task, ones = questions.task, np.ones(len(questions.groups))
 
     def right(divisor) -> np.ndarray:
         values = []
-        for item, group in zip(task.items, asked.groups, strict=True):
+        for item, group in zip(task.items, questions.groups, strict=True):
             if not len(group):
                 values.append(math.nan)
                 continue

@@ -84,7 +84,7 @@ def evaluate(config: EvalConfig, *, progress: bool = True) -> Results:
     manager = harness.find_tasks(foreign, config.lm_eval_tasks) if foreign else None
     checkpoints = [open_checkpoint(name, trust_remote_code=config.trust_remote_code) for name in config.models]
     width, stride = _window(config, checkpoints)
-    asked = [
+    questions_of = [
         [ask(task, checkpoint, width=width, stride=stride, limit=config.limit) for task in tasks]
         for checkpoint in checkpoints
     ]
@@ -92,7 +92,7 @@ def evaluate(config: EvalConfig, *, progress: bool = True) -> Results:
         {"environment": environment.describe(device, config.dtype), "settings": _settings(config, width, stride)}
     )
     models = []
-    for checkpoint, questions in zip(checkpoints, asked, strict=True):
+    for checkpoint, questions in zip(checkpoints, questions_of, strict=True):
         model = checkpoint.load(config.dtype, str(device))
         models.append(_describe(checkpoint, model))
         for question, scored in zip(questions, _score(model, checkpoint, questions, config, progress), strict=True):
@@ -110,7 +110,7 @@ def evaluate(config: EvalConfig, *, progress: bool = True) -> Results:
             torch.cuda.empty_cache()
     results.record["models"] = models
     results.record["tasks"] = {
-        name: _task_record(measures, *_origin(name, tasks, asked)) for name, measures in results.measures.items()
+        name: _task_record(measures, *_origin(name, tasks, questions_of)) for name, measures in results.measures.items()
     }
     return results
 
@@ -159,20 +159,20 @@ def _score(
     return scored
 
 
-def _rows(asked: Asked, scored: Sequence[Scored]) -> list[Row]:
+def _rows(questions: Asked, scored: Sequence[Scored]) -> list[Row]:
     """What the figures were made from: log-probabilities in nats, of each choice or each window."""
-    if asked.task.kind == "text":
+    if questions.task.kind == "text":
         kinds = ("non-overlapping", "sliding")
         return [
             {"item": k, "windows": kind, "tokens": len(scored[i].logprobs), "logprob": scored[i].total}
-            for kind, group in zip(kinds, asked.groups, strict=True)
+            for kind, group in zip(kinds, questions.groups, strict=True)
             for k, i in enumerate(group)
         ]
     rows = []
-    for k, (item, group) in enumerate(zip(asked.task.items, asked.groups, strict=True)):
+    for k, (item, group) in enumerate(zip(questions.task.items, questions.groups, strict=True)):
         answers = [scored[i] for i in group]
         row: Row = {"item": k, "logprobs": [s.total for s in answers], "tokens": [len(s.logprobs) for s in answers]}
-        if asked.task.kind == "choice":
+        if questions.task.kind == "choice":
             row["gold"] = item.gold
         elif answers:
             row |= {"greedy": bool(answers[0].greedy.all()), "greedy_first": bool(answers[0].greedy[0])}
@@ -204,11 +204,13 @@ def _settings(config: EvalConfig, width: int, stride: int) -> Row:
     }
 
 
-def _origin(name: str, tasks: Sequence[Task], asked: Sequence[Sequence[Asked]]) -> tuple[str, list[list[str]]]:
+def _origin(
+    name: str, tasks: Sequence[Task], questions_by_model: Sequence[Sequence[Asked]]
+) -> tuple[str, list[list[str]]]:
     for i, task in enumerate(tasks):
         if task.name == name:
-            return task.source, [questions[i].notes for questions in asked]
-    return "lm-eval", [[] for _ in asked]
+            return task.source, [questions[i].notes for questions in questions_by_model]
+    return "lm-eval", [[] for _ in questions_by_model]
 
 
 def _task_record(models: Sequence[Sequence[Measure]], source: str, notes: list[list[str]]) -> Row:

@@ -197,9 +197,9 @@ def _score_row(logits: Tensor, continuations: list[Sequence[int]]) -> list[Score
     targets = targets.to(logits.device)
     for start in range(0, len(logits), POSITIONS):  # an fp32 copy of a few positions at a time
         part = log_probs(logits[start : start + POSITIONS])
-        wanted = targets[:, start : start + POSITIONS]
-        scores[:, start : start + POSITIONS] = part.gather(1, wanted.clamp(min=0).T).T.cpu()
-        greedy[:, start : start + POSITIONS] = (part.argmax(1) == wanted).cpu()
+        part_targets = targets[:, start : start + POSITIONS]
+        scores[:, start : start + POSITIONS] = part.gather(1, part_targets.clamp(min=0).T).T.cpu()
+        greedy[:, start : start + POSITIONS] = (part.argmax(1) == part_targets).cpu()
     return [
         Scored(scores[i, -len(continuation) :].numpy(), greedy[i, -len(continuation) :].numpy())
         for i, continuation in enumerate(continuations)

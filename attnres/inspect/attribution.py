@@ -156,15 +156,15 @@ def attribute(
         )
     position %= length
     if target is not None:
-        wanted: int | None = token_id(model, target)
+        target_id: int | None = token_id(model, target)
     else:
-        wanted = int(ids[0, position + 1]) if position + 1 < length else None
+        target_id = int(ids[0, position + 1]) if position + 1 < length else None
     ids = ids[:, : position + 1]
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}: expected at least 1")
     residual = find_residual(model)
     with evaluating(model):
-        probe, log_p, known = _backward(model, residual, ids, wanted)
+        probe, log_p, known = _backward(model, residual, ids, target_id)
         edges = [(index, source) for index, names in enumerate(probe.sources) for source in names]
         replay = Replay(model, residual, lambda: last_log_probs(model, ids))
         knockout = []

@@ -11,8 +11,8 @@ from torch import nn
 from attnres.errors import UserError, unknown
 from attnres.forward import evaluating
 from attnres.inspect import notebook
-from attnres.inspect.edits import choose_reads
 from attnres.inspect.pieces import pieces
+from attnres.inspect.places import choose_reads
 from attnres.inspect.record import find_residual, record
 from attnres.inspect.routing import By
 from attnres.inspect.survey import encode, front

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.inspect.edits import Edit, choose_reads, token_mask
+from attnres.inspect.edits import Edit
+from attnres.inspect.places import choose_reads, token_mask
 from attnres.inspect.record import find_residual
 from attnres.residuals import Editor, Residual, Source
 

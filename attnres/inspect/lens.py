@@ -156,7 +156,7 @@ def direct(
     spec, head = describe_norm(norm, vectors.reads[-1]), model.get_output_embeddings()
     if not isinstance(spec, Norm):
         raise UserError(f"the final norm is {type(norm).__name__}: its arithmetic is not known here")
-    wanted = int(vectors.log_probs.argmax()) if target is None else token_id(model, target)
+    target_id = int(vectors.log_probs.argmax()) if target is None else token_id(model, target)
     rival = None if against is None else token_id(model, against)
     h = vectors.reads[-1][-1].double()
     centred = h - h.mean() if spec.center else h
@@ -164,7 +164,7 @@ def direct(
 
     def of(weight: Tensor) -> Tensor:
         """The row of the target, less that of the rival, in double precision."""
-        return weight[wanted].double() - (0.0 if rival is None else weight[rival].double())
+        return weight[target_id].double() - (0.0 if rival is None else weight[rival].double())
 
     row = of(head.weight)
     along = row * scale * (1.0 if spec.weight is None else spec.weight.double())
@@ -191,7 +191,7 @@ def direct(
         written = outputs_of(residual.num_sublayers + 1, residual.sublayers)
         outputs = dict(zip([one.name for one in written], of_outputs, strict=True))
     return Direct(
-        len(vectors.ids) - 1, wanted, rival, logit, logit - sum(parts), dict(zip(names, parts, strict=True)), outputs
+        len(vectors.ids) - 1, target_id, rival, logit, logit - sum(parts), dict(zip(names, parts, strict=True)), outputs
     )
 
 

@@ -104,11 +104,11 @@ def patch(
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}: expected at least 1")
     vectors = read_vectors(model, ids)
-    wanted = int(vectors.log_probs.argmax()) if target is None else token_id(model, target)
+    target_id = int(vectors.log_probs.argmax()) if target is None else token_id(model, target)
     rival = None if against is None else token_id(model, against)
 
     def measure(log_probs: Tensor) -> Tensor:
-        return log_probs[:, wanted] - (0.0 if rival is None else log_probs[:, rival])
+        return log_probs[:, target_id] - (0.0 if rival is None else log_probs[:, rival])
 
     edges = [(i, s) for i, read in enumerate(vectors.layout) for s, one in enumerate(read.sources)]
     patched: list[float] = []
@@ -134,4 +134,4 @@ def patch(
                 progress(len(part))
     rest = iter(patched)
     rows = [[next(rest) for _ in read.sources] for read in vectors.layout]
-    return Patching(wanted, rival, before, after, vectors.layout, rows)
+    return Patching(target_id, rival, before, after, vectors.layout, rows)

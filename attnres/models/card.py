@@ -43,10 +43,10 @@ def model_card(model: Any, source: str | None, report: Any = None, *, reloaded: 
         "leave the residual's parameters out and compute something else.",
     ]
     if report is not None:
-        again = ", and loading what was written gave the same outputs again. `conversion.json` has the details"
+        reload = ", and loading what was written gave the same outputs again. `conversion.json` has the details"
         lines += [
             "",
             f"When it was made, its outputs differed from the source's by at most {report['max_difference']:.2g} of "
-            f"{report['logit_scale']:.3g} ({report['arithmetic']}, {report['tokens']} tokens){again * reloaded}.",
+            f"{report['logit_scale']:.3g} ({report['arithmetic']}, {report['tokens']} tokens){reload * reloaded}.",
         ]
     return "\n".join(lines) + "\n"

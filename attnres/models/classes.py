@@ -7,10 +7,8 @@ plain checkpoints load directly.
 """
 
 import functools
-import inspect
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,9 +31,9 @@ from attnres.models.card import model_card
 from attnres.models.families import FAMILIES, Family, layer_count
 from attnres.models.inputs import Fused, split
 from attnres.models.neighbours import keep_from_decay, share_defaults
+from attnres.models.outputs import note_hidden_states, routing_forward, show_hidden_states
 from attnres.models.remote import write_loader
-from attnres.models.stream import Stream, hidden_states_wanted
-from attnres.residuals import RESIDUALS, Observer, Residual, make_residual, residual_class, settings_of, source_file
+from attnres.residuals import RESIDUALS, Residual, make_residual, residual_class, settings_of, source_file
 from attnres.residuals.registry import is_known
 from attnres.residuals.values import ValueResidual
 
@@ -139,34 +137,6 @@ class ResidualConfigMixin:
     def shared_heads(self) -> int:
         """Heads of keys and values, which several of queries may share."""
         return getattr(self.layers_config, "num_key_value_heads", None) or self.layers_config.num_attention_heads
-
-
-def _note_hidden_states(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Take note of whether the pass that begins is asked for its hidden states."""
-    if torch.compiler.is_compiling():  # which has no context variables, and takes no bank
-        return
-    wanted = kwargs.get("output_hidden_states")
-    wanted = getattr(base.config, "output_hidden_states", None) if wanted is None else wanted
-    hidden_states_wanted.set(wanted is not None and wanted is not False)
-
-
-def _show_hidden_states(base: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """With `output_hidden_states`, streams become vectors: the running sum, as for a plain model."""
-
-    if not torch.compiler.is_compiling():
-        hidden_states_wanted.set(False)
-
-    def vectors(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(v.hidden_state() if isinstance(v, Stream) else v for v in value)
-        return value
-
-    if type(output) is tuple:  # return_dict=False
-        return tuple(map(vectors, output))
-    for name in ("hidden_states", "decoder_hidden_states"):
-        if getattr(output, name, None) is not None:
-            setattr(output, name, vectors(getattr(output, name)))
-    return output
 
 
 def _refuse_parallel(family: Family, config: Any) -> None:
@@ -277,11 +247,11 @@ def attach_residual(base: nn.Module, family: Family, config: Any) -> None:
     _split_inputs(layers, family, residual, config)
     banked = family.causal_lm.endswith(("ForCausalLM", "LMHeadModel"))
     attach_stream(base, residual, list(layers), family.reads, family.final_norm, normed=family.normed, banked=banked)
-    base.register_forward_pre_hook(_note_hidden_states, with_kwargs=True)
-    base.register_forward_hook(_show_hidden_states)
+    base.register_forward_pre_hook(note_hidden_states, with_kwargs=True)
+    base.register_forward_hook(show_hidden_states)
     holder = base.get_submodule(family.layers.rpartition(".")[0])
     if holder is not base:
-        holder.register_forward_hook(_show_hidden_states)
+        holder.register_forward_hook(show_hidden_states)
 
 
 def _split_inputs(layers: nn.ModuleList, family: Family, residual: Residual, config: Any) -> None:
@@ -349,61 +319,6 @@ class DepthMixin(Depth):
                     (weight[:, weight.shape[1] * 2 // 3 :] if part else weight).mul_(scale)
 
 
-_observing = threading.RLock()
-
-
-class _Weights:
-    """Keeps the routing weights of this thread's forward pass, and hands on to the observer that was there."""
-
-    def __init__(self, before: Observer | None) -> None:
-        self.before, self.reads = before, list[Tensor]()
-        self.shape, self.thread = torch.Size(), threading.get_ident()
-
-    def on_start(self, embedding: Tensor) -> None:
-        if self.thread == threading.get_ident():
-            self.shape = embedding.shape[:-1]
-        if self.before is not None:
-            self.before.on_start(embedding)
-
-    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
-        if self.thread == threading.get_ident():
-            if weights is None:
-                raise UserError("output_routing_weights was asked of a residual that weighs no sources: leave it out")
-            self.reads.append(weights.detach().view(*self.shape, -1))
-        if self.before is not None:
-            self.before.on_read(index, h, weights, values)
-
-    def on_write(self, index: int, output: Tensor) -> None:
-        if self.before is not None:
-            self.before.on_write(index, output)
-
-
-def _routing_forward(base_forward: Callable) -> Callable:
-    """A family's forward with one more argument, `output_routing_weights`."""
-
-    @functools.wraps(base_forward)
-    def forward(self: Any, *args: Any, output_routing_weights: bool = False, **kwargs: Any) -> Any:
-        if not output_routing_weights:
-            return base_forward(self, *args, **kwargs)
-        residual = self.residual("itself")
-        with _observing:  # the residual has one observer: those of several threads take turns
-            weights = _Weights(residual.observer)
-            residual.observer = weights
-            try:
-                output = base_forward(self, *args, **{**kwargs, "return_dict": True})
-            finally:
-                residual.observer = weights.before
-        output["routing_weights"] = tuple(weights.reads)
-        return output.to_tuple() if kwargs.get("return_dict") is False else output
-
-    signature = inspect.signature(base_forward)
-    extra = inspect.Parameter("output_routing_weights", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=bool)
-    *first, last = signature.parameters.values()
-    places = [*first, extra, last] if last.kind is last.VAR_KEYWORD else [*first, last, extra]
-    forward.__signature__ = signature.replace(parameters=places)  # ty: ignore[missing-attribute]
-    return forward
-
-
 @functools.cache
 def model_class(plain: Any, family: Family, config: type, kind: type[Depth]) -> type[Depth]:
     """Return the subclass of a plain model class that is a `DepthBase` or a `DepthMixin`."""
@@ -419,7 +334,7 @@ def model_class(plain: Any, family: Family, config: type, kind: type[Depth]) -> 
         "_keep_in_fp32_modules_strict": [*(plain._keep_in_fp32_modules_strict or ()), "residual"],
     }
     if kind is DepthMixin:
-        fields["forward"] = _routing_forward(plain.forward)
+        fields["forward"] = routing_forward(plain.forward)
     cls = type(f"AttnRes{plain.__name__}", (kind, plain), fields)
     globals()[cls.__name__] = cls
     return cls

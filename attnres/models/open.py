@@ -322,9 +322,9 @@ class Checkpoint:
                     **options,
                 )
         model, info = loaded
-        for tensor, stored, wanted in sorted(info["mismatched_keys"]):  # a set: another order in every process
+        for tensor, stored, expected in sorted(info["mismatched_keys"]):  # a set: another order in every process
             raise UserError(
-                f"'{tensor}' of {self.name} has shape {tuple(stored)}, and its config says {tuple(wanted)}: fetch or "
+                f"'{tensor}' of {self.name} has shape {tuple(stored)}, and its config says {tuple(expected)}: fetch or "
                 "copy it again"
             )
         if info["missing_keys"]:  # Transformers would draw them at random and go on

@@ -57,13 +57,13 @@ def residual_at(config: Any, path: Path) -> Residual:
     return residual.eval()
 
 
-def _misfit(wanted: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str:
+def _misfit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> str:
     """What keeps tensors from being those of a residual; empty where nothing does."""
-    if wanted.keys() != tensors.keys():
-        return f"it holds {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(wanted))}"
+    if expected.keys() != tensors.keys():
+        return f"it holds {', '.join(sorted(tensors)) or 'nothing'}, expected {', '.join(sorted(expected))}"
     for name, tensor in tensors.items():
-        if tensor.shape != wanted[name].shape:
-            return f"{name} is {tuple(tensor.shape)}, expected {tuple(wanted[name].shape)}"
+        if tensor.shape != expected[name].shape:
+            return f"{name} is {tuple(tensor.shape)}, expected {tuple(expected[name].shape)}"
         if not tensor.isfinite().all():
             return f"{name} has numbers that are not finite"
     return ""

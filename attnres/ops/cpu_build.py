@@ -100,9 +100,9 @@ def _build(target: Path, compiler: str, *, link_openmp: bool) -> None:
     shutil.rmtree(folder, ignore_errors=True)  # of a build that was killed
     folder.mkdir()
     try:
-        built, obj = folder / "kernels.so", folder / "kernels.o"
-        _run(compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(obj))
-        _run(compiler, "-shared", str(obj), *(["-fopenmp"] if link_openmp else []), "-o", str(built), "-lm")
+        built, object_file = folder / "kernels.so", folder / "kernels.o"
+        _run(compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(object_file))
+        _run(compiler, "-shared", str(object_file), *(["-fopenmp"] if link_openmp else []), "-o", str(built), "-lm")
         built.replace(target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -14,12 +14,13 @@ from attnres.figures import Comparison, Plot, style
 from attnres.figures.plot import COLUMN
 from attnres.files import write_text
 from attnres.report import theme
+from attnres.report.columns import plain_cells, shown, to_csv
 from attnres.report.curves import curves_csv
 from attnres.report.example import example
 from attnres.report.runs import Run, Study
 from attnres.report.sections import Section, sections
 from attnres.report.stats import equal_conditions
-from attnres.report.table import Row, Table, build_table, plain_cells, shown, to_csv
+from attnres.report.table import Row, Table, build_table
 from attnres.report.variants import comparison_of
 from attnres.report.verdict import verdict
 from attnres.typed import leaves

@@ -5,9 +5,10 @@ from pathlib import Path
 from rich.console import Console
 
 from attnres.folders import refuse_other
+from attnres.report.columns import print_table
 from attnres.report.page import write_report
 from attnres.report.runs import Study, load_study
-from attnres.report.table import build_table, print_table
+from attnres.report.table import build_table
 from attnres.report.verdict import verdict
 
 

@@ -1,11 +1,8 @@
-"""The comparison table: one row a variant, in the terminal and as CSV."""
+"""The comparison table, computed: one row a variant, and the notes that belong under them."""
 
-import csv
-import io
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -20,11 +17,7 @@ from attnres.report.stats import (
     why_unpaired,
 )
 from attnres.residuals import Traits
-from attnres.text import UNKNOWN, listed, memory, number, with_error
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
+from attnres.text import listed, number
 
 ROUNDS = 5
 """Of a timing in turn, from which its medians are shown."""
@@ -285,174 +278,3 @@ def _what_the_error_is(pairs: list[Paired], baseline: str) -> str:
         return what + f"± is its standard error over windows, wider here than that over {counts} seeds."
     exception = " (over windows where that interval is wider, or seeds are fewer than three)" if by_windows else ""
     return what + f"± is its standard error over {counts} seeds{exception}; 95 % intervals by Student's t."
-
-
-# ------------------------------------------------------------------ formatting
-
-
-# ------------------------------------------------------------------ columns
-
-
-@dataclass(frozen=True)
-class Column:
-    """A property of the variants.
-
-    Attributes:
-        name: heading in the CSV file.
-        value: what stands there; NaN and None are empty.
-        title: heading in the table, which does not have the column without one. short: in the terminal.
-        text: what stands in the table.
-        optional: the table has it only where it is known of a variant.
-    """
-
-    name: str
-    value: Callable[[Row, Table], Any]
-    title: str = ""
-    text: Callable[[Row, Table], str] = lambda row, table: UNKNOWN
-    short: str = ""
-    optional: bool = False
-
-
-def _of_pair(name: str, value: Callable[[Paired], Any], **shown: Any) -> Column:
-    return Column(name, lambda row, _: None if row.paired is None else value(row.paired), **shown)
-
-
-def _difference(row: Row, table: Table) -> str:
-    if row.label == table.baseline:
-        return "baseline"
-    return UNKNOWN if row.paired is None else with_error(row.paired.mean, row.paired.se, signed=True)
-
-
-def _extra(row: Row, table: Table) -> str:
-    count, base = row.largest("extra_parameters"), row.largest("parameters") - row.largest("extra_parameters")
-    return number(count, 0) + (f" ({100 * count / base:.2f} %)" if count and base > 0 else "")
-
-
-def _step_time(row: Row, table: Table) -> str:
-    if table.doubt or math.isnan(row.step_ratio):
-        return UNKNOWN
-    low, high = row.step_quartiles
-    return f"{row.step_ratio:.2f}×" + ("" if math.isnan(low) or low == high else f" ({low:.2f}–{high:.2f})")
-
-
-def _perplexity(row: Row, table: Table) -> str:
-    return UNKNOWN if math.isnan(row.loss) else f"{row.perplexity:.{'2f' if row.perplexity < 1e6 else '2e'}}"
-
-
-COLUMNS = (
-    Column("label", lambda row, _: row.label, "Residual", lambda row, _: row.label),
-    Column("residual", lambda row, _: row.residual),
-    Column("seeds", lambda row, _: " ".join(str(run.seed) for run in row.runs)),
-    Column("finished", lambda row, _: row.finished),
-    Column("step", lambda row, _: row.step),
-    Column("val_loss", lambda row, _: row.loss, "Held-out loss", lambda row, _: with_error(row.loss, row.loss_se)),
-    Column("val_loss_se", lambda row, _: row.loss_se),
-    Column("perplexity", lambda row, _: row.perplexity, "Perplexity", _perplexity, "PPL"),
-    Column("baseline", lambda _, table: table.baseline),
-    _of_pair("difference", lambda pair: pair.mean, title="Difference", text=_difference),
-    _of_pair("difference_se", lambda pair: pair.se),
-    _of_pair("difference_low95", lambda pair: pair.mean - pair.margin),
-    _of_pair("difference_high95", lambda pair: pair.mean + pair.margin),
-    _of_pair("se_basis", lambda pair: pair.basis),
-    _of_pair("se_windows", lambda pair: pair.se_windows),
-    _of_pair("se_seeds", lambda pair: pair.se_seeds),
-    _of_pair("windows", lambda pair: pair.windows),
-    _of_pair("difference_step", lambda pair: pair.step),
-    Column("decided", lambda row, _: None if row.paired is None else row.decided),
-    Column(
-        *("tokens_per_s", lambda row, _: row.tokens_per_s, "Tokens/s"),
-        text=lambda row, table: UNKNOWN if table.doubt else number(row.tokens_per_s, 0),
-    ),
-    Column(
-        *("step_time_ratio", lambda row, _: row.step_ratio, "Step time"),
-        text=_step_time,
-    ),
-    Column("step_time_interleaved", lambda _, table: table.interleaved),
-    Column(
-        *("peak_memory_bytes", lambda row, _: row.largest("peak_memory_bytes"), "Peak memory"),
-        text=lambda row, _: memory(row.largest("peak_memory_bytes")),
-    ),
-    Column("parameters", lambda row, _: row.largest("parameters")),
-    Column(
-        *("extra_parameters", lambda row, _: row.largest("extra_parameters"), "Extra parameters"),
-        text=_extra,
-        short="Extra\nparams",
-    ),
-    Column("start_loss", lambda row, _: row.start_loss),
-    Column("flops_per_s", lambda row, _: row.flops_per_s),
-    Column(
-        *("mfu", lambda row, _: row.mfu, "MFU"),
-        text=lambda row, _: UNKNOWN if math.isnan(row.mfu) else f"{row.mfu:.1%}",
-        optional=True,
-    ),
-    Column("step_time_low", lambda row, _: row.step_quartiles[0]),
-    Column("step_time_high", lambda row, _: row.step_quartiles[1]),
-    Column("plain_tokens_per_s", lambda _, table: table.plain_tokens_per_s),
-)
-"""All there is to say of a variant: in this order in the CSV file, those with a title in the table."""
-
-
-def shown(table: Table) -> list[Column]:
-    """The columns of a table that is printed."""
-
-    def known(column: Column) -> bool:
-        return not column.optional or any(column.text(row, table) != UNKNOWN for row in table.rows)
-
-    return [column for column in COLUMNS if column.title and known(column)]
-
-
-def plain_cells(table: Table, columns: list[Column]) -> list[str]:
-    """The cells of the plain model's row, which was timed and not trained; none where there is nothing to show."""
-    if table.doubt or math.isnan(table.plain_tokens_per_s):
-        return []
-    known = {"label": "plain model", "tokens_per_s": number(table.plain_tokens_per_s, 0), "step_time_ratio": "1.00×"}
-    return [known.get(column.name, "") for column in columns]
-
-
-def print_table(table: Table, verdict: str, console: "Console | None" = None) -> None:
-    """Print the table, the verdict and the notes."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table as Grid
-    from rich.text import Text
-
-    console = console or Console()
-    grid = Grid(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
-    columns = shown(table)
-    for column in columns:
-        first = column is columns[0]
-        heading = column.short or column.title.replace(" ", "\n")
-        grid.add_column(heading, justify="left" if first else "right", no_wrap=not first, overflow="fold")
-    for row in table.rows:
-        cells = {}
-        for column in columns:  # eighty columns: what is in brackets or can be had from the CSV is left out
-            text = column.text(row, table).split(" (")[0]
-            cells[column.name] = Text(text if column.name == "difference" else text.split(" ± ")[0])
-        if row.paired and row.decided and row.complete:
-            cells["difference"].stylize("bold green" if row.paired.mean < 0 else "bold red")
-        if not row.complete:
-            cells["label"].append(" *", style="yellow")
-        grid.add_row(*cells.values())
-    if cells := plain_cells(table, columns):
-        grid.add_row(*cells, style="dim")
-    console.print(grid)
-    console.print(Text(verdict, style="bold"))
-    for note in table.notes:
-        console.print(Text(note, style="dim"))
-
-
-def to_csv(table: Table) -> str:
-    """Give one line a variant with plain numbers (SI units, nats), both standard errors and the 95 % interval."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([column.name for column in COLUMNS])
-    writer.writerows([_plain(column.value(row, table)) for column in COLUMNS] for row in table.rows)
-    return out.getvalue()
-
-
-def _plain(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, float):
-        return "" if math.isnan(value) else f"{value:.10g}"
-    return "" if value is None else str(value)

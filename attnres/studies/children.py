@@ -242,12 +242,12 @@ def run_children(
     failed: Child | None = None
     gpus, on = _gpus(), dict[Path, str | None]()
     with caught_signals() as signals:
-        told = 0
+        signal_sent = 0
         try:
-            while running or (waiting and not told):
+            while running or (waiting and not signal_sent):
                 if time.monotonic() > until:
                     waiting.clear()
-                while waiting and len(running) < jobs and not told:
+                while waiting and len(running) < jobs and not signal_sent:
                     child = waiting.pop(0)
                     on_start(child)
                     taken = [on[other.folder] for other in running]
@@ -260,12 +260,12 @@ def run_children(
                     running.remove(child)
                     if child.code == 0:
                         on_end(child)
-                    elif not told:
+                    elif not signal_sent:
                         failed = child
-                if not told and (wanted := _wanted(signals, failed)):
-                    told = wanted
+                if not signal_sent and (signal_due := _wanted(signals, failed)):
+                    signal_sent = signal_due
                     for child in running:
-                        child.tell(told)
+                        child.tell(signal_sent)
         finally:
             _end(running)
         if signals.interrupts or signals.terminations:

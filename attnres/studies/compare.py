@@ -192,9 +192,9 @@ def _kernels(before: Compared, plan: Plan) -> str | None:
     return here
 
 
-def _share(before: Compared, asked: int | None, plan: Plan, vocabulary: int) -> tuple[int, int]:
+def _share(before: Compared, jobs_option: int | None, plan: Plan, vocabulary: int) -> tuple[int, int]:
     """How many runs train at once and with how many threads each: as before if this continues a comparison."""
-    jobs = asked or before.get("jobs") or _jobs(plan, vocabulary)
+    jobs = jobs_option or before.get("jobs") or _jobs(plan, vocabulary)
     return jobs, before.get("threads") or max(1, torch.get_num_threads() // jobs)
 
 

@@ -160,11 +160,11 @@ def write(design: Design, setting: Setting, measured: Measured) -> Outcome:
     from attnres.studies.page import study_page
 
     outcome = Outcome(design, setting, measured, design.analyse(setting, measured))
-    done, asked = outcome.counts
+    done, planned = outcome.counts
     result = {
         **_asked(design, setting),
         "finished": done,
-        "planned": asked,
+        "planned": planned,
         "verdict": outcome.result.verdict,
         "values": plain(outcome.result.values, digits=9),
         "tables": [dataclasses.asdict(table) for table in outcome.result.tables],
@@ -178,17 +178,17 @@ def write(design: Design, setting: Setting, measured: Measured) -> Outcome:
 def outcome_in(folder: Path) -> Outcome:
     """Read a study's folder and analyse it again; nothing is run or written. Raises UserError if it is none."""
     path = folder / "study.json"
-    asked = checked(read_json(path), Asked, path, "carry the study out again")
-    if asked["version"] != VERSION:
-        raise UserError(f"{path} is of version {asked['version']}, expected {VERSION}: carry the study out again")
-    for what, name, known in (("study", asked["study"], STUDIES), ("preset", asked["preset"], PRESETS)):
+    record = checked(read_json(path), Asked, path, "carry the study out again")
+    if record["version"] != VERSION:
+        raise UserError(f"{path} is of version {record['version']}, expected {VERSION}: carry the study out again")
+    for what, name, known in (("study", record["study"], STUDIES), ("preset", record["preset"], PRESETS)):
         if name not in known:
             raise unknown(what, str(name), known)
     out = folder.parent.parent
     setting = Setting(
-        asked["preset"], PRESETS[asked["preset"]], int(asked["seeds"]), asked["source"], out, asked["images"]
+        record["preset"], PRESETS[record["preset"]], int(record["seeds"]), record["source"], out, record["images"]
     )
-    design = STUDIES[asked["study"]]
+    design = STUDIES[record["study"]]
     measured = survey(design, setting)[1]
     return Outcome(design, setting, measured, design.analyse(setting, measured))
 

@@ -54,10 +54,10 @@ def _page(title: str, kicker: str, headline: str, more: str, sections: Sequence[
 
 
 def _kicker(outcome: "Outcome") -> str:
-    done, asked = outcome.counts
+    done, planned = outcome.counts
     setting = outcome.setting
     source = setting.source or setting.config().data.source
-    return f"{outcome.design.title}  ·  preset {setting.name}, data {source}, {done} of {asked} runs"
+    return f"{outcome.design.title}  ·  preset {setting.name}, data {source}, {done} of {planned} runs"
 
 
 def _sections(outcome: "Outcome") -> list[str]:
@@ -75,7 +75,7 @@ def _sections(outcome: "Outcome") -> list[str]:
             caption = f"<figcaption>{escape(plot.caption)}</figcaption>"
             drawn.append(f'<figure class="card"><h3>{escape(plot.title)}</h3>\n{svg}\n{caption}</figure>')
         parts.append('<section>\n<div class="figures">\n' + "\n".join(drawn) + "\n</div>\n</section>")
-    done, asked = outcome.counts
+    done, planned = outcome.counts
     known = outcome.measured.noises
     floor = ", ".join(
         f"sigma {one.sigma:.4f} at {steps:,} steps ({one.degrees + 1} seeds)" for steps, one in known.items()
@@ -83,7 +83,7 @@ def _sections(outcome: "Outcome") -> list[str]:
     facts = [
         ["what is done", design.about],
         ["published", design.published],
-        ["runs", f"{done} of {asked} that were asked for so far"],
+        ["runs", f"{done} of {planned} that were asked for so far"],
         ["noise floor", floor or "attnres study noise: not run at this preset and text"],
         ["command", command(outcome)],
     ]

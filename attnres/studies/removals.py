@@ -8,10 +8,11 @@ from rich.console import Console
 
 from attnres.errors import UserError
 from attnres.inspect.attribution import Attribution, attribute
-from attnres.inspect.edits import KnockOut, choose_reads, with_choice
+from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import effect
 from attnres.inspect.intervene import intervene, source_names
 from attnres.inspect.pieces import piece, spelled
+from attnres.inspect.places import choose_reads, with_choice
 from attnres.inspect.prune import PruneReport
 from attnres.inspect.record import find_residual
 from attnres.inspect.survey import Survey, encode, front, loss_change

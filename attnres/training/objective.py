@@ -28,11 +28,11 @@ Cast = Callable[[], AbstractContextManager[Any]]
 """Makes the context of a forward pass: bf16 autocast, or nothing."""
 
 
-def loss_kind(wanted: str, model: Any, tokens: int, teacher: Teacher | None = None) -> str:
+def loss_kind(choice: str, model: Any, tokens: int, teacher: Teacher | None = None) -> str:
     """How the loss of a micro-batch of so many tokens is made: "whole", "chunked" or "liger".
 
     Args:
-        wanted: one of these, or "auto": not whole where it would be made in more than two parts and the model's head
+        choice: one of these, or "auto": not whole where it would be made in more than two parts and the model's head
             can be called apart; then by Liger Kernel on CUDA where it is installed and no teacher takes part.
 
     Raises:
@@ -40,21 +40,21 @@ def loss_kind(wanted: str, model: Any, tokens: int, teacher: Teacher | None = No
     """
     output = model.get_output_embeddings()
     device = next(model.parameters()).device
-    if wanted == "auto" and (output is None or tokens * len(output.weight) <= 2 * logits_at_a_time(device)):
+    if choice == "auto" and (output is None or tokens * len(output.weight) <= 2 * logits_at_a_time(device)):
         return "whole"
-    if wanted == "whole":
-        return wanted
+    if choice == "whole":
+        return choice
     apart = is_apart(model) and (teacher is None or is_apart(teacher.model))
     why_not = _why_no_liger(device, teacher)
-    if wanted == "auto":
+    if choice == "auto":
         return ("chunked" if why_not else "liger") if apart else "whole"
     if not apart:
         raise UserError(
-            f"loss is {wanted} and the head of {type(model).__name__} does more than attnres knows of: choose whole"
+            f"loss is {choice} and the head of {type(model).__name__} does more than attnres knows of: choose whole"
         )
-    if wanted == "liger" and why_not:
+    if choice == "liger" and why_not:
         raise UserError(f"loss is liger and {why_not}: choose chunked or auto")
-    return wanted
+    return choice
 
 
 def _why_no_liger(device: torch.device, teacher: Teacher | None) -> str | None:

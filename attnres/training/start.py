@@ -223,11 +223,11 @@ def _with_residual(source: Any, config: TrainConfig) -> Any:
     standard: Any = source if isinstance(source, DepthMixin) else convert(source, "standard")
     if config.model.residual == "standard":
         return standard if standard is not source else copy.deepcopy(source)
-    wanted = copy.deepcopy(standard.config)
-    wanted.residual, wanted.residual_settings = config.model.residual, dict(config.model.settings)
-    wanted.dtype = torch.float32
+    new_config = copy.deepcopy(standard.config)
+    new_config.residual, new_config.residual_settings = config.model.residual, dict(config.model.settings)
+    new_config.dtype = torch.float32
     with torch.random.fork_rng(devices=[]):
-        model = type(standard)(wanted)
+        model = type(standard)(new_config)
     result = model.load_state_dict(standard.state_dict(), strict=False)
     strange = [name for name in result.missing_keys if ".residual." not in name] + result.unexpected_keys
     if strange:

@@ -10,9 +10,9 @@ import torch
 
 from attnres.app import draw, figures, tokens
 from attnres.app.differences import difference
-from attnres.app.explorer import Candidate, Effect, Reading
 from attnres.app.markup import visible
 from attnres.app.pane import Pane, Scales
+from attnres.app.reading import Candidate, Effect, Reading
 from attnres.app.state import ATTENDED, LARGEST, LOSS, Cut
 from attnres.inspect.attention import TokenAttention
 from attnres.inspect.attribution import Attribution

@@ -15,18 +15,18 @@ async def inner(scope, receive, send):
 
 
 def ask(path, local=True, **headers):
-    said = []
+    calls = []
 
     async def receive():
         return {"type": "http.request", "body": b"", "more_body": False}
 
     async def send(message):
-        said.append(message)
+        calls.append(message)
 
     headers = {"host": "127.0.0.1:7860"} | headers
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     asyncio.run(Guard(inner, local)({"type": "http", "path": path, "headers": raw}, receive, send))
-    return said[0]["status"], dict(said[0]["headers"])
+    return calls[0]["status"], dict(calls[0]["headers"])
 
 
 def test_the_page_loads_nothing_from_elsewhere_and_runs_no_script_but_its_file():

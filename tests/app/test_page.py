@@ -52,11 +52,11 @@ def test_a_knock_out_is_that_of_the_library(folders, model):
     knocked = opened.knock_out(TEXT, (Cut(0, last, 0), Cut(0, 2, 1)))
     names = [opened.sources[last][0], opened.sources[2][1]]
     edits = [KnockOut(names[0], reads=last), KnockOut(names[1], reads=2)]
-    found = effect(opened.model, torch.tensor([opened.read(TEXT).ids]), edits)
-    np.testing.assert_allclose(knocked.losses, found.loss_after, rtol=1e-5)
+    change = effect(opened.model, torch.tensor([opened.read(TEXT).ids]), edits)
+    np.testing.assert_allclose(knocked.losses, change.loss_after, rtol=1e-5)
     once = opened.knock_out(TEXT, (Cut(0, last, 0, 4), Cut(0, last, 0, 999)))  # no such token: nothing is cut there
-    found = effect(opened.model, torch.tensor([opened.read(TEXT).ids]), KnockOut(names[0], reads=last, tokens=4))
-    np.testing.assert_allclose(once.losses, found.loss_after, rtol=1e-5)
+    change = effect(opened.model, torch.tensor([opened.read(TEXT).ids]), KnockOut(names[0], reads=last, tokens=4))
+    np.testing.assert_allclose(once.losses, change.loss_after, rtol=1e-5)
 
 
 def test_clicks_knock_out_and_bring_back(page):
@@ -286,9 +286,9 @@ def test_a_search_gives_texts_to_look_at(page, block):
     corpus = LookText("two texts", lambda: iter([TEXT, "The quick brown fox jumps."]))
     searching = Page(page.models, corpus)
     view = View(TEXT, source="embedding", read=3)
-    found, html = searching.search(view, False, lambda done, whole: None)
-    assert f"data-hit={chr(34)}{len(found.hits) - 1}{chr(34)}" in html and "two texts" in html
-    hit = found.hits[0]
+    result, html = searching.search(view, False, lambda done, whole: None)
+    assert f"data-hit={chr(34)}{len(result.hits) - 1}{chr(34)}" in html and "two texts" in html
+    hit = result.hits[0]
     visited = searching.visit(view, {"text": hit.window, "at": hit.at})
     assert block.read(visited.text).names[visited.token] == hit.token
     assert block.read(visited.text).contributions[3][visited.token][0] == pytest.approx(hit.contribution, abs=1e-5)

@@ -73,17 +73,17 @@ def test_the_narrowest_sampling_is_greedy(speakers):
 
 def test_the_models_own_settings_hold_where_none_are_given(speakers, monkeypatch):
     speaker = speakers["block"]
-    seen = []
+    calls = []
     real = speaker.model.generate
     monkeypatch.setattr(
-        speaker.model, "generate", lambda *a, **kw: (seen.append(kw["generation_config"]), real(*a, **kw))[1]
+        speaker.model, "generate", lambda *a, **kw: (calls.append(kw["generation_config"]), real(*a, **kw))[1]
     )
     generate(speaker, PROMPT, max_new_tokens=2)
-    assert (seen[-1].top_k, seen[-1].top_p, seen[-1].temperature, seen[-1].do_sample) == (0, 1.0, 1.0, True)
+    assert (calls[-1].top_k, calls[-1].top_p, calls[-1].temperature, calls[-1].do_sample) == (0, 1.0, 1.0, True)
     monkeypatch.setattr(speaker.model.generation_config, "top_k", 7)
     monkeypatch.setattr(speaker.model.generation_config, "temperature", 0.6)
     generate(speaker, PROMPT, max_new_tokens=2, temperature=0.9)
-    assert (seen[-1].top_k, seen[-1].temperature) == (7, 0.9)
+    assert (calls[-1].top_k, calls[-1].temperature) == (7, 0.9)
 
 
 def test_pieces_are_the_text(speakers):
@@ -103,11 +103,11 @@ def test_it_stops_where_the_context_ends(speakers):
 @pytest.mark.parametrize("name", ["block", "full"])
 def test_depth_is_what_the_predicting_pass_read(speakers, name):
     speaker = speakers[name]
-    seen = []
-    generate(speaker, PROMPT, max_new_tokens=5, greedy=True, on_token=seen.append)
+    calls = []
+    generate(speaker, PROMPT, max_new_tokens=5, greedy=True, on_token=calls.append)
     assert speaker.model.residual.observer is None
     ids = speaker.encode(PROMPT)
-    for depth in seen:
+    for depth in calls:
         rows = []
 
         class Last:
@@ -218,12 +218,12 @@ def test_two_models_are_timed_in_turn(speakers):
                 return self.real.generate(*args, **kwargs)
 
         watched.append(dataclasses.replace(speaker, model=Model(speaker, name)))
-    found = beside(watched, PROMPT, 6, rounds=3)
+    speeds = beside(watched, PROMPT, 6, rounds=3)
     assert order == ["block", "plain", *("block", "plain"), *("plain", "block"), *("block", "plain")]
-    assert found.tokens == 6
-    assert found.quartiles[0] <= found.ratio <= found.quartiles[1]
-    assert found.medians[0] > 0
-    assert "3 rounds of 6 tokens in turn, CPU" in found.line()
+    assert speeds.tokens == 6
+    assert speeds.quartiles[0] <= speeds.ratio <= speeds.quartiles[1]
+    assert speeds.medians[0] > 0
+    assert "3 rounds of 6 tokens in turn, CPU" in speeds.line()
     with pytest.raises(UserError, match="timing needs two tokens or more"):
         beside(watched, PROMPT, 1)
 

@@ -44,31 +44,31 @@ def test_a_single_item_has_no_error_and_left_out_items_do_not_count():
 def test_a_difference_is_taken_item_by_item():
     hard = rng.normal(size=60) * 5
     first, second = 10 + hard, 10.2 + hard + 0.1 * rng.normal(size=60)
-    found = difference(Measure("m", "", first, ones(60)), Measure("m", "", second, ones(60)))
-    assert found.paired
-    assert found.value == pytest.approx((second - first).mean())
-    assert found.error == pytest.approx((second - first).std(ddof=1) / math.sqrt(60))
-    assert found.error < 0.1 * np.hypot(first.std(), second.std()) / math.sqrt(60)
+    gap = difference(Measure("m", "", first, ones(60)), Measure("m", "", second, ones(60)))
+    assert gap.paired
+    assert gap.value == pytest.approx((second - first).mean())
+    assert gap.error == pytest.approx((second - first).std(ddof=1) / math.sqrt(60))
+    assert gap.error < 0.1 * np.hypot(first.std(), second.std()) / math.sqrt(60)
 
 
 def test_an_item_that_one_model_left_out_is_in_no_difference():
     first = Measure("acc", "", np.array([1.0, 0.0, 1.0]), ones(3))
     second = Measure("acc", "", np.array([0.0, math.nan, 1.0]), ones(3))
-    found = difference(first, second)
-    assert (found.value, found.count) == (-0.5, 2)
+    gap = difference(first, second)
+    assert (gap.value, gap.count) == (-0.5, 2)
 
 
 def test_other_tokens_forbid_a_difference_but_of_bits_per_byte():
     def measure(tokens, n, universal=False):
         return Measure("m", "", rng.random(n), ones(n), exp=not universal, tokens=tokens, universal=universal)
 
-    found = difference(measure("a", 5), measure("b", 5))
-    assert (found.value, found.reason) == (None, OTHER_TOKENS)
+    gap = difference(measure("a", 5), measure("b", 5))
+    assert (gap.value, gap.reason) == (None, OTHER_TOKENS)
     one, two = measure("a", 50, True), measure("b", 40, True)
-    found = difference(one, two)
-    assert not found.paired
-    assert found.value == pytest.approx(two.estimate()[0] - one.estimate()[0])
-    assert found.error == pytest.approx(math.hypot(one.estimate()[1], two.estimate()[1]))
+    gap = difference(one, two)
+    assert not gap.paired
+    assert gap.value == pytest.approx(two.estimate()[0] - one.estimate()[0])
+    assert gap.error == pytest.approx(math.hypot(one.estimate()[1], two.estimate()[1]))
 
 
 def test_a_figure_without_items_has_no_difference():

@@ -102,9 +102,9 @@ def test_other_tokenizers_are_compared_only_where_that_means_something(folders, 
     assert figure(results, "wikitext2", "bits_per_byte")["differences"][0]["paired"] is False
     for task, key in (("lambada", "acc"), ("lambada", "perplexity"), ("piqa", "acc")):
         assert figure(results, task, key)["differences"][0]["paired"]
-    said = printed(results)
-    assert "WikiText-2, perplexity, sliding windows of 32 by 16: different tokens" in said
-    assert "(unpaired)" in said
+    output = printed(results)
+    assert "WikiText-2, perplexity, sliding windows of 32 by 16: different tokens" in output
+    assert "(unpaired)" in output
 
 
 def printed(results):
@@ -115,12 +115,12 @@ def printed(results):
 
 
 def test_the_table_names_everything(both, folders):
-    said = printed(both)
+    output = printed(both)
     for words in ("perplexity, non-overlapping windows of 32", "accuracy, first token only", "difference", "chance"):
-        assert words in said
-    assert "block" in said
-    assert f"full: {folders['full']}, " in said
-    assert "residual full" in said
+        assert words in output
+    assert "block" in output
+    assert f"full: {folders['full']}, " in output
+    assert "residual full" in output
 
 
 def test_what_does_not_fit_is_cut_or_left_out_and_said(folders, data, tmp_path):
@@ -235,6 +235,6 @@ def test_progress_says_where_it_is(folders, data, monkeypatch, capsys):
 def test_names_are_shortened_but_told_apart(folders, data, tmp_path):
     for parent in ("a", "b"):
         shutil.copytree(folders["block"], tmp_path / parent / "model")
-    said = printed(go([tmp_path / "a" / "model", tmp_path / "b" / "model"], data, ("piqa",)))
-    assert "a/model" in said
-    assert "b/model" in said
+    output = printed(go([tmp_path / "a" / "model", tmp_path / "b" / "model"], data, ("piqa",)))
+    assert "a/model" in output
+    assert "b/model" in output

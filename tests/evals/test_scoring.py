@@ -47,8 +47,8 @@ def oracle(model, request, context):
 def test_batches_change_no_number(loaded, batch_tokens):
     subject, model = loaded
     requests = some_requests()
-    got = score(model, requests, context=subject.context, batch_tokens=batch_tokens)
-    for request, scored in zip(requests, got, strict=True):
+    scores = score(model, requests, context=subject.context, batch_tokens=batch_tokens)
+    for request, scored in zip(requests, scores, strict=True):
         logprobs, greedy = oracle(model, request, subject.context)
         np.testing.assert_allclose(scored.logprobs, logprobs, atol=1e-4)
         assert scored.greedy.tolist() == greedy.tolist()
@@ -65,8 +65,8 @@ def test_a_model_whose_forward_computes_all_logits(loaded, monkeypatch):
         return forward(input_ids=input_ids, use_cache=use_cache)
 
     monkeypatch.setattr(model, "forward", bare)
-    got = score(model, requests, context=subject.context, batch_tokens=200)
-    for a, b in zip(expected, got, strict=True):
+    scores = score(model, requests, context=subject.context, batch_tokens=200)
+    for a, b in zip(expected, scores, strict=True):
         np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-6)
 
 
@@ -85,8 +85,8 @@ def test_learned_positions_and_a_bf16_model_are_scored_in_fp32():
 def test_too_long_an_input_loses_tokens_on_the_left(loaded):
     subject, model = loaded
     long = Request(list(range(1, 200)), [5, 6, 7])
-    (got,) = score(model, [long], context=subject.context, batch_tokens=4096)
-    np.testing.assert_allclose(got.logprobs, oracle(model, long, subject.context)[0], atol=1e-4)
+    (scores,) = score(model, [long], context=subject.context, batch_tokens=4096)
+    np.testing.assert_allclose(scores.logprobs, oracle(model, long, subject.context)[0], atol=1e-4)
     with pytest.raises(ValueError, match="scores 70 tokens, the context is 64"):
         score(model, [Request([1], [2] * 70)], context=64, batch_tokens=4096)
 
@@ -95,10 +95,10 @@ def test_one_question_is_run_once(loaded):
     subject, model = loaded
     requests = [Request([1, 2, 3], [k]) for k in range(20)] + [Request([1, 2], [3, 9])]
     ran = []
-    got = score(model, requests, context=subject.context, batch_tokens=4096, on_progress=ran.append)
+    scores = score(model, requests, context=subject.context, batch_tokens=4096, on_progress=ran.append)
     assert ran == [3]
     assert cost(VOCAB, requests, context=subject.context, batch_tokens=4096) == 3
-    for request, scored in zip(requests, got, strict=True):
+    for request, scored in zip(requests, scores, strict=True):
         np.testing.assert_allclose(scored.logprobs, oracle(model, request, 64)[0], atol=1e-4)
 
 
@@ -126,8 +126,8 @@ def test_pairs_are_cut_where_lm_eval_cuts_them(loaded):
 
 def test_an_empty_context_is_the_token_that_begins_a_text(loaded):
     tokenizer = loaded[0].tokenizer
-    (got,) = encode_pairs(tokenizer, [("", "fox")])
-    assert got == Request([0], tokenizer("fox")["input_ids"])
+    (pairs,) = encode_pairs(tokenizer, [("", "fox")])
+    assert pairs == Request([0], tokenizer("fox")["input_ids"])
     bare = copy.deepcopy(tokenizer)
     bare.bos_token = bare.eos_token = None
     with pytest.raises(UserError, match="a context is empty and the tokenizer has no token"):
@@ -147,8 +147,8 @@ def test_a_token_that_the_tokenizer_puts_in_front_is_known(loaded):
 def test_a_continuation_swallowed_by_the_last_word_is_encoded_on_its_own(loaded):
     tokenizer = loaded[0].tokenizer
     assert len(tokenizer("the")["input_ids"]) == len(tokenizer("t")["input_ids"]) == 1
-    (got,) = encode_pairs(tokenizer, [("t", "he")])
-    assert got == Request(tokenizer("t")["input_ids"], tokenizer("he")["input_ids"])
+    (pairs,) = encode_pairs(tokenizer, [("t", "he")])
+    assert pairs == Request(tokenizer("t")["input_ids"], tokenizer("he")["input_ids"])
     with pytest.raises(UserError, match="the continuation '' has no token"):
         encode_pairs(tokenizer, [("the", "")])
 

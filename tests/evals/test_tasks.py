@@ -45,10 +45,10 @@ FIRST = {
 @pytest.fixture
 def hub(monkeypatch):
     """A library `datasets` that holds one row of each data set, in the hub's own shape."""
-    asked = []
+    calls = []
 
     def load_dataset(repository, config, split):
-        asked.append((repository, config, split))
+        calls.append((repository, config, split))
         if repository == "Salesforce/wikitext":
             return [{"text": ""}, {"text": " = A = \n"}, {"text": " words .\n"}]
         (name,) = [name for name, known in TASKS.items() if known.hub == (repository, config, split)]
@@ -57,7 +57,7 @@ def hub(monkeypatch):
     module = types.ModuleType("datasets")
     module.load_dataset = load_dataset
     monkeypatch.setitem(sys.modules, "datasets", module)
-    return asked
+    return calls
 
 
 @pytest.mark.parametrize("name", sorted(ROWS))

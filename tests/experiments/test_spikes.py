@@ -80,20 +80,20 @@ def study(tmp_path_factory):
 
 
 def test_every_variant_with_weights_is_there(study):
-    _, found = study
-    assert (found["language"], found["start"], found["documents"]) == ("code", "statement start", 6)
-    assert {v["label"]: [v["reads"][i] for i in v["boundaries"]] for v in found["variants"]} == {
+    _, outcome = study
+    assert (outcome["language"], outcome["start"], outcome["documents"]) == ("code", "statement start", 6)
+    assert {v["label"]: [v["reads"][i] for i in v["boundaries"]] for v in outcome["variants"]} == {
         "block": ["attention 2", "output"],
         "boundary": ["attention 2", "output"],
         "full": [],
     }
-    assert found["skipped"] == ["standard"]
-    assert found["tokens"]["statement start"] > 30
+    assert outcome["skipped"] == ["standard"]
+    assert outcome["tokens"]["statement start"] > 30
 
 
 def test_a_zero_query_has_no_spike(study):
-    _, found = study
-    for variant in found["variants"]:
+    _, outcome = study
+    for variant in outcome["variants"]:
         uniform = 1 / {"block": 3, "boundary": 3, "full": 9}[variant["label"]]
         assert variant["weights"]["statement start"]["mean"][-1] == pytest.approx(uniform, rel=1e-4)
         assert variant["spikes"]["other tokens"]["mean"][-1] == pytest.approx(0, abs=1e-6)
@@ -106,7 +106,7 @@ def test_the_spike_is_the_starts_weight_less_the_mean_of_the_others(study):
     from attnres.inspect.record import record
     from attnres.models import load
 
-    folder, found = study
+    folder, outcome = study
     config = FindingsConfig([str(folder)], documents=6, windows=2)
     language, documents = read_documents(load_study(folder).of("full"), config)
     assert language == "code"
@@ -118,7 +118,7 @@ def test_the_spike_is_the_starts_weight_less_the_mean_of_the_others(study):
                 model(input_ids=document.ids, use_cache=False)
             weight = trace.token_weights[5][..., 0]
             spikes.append((weight[document.kinds == 0].mean() - weight[document.kinds > 0].mean()).item())
-    full = next(v for v in found["variants"] if v["label"] == "full")
+    full = next(v for v in outcome["variants"] if v["label"] == "full")
     assert full["spikes"]["other tokens"]["mean"][5] == pytest.approx(np.mean(spikes), abs=1e-6)
 
 
@@ -127,7 +127,7 @@ def test_the_same_token_elsewhere_is_what_a_start_is_held_against(study):
     from attnres.inspect.record import record
     from attnres.models import load
 
-    folder, found = study
+    folder, outcome = study
     _, documents = read_documents(load_study(folder).of("full"), FindingsConfig(documents=6, windows=2))
     of_seeds = []
     for seed in (0, 1):
@@ -147,7 +147,7 @@ def test_the_same_token_elsewhere_is_what_a_start_is_held_against(study):
             if shares:
                 of_documents.append(total / shares)
         of_seeds.append(np.mean(of_documents))
-    full = next(v for v in found["variants"] if v["label"] == "full")
+    full = next(v for v in outcome["variants"] if v["label"] == "full")
     assert full["spikes"]["same token"]["mean"][5] == pytest.approx(np.mean(of_seeds), abs=1e-6)
 
 
@@ -159,8 +159,8 @@ def test_a_weight_of_the_token_alone_has_no_spike_over_the_same_token():
 
 
 def test_an_edge_removed_at_starts_of_the_last_read_changes_nothing_elsewhere(study):
-    _, found = study
-    for variant in found["variants"]:
+    _, outcome = study
+    for variant in outcome["variants"]:
         rows = {(row["reads"], row["at"]): row for row in variant["knock_outs"]}
         assert len(rows) == 8
         everywhere, starts = rows["all reads", "all tokens"], rows["all reads", "starts"]
@@ -199,26 +199,26 @@ def test_the_command_writes_a_folder_for_each_comparison_and_one_picture(study, 
 
 
 def test_files(study, tmp_path):
-    _, found = study
-    paths = save(found, tmp_path / "out")
-    assert json.loads(paths[0].read_text()) == found
+    _, outcome = study
+    paths = save(outcome, tmp_path / "out")
+    assert json.loads(paths[0].read_text()) == outcome
     rows = list(csv.DictReader(paths[1].read_text().splitlines()))
     assert {row["kind"] for row in rows} >= {"statement start", "spike over other tokens"}
     assert len(list(csv.DictReader(paths[2].read_text().splitlines()))) > 40
-    assert "largest spike, boundary" in paths[3].read_text() == table(found)
+    assert "largest spike, boundary" in paths[3].read_text() == table(outcome)
 
 
 def test_a_picture_with_a_panel_for_each_variant(study):
-    _, found = study
+    _, outcome = study
     with style.style():
-        plot = starts([found, found])
+        plot = starts([outcome, outcome])
     titles = [ax.get_title(loc="left") for ax in plot.figure.axes]
     assert titles == ["code: block", "code: boundary", "code: full"] * 2
     points = plot.figure.axes[2].containers[0].lines[0].get_ydata()
-    assert points[5] == found["variants"][2]["spikes"]["other tokens"]["mean"][5]
+    assert points[5] == outcome["variants"][2]["spikes"]["other tokens"]["mean"][5]
     assert "identifier" in plot.caption
     with pytest.raises(NotShown):
-        starts([{**found, "variants": []}])
+        starts([{**outcome, "variants": []}])
 
 
 def test_reads_beyond_their_errors_are_counted():

@@ -63,42 +63,42 @@ def drawn_cells(ax):
 
 @pytest.mark.parametrize(("residual", "by"), [("block", "contribution"), ("full", "contribution"), ("full", "weight")])
 def test_a_cell_stands_in_the_column_of_its_source(residual, by):
-    seen = inspection(residual, layers=3)
+    example = inspection(residual, layers=3)
     with style.style():
-        figure = patterns(seen, by).figure
-    columns = [source.name for source in shares(seen).columns()]
+        figure = patterns(example, by).figure
+    columns = [source.name for source in shares(example).columns()]
     assert columns[0] == "embedding"
     assert ("partial" in columns) == (residual == "block")
     assert "partial" not in columns[:-1]
     attention, mlp = figure.axes[:2]
-    assert seen.routing is not None
+    assert example.routing is not None
     for ax, reads in ((attention, [0, 2, 4]), (mlp, [1, 3, 5, 6])):
         for read, cells in zip(reads, drawn_cells(ax), strict=True):
-            expected = dict(zip(seen.routing["sources"][read], seen.routing[FIELD[by]][read], strict=True))
+            expected = dict(zip(example.routing["sources"][read], example.routing[FIELD[by]][read], strict=True))
             assert {columns[c]: value for c, value in cells.items()} == pytest.approx(expected)
 
 
 def test_several_reads_of_a_sublayer_have_tables_of_their_own():
     """Those of one source, the MLPs', say nothing beside them and are left out; the output's are below the last."""
-    seen = of_several_reads("muddformer", 4)
+    example = of_several_reads("muddformer", 4)
     with style.style():
-        figure = patterns(seen).figure
+        figure = patterns(example).figure
     tables = figure.axes[:4]
     assert [ax.get_title("left") for ax in tables] == [f"before attention, {way}" for way in WAYS]
-    assert seen.routing is not None
+    assert example.routing is not None
     for ax, way in zip(tables, WAYS):
-        reads = [row for row, read in enumerate(seen.layout) if read.into == way]
-        for read, cells in zip([*reads, len(seen.reads) - 1], drawn_cells(ax)):
-            assert cells == pytest.approx(dict(enumerate(seen.routing["weights"][read])))
+        reads = [row for row, read in enumerate(example.layout) if read.into == way]
+        for read, cells in zip([*reads, len(example.reads) - 1], drawn_cells(ax)):
+            assert cells == pytest.approx(dict(enumerate(example.routing["weights"][read])))
         assert len(drawn_cells(ax)) == len(reads) + (way == "stream")
 
 
 def test_several_reads_of_a_sublayer_stand_side_by_side_along_depth():
-    seen = of_several_reads("dca", 2)
+    example = of_several_reads("dca", 2)
     with style.style():
-        ax = by_depth(models(seen), ["input_rms"], "depth", "depth").figure.axes[0]
+        ax = by_depth(models(example), ["input_rms"], "depth", "depth").figure.axes[0]
     line, attention, mlp, output = ax.get_lines()[:4]
-    values, own = seen.input_rms, [0, 0, 0, 1, 2, 2, 2, 3, 4]
+    values, own = example.input_rms, [0, 0, 0, 1, 2, 2, 2, 3, 4]
     means = [np.mean([value for value, place in zip(values, own) if place == index]) for index in range(5)]
     assert line.get_xdata().tolist() == [0, 1, 2, 3, 4] and line.get_ydata().tolist() == pytest.approx(means)
     assert attention.get_xdata() == pytest.approx([-1 / 3, 0, 1 / 3, 2 - 1 / 3, 2, 2 + 1 / 3])
@@ -107,24 +107,24 @@ def test_several_reads_of_a_sublayer_stand_side_by_side_along_depth():
 
 
 def test_reads_of_one_sublayer_count_as_one_in_a_layers_share():
-    seen = of_several_reads("muddformer", 2)
-    rows = np.array(seen.mixing)
+    example = of_several_reads("muddformer", 2)
+    rows = np.array(example.mixing)
     rows /= rows.sum(1, keepdims=True)
     one = [rows[0], rows[1], rows[2:6].mean(0), rows[6], rows[7]]
     reads = np.stack([(one[0] + one[1]) / 2, (one[2] + one[3]) / 2, one[4]])
     expected = np.stack([reads[:, 0], reads[:, 1] + reads[:, 2], reads[:, 3] + reads[:, 4]], 1)
     expected[0, 2] = np.nan
-    np.testing.assert_allclose(layer_shares(seen)[0], expected)
+    np.testing.assert_allclose(layer_shares(example)[0], expected)
     with style.style():
-        assert mixing(models(seen)).figure.axes[0].get_ylim() == (8, 0)
+        assert mixing(models(example)).figure.axes[0].get_ylim() == (8, 0)
 
 
 @pytest.mark.parametrize(
     ("residual", "layers"), [("block", 1), ("full", 1), ("standard", 1), ("block", 2), ("full", 54)]
 )
 def test_every_depth_is_drawn(residual, layers):
-    seen = inspection(residual, layers, **({"example": None} if layers == 54 else {}))
-    alone, beside = draw_model(seen), draw_comparison(models(seen))
+    example = inspection(residual, layers, **({"example": None} if layers == 54 else {}))
+    alone, beside = draw_model(example), draw_comparison(models(example))
     left_out = dict(alone.left_out)
     assert left_out["learned"] == "no gates or biases"
     assert {plot.name for plot in alone.plots} | set(left_out) == set(ALONE)
@@ -134,7 +134,7 @@ def test_every_depth_is_drawn(residual, layers):
     if residual == "standard":
         assert left_out["queries"] and dict(beside.left_out)["source-norms"]
         assert "tokens" not in left_out, "contributions differ from token to token where weights do not"
-        assert dict(draw_model(seen, "weight").left_out)["tokens"] == "its weights are the same for every token"
+        assert dict(draw_model(example, "weight").left_out)["tokens"] == "its weights are the same for every token"
 
 
 def test_no_two_names_beside_an_axis_overlap():
@@ -168,25 +168,25 @@ def test_boundaries_are_the_reads_with_which_blocks_begin():
 
 
 def test_matrices_have_rows_that_sum_to_one_and_layers_hold_both_sublayers():
-    seen = inspection("full", 3)
-    for by, raw in (("contribution", seen.mixing_contribution), ("weight", seen.mixing)):
-        values, shown = layer_shares(seen, by)
+    example = inspection("full", 3)
+    for by, raw in (("contribution", example.mixing_contribution), ("weight", example.mixing)):
+        values, shown = layer_shares(example, by)
         assert shown == by and np.nansum(values, 1) == pytest.approx(np.ones(4))
         raw = np.array(raw)
         raw /= raw.sum(1, keepdims=True)
         assert values[2, 1] == pytest.approx((raw[4, 1:3].sum() + raw[5, 1:3].sum()) / 2)  # layer 2 reads layer 0
     assert values[3, 0] == pytest.approx(raw[6, 0])
     with style.style():
-        figure = mixing(models(seen, inspection("standard", 2), inspection("block", 2, mixing=None))).figure
+        figure = mixing(models(example, inspection("standard", 2), inspection("block", 2, mixing=None))).figure
     assert len([ax for ax in figure.axes if ax.get_title(loc="left")]) == 2
 
 
 @pytest.mark.parametrize("by", ["contribution", "weight"])
 def test_the_bars_of_a_token_sum_to_one(by):
     """What points against the read hangs below zero."""
-    seen = inspection("full", 8)
+    example = inspection("full", 8)
     with style.style():
-        figure = stacked(seen, by).figure
+        figure = stacked(example, by).figure
     heights = np.zeros(len(TOKENS))
     for container in figure.axes[0].containers:
         heights += [bar.get_height() for bar in container]
@@ -196,10 +196,10 @@ def test_the_bars_of_a_token_sum_to_one(by):
 
 
 def test_the_token_map_colours_each_token_by_its_own_weight():
-    seen = inspection("block", 4)
+    example = inspection("block", 4)
     with style.style():
-        figure = token_map(seen, "weight").figure
-        others = token_map(seen).figure
+        figure = token_map(example, "weight").figure
+        others = token_map(example).figure
     fragments, lines, _, shown = _layout(TOKENS)
     assert (lines, shown) == (3, len(TOKENS))
     assert [(line, start) for token, line, start, _ in fragments if TOKENS[token] in ("return", "\u4e2d")] == [
@@ -207,15 +207,15 @@ def test_the_token_map_colours_each_token_by_its_own_weight():
         (2, 0),
     ]
     last = next(ax for ax in figure.axes if ax.get_title(loc="left").startswith("out"))
-    assert seen.example is not None
-    weights = np.array([row[0] for row in seen.example["weights"][-1]])
+    assert example.example is not None
+    weights = np.array([row[0] for row in example.example["weights"][-1]])
     patches = sorted(range(len(fragments)), key=lambda i: weights[fragments[i][0]])
     darkness = [sum(last.patches[i].get_facecolor()[:3]) for i in patches]
     assert darkness == sorted(darkness, reverse=True)
-    parts = np.array(seen.example["contribution"][-1])
+    parts = np.array(example.example["contribution"][-1])
     place = parts.std(0).argmax()
     last = others.axes[[ax.get_title(loc="left")[:3] for ax in others.axes].index("out")]
-    assert f"← {label(seen.layout[-1].sources[place])}:" in last.get_title(loc="left")
+    assert f"← {label(example.layout[-1].sources[place])}:" in last.get_title(loc="left")
     blue = [last.patches[i].get_facecolor()[2] - last.patches[i].get_facecolor()[0] for i in range(len(fragments))]
     signs = [parts[fragment[0], place] for fragment in fragments]
     assert all((tint > 0) == (value > 0) for tint, value in zip(blue, signs) if abs(value) > 0.1)
@@ -256,11 +256,11 @@ def test_what_is_learned_besides_queries_is_drawn_by_what_its_axes_count():
 
 
 def test_files_are_whole_and_the_same_each_time(tmp_path):
-    seen = inspection("block", 2)
+    example = inspection("block", 2)
     kinds = ("pdf", "svg", "png")
     for folder in ("a", "b"):
         with style.style():
-            plot = at_boundaries(seen)
+            plot = at_boundaries(example)
         save_all([plot], tmp_path / folder, kinds)
     first = sorted((tmp_path / "a").iterdir())
     assert [path.name for path in first] == [f"boundaries.{kind}" for kind in sorted(kinds)]
@@ -372,11 +372,11 @@ def test_a_quantity_that_is_not_listed_is_drawn_under_its_own_name():
 
 
 def test_a_residual_that_weighs_nothing_says_so():
-    seen = inspection("standard", 2, routing=None, mixing=None)
-    seen.model["residual"] = "deepnorm"
+    example = inspection("standard", 2, routing=None, mixing=None)
+    example.model["residual"] = "deepnorm"
     with pytest.raises(NotShown, match="deepnorm weighs nothing"), style.style():
-        patterns(seen)
-    drawn = draw_comparison(models(seen))
+        patterns(example)
+    drawn = draw_comparison(models(example))
     assert {"depth", "magnitudes"} == {plot.name for plot in drawn.plots}
     assert names("full", 1)[-1] == ["embedding", "attention 0", "mlp 0"]
 
@@ -422,8 +422,8 @@ def test_lines_of_every_two_residuals_differ():
 
 def test_points_far_from_zero_are_not_cut():
     with style.style():
-        seen = inspection("full", 2, sharpness=[20.0, 21.0, 22.0, 20.5, 21.5])
-        figure = by_depth(models(seen), CHOICE, "depth", "reads").figure
+        example = inspection("full", 2, sharpness=[20.0, 21.0, 22.0, 20.5, 21.5])
+        figure = by_depth(models(example), CHOICE, "depth", "reads").figure
         kinds = by_kind(inspection("full", 2), "weight").figure
         signed = by_kind(inspection("full", 2)).figure
     for ax in figure.axes:
@@ -439,29 +439,34 @@ def test_points_far_from_zero_are_not_cut():
 
 
 def test_a_network_whose_output_has_one_source_shows_its_last_mix():
-    seen = inspection("full", 2)
-    for part in (seen.routing["sources"], seen.routing["weights"], *seen.kinds["weights"], *seen.kinds["error"]):
+    example = inspection("full", 2)
+    for part in (
+        example.routing["sources"],
+        example.routing["weights"],
+        *example.kinds["weights"],
+        *example.kinds["error"],
+    ):
         part[-1] = part[-1][:1]
-    for part in (seen.routing["contribution"], *seen.kinds["contribution"], *seen.kinds["contribution_error"]):
+    for part in (example.routing["contribution"], *example.kinds["contribution"], *example.kinds["contribution_error"]):
         part[-1] = part[-1][:1]
-    seen.example["weights"][-1] = [[1.0] for _ in TOKENS]
+    example.example["weights"][-1] = [[1.0] for _ in TOKENS]
     with style.style():
-        assert "'mlp 1'" in stacked(seen).caption
-        assert "'mlp 1'" in label_sources(seen).caption
+        assert "'mlp 1'" in stacked(example).caption
+        assert "'mlp 1'" in label_sources(example).caption
 
 
 def test_a_long_text_on_many_boundaries_fits_a_page():
-    seen = inspection("full", 20)
+    example = inspection("full", 20)
     tokens = ["word\n"] * 60
-    seen.example |= {
+    example.example |= {
         "tokens": tokens,
         **{
-            name: [[row[i % 2] for i in range(60)] for row in seen.example[name]]
+            name: [[row[i % 2] for i in range(60)] for row in example.example[name]]
             for name in ("weights", "contribution")
         },
     }
     with style.style():
-        plot = token_map(seen)
+        plot = token_map(example)
     assert plot.figure.get_figheight() < 9.5 and "the first 27 tokens" in plot.caption
 
 

@@ -64,45 +64,45 @@ def lengths(model, ids, index, *edits):
 @pytest.mark.parametrize("residual", LAYOUTS)
 def test_the_gradient_is_the_first_order_of_the_knock_out(residual):
     model, ids = make(residual), text()
-    found = attribute(model, ids)
+    attribution = attribute(model, ids)
     names = source_names(model)
-    assert found.sources == names
+    assert attribution.sources == names
     share = 3e-3  # Transformers' own norms and softmax are fp32 here
     for index in (1, 3, 4, 6):
-        for source, estimate in zip(names[index], found.gradient[index]):
+        for source, estimate in zip(names[index], attribution.gradient[index]):
             whole = KnockOut(source, reads=index)
             # On both sides of zero: what is of second order cancels.
             scale = torch.ones(len(ids), 1)
             if (residual != "boundary" or index == 6) and len(names[index]) > 1:  # a norm alone follows
                 scale[:, 0] = lengths(model, ids, index) / lengths(model, ids, index, whole)
-            more = log_probability(model, ids, found.target, Part(whole, share, scale))
-            less = log_probability(model, ids, found.target, Part(whole, -share, scale))
+            more = log_probability(model, ids, attribution.target, Part(whole, share, scale))
+            less = log_probability(model, ids, attribution.target, Part(whole, -share, scale))
             assert estimate == pytest.approx((more - less) / (2 * share), rel=2e-3, abs=3e-4)
 
 
 @pytest.mark.parametrize("residual", ["block", "full", "standard"])
 def test_knock_outs_in_batches_are_those_made_one_by_one(residual):
     model, ids = make(residual), text()
-    found = attribute(model, ids, batch_size=5)
-    plain = log_probability(model, ids, found.target)
-    assert found.log_probability == pytest.approx(plain, abs=1e-6)
-    for index, (names, row) in enumerate(zip(found.sources, found.knockout)):
+    attribution = attribute(model, ids, batch_size=5)
+    plain = log_probability(model, ids, attribution.target)
+    assert attribution.log_probability == pytest.approx(plain, abs=1e-6)
+    for index, (names, row) in enumerate(zip(attribution.sources, attribution.knockout)):
         for source, change in zip(names, row):
-            edited = log_probability(model, ids, found.target, KnockOut(source, reads=index))
+            edited = log_probability(model, ids, attribution.target, KnockOut(source, reads=index))
             assert change == pytest.approx(edited - plain, abs=1e-5)
 
 
 def test_edges_at_the_predicted_position_alone():
     model, ids = make("full"), text()
-    found = attribute(model, ids, everywhere=False)
-    plain = log_probability(model, ids, found.target)
-    edited = log_probability(model, ids, found.target, KnockOut("mlp 0", reads=4, tokens=[-1]))
-    assert found.knockout[4][2] == pytest.approx(edited - plain, abs=1e-5)
+    attribution = attribute(model, ids, everywhere=False)
+    plain = log_probability(model, ids, attribution.target)
+    edited = log_probability(model, ids, attribution.target, KnockOut("mlp 0", reads=4, tokens=[-1]))
+    assert attribution.knockout[4][2] == pytest.approx(edited - plain, abs=1e-5)
     everywhere = attribute(model, ids)
     # After the last attention no token reads another: there both are the same.
-    assert found.knockout[5] == pytest.approx(everywhere.knockout[5], abs=1e-5)
-    assert found.gradient[6] == pytest.approx(everywhere.gradient[6], abs=1e-5)
-    assert found.gradient[2] != pytest.approx(everywhere.gradient[2], abs=1e-5)
+    assert attribution.knockout[5] == pytest.approx(everywhere.knockout[5], abs=1e-5)
+    assert attribution.gradient[6] == pytest.approx(everywhere.gradient[6], abs=1e-5)
+    assert attribution.gradient[2] != pytest.approx(everywhere.gradient[2], abs=1e-5)
 
 
 @pytest.mark.parametrize("source", ["embedding", "mlp 0"])
@@ -112,8 +112,8 @@ def test_a_source_with_nearly_all_the_weight_is_no_longer_overrated(source):
     with torch.no_grad():
         model.get_input_embeddings().weight.mul_(0.01)
         model.residual.query[2].zero_()
-    found = attribute(model, ids)
-    row = dict(zip(found.sources[2], zip(found.knockout[2], found.gradient[2])))
+    attribution = attribute(model, ids)
+    row = dict(zip(attribution.sources[2], zip(attribution.knockout[2], attribution.gradient[2])))
     assert abs(row[source][1]) < 3 * abs(row[source][0]) + 0.5
 
 
@@ -129,28 +129,28 @@ def test_the_target_is_what_follows_or_else_what_the_model_says():
 
 
 def test_the_largest_edges_come_first_and_reads_without_a_choice_are_left_out():
-    found = attribute(make("block"), text())
-    assert found.sources[0] == ["embedding"]
-    edges = found.top(1000)
-    assert len(edges) == found.agreement.edges == sum(len(row) for row in found.sources) - 1
+    attribution = attribute(make("block"), text())
+    assert attribution.sources[0] == ["embedding"]
+    edges = attribution.top(1000)
+    assert len(edges) == attribution.agreement.edges == sum(len(row) for row in attribution.sources) - 1
     assert [abs(e.knockout) for e in edges] == sorted((abs(e.knockout) for e in edges), reverse=True)
-    by_gradient = found.top(3, by="gradient")
+    by_gradient = attribution.top(3, by="gradient")
     assert abs(by_gradient[0].gradient) == max(abs(e.gradient) for e in edges)
     with pytest.raises(UserError, match="by is 'loss'"):
-        found.top(by="loss")
+        attribution.top(by="loss")
 
 
 def test_one_sources_removal_is_invisible_to_the_gradient():
-    found = attribute(make("full"), text())
-    assert found.gradient[0] == pytest.approx([0.0], abs=1e-4)
-    assert abs(found.knockout[0][0]) > 1e-3
+    attribution = attribute(make("full"), text())
+    assert attribution.gradient[0] == pytest.approx([0.0], abs=1e-4)
+    assert abs(attribution.knockout[0][0]) > 1e-3
 
 
 def test_it_is_written_as_json(tmp_path):
-    found = attribute(make("full"), text())
-    found.save(tmp_path / "edges.json")
+    attribution = attribute(make("full"), text())
+    attribution.save(tmp_path / "edges.json")
     stored = json.loads((tmp_path / "edges.json").read_text())
-    assert stored["knockout"] == found.knockout and stored["agreement"]["top"] == 10
+    assert stored["knockout"] == attribution.knockout and stored["agreement"]["top"] == 10
 
 
 def test_spearman_is_pearson_of_ranks_with_shared_ranks_for_ties():

@@ -89,10 +89,10 @@ def test_the_command_prints_and_writes_them(folder_of, tmp_path, capsys):
         ["search", str(folder_of("full")), "Attention_0@mlp1", "--text", text, "--top", "3", "--out", str(out)]
         + ["--no-progress"]
     )
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     hits = json.loads(out.read_text())["hits"]
-    assert "attention 0 is most of the read of mlp 1, by contribution" in said and len(hits) == 3
-    assert all(f"[{hit['token']}]" in said for hit in hits)
+    assert "attention 0 is most of the read of mlp 1, by contribution" in output and len(hits) == 3
+    assert all(f"[{hit['token']}]" in output for hit in hits)
     for words, message in [("attention 0", "expected SOURCE@READ"), ("attention 9@mlp 1", "unknown source of mlp 1")]:
         with pytest.raises(SystemExit) as left:
             cli.main(["search", str(folder_of("full")), words, "--text", text])

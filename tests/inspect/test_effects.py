@@ -62,9 +62,9 @@ def test_losses_divergence_and_distribution_are_those_of_the_two_runs(residual):
 
 
 def test_no_edit_has_no_effect():
-    found = effect(make(), text(), [])
-    assert found.difference == pytest.approx(0, abs=1e-5)
-    assert found.kl == pytest.approx([0.0] * 12, abs=1e-5)
+    change = effect(make(), text(), [])
+    assert change.difference == pytest.approx(0, abs=1e-5)
+    assert change.kl == pytest.approx([0.0] * 12, abs=1e-5)
 
 
 def test_a_known_prediction_is_not_made_again():
@@ -72,8 +72,8 @@ def test_a_known_prediction_is_not_made_again():
     first = effect(model, ids, EDIT)
     passes = []
     model.register_forward_pre_hook(lambda *_: passes.append(1))
-    again = effect(model, ids.unsqueeze(0), EDIT, before=first.before)
-    assert again.to_dict() == first.to_dict() and len(passes) == 1
+    change = effect(model, ids.unsqueeze(0), EDIT, before=first.before)
+    assert change.to_dict() == first.to_dict() and len(passes) == 1
     with pytest.raises(UserError, match="is of another text"):
         effect(model, text(seed=5), EDIT, before=first.before)
 
@@ -87,9 +87,9 @@ def test_dropout_plays_no_part_and_training_mode_comes_back():
 
 
 def test_one_token_has_a_distribution_and_no_loss():
-    found = effect(make(), [3], Uniform())
-    assert (found.loss_before, found.difference, found.error) == ([], None, None)
-    assert len(found.kl) == 1 and len(found.top) == 10
+    change = effect(make(), [3], Uniform())
+    assert (change.loss_before, change.difference, change.error) == ([], None, None)
+    assert len(change.kl) == 1 and len(change.top) == 10
 
 
 @pytest.mark.parametrize(
@@ -115,17 +115,17 @@ def test_over_a_corpus_the_change_is_that_of_every_token_and_its_error_over_docu
     def labels(ids):
         return (ids < 25).long()
 
-    found = corpus_effect(model, iter(documents), EDIT, batch_size=2, labels=labels, label_names=["large", "small"])
+    change = corpus_effect(model, iter(documents), EDIT, batch_size=2, labels=labels, label_names=["large", "small"])
     changes, marks = [], []
     for ids in documents:
         alone = effect(model, ids, EDIT)
         changes.append(np.subtract(alone.loss_after, alone.loss_before))
         marks.append(labels(ids)[:-1].numpy())
-    assert (found.change.items, found.change.total) == (5, 30)
+    assert (change.change.items, change.change.total) == (5, 30)
     for mean, rows in (
-        (found.change, changes),
-        (found.labels["large"], [row[mark == 0] for row, mark in zip(changes, marks)]),
-        (found.labels["small"], [row[mark == 1] for row, mark in zip(changes, marks)]),
+        (change.change, changes),
+        (change.labels["large"], [row[mark == 0] for row, mark in zip(changes, marks)]),
+        (change.labels["small"], [row[mark == 1] for row, mark in zip(changes, marks)]),
     ):
         rows = [row for row in rows if len(row)]
         everything = np.concatenate(rows)
@@ -133,7 +133,7 @@ def test_over_a_corpus_the_change_is_that_of_every_token_and_its_error_over_docu
         left = [row.sum() - everything.mean() * len(row) for row in rows]
         error = np.sqrt(len(rows) / (len(rows) - 1) * np.square(left).sum()) / len(everything)
         assert mean.error == pytest.approx(error, rel=1e-3)
-    assert found.after - found.before == pytest.approx(found.change.mean, abs=1e-6)
+    assert change.after - change.before == pytest.approx(change.change.mean, abs=1e-6)
 
 
 def test_a_corpus_of_nothing_and_labels_without_names_are_refused():

@@ -34,8 +34,8 @@ def run(capsys, monkeypatch):
             cli.main(["figures", *map(str, arguments), "--no-progress", "--formats", "svg"])
         except SystemExit as left:
             code = left.code
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        output = capsys.readouterr()
+        return code, output.out, output.err
 
     return run
 
@@ -76,9 +76,9 @@ def test_a_run_has_its_dynamics_once(run, saved, tmp_path, monkeypatch):
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [*depth, *losses]))
 
     def seen(name, options):
-        found = Inspection.load(saved)
-        found.dynamics = STEPS
-        return found
+        stored = Inspection.load(saved)
+        stored.dynamics = STEPS
+        return stored
 
     monkeypatch.setattr(draw, "_inspection", seen)
     code, out, err = run(folder, tmp_path / "out")
@@ -109,7 +109,7 @@ def test_a_mistake_is_one_sentence_and_writes_nothing(run, saved, folder_of, tmp
         ([saved, old / "figures"], "is no folder that this user may write into"),
     ]
     for arguments, message in mistakes:
-        code, said, err = run(*arguments)
-        assert (code, said) == (2, ""), arguments
+        code, output, err = run(*arguments)
+        assert (code, output) == (2, ""), arguments
         assert message in err and err.count("\n") == 1, err
     assert not out.exists()

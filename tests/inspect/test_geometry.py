@@ -87,9 +87,9 @@ def test_equal_queries_have_no_axes():
 
 def test_gates_are_reported_as_they_act():
     biased = make_residual("full", 4, 8, recency_bias=3.0, gate="scalar", gate_init=-2.0)
-    found = geometry.learned_mixing(biased)
-    assert found["recency_bias"] == [3.0] * 5
-    assert found["gate"] == pytest.approx([1 / (1 + math.exp(2))] * 5)
+    tables = geometry.learned_mixing(biased)
+    assert tables["recency_bias"] == [3.0] * 5
+    assert tables["gate"] == pytest.approx([1 / (1 + math.exp(2))] * 5)
     vector = geometry.learned_mixing(make_residual("full", 4, 8, gate="vector", gate_init=0.0))
     assert vector == {"gate": [0.5] * 5}
     assert geometry.learned_mixing(make_residual("full", 4, 8, alpha="learnable")) == {"alpha": [0.0] * 5}

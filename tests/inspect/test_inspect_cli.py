@@ -25,14 +25,14 @@ def run(capsys):
     """(exit status, stdout, stderr) of attnres inspect."""
 
     def run(*arguments):
-        capsys.readouterr()  # what making the model said
+        capsys.readouterr()  # what making the model output
         code = 0
         try:
             cli.main(["inspect", *map(str, arguments), "--no-progress"])
         except SystemExit as left:
             code = left.code
-        said = capsys.readouterr()
-        return code, said.out, said.err
+        output = capsys.readouterr()
+        return code, output.out, output.err
 
     return run
 
@@ -66,10 +66,10 @@ def test_figures_and_files_are_written(run, folder_of, tmp_path, monkeypatch):
     monkeypatch.setattr(attnres.figures, "write_figures", write_figures, raising=False)
     out = tmp_path / "out"
     options = ["--prune", "--threshold", "0.3", "--knock-out", "embedding", "block1@output", "--attribute", "--graph"]
-    code, said, err = run(folder_of("block"), "--text", TEXT[:40], "--out", out, *options)
+    code, output, err = run(folder_of("block"), "--text", TEXT[:40], "--out", out, *options)
     assert (code, err) == (0, "")
-    found = Inspection.load(out / "inspection.json")
-    assert found.example["text"] == TEXT[:40] and found.data["windows"] == 1
+    stored = Inspection.load(out / "inspection.json")
+    assert stored.example["text"] == TEXT[:40] and stored.data["windows"] == 1
     prune, knocked, edges = (json.loads((out / f"{n}.json").read_text()) for n in ("prune", "knock_out", "attribution"))
     assert prune["mean"]["edges"] and prune["mean"]["difference"] != 0
     assert [row["knock_out"] for row in knocked] == ["embedding", "block1@output"]
@@ -77,15 +77,15 @@ def test_figures_and_files_are_written(run, folder_of, tmp_path, monkeypatch):
     assert len(following) == 5 and {"token", "id", "before", "after"} == set(following[0])
     assert edges["reads"][-1] == "output"
     assert (
-        "attribution.json, edges.svg" in said
-        and "figures: 1" in said
+        "attribution.json, edges.svg" in output
+        and "figures: 1" in output
         and (out / "edges.svg").is_file()
-        and "rank correlation" in said
-        and "weight × rms" in said
+        and "rank correlation" in output
+        and "weight × rms" in output
     )
 
-    code, said, _ = run(folder_of("block"), "--text", TEXT[:40], "--out", out)
-    assert code == 0 and "from an earlier inspection: prune.json, knock_out.json, attribution.json" in said
+    code, output, _ = run(folder_of("block"), "--text", TEXT[:40], "--out", out)
+    assert code == 0 and "from an earlier inspection: prune.json, knock_out.json, attribution.json" in output
 
 
 def reads_that_lose(model, given):
@@ -119,8 +119,8 @@ def test_a_folder_that_cannot_be_written_is_found_before_anything_is_computed(ru
         folder_of("full"): "holds a model: expected an empty folder or an inspection",
     }
     for out, message in refused.items():
-        code, said, err = run(folder_of("full"), "--text", TEXT, "--out", out)
-        assert (code, said) == (2, "") and message in err
+        code, output, err = run(folder_of("full"), "--text", TEXT, "--out", out)
+        assert (code, output) == (2, "") and message in err
 
 
 def test_what_a_token_holds_in_brackets_is_no_markup(capsys):
@@ -134,8 +134,8 @@ def test_what_a_token_holds_in_brackets_is_no_markup(capsys):
 def test_a_tokens_row_is_one_line(folder_of, width):
     printed = io.StringIO()
     console = Console(file=printed, width=width, force_terminal=True, color_system=None)
-    found = look(InspectConfig(str(folder_of("full")), text=TEXT), console)
-    rows = printed.getvalue().split("\ntoken ")[1].splitlines()[1:][: len(found.example["tokens"])]
+    inspection = look(InspectConfig(str(folder_of("full")), text=TEXT), console)
+    rows = printed.getvalue().split("\ntoken ")[1].splitlines()[1:][: len(inspection.example["tokens"])]
     assert all(re.search(r"\.\d\d *$", row) for row in rows) and max(map(len, rows)) <= width
 
 

@@ -44,36 +44,36 @@ def one_by_one(model, tokenizer, documents):
 
 
 def test_weights_and_loss_are_means_over_all_tokens(model, tokenizer, documents, one_by_one):
-    found = look(model, tokenizer, iter(documents), batch_size=3)
-    assert found.data["tokens"] == len(one_by_one) and found.data["documents"] == 5
+    inspection = look(model, tokenizer, iter(documents), batch_size=3)
+    assert inspection.data["tokens"] == len(one_by_one) and inspection.data["documents"] == 5
     expected = np.mean([weights for _, _, weights, _ in one_by_one], 0)
-    np.testing.assert_allclose(np.concatenate(found.routing["weights"]), expected, rtol=1e-4)
+    np.testing.assert_allclose(np.concatenate(inspection.routing["weights"]), expected, rtol=1e-4)
     losses = np.array([loss for *_, loss in one_by_one])
-    assert found.losses["mean"] == pytest.approx(np.nanmean(losses), rel=1e-5)
-    assert found.losses["tokens"] == np.isfinite(losses).sum()
+    assert inspection.losses["mean"] == pytest.approx(np.nanmean(losses), rel=1e-5)
+    assert inspection.losses["tokens"] == np.isfinite(losses).sum()
 
 
 def test_the_largest_share_is_of_any_token_and_the_high_one_of_nearly_all(model, tokenizer, documents, one_by_one):
-    found = look(model, tokenizer, documents)
+    inspection = look(model, tokenizer, documents)
     weights = np.stack([weights for _, _, weights, _ in one_by_one])
-    np.testing.assert_allclose(np.concatenate(found.routing["largest"]), weights.max(0), rtol=1e-4)
+    np.testing.assert_allclose(np.concatenate(inspection.routing["largest"]), weights.max(0), rtol=1e-4)
     high = np.quantile(weights, 0.99, axis=0, method="inverted_cdf")
-    assert np.abs(np.concatenate(found.routing["high"]) - high).max() <= 1 / 500
+    assert np.abs(np.concatenate(inspection.routing["high"]) - high).max() <= 1 / 500
 
 
 def test_kinds_have_means_over_their_tokens_and_errors_over_documents(model, tokenizer, documents, one_by_one):
-    found = look(model, tokenizer, documents, kind="prose", batch_size=2)
-    assert found.kinds["names"][0] == "sentence start"
-    for k, name in enumerate(found.kinds["names"]):
+    inspection = look(model, tokenizer, documents, kind="prose", batch_size=2)
+    assert inspection.kinds["names"][0] == "sentence start"
+    for k, name in enumerate(inspection.kinds["names"]):
         chosen = [(d, w) for d, kind, w, _ in one_by_one if kind == KINDS["prose"].index(name)]
-        assert found.kinds["tokens"][k] == len(chosen)
+        assert inspection.kinds["tokens"][k] == len(chosen)
         mean = np.mean([w for _, w in chosen], 0)
-        np.testing.assert_allclose(np.concatenate(found.kinds["weights"][k]), mean, rtol=1e-4)
+        np.testing.assert_allclose(np.concatenate(inspection.kinds["weights"][k]), mean, rtol=1e-4)
         numbers = sorted({d for d, _ in chosen})
         parts = np.array([np.sum([w - mean for d, w in chosen if d == n], 0) for n in numbers])
         n = len(numbers)
         error = np.sqrt(n / (n - 1) * (parts**2).sum(0)) / len(chosen)
-        np.testing.assert_allclose(np.concatenate(found.kinds["error"][k]), error, rtol=1e-3, atol=1e-6)
+        np.testing.assert_allclose(np.concatenate(inspection.kinds["error"][k]), error, rtol=1e-3, atol=1e-6)
 
 
 def test_batches_change_nothing(model, tokenizer, documents):
@@ -98,16 +98,16 @@ def test_memory_does_not_grow_with_the_number_of_documents(model, tokenizer, doc
 
 @pytest.mark.parametrize("residual", sorted(RESIDUALS))
 def test_every_residual_is_inspected_as_far_as_it_goes(make_model, tokenizer, documents, residual, tmp_path):
-    found = look(make_model(residual, scale=0.2), tokenizer, documents, example=documents[0])
-    found.save(tmp_path / "inspection.json")
-    assert Inspection.load(tmp_path / "inspection.json") == found
-    assert len(found.output_rms) == 6 and len(found.input_rms) == len(make_residual(residual, 6, 8).layout())
-    assert (found.routing is None) == (residual not in WEIGHED)
-    assert (found.mixing is None) == (residual not in LINEAR)
-    assert (found.sharpness is None) == (not RESIDUALS[residual].traits.has_query)
+    inspection = look(make_model(residual, scale=0.2), tokenizer, documents, example=documents[0])
+    inspection.save(tmp_path / "inspection.json")
+    assert Inspection.load(tmp_path / "inspection.json") == inspection
+    assert len(inspection.output_rms) == 6 and len(inspection.input_rms) == len(make_residual(residual, 6, 8).layout())
+    assert (inspection.routing is None) == (residual not in WEIGHED)
+    assert (inspection.mixing is None) == (residual not in LINEAR)
+    assert (inspection.sharpness is None) == (not RESIDUALS[residual].traits.has_query)
     if residual == "standard":
-        assert found.distance == pytest.approx([i / 2 for i in range(7)])
-        assert found.entropy["effective"] == pytest.approx(range(1, 8), rel=1e-4)
+        assert inspection.distance == pytest.approx([i / 2 for i in range(7)])
+        assert inspection.entropy["effective"] == pytest.approx(range(1, 8), rel=1e-4)
 
 
 def test_an_example_shows_the_weights_of_its_own_tokens(model, tokenizer, documents):
@@ -130,8 +130,12 @@ def test_a_beginning_of_text_token_is_in_front_of_every_window_and_counts_for_no
     token = tokenizer.bos_token
     backend.post_processor = TemplateProcessing(single=f"{token} $A", special_tokens=[(token, tokenizer.bos_token_id)])
     begun = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=token, eos_token=token)
-    found = look(model, begun, documents)
-    assert sum(found.kinds["tokens"]) == found.data["tokens"] - found.data["windows"] == found.losses["tokens"]
+    inspection = look(model, begun, documents)
+    assert (
+        sum(inspection.kinds["tokens"])
+        == inspection.data["tokens"] - inspection.data["windows"]
+        == inspection.losses["tokens"]
+    )
 
 
 def test_a_limit_stops_after_so_many_tokens(model, tokenizer, documents):
@@ -139,9 +143,9 @@ def test_a_limit_stops_after_so_many_tokens(model, tokenizer, documents):
 
 
 def test_prompts_come_with_the_package(model, tokenizer, documents):
-    found = look(model, tokenizer, documents, prompts=True)
-    assert set(found.prompts["names"]) >= {"factual", "narrative", "code", "reasoning"}
-    assert min(found.prompts["tokens"]) > 0
+    inspection = look(model, tokenizer, documents, prompts=True)
+    assert set(inspection.prompts["names"]) >= {"factual", "narrative", "code", "reasoning"}
+    assert min(inspection.prompts["tokens"]) > 0
 
 
 def test_running_twice_changes_no_loss(model, tokenizer, documents):

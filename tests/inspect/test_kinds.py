@@ -25,8 +25,8 @@ def labels(cut, language):
     pieces = cut.split("|")
     text = "".join(pieces)
     letter = {name: short for short, name in SHORT[language].items()}
-    found = kinds_of(text, list(pairwise(accumulate(map(len, pieces), initial=0))), language)
-    return "".join(letter[KINDS[language][kind]] for kind in found)
+    kinds = kinds_of(text, list(pairwise(accumulate(map(len, pieces), initial=0))), language)
+    return "".join(letter[KINDS[language][kind]] for kind in kinds)
 
 
 CODE = [
@@ -64,8 +64,8 @@ def test_a_bracket_left_open_does_not_hide_what_follows():
 @pytest.mark.parametrize("broken", ["", "\0", "'", '"""', "(" * 300, "\\", "def\tf(:\n\x0c é = ¬", "\r\r\n\n", "f'{'"])
 @pytest.mark.parametrize("language", sorted(KINDS))
 def test_every_text_has_kinds(broken, language):
-    found = kinds_of(broken, [(i, i + 1) for i in range(len(broken))], language)
-    assert all(0 <= kind < len(KINDS[language]) for kind in found)
+    kinds = kinds_of(broken, [(i, i + 1) for i in range(len(broken))], language)
+    assert all(0 <= kind < len(KINDS[language]) for kind in kinds)
 
 
 @pytest.fixture(params=["bisect.py", "heapq.py", "textwrap.py", "abc.py"])
@@ -77,8 +77,8 @@ def module(request):
 def test_statements_begin_where_python_says(module):
     """Every statement of the syntax tree that is no lone string begins one; what else does begins a clause of one."""
     lines = list(accumulate(map(len, module.splitlines(keepends=True)), initial=0))
-    found = kinds_of(module, [(i, i + 1) for i in range(len(module))], "code")
-    starts = {i for i, kind in enumerate(found) if KINDS["code"][kind] == "statement start"}
+    kinds = kinds_of(module, [(i, i + 1) for i in range(len(module))], "code")
+    starts = {i for i, kind in enumerate(kinds) if KINDS["code"][kind] == "statement start"}
     expected = set()
     for node in ast.walk(ast.parse(module)):
         match node:

@@ -9,18 +9,18 @@ from attnres.inspect.survey import encode
 @pytest.mark.parametrize("text", ["Grüße 漢字 🙂\n", "plain text", " a\ufffd", ""])
 def test_pieces_say_every_byte_once(tokenizer, text):
     encoded = encode(tokenizer, text)
-    found = pieces(tokenizer, encoded.ids.tolist(), text, encoded.offsets)
+    texts = pieces(tokenizer, encoded.ids.tolist(), text, encoded.offsets)
     data = b"".join(
-        bytes.fromhex(part[2:].replace("\\x", "")) if part.startswith("\\x") else part.encode() for part in found
+        bytes.fromhex(part[2:].replace("\\x", "")) if part.startswith("\\x") else part.encode() for part in texts
     )
     assert data.decode() == text
 
 
 def test_a_character_of_several_tokens_is_shown_as_its_bytes(tokenizer):
     encoded = encode(tokenizer, "a漢b")
-    found = pieces(tokenizer, encoded.ids.tolist(), "a漢b", encoded.offsets)
-    assert found == ["a", "\\xe6", "\\xbc", "\\xa2", "b"]
-    assert [piece(tokenizer, token) for token in encoded.ids.tolist()] == found
+    texts = pieces(tokenizer, encoded.ids.tolist(), "a漢b", encoded.offsets)
+    assert texts == ["a", "\\xe6", "\\xbc", "\\xa2", "b"]
+    assert [piece(tokenizer, token) for token in encoded.ids.tolist()] == texts
 
 
 def test_without_offsets_tokens_are_decoded_one_by_one(tokenizer):

@@ -25,9 +25,9 @@ def test_an_edge_that_is_hardly_read_is_found_and_others_are_not(model, tokenize
     row = [0.499, 0.002, 0.499]
     with intervene(model, Pin(row, reads="attention 1")):
         report = prune_report(look(model, tokenizer, documents), 0.01)
-    found = report.below("mean")
-    assert [(edge.read, edge.source) for edge in found] == [("attention 1", "attention 0")]
-    assert found == report.below("high") and found[0].mean == pytest.approx(0.002, rel=1e-3)
+    edges = report.below("mean")
+    assert [(edge.read, edge.source) for edge in edges] == [("attention 1", "attention 0")]
+    assert edges == report.below("high") and edges[0].mean == pytest.approx(0.002, rel=1e-3)
     assert len(report.edges) == 2 + 3 + 4 + 5 + 6 + 7, "a read of one source has no choice"
     assert report.traffic("mean") == pytest.approx(1 / 27)
     assert report.weight("mean") == pytest.approx(0.002 / 6, rel=1e-3)
@@ -41,18 +41,18 @@ def test_a_source_read_by_one_token_in_a_hundred_is_light_on_average_only(model,
     rows = torch.tensor([[0.999, 0.001]]).repeat(length, 1)
     rows[2] = torch.tensor([0.5, 0.5])
     with intervene(model, Pin([rows], reads=["mlp 0"])):
-        found = inspect_model(model, tokenizer, [text], context=32, prompts=False)
-    report = prune_report(found, threshold=0.1)
+        inspection = inspect_model(model, tokenizer, [text], context=32, prompts=False)
+    report = prune_report(inspection, threshold=0.1)
     edge = next(edge for edge in report.edges if (edge.read, edge.source) == ("mlp 0", "attention 0"))
     assert edge in report.below("mean") and edge not in report.below("high")
     assert edge.largest == pytest.approx(0.5)
 
 
 def test_parts_are_by_the_length_of_the_sources(model, tokenizer, documents):
-    found = look(model, tokenizer, documents)
-    report = prune_report(found)
-    index = found.reads.index("mlp 1")
-    lengths = np.array(found.routing["weights"][index]) * np.array(found.source_rms[index])
+    inspection = look(model, tokenizer, documents)
+    report = prune_report(inspection)
+    index = inspection.reads.index("mlp 1")
+    lengths = np.array(inspection.routing["weights"][index]) * np.array(inspection.source_rms[index])
     parts = [edge.part for edge in report.edges if edge.read == "mlp 1"]
     assert parts == pytest.approx(lengths / lengths.sum(), rel=1e-5)
 
@@ -91,9 +91,9 @@ def test_the_record_is_json(model, tokenizer, documents):
 
 @pytest.mark.parametrize("residual", ["standard", "rescaled", "deepnorm"])
 def test_residuals_that_learn_no_weights_have_nothing_to_prune(make_model, tokenizer, documents, residual):
-    found = look(make_model(residual), tokenizer, documents)
+    inspection = look(make_model(residual), tokenizer, documents)
     with pytest.raises(UserError, match=f"residual '{residual}' learns no weights"):
-        prune_report(found)
+        prune_report(inspection)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 1.0, -1.0, float("nan")])

@@ -197,9 +197,9 @@ def test_a_bank_is_used_again_and_a_large_one_is_given_back(monkeypatch):
 def test_copies_and_pickles_have_banks_of_their_own():
     model, ids = make(), draw(2, 5)
     expected = in_bank(model, ids)
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert again.residual.banks is not model.residual.banks
-        assert torch.equal(in_bank(again, ids), expected)
+    for reloaded in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert reloaded.residual.banks is not model.residual.banks
+        assert torch.equal(in_bank(reloaded, ids), expected)
     assert isinstance(copy.copy(Banks()), Banks)
 
 
@@ -266,12 +266,12 @@ def test_a_pass_whose_layers_have_hooks_takes_no_bank():
     """What a hook adds goes to the layer's output, which a bank would have summed already."""
     model, ids = make(), draw(2, 5)
     expected = in_bank(model, ids)
-    seen = []
-    handle = model.depth_layers[1].register_forward_hook(lambda *pass_: seen.append(pass_[-1].hidden_state()))
+    calls = []
+    handle = model.depth_layers[1].register_forward_hook(lambda *pass_: calls.append(pass_[-1].hidden_state()))
     model.residual.banks._waiting.clear()
     with torch.no_grad():
         close(model(input_ids=ids, use_cache=False).logits, expected)
-    assert not model.residual.banks._waiting and len(seen) == 1
+    assert not model.residual.banks._waiting and len(calls) == 1
     handle.remove()
     in_general(model, ids)  # leaves Transformers' own hooks on the layers
     assert torch.equal(in_bank(model, ids), expected)

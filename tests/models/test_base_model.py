@@ -68,9 +68,9 @@ def test_a_copy_has_a_residual_of_its_own():
 
 def test_a_fresh_model_can_be_pickled():
     model = make()
-    again = pickle.loads(pickle.dumps(model))
-    assert torch.equal(logits(again), logits(model)) and again.residual is again.model.residual
-    assert type(again.model.norm) is type(model.model.norm)
+    reloaded = pickle.loads(pickle.dumps(model))
+    assert torch.equal(logits(reloaded), logits(model)) and reloaded.residual is reloaded.model.residual
+    assert type(reloaded.model.norm) is type(model.model.norm)
 
 
 def test_the_base_model_loads_by_itself(tmp_path):

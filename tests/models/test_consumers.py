@@ -403,9 +403,9 @@ def test_a_wide_model_keeps_wide_reads(tmp_path):
     with torch.no_grad():
         model.residual.query.add_(1e-12)
     model.save_pretrained(tmp_path)
-    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
-    assert again.residual.query.dtype == torch.float64 and torch.equal(again.residual.query, model.residual.query)
-    assert torch.equal(again(IDS).logits, model(IDS).logits)
+    reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert reloaded.residual.query.dtype == torch.float64 and torch.equal(reloaded.residual.query, model.residual.query)
+    assert torch.equal(reloaded(IDS).logits, model(IDS).logits)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

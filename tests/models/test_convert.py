@@ -119,8 +119,8 @@ def test_the_arithmetic_holds_for_experts_and_what_asks_for_less():
     torch.manual_seed(0)
     fields = {**NARROW, "num_local_experts": 4}
     model = MixtralForCausalLM(MixtralConfig(**fields)).to(torch.bfloat16).eval()
-    found = logits(model, IDS, torch.float32)
-    torch.testing.assert_close(found, logits(model.float(), IDS), rtol=1e-5, atol=1e-6)
+    actual = logits(model, IDS, torch.float32)
+    torch.testing.assert_close(actual, logits(model.float(), IDS), rtol=1e-5, atol=1e-6)
     with Arithmetic(torch.float32):
         x = torch.ones(3, dtype=torch.bfloat16) / 3
         assert x.dtype == x.to(torch.float16).dtype == torch.float32

@@ -70,11 +70,11 @@ GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 
 @pytest.fixture(scope="module")
 def model():
-    made = build(SIZE, "block", vocab_size=97, max_positions=64, seed=0, settings={"block_size": 3}).eval()
+    model = build(SIZE, "block", vocab_size=97, max_positions=64, seed=0, settings={"block_size": 3}).eval()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(3)
-        made.residual.query.normal_(0, 0.5)
-    return made
+        model.residual.query.normal_(0, 0.5)
+    return model
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ def run(capsys, *arguments):
         cli.main([str(argument) for argument in arguments])
     except SystemExit as left:
         code = left.code
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    output = capsys.readouterr()
+    return code, output.out, output.err
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -30,8 +30,8 @@ def test_convert_recognises_a_foreign_checkpoint_and_writes_it_back(kind, capsys
     theirs = FORMATS[kind](tmp_path / "theirs")
     (theirs / "tokenizer.json").write_text('{"a": 1}')
     (theirs / "generation_config.json").write_text('{"temperature": 0.6}')  # Transformers would not write it
-    code, said, _ = run(capsys, "convert", theirs, tmp_path / "ours")
-    assert code == 0 and f"({kind}) -> " in said and "of the residual" in said
+    code, output, _ = run(capsys, "convert", theirs, tmp_path / "ours")
+    assert code == 0 and f"({kind}) -> " in output and "of the residual" in output
     with torch.no_grad():
         expected = load(theirs)(input_ids=IDS, use_cache=False).logits
         assert torch.equal(load(tmp_path / "ours")(input_ids=IDS, use_cache=False).logits, expected)
@@ -39,8 +39,8 @@ def test_convert_recognises_a_foreign_checkpoint_and_writes_it_back(kind, capsys
     shutil.move(tmp_path / "ours", tmp_path / "run" / "model")
     if kind not in WRITTEN:
         return
-    code, said, _ = run(capsys, "convert", tmp_path / "run", tmp_path / "back", "--to", kind)
-    assert code == 0 and f"({kind})" in said
+    code, output, _ = run(capsys, "convert", tmp_path / "run", tmp_path / "back", "--to", kind)
+    assert code == 0 and f"({kind})" in output
     same_tensors(theirs, tmp_path / "back")
     for name in ("tokenizer.json", "generation_config.json"):
         assert (tmp_path / "back" / name).read_bytes() == (theirs / name).read_bytes()
@@ -48,8 +48,8 @@ def test_convert_recognises_a_foreign_checkpoint_and_writes_it_back(kind, capsys
 
 def test_what_a_format_cannot_say_is_not_written(capsys, tmp_path):
     run(capsys, "convert", fla(tmp_path / "fla"), tmp_path / "ours")
-    code, _, said = run(capsys, "convert", tmp_path / "ours", tmp_path / "open", "--to", "open-attnres")
-    assert code == 2 and "'open-attnres' cannot hold this model" in said and not (tmp_path / "open").exists()
+    code, _, output = run(capsys, "convert", tmp_path / "ours", tmp_path / "open", "--to", "open-attnres")
+    assert code == 2 and "'open-attnres' cannot hold this model" in output and not (tmp_path / "open").exists()
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,8 @@ def test_mistakes_are_one_sentence_and_write_nothing(arguments, message, folders
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     run(capsys, "convert", "theirs", "ours")
-    code, _, said = run(capsys, "convert", *arguments)
-    assert code == 2 and message in said and said.count("\n") == 1
+    code, _, output = run(capsys, "convert", *arguments)
+    assert code == 2 and message in output and output.count("\n") == 1
     assert not (tmp_path / "out").exists() and [f.name for f in (tmp_path / "full").iterdir()] == ["file"]
 
 

@@ -200,9 +200,9 @@ def test_hidden_states_are_the_plain_models(family):
     options = {"input_ids": IDS, "use_cache": False, "output_hidden_states": True}
     with torch.no_grad():
         expected = plain(family)(**options).hidden_states
-        found = convert(plain(family), block_size=3)(**options).hidden_states
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected):
+        states = convert(plain(family), block_size=3)(**options).hidden_states
+    assert len(states) == len(expected)
+    for a, b in zip(states, expected):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -250,10 +250,10 @@ def test_saved_and_loaded_models_are_bit_equal(family, tmp_path):
     assert is_apart(model), "its head is one of which losses are made in parts"
     model.save_pretrained(tmp_path)
     expected = model(input_ids=IDS, use_cache=False).logits
-    for again in (load(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)):
-        again.set_experts_implementation("eager")
-        assert type(again) is type(model)
-        assert torch.equal(again(input_ids=IDS, use_cache=False).logits, expected)
+    for reloaded in (load(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)):
+        reloaded.set_experts_implementation("eager")
+        assert type(reloaded) is type(model)
+        assert torch.equal(reloaded(input_ids=IDS, use_cache=False).logits, expected)
 
 
 @families
@@ -321,9 +321,9 @@ def test_a_probed_family_is_made_again_from_its_config(tmp_path, monkeypatch):
 
 @families
 def test_probing_finds_what_the_table_says(family):
-    found, listed = probe(plain(family)), FAMILIES[family]
+    probed, listed = probe(plain(family)), FAMILIES[family]
     for name in ("config", "causal_lm", "layers", "reads", "final_norm", "normed"):
-        assert getattr(found, name) == getattr(listed, name), name
+        assert getattr(probed, name) == getattr(listed, name), name
 
 
 PARALLEL = "attention and MLP read one stream side by side"

@@ -59,9 +59,9 @@ def test_logits_are_those_of_the_formula_and_what_is_written_comes_back_bit_for_
         stored = json.loads((folder / "config.json").read_text())
         assert {name: written[name] for name in stored} == stored
     with torch.no_grad():
-        expected, got = formula(folder), fp64(model)(input_ids=IDS, use_cache=False).logits
+        expected, actual = formula(folder), fp64(model)(input_ids=IDS, use_cache=False).logits
     assert expected.std() > 0.1
-    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
 @kinds
@@ -80,11 +80,11 @@ def test_our_tools_take_them(make, tmp_path):
     cached = model.generate(IDS, use_cache=True, **options)
     assert torch.equal(cached, model.generate(IDS, use_cache=False, **options))
     model.save_pretrained(tmp_path / "ours")
-    again = load(tmp_path / "ours")
+    reloaded = load(tmp_path / "ours")
     with torch.no_grad():
-        assert torch.equal(again(input_ids=IDS, use_cache=False).logits, expected)
+        assert torch.equal(reloaded(input_ids=IDS, use_cache=False).logits, expected)
     if make in written:
-        export_model(again, tmp_path / "back", written[make])
+        export_model(reloaded, tmp_path / "back", written[make])
         same_tensors(tmp_path / "theirs", tmp_path / "back")
     model.train()(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     assert model.residual.query.grad.abs().sum(1).gt(0).sum() >= len(model.residual.query) - 1

@@ -120,19 +120,19 @@ def test_what_converts_computes_the_same_and_loads_as_what_it_is(name, tmp_path)
     model = make(name, fields)
     report = convert(model, block_size=3, out=tmp_path / "out")
     assert report.relative_difference < 3e-6
-    again = load(tmp_path / "out")
-    assert type(again).plain_class is type(model) and again.residual.sublayers == kinds
-    assert compare_logits(model, again).relative < 3e-6
+    reloaded = load(tmp_path / "out")
+    assert type(reloaded).plain_class is type(model) and reloaded.residual.sublayers == kinds
+    assert compare_logits(model, reloaded).relative < 3e-6
     with torch.no_grad():
-        again.residual.query.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
-    inputs = fixed_inputs(again)
-    with record(again) as trace:
-        changed = logits(again, inputs)
-    assert len(trace.weights) == again.residual.num_sublayers + 1
+        reloaded.residual.query.normal_(0, 0.3, generator=torch.Generator().manual_seed(0))
+    inputs = fixed_inputs(reloaded)
+    with record(reloaded) as trace:
+        changed = logits(reloaded, inputs)
+    assert len(trace.weights) == reloaded.residual.num_sublayers + 1
     assert not torch.allclose(changed, logits(model, inputs), atol=1e-6)
-    output = again(**inputs)
+    output = reloaded(**inputs)
     getattr(output, "logits", output[0]).square().mean().backward()
-    assert again.residual.query.grad[1:].abs().amax(1).min() > 0
+    assert reloaded.residual.query.grad[1:].abs().amax(1).min() > 0
 
 
 @pytest.mark.parametrize("name", [name for name, (fields, _) in MODELS.items() if fields not in (TEXT, MAMBA)])
@@ -175,8 +175,8 @@ def test_a_head_is_put_on_a_base_that_is_there(tmp_path):
         model.residual.query.normal_(0, 0.3)
     model.save_pretrained(tmp_path)
     for auto in (AutoModel, AutoModelForSequenceClassification):
-        again = auto.from_pretrained(tmp_path)
-        base = again if auto is AutoModel else again.model
+        reloaded = auto.from_pretrained(tmp_path)
+        base = reloaded if auto is AutoModel else reloaded.model
         assert (
             torch.equal(base.residual.query, model.residual.query)
             and sum("residual" in n for n in dict(base.named_parameters())) == 2
@@ -188,8 +188,8 @@ def test_a_head_is_put_on_a_base_that_is_there(tmp_path):
 def test_a_masked_model_is_registered_as_what_it_is(tmp_path):
     model = convert(make("ModernBertForMaskedLM", ENCODER), block_size=3)
     model.save_pretrained(tmp_path)
-    again = AutoModelForMaskedLM.from_pretrained(tmp_path)
-    assert type(again) is type(model)
+    reloaded = AutoModelForMaskedLM.from_pretrained(tmp_path)
+    assert type(reloaded) is type(model)
     known = [auto.__name__ for auto in AUTOS if auto._model_mapping.get(type(model.config), None) is type(model)]
     assert known == ["AutoModelForMaskedLM"]
 

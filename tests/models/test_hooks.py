@@ -47,17 +47,17 @@ def test_adding_to_a_layers_output_is_adding_to_the_hidden_state(both, layer):
 
 
 def test_what_a_hook_reads_is_the_hidden_state(both):
-    seen = []
+    calls = []
 
     def hook(module, args, output):
         first, other = output.detach().clone(), torch.nn.functional.normalize(output, dim=-1)
-        seen.append(
+        calls.append(
             (first, output.norm(), output.mean(1), output[:, -1], torch.cosine_similarity(output, first, -1), other)
         )
 
     for model in both:
         hooked(model, 1, hook)
-    for a, b in zip(*seen, strict=True):
+    for a, b in zip(*calls, strict=True):
         assert type(b) is torch.Tensor
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
@@ -116,13 +116,13 @@ def test_nnsight_reads_layers_and_adds_to_what_their_mlps_put_out(both):
     nnsight = pytest.importorskip("nnsight", reason="nnsight is not installed")
     results, vector = [], torch.randn(32, generator=torch.Generator().manual_seed(1))
     for model in both:
-        seen = nnsight.NNsight(model)
-        with seen.trace(input_ids=IDS):
-            state = seen.model.layers[1].output.save()
-            logits = seen.lm_head.output.save()
-        with seen.trace(input_ids=IDS):
-            seen.model.layers[1].mlp.output = seen.model.layers[1].mlp.output + vector
-            steered = seen.lm_head.output.save()
+        traced = nnsight.NNsight(model)
+        with traced.trace(input_ids=IDS):
+            state = traced.model.layers[1].output.save()
+            logits = traced.lm_head.output.save()
+        with traced.trace(input_ids=IDS):
+            traced.model.layers[1].mlp.output = traced.model.layers[1].mlp.output + vector
+            steered = traced.lm_head.output.save()
         state = state[0] if isinstance(state, tuple) else state
         results.append((state.detach(), logits, steered))
     for one, other in zip(*results, strict=True):

@@ -153,12 +153,12 @@ def test_copies_pickles_and_files_compute_the_same(name, tmp_path):
     model = stirred(name)
     expected = logits(model)
     model.save_pretrained(tmp_path)
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), load(tmp_path)):
-        assert torch.equal(logits(again), expected)
+    for reloaded in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), load(tmp_path)):
+        assert torch.equal(logits(reloaded), expected)
         # What is put in a projection's place later takes its part as well.
-        attention = again.model.layers[1].self_attn
+        attention = reloaded.model.layers[1].self_attn
         attention.k_proj = torch.nn.Linear(32, 16, bias=False)
-        assert logits(again).isfinite().all()
+        assert logits(reloaded).isfinite().all()
 
 
 @pytest.mark.parametrize("name", SEVERAL)

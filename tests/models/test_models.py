@@ -140,9 +140,9 @@ def test_deepnorm_starts_with_scaled_branches(family):
 def test_saved_and_loaded_models_are_bit_equal(family, residual, ids, tmp_path):
     model = stir(make(family, residual)).eval()
     model.save_pretrained(tmp_path)
-    for again in (load(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)):
-        assert type(again) is type(model)
-        assert torch.equal(logits(again.eval(), ids), logits(model, ids))
+    for reloaded in (load(tmp_path), AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert type(reloaded) is type(model)
+        assert torch.equal(logits(reloaded.eval(), ids), logits(model, ids))
     assert (tmp_path / "model.safetensors").exists()
 
 
@@ -193,8 +193,8 @@ def test_left_padding_changes_nothing(family, residual, ids):
     torch.testing.assert_close(padded[:, 3:], logits(model, ids), rtol=1e-4, atol=1e-5)
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)[:, ids.shape[1] :]
-    found = model.generate(torch.cat([pad, ids], 1), attention_mask=mask, **options)[:, ids.shape[1] + 3 :]
-    assert torch.equal(found, expected)
+    generated = model.generate(torch.cat([pad, ids], 1), attention_mask=mask, **options)[:, ids.shape[1] + 3 :]
+    assert torch.equal(generated, expected)
 
 
 def checkpoint(model, **options):

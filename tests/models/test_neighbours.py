@@ -43,9 +43,9 @@ def test_the_trainer_decays_no_query_and_no_gain(tmp_path):
 def test_what_the_trainer_saves_it_resumes(tmp_path):
     first = trainer(convert(narrow_llama(20, 0), "full"), tmp_path, save_steps=1)
     first.train()
-    again = trainer(convert(narrow_llama(20, 0), "full"), tmp_path)
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
-    for one, other in zip(first.model.parameters(), again.model.parameters(), strict=True):
+    resumed = trainer(convert(narrow_llama(20, 0), "full"), tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    for one, other in zip(first.model.parameters(), resumed.model.parameters(), strict=True):
         assert torch.equal(one, other)
     assert first.model.residual.query.abs().sum() > 0
 
@@ -72,7 +72,7 @@ def test_peft_has_default_targets(kind):
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     def targets(model):
-        made = get_peft_model(model, {"LORA": LoraConfig, "IA3": IA3Config}[kind]())
-        return [name for name, module in made.named_modules() if isinstance(module, BaseTunerLayer)]
+        adapted = get_peft_model(model, {"LORA": LoraConfig, "IA3": IA3Config}[kind]())
+        return [name for name, module in adapted.named_modules() if isinstance(module, BaseTunerLayer)]
 
     assert targets(convert(narrow_llama(20, 0))) == targets(narrow_llama(20, 0)) != []

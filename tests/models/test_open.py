@@ -112,20 +112,20 @@ def test_only_the_files_that_the_index_names_are_weights(folders, tmp_path):
 def test_of_the_hub_only_what_is_needed_is_fetched(folders, tmp_path, monkeypatch):
     """Without code, and not the second copy of the weights that some repositories hold."""
     load(folders["block"]).save_pretrained(tmp_path, max_shard_size="20KB")
-    asked = []
+    calls = []
 
     def fetch(name, patterns):
-        asked.append(list(patterns))
+        calls.append(list(patterns))
         return tmp_path
 
     monkeypatch.setattr(open, "fetch", fetch)
     fetched = open_checkpoint("some/model")
     assert (fetched.folder, fetched.title()) == (tmp_path, "some/model")
-    first, second = asked
+    first, second = calls
     assert second == sorted(file.name for file in tmp_path.glob("*.safetensors")) and len(second) > 1
     assert not any(pattern.endswith(("py", "bin", "safetensors")) for pattern in first)
     open_checkpoint("some/model", trust_remote_code=True)
-    assert "*.py" in asked[2]
+    assert "*.py" in calls[2]
 
 
 def broken(folders, tmp_path, name="block"):

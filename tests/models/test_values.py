@@ -102,10 +102,10 @@ def test_left_padding_changes_nothing(kind):
 def test_a_file_keeps_the_shares_and_a_config_remembers_the_kind(kind, tmp_path):
     model = small(kind)
     model.save_pretrained(tmp_path)
-    for again in (load(tmp_path), copy.deepcopy(model)):
-        assert again.config.residual_settings == {"value_residual": kind}
-        assert again.residual.state_dict().keys() == model.residual.state_dict().keys()
-        assert torch.equal(logits(again), logits(model))
+    for reloaded in (load(tmp_path), copy.deepcopy(model)):
+        assert reloaded.config.residual_settings == {"value_residual": kind}
+        assert reloaded.residual.state_dict().keys() == model.residual.state_dict().keys()
+        assert torch.equal(logits(reloaded), logits(model))
     half = load(tmp_path, dtype="bf16")
     assert {p.dtype for p in half.residual.parameters()} == {torch.float32}
 

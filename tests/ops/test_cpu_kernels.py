@@ -136,8 +136,10 @@ def check_merge(k, tokens, width, kind, dtype, out_dtype, has_added, has_output,
     if kind == "none":
         agree(x, saved.h.double())
     else:
-        exact_x, again, _ = eager.merge((), None, None, EPS, saved.h.double(), None, None, doubled(norm), torch.float64)
-        agree((x, saved.rstd), (exact_x, again.rstd))
+        exact_x, merged, _ = eager.merge(
+            (), None, None, EPS, saved.h.double(), None, None, doubled(norm), torch.float64
+        )
+        agree((x, saved.rstd), (exact_x, merged.rstd))
     grad = draw(tokens, width, dtype=(FP32, BF16)[seed // 4 % 2])
     backward = (grad, draw.some(k, tokens, width), opens, query, norm)
     ours = cpu.merge_backward(*backward, kept)

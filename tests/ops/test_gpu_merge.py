@@ -187,24 +187,24 @@ def test_rows_may_lie_apart_or_be_turned(k):
             change(case.output),
         )
         other.top, other.total = (torch.stack([v, v], 1)[:, 0] for v in (case.top, case.total))
-        got = gpu.merge(*other.arguments())
-        assert all(torch.equal(a, b) for a, b in zip(flat(got), flat(expected)) if b is not None)
+        actual = gpu.merge(*other.arguments())
+        assert all(torch.equal(a, b) for a, b in zip(flat(actual), flat(expected)) if b is not None)
 
         wanted = gpu.merge_backward(*case.backward_arguments(expected[1], expected[2]))
         other.grad, other.carried = change(case.grad), [None if v is None else change(v) for v in case.carried]
         saved = expected[1]._replace(h=change(expected[1].h))
-        got = gpu.merge_backward(*other.backward_arguments(saved, change(expected[2])))
-        assert all(torch.equal(a, b) for a, b in zip(flat(got), flat(wanted)) if b is not None)
+        actual = gpu.merge_backward(*other.backward_arguments(saved, change(expected[2])))
+        assert all(torch.equal(a, b) for a, b in zip(flat(actual), flat(wanted)) if b is not None)
 
 
 def test_an_expanded_gradient_is_copied():
     case = Case(1, 3, 24)
     _, saved, partial = gpu.merge(*case.arguments())
     case.grad = case.grad[:1, :1].expand(3, 24)
-    got = gpu.merge_backward(*case.backward_arguments(saved, partial))
+    actual = gpu.merge_backward(*case.backward_arguments(saved, partial))
     case.grad = case.grad.contiguous()
     wanted = gpu.merge_backward(*case.backward_arguments(saved, partial))
-    assert all(torch.equal(a, b) for a, b in zip(flat(got), flat(wanted)) if b is not None)
+    assert all(torch.equal(a, b) for a, b in zip(flat(actual), flat(wanted)) if b is not None)
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
@@ -241,9 +241,9 @@ def test_mix_is_the_weighted_sum(n, dtype):
     case = Case(n, 3, 24, sealed=False, added=False, dtype=dtype, mixed=n == 5)
     weights = torch.rand(3, n, generator=torch.Generator().manual_seed(1)).to(DEVICE)
     exact = eager.mix([v.double() for v in case.opens], weights.double(), torch.float64)
-    got = gpu.mix(case.opens, weights, dtype)
-    assert got.dtype == dtype
-    assert_as_exact(got, eager.mix(case.opens, weights, dtype), exact, dtype)
+    actual = gpu.mix(case.opens, weights, dtype)
+    assert actual.dtype == dtype
+    assert_as_exact(actual, eager.mix(case.opens, weights, dtype), exact, dtype)
     assert gpu.mix([v[:0] for v in case.opens], weights[:0], dtype).shape == (0, 24)
 
 

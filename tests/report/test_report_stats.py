@@ -13,9 +13,10 @@ from synthetic import write_run, write_study
 
 from attnres.errors import UserError
 from attnres.report import load_study
+from attnres.report.columns import COLUMNS, plain_cells, print_table, shown, to_csv
 from attnres.report.page import write_report
 from attnres.report.stats import paired, paired_curve, strongest_baseline
-from attnres.report.table import COLUMNS, build_table, plain_cells, print_table, shown, to_csv
+from attnres.report.table import build_table
 from attnres.report.verdict import verdict
 from attnres.stats import standard_error, t_975
 

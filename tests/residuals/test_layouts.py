@@ -36,12 +36,12 @@ class Network:
 
     def compare(self, residual, expected, **close):
         leaves = [self.embedding, *(p for p in residual.parameters() if p.requires_grad)]
-        got = self.run(residual)
+        actual = self.run(residual)
         assert_same = torch.testing.assert_close
         close = close or {"rtol": 1e-10, "atol": 1e-11}
-        assert_same(got, expected, **close)
+        assert_same(actual, expected, **close)
         options = {"allow_unused": True, "materialize_grads": True}
-        found = torch.autograd.grad(got, leaves, self.upstream, **options)
+        found = torch.autograd.grad(actual, leaves, self.upstream, **options)
         assert any(grad.any() for grad in found[1:])
         for a, b in zip(found, torch.autograd.grad(expected, leaves, self.upstream, **options), strict=True):
             assert_same(a, b, **close)

@@ -107,10 +107,10 @@ def test_finished_runs_are_not_trained_again(done, capfd):
     compare(config)
     assert {path: path.stat().st_mtime_ns for path in (folder / "out").glob("*-seed0/*.json")} == before
     assert (folder / "out" / "report.html").exists()
-    said = capfd.readouterr()
-    assert "2 of 2 runs are finished already" in said.err
-    assert "timing" not in said.err
-    assert "block-num_blocks2" in said.out
+    output = capfd.readouterr()
+    assert "2 of 2 runs are finished already" in output.err
+    assert "timing" not in output.err
+    assert "block-num_blocks2" in output.out
 
 
 def test_another_configuration_in_the_same_folder_is_refused(done):
@@ -144,10 +144,10 @@ def test_a_continued_comparison_keeps_its_threads_and_kernels(done, monkeypatch)
     before, finished = path.read_text(), summary.read_text()
     path.write_text(json.dumps(json.loads(before) | {"jobs": 3, "threads": 5}))
     summary.unlink()
-    asked = []
+    calls = []
     monkeypatch.setattr(
         "attnres.studies.compare.train_all",
-        lambda children, walls, **given: asked.append(
+        lambda children, walls, **given: calls.append(
             (given["jobs"], *{(child.threads, child.kernels) for child in children})
         ),
     )
@@ -158,7 +158,7 @@ def test_a_continued_comparison_keeps_its_threads_and_kernels(done, monkeypatch)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"kernels": None}))
     compare(dataclasses.replace(config, timing_s=0, jobs=1))
     kernels = json.loads(before)["kernels"] is not None
-    assert asked == [(3, (5, kernels)), (1, (5, False))]
+    assert calls == [(3, (5, kernels)), (1, (5, False))]
     path.write_text(json.dumps(json.loads(before) | {"kernels": "0123"}))
     with pytest.raises(UserError, match="was begun with build 0123 of the C kernels, and here is"):
         compare(config)

@@ -100,8 +100,8 @@ LONG = ("rates", "budgets", "scaling", "depth-width", "rivals")
 )
 def test_a_study_runs_from_end_to_end(setting, noise, name):
     outcome = conduct(STUDIES[name], setting, say=QUIET, jobs=1, run=Here())
-    done, asked = outcome.counts
-    assert done == asked > 0
+    done, planned = outcome.counts
+    assert done == planned > 0
     result = json.loads((outcome.folder / "result.json").read_text())
     assert result["verdict"] and result["tables"] and result["values"]
     page = (outcome.folder / "study.html").read_text()

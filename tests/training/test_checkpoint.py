@@ -172,10 +172,10 @@ def test_queries_of_a_run_saved_before_its_first_step_are_zero_when_resumed(
     run = start(configure(**values))
     run.save()
     run.close()
-    again = start(configure(resume=True, **values))
-    again.close()
-    assert again.saved == 0 and not again.model.get_parameter("residual.query").any()
-    assert checkpoint.checksum(again.model.named_parameters()) == checkpoint.checksum(run.model.named_parameters())
+    resumed = start(configure(resume=True, **values))
+    resumed.close()
+    assert resumed.saved == 0 and not resumed.model.get_parameter("residual.query").any()
+    assert checkpoint.checksum(resumed.model.named_parameters()) == checkpoint.checksum(run.model.named_parameters())
 
 
 def test_random_states_come_back() -> None:

@@ -11,9 +11,9 @@ CPU = torch.device("cpu")
 
 
 def test_the_environment_is_described() -> None:
-    found = environment.describe(CPU, "fp32")
-    assert found["torch"] == torch.__version__ and found["threads"] == torch.get_num_threads()
-    assert found["dtype"] == "fp32" and found["device_type"] == "cpu" and found["cpu"]
+    description = environment.describe(CPU, "fp32")
+    assert description["torch"] == torch.__version__ and description["threads"] == torch.get_num_threads()
+    assert description["dtype"] == "fp32" and description["device_type"] == "cpu" and description["cpu"]
 
 
 def test_bf16_is_chosen_where_the_processor_has_it() -> None:

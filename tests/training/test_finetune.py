@@ -92,10 +92,10 @@ def test_a_plain_model_starts_where_it_was(tune: Configure, plain: Path, tmp_pat
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
     assert (run / "model" / "chat_template.jinja").exists() and (run / "model" / "tokenizer.json").exists()
     assert json.loads((run / "config.json").read_text())["model"]["size"] is None
-    said = json.loads((run / "start.json").read_text())
-    assert said["init_from"] == str(plain) and said["kind"] == "plain" and said["residual"] is None
-    assert said["logits"]["relative"] <= said["logits"]["bound"]
-    assert said["trainable"] == summary["parameters"]
+    record = json.loads((run / "start.json").read_text())
+    assert record["init_from"] == str(plain) and record["kind"] == "plain" and record["residual"] is None
+    assert record["logits"]["relative"] <= record["logits"]["bound"]
+    assert record["trainable"] == summary["parameters"]
 
 
 @pytest.mark.parametrize("residual", ["standard", "block", "full"])
@@ -161,8 +161,8 @@ def test_a_change_of_function_is_only_made_on_demand(tune: Configure, tmp_path: 
     assert not (tmp_path / "run").exists() or not (tmp_path / "run" / "config.json").exists()
     config.finetune.inexact = True
     train(config, progress=False)
-    said = json.loads((tmp_path / "run" / "start.json").read_text())["logits"]
-    assert said["relative"] > said["bound"]
+    record = json.loads((tmp_path / "run" / "start.json").read_text())["logits"]
+    assert record["relative"] > record["bound"]
 
 
 # ------------------------------------------------------------------ what is trained
@@ -424,9 +424,9 @@ def refused(capsys: pytest.CaptureFixture[str], message: str, config: TrainConfi
     capsys.readouterr()
     with pytest.raises(SystemExit) as left:
         cli.main(["train", "--config", str(path), "--no-progress", *more])
-    said = capsys.readouterr().err
-    assert left.value.code == 2 and said.startswith("attnres: error: ") and said.count("\n") == 1
-    assert message in said, said
+    output = capsys.readouterr().err
+    assert left.value.code == 2 and output.startswith("attnres: error: ") and output.count("\n") == 1
+    assert message in output, output
 
 
 def test_models_that_are_none(

@@ -31,13 +31,13 @@ total = add(1, 2)
 
 def test_a_run_writes_what_its_model_does_inside(configure: Configure, tmp_path: Path) -> None:
     train(configure(steps=4), progress=False)
-    seen = Inspection.load(tmp_path / "run" / "inspection.json")
-    assert seen.model["name"] == "block-seed0" and seen.data["kind"] == "prose"
-    assert (seen.data["windows"], seen.data["tokens"]) == (6, 96)
-    assert seen.kinds is not None and set(seen.kinds["names"]) <= set(KINDS["prose"])
-    assert sum(seen.kinds["tokens"]) > 80
-    assert seen.example is not None and "".join(seen.example["tokens"]) == seen.example["text"]
-    assert seen.dynamics is not None and seen.dynamics["steps"] == [4] and "entropy" in seen.dynamics
+    stored = Inspection.load(tmp_path / "run" / "inspection.json")
+    assert stored.model["name"] == "block-seed0" and stored.data["kind"] == "prose"
+    assert (stored.data["windows"], stored.data["tokens"]) == (6, 96)
+    assert stored.kinds is not None and set(stored.kinds["names"]) <= set(KINDS["prose"])
+    assert sum(stored.kinds["tokens"]) > 80
+    assert stored.example is not None and "".join(stored.example["tokens"]) == stored.example["text"]
+    assert stored.dynamics is not None and stored.dynamics["steps"] == [4] and "entropy" in stored.dynamics
 
 
 def test_weights_are_means_over_the_windows_of_validation(configure: Configure, tmp_path: Path) -> None:
@@ -58,10 +58,10 @@ def test_a_residual_without_a_softmax_has_an_inspection(configure: Configure, tm
     config = configure(steps=2)
     config.model.residual, config.model.num_blocks = residual, None
     train(config, progress=False)
-    seen = Inspection.load(tmp_path / "run" / "inspection.json")
-    assert (seen.mixing is None) == (residual == "deepnorm")
-    if seen.mixing is not None:
-        np.testing.assert_allclose(seen.mixing, np.tril(np.ones((5, 5))))
+    stored = Inspection.load(tmp_path / "run" / "inspection.json")
+    assert (stored.mixing is None) == (residual == "deepnorm")
+    if stored.mixing is not None:
+        np.testing.assert_allclose(stored.mixing, np.tril(np.ones((5, 5))))
 
 
 def test_a_resumed_run_writes_it_as_an_uninterrupted_one(configure: Configure, tmp_path: Path) -> None:

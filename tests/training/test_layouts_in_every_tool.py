@@ -163,5 +163,5 @@ def test_a_plain_model_converts_to_them_only_knowingly(
         train(config, progress=False)
     config.finetune.inexact = True
     assert train(config, progress=False)["step"] == 2
-    said = json.loads((tmp_path / "run" / "start.json").read_text())
-    assert said["logits"]["relative"] > said["logits"]["bound"]
+    record = json.loads((tmp_path / "run" / "start.json").read_text())
+    assert record["logits"]["relative"] > record["logits"]["bound"]

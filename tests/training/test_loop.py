@@ -41,8 +41,8 @@ TIMES = ("tokens_per_s", "step_s", "flops_per_s")
 
 def lines(folder: Path) -> list[dict[str, Any]]:
     """The metrics without what the clock says."""
-    found = read(folder / "metrics.jsonl")
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in found]
+    lines = read(folder / "metrics.jsonl")
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
 
 
 def assert_same_run(ours: Path, theirs: Path) -> None:
@@ -103,10 +103,10 @@ def test_a_run_leaves_what_was_promised(configure: Configure, tmp_path: Path) ->
     assert (summary["step"], summary["tokens"], summary["windows"]) == (8, 8 * 4 * 16, 6)
     assert summary["perplexity"] == pytest.approx(math.exp(summary["val_loss"]))
 
-    found = read(run / "metrics.jsonl")
-    steps = {kind: [line["step"] for line in found if line["kind"] == kind] for kind in ("train", "val", "depth")}
+    lines = read(run / "metrics.jsonl")
+    steps = {kind: [line["step"] for line in lines if line["kind"] == kind] for kind in ("train", "val", "depth")}
     assert steps == {"train": [2, 4, 6, 8], "val": [4, 8], "depth": [4, 8]}
-    train_line, val_line = found[0], next(line for line in found if line["kind"] == "val")
+    train_line, val_line = lines[0], next(line for line in lines if line["kind"] == "val")
     assert list(train_line) == ["kind", "step", "tokens", "loss", "lr", "grad_norm", *TIMES]
     assert train_line["flops_per_s"] == pytest.approx(summary["flops_per_token"] * train_line["tokens_per_s"])
     assert summary["peak_flops"] is None  # of this processor
@@ -291,18 +291,18 @@ def test_a_step_waits_for_no_number(configure: Configure, monkeypatch: pytest.Mo
     config = configure(optim={"optimizer": "muon"}, accumulation=2)
     run = loop.Run(loop.resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)
     run.step(loop.Signals())
-    asked = []
+    calls = []
 
     class Asked(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            asked.append(str(func))
+            calls.append(str(func))
             return func(*args, **(kwargs or {}))
 
     with Asked():
         run.step(loop.Signals())
     run.close()
-    assert len(asked) > 500
-    assert not [name for name in asked if any(word in name for word in ("local_scalar", "nonzero", "is_all", "equal"))]
+    assert len(calls) > 500
+    assert not [name for name in calls if any(word in name for word in ("local_scalar", "nonzero", "is_all", "equal"))]
 
 
 GATED = {"residual": "adaptive", "num_blocks": None, "settings": {"target_count": 0, "target_weight": 30.0}}
@@ -437,8 +437,8 @@ def test_a_run_killed_before_its_summary_only_finishes(
     (tmp_path / "run" / "summary.json").unlink()
     shutil.rmtree(tmp_path / "run" / "model")
     monkeypatch.setattr(loop.Run, "step", None)
-    again = train(configure(resume=True), progress=False)
-    assert {**again, "peak_memory_bytes": 0} == {**summary, "peak_memory_bytes": 0}
+    resumed = train(configure(resume=True), progress=False)
+    assert {**resumed, "peak_memory_bytes": 0} == {**summary, "peak_memory_bytes": 0}
 
 
 def test_a_finished_run_is_not_run_again(configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -570,8 +570,8 @@ def test_a_file_gives_the_nested_fields_of_a_model(configure: Configure, tmp_pat
 
 def test_plain_lines_where_there_is_no_terminal(configure: Configure, capsys: pytest.CaptureFixture[str]) -> None:
     train(configure())
-    said = capsys.readouterr().err
-    assert "block-seed0  step 8/8  loss" in said and "tokens/s" in said and "\x1b" not in said
+    output = capsys.readouterr().err
+    assert "block-seed0  step 8/8  loss" in output and "tokens/s" in output and "\x1b" not in output
 
 
 # ------------------------------------------------------------------ branches

@@ -24,9 +24,9 @@ def refused(capsys: pytest.CaptureFixture[str], message: str, *arguments: str) -
     capsys.readouterr()
     with pytest.raises(SystemExit) as left:
         cli.main([*arguments])
-    said = capsys.readouterr()
-    assert left.value.code == 2 and said.out == "" and "Traceback" not in said.err
-    assert said.err.startswith("attnres: error: ") and said.err.count("\n") == 1 and message in said.err
+    output = capsys.readouterr()
+    assert left.value.code == 2 and output.out == "" and "Traceback" not in output.err
+    assert output.err.startswith("attnres: error: ") and output.err.count("\n") == 1 and message in output.err
 
 
 @pytest.fixture

@@ -55,11 +55,11 @@ def test_two_processes_are_one_run(configure: Callable[..., TrainConfig], tmp_pa
     command = [*torchrun, sys.executable, "-c", SCRIPT, arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launched:
         try:
-            said = launched.communicate(timeout=300)[0]
+            output = launched.communicate(timeout=300)[0]
         except subprocess.TimeoutExpired:
             launched.terminate()  # torchrun ends its workers; a kill would leave them behind
-            said = f"timed out: {launched.communicate()[0]}"
-    assert launched.returncode == 0, said
+            output = f"timed out: {launched.communicate()[0]}"
+    assert launched.returncode == 0, output
     config = configure(out="one", accumulation=2, steps=6)
     config.data.val_windows = 5
     train(config, progress=False)

@@ -47,10 +47,10 @@ class FLA(WrittenFormat):
         serve("this checkpoint", config, {"model_type": ("transformer",), "hidden_act": ("swish",)})
         width, heads, layers = config["hidden_size"], config["num_heads"], config["num_hidden_layers"]
         size, eps, window = config["attnres_block_size"], config.get("norm_eps", 1e-6), config.get("window_size")
-        wanted = (bool(config.get("qkv_bias")), bool(config.get("qk_norm")), window is not None)
-        if wanted not in self.families:
+        options = (bool(config.get("qkv_bias")), bool(config.get("qk_norm")), window is not None)
+        if options not in self.families:
             raise UserError("qkv_bias, qk_norm and window_size together are computed by no class here: one of them is")
-        if wanted[1] and eps != self.QK_EPS:
+        if options[1] and eps != self.QK_EPS:
             raise UserError(f"qk_norm has eps {self.QK_EPS} there and norm_eps is {eps}: a qwen3 has one eps for both")
         if type(size) is not int or size < 1 or (size > 1 and size % 2):
             raise UserError(f"attnres_block_size is {size!r}: expected 1 (Full) or an even number of sublayers")
@@ -75,7 +75,7 @@ class FLA(WrittenFormat):
             "eos_token_id": config.get("eos_token_id", 2),
             "pad_token_id": config.get("pad_token_id"),
         }
-        family = self.families[wanted]
+        family = self.families[options]
         if family == "mistral":
             fields["sliding_window"] = window
         if family == "qwen2":

@@ -224,9 +224,9 @@ def mixing(subject: Subject) -> str:
         for index, read in enumerate(layout):
             h, weights, _ = recording.reads[index]
             assert weights is not None
-            asked = Fixed().edit(index, weights)
-            close(weights, asked, f"read '{read.name}' does not use an editor's weights", _CLOSE)
-            row = residual.mixing_row(index, asked, rows)
+            edited = Fixed().edit(index, weights)
+            close(weights, edited, f"read '{read.name}' does not use an editor's weights", _CLOSE)
+            row = residual.mixing_row(index, edited, rows)
             expect(
                 (row is not None) == traits.linear, f"traits say linear={traits.linear}: mixing_row gives {row!r:.20}"
             )
@@ -249,18 +249,18 @@ def queries(subject: Subject) -> str:
     """Where traits say has_query, reads have a direction and a sharpness that no logit passes; else none."""
     residual, depth = subject.residual(), subject.depth
     reads = range(len(residual.layout()))
-    asked = [index for index in reads if residual.direction(index) is not None]
+    with_query = [index for index in reads if residual.direction(index) is not None]
     if not residual.traits.has_query:
-        expect(not asked, f"traits say no query, and read {asked[:1]} has a direction")
+        expect(not with_query, f"traits say no query, and read {with_query[:1]} has a direction")
         return "none"
-    expect(bool(asked), "traits say has_query, and no read has a direction")
+    expect(bool(with_query), "traits say has_query, and no read has a direction")
     for index in reads:
         expect(
-            (residual.sharpness(index) is not None) == (index in asked),
+            (residual.sharpness(index) is not None) == (index in with_query),
             f"read {index} has a direction or a sharpness, expected both or neither",
         )
     closest = 0.0
-    for index in asked:
+    for index in with_query:
         direction, sharpness = residual.direction(index), residual.sharpness(index)
         assert direction is not None and sharpness is not None
         expect(direction.shape == (residual.width,), f"the direction of read {index} is {tuple(direction.shape)}")
@@ -276,7 +276,7 @@ def queries(subject: Subject) -> str:
             share = gaps.max().item() / (4 * sharpness)
             expect(share <= 1 + 1e-6, f"a logit of read {index} is {share:.2f} times its sharpness")
             closest = max(closest, share)
-    return f"{len(asked)} reads, the largest logit {closest:.2f} of its bound"
+    return f"{len(with_query)} reads, the largest logit {closest:.2f} of its bound"
 
 
 def _alternating(count: int) -> list[float]:

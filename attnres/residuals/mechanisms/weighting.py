@@ -154,9 +154,9 @@ class Weighting(nn.Module):
             if self.query_weight is not None:
                 state = F.rms_norm(stream().to(dtype), (len(gain),), None, eps)
                 query = query + F.linear(state, self.query_weight[index].to(dtype))
-            asked = query * gain / self.read_temperature
+            scaled_query = query * gain / self.read_temperature
             factors = [(v.square().mean(-1, keepdim=True) + eps).rsqrt() for v in values]
-            logits = [self._logit(v, asked, factor) for v, factor in zip(values, factors, strict=True)]
+            logits = [self._logit(v, scaled_query, factor) for v, factor in zip(values, factors, strict=True)]
             if bias is not None:
                 logits[-1] = logits[-1] + bias.to(dtype)
             if self.null_source:
@@ -177,12 +177,12 @@ class Weighting(nn.Module):
                 values = [*values, torch.zeros_like(values[0])]
         return Mixed(h, rows.detach(), values)
 
-    def _logit(self, value: Tensor, asked: Tensor, factor: Tensor) -> Tensor:
+    def _logit(self, value: Tensor, query: Tensor, factor: Tensor) -> Tensor:
         """Return the logits of one source, (..., heads)."""
         if self.heads == 1:
-            logit = (value @ asked if asked.dim() == 1 else (value * asked).sum(-1)).unsqueeze(-1)
+            logit = (value @ query if query.dim() == 1 else (value * query).sum(-1)).unsqueeze(-1)
         else:
-            logit = (value * asked).unflatten(-1, (self.heads, -1)).sum(-1)
+            logit = (value * query).unflatten(-1, (self.heads, -1)).sum(-1)
         return logit * factor if self.key_norm else logit
 
     def _factor(self, weight: Tensor) -> Tensor:

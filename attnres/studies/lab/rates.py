@@ -99,21 +99,21 @@ def _width(setting: Setting) -> int:
 def analyse(setting: Setting, measured: Measured) -> Result:
     """The loss by rate, the gap of the best over training, and what the rest changes."""
     optim = setting.config().optim
-    own = {f: measured.mean("own", _label(_own(setting, f))) for f in sorted(OWN)}
-    own = {factor: loss for factor, loss in own.items() if math.isfinite(loss)}
+    loss_by_factor = {f: measured.mean("own", _label(_own(setting, f))) for f in sorted(OWN)}
+    loss_by_factor = {factor: loss for factor, loss in loss_by_factor.items() if math.isfinite(loss)}
     model = {}
     for row in measured.rows:
         if row.arm.startswith("model") and row.quantity == "loss":
             rate = float(row.label.rpartition("lr")[2])
             model[rate / optim.lr] = measured.mean(row.arm, row.label)
-    rows = [[f"{f:.3g}", number(loss, 4), "block, own parameters"] for f, loss in own.items()]
+    rows = [[f"{f:.3g}", number(loss, 4), "block, own parameters"] for f, loss in loss_by_factor.items()]
     rows += [[f"{f:.3g}", number(loss, 4), "standard, all"] for f, loss in sorted(model.items())]
     tables = [Table("Loss by rate, seed 0", ["multiple of the recipe's rate", "loss", "which"], rows)]
-    values: dict = {"own": {f"{f:.4g}": loss for f, loss in own.items()}}
+    values: dict = {"own": {f"{f:.4g}": loss for f, loss in loss_by_factor.items()}}
     values["model"] = {f"{f:.4g}": loss for f, loss in sorted(model.items())}
     charts = []
-    if own and model:
-        lines = [Line("block, own parameters", list(own), list(own.values()))]
+    if loss_by_factor and model:
+        lines = [Line("block, own parameters", list(loss_by_factor), list(loss_by_factor.values()))]
         lines.append(Line("standard, all parameters", sorted(model), [model[f] for f in sorted(model)]))
         caption = "Held-out loss at the end by the rate as a multiple of the recipe's, one seed."
         panels = {"": lines}
@@ -121,8 +121,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     over = _over_training(setting, measured)
     charts += [over] if over else []
     sentences = []
-    if own:
-        best = min(own, key=own.__getitem__)
+    if loss_by_factor:
+        best = min(loss_by_factor, key=loss_by_factor.__getitem__)
         values["best_own"] = best
         sentences.append(f"Of the own rates {best:.3g} times AdamW's is best at one seed.")
     if model:
