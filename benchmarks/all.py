@@ -44,6 +44,7 @@ def jobs(device: str, quick: bool) -> dict[str, list[str]]:
         commands["step_compiled"] = [*commands["step"], "--compile"]
     else:
         commands["frames"] = ["frames.py"]
+        commands["overlap"] = ["overlap.py", *(["--width", "64", "--tokens", "16"] if quick else [])]
     return commands | {"traffic": ["traffic.py"]}
 
 
