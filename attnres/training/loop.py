@@ -150,20 +150,7 @@ class Run:
         here = self.folder / "checkpoint"
         state = who.of_first(lambda: self._saved_state(here))
         environment.reset_peak_memory(who.device)
-        with who.alike():
-            if state:
-                self.model = checkpoint.load_model(here, state)
-                self.start = read_json(self.folder / "start.json") if config.finetune.init_from is not None else None
-            else:
-                self.model, self.start = start.first_model(config, self.prepared)
-        self.teacher = distill.load_teacher(config, self.start or {}, who.device)
-        regimes.choose_trained(self.model, config.finetune, config.seed)
-        if state:
-            checkpoint.load_adapter(here, state, self.model)
-        self.model = self.model.to(who.device).train()
-        tune(self.model, who.device, config.data.seq_len)
-        checkpoint_activations(self.model, config.gradient_checkpointing)
-        self.kind = loss_kind(config.loss, self.model, self._rows() * config.data.seq_len, self.teacher)
+        self._make_model(here, state)
         taught = 0.0 if self.teacher is None else forward_flops(self.teacher.model, config.data.seq_len)
         self.flops = step_flops(self.model, config.data.seq_len) + taught  # a token
         peak = peak_flops(who.device, config.dtype)
@@ -172,17 +159,10 @@ class Run:
         objective = Objective(self.model, self.kind, self.cast, self.teacher, compiled=config.compile)
         with who.alike():
             self.model = self.layout.place(objective)
-        torch.manual_seed(config.seed + who.rank)  # after building, which may draw more for one residual than another
-        random.seed(config.seed + who.rank)
-        np.random.seed(config.seed + who.rank)  # noqa: NPY002 (for whatever draws from it)
+        _seed(config.seed + who.rank)  # after building, which may draw more for one residual than another
         self.optimizers = optimizers_of(dict(self.layout.named_parameters()), groups, config.optim)
         if state:
-            self.past, self.saved = checkpoint.as_saved(here, lambda: past_of(state)), state["step"]
-            with who.alike():
-                checkpoint.restore(here, state, self.layout, self.optimizers)
-            if who.rank < len(state["random"]):  # with more processes than before the new ones start from the seed
-                numbers = state["random"][who.rank]
-                checkpoint.as_saved(here, lambda: checkpoint.set_random_state(numbers, who.device))
+            self._restore(here, state)
         recorded = (state or {}).get("arithmetic") or {}
         width = self.model.residual("itself").width
         self.arithmetic = partial(arithmetic.kept, recorded, who, width, different=config.allow_different)
@@ -199,6 +179,36 @@ class Run:
         share = {"rank": self.layout.rank, "world_size": self.layout.shares}
         self.feed = Feed(self.batches, who.device, **share, steps=config.steps)
         self.since = time.perf_counter()
+
+    # -------------------------------------------------------------- what it begins with
+
+    def _make_model(self, here: Path, state: dict[str, Any] | None) -> None:
+        """Build the model or load it from the checkpoint `here`, on its device, with what is trained of it."""
+        config, who = self.config, self.who
+        with who.alike():
+            if state:
+                self.model = checkpoint.load_model(here, state)
+                self.start = read_json(self.folder / "start.json") if config.finetune.init_from is not None else None
+            else:
+                self.model, self.start = start.first_model(config, self.prepared)
+        self.teacher = distill.load_teacher(config, self.start or {}, who.device)
+        regimes.choose_trained(self.model, config.finetune, config.seed)
+        if state:
+            checkpoint.load_adapter(here, state, self.model)
+        self.model = self.model.to(who.device).train()
+        tune(self.model, who.device, config.data.seq_len)
+        checkpoint_activations(self.model, config.gradient_checkpointing)
+        self.kind = loss_kind(config.loss, self.model, self._rows() * config.data.seq_len, self.teacher)
+
+    def _restore(self, here: Path, state: dict[str, Any]) -> None:
+        """Go on from the checkpoint `here`: what was measured, the optimizers, the random numbers of this process."""
+        who = self.who
+        self.past, self.saved = checkpoint.as_saved(here, lambda: past_of(state)), state["step"]
+        with who.alike():
+            checkpoint.restore(here, state, self.layout, self.optimizers)
+        if who.rank < len(state["random"]):  # with more processes than before the new ones start from the seed
+            numbers = state["random"][who.rank]
+            checkpoint.as_saved(here, lambda: checkpoint.set_random_state(numbers, who.device))
 
     # -------------------------------------------------------------- one step
 
@@ -496,6 +506,13 @@ class Run:
             f"{self.folder}; try a lower optim.lr, a longer optim.warmup, a smaller optim.clip or --dtype fp32 "
             "(in another --out)"
         )
+
+
+def _seed(seed: int) -> None:
+    """Seed what may draw random numbers."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 (for whatever draws from it)
 
 
 def _always() -> bool:
