@@ -2,7 +2,7 @@
 
     python benchmarks/decode.py                                     # 0.6b on a GPU, nano on a CPU
     python benchmarks/decode.py --size 150m --dtype bf16 --batches 1 8 --prefill 2048
-    python benchmarks/decode.py --size nano --compile
+    python benchmarks/decode.py --size nano --compile --batches 1 --variants block
     python benchmarks/decode.py --size 0.6b --batches 1 64 --prefill 8192 --graphs
 
 A decode step is one token for each sequence after `--context` tokens, in a static KV cache, set back before each step;
@@ -11,7 +11,7 @@ sequence without gradients. All models have the same weights; the second ratio i
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ VARIANTS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "full": ("full", {}),
     "naive block": ("naive_block", {"num_blocks": 8}),
 }
+BASES = ("plain", "standard")
 SIZES: dict[str, Any] = NAMED | {
     "150m": NAMED["100m"]
     | {"hidden_size": 1024, "num_attention_heads": 16, "num_key_value_heads": 8, "intermediate_size": 3072}
@@ -90,10 +91,14 @@ class Step:
         return self.logits
 
 
-def _models(size: str, device: torch.device, dtype: torch.dtype, positions: int, seed: int) -> dict[str, Any]:
+def _models(
+    size: str, device: torch.device, dtype: torch.dtype, positions: int, seed: int, only: Sequence[str]
+) -> dict[str, Any]:
     register_naive()
     models = {}
     for label, (residual, settings) in VARIANTS.items():
+        if only and label not in (*BASES, *only):
+            continue
         shape: dict[str, Any] = {"vocab_size": VOCABULARY, "max_positions": positions, "seed": seed}
         if residual is None:
             model: Any = build_plain(SIZES[size], **shape).to(dtype)
@@ -141,10 +146,11 @@ def run(
     compiled: bool,
     seconds: float,
     seed: int,
+    only: Sequence[str] = (),
     say: Callable[[str], None] = print,
 ) -> dict[str, Any]:
     """Decode at each batch size and one prefill; `say` is given each table as it is finished."""
-    models = _models(size, device, dtype, max(prefill, context + 8), seed)
+    models = _models(size, device, dtype, max(prefill, context + 8), seed, only)
     result: dict[str, Any] = {"decode": {}, "prefill": {}}
     bar = harness.progress("decode", len(batches) + 1)
     for batch in batches:
@@ -170,6 +176,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=None)
     parser.add_argument("--context", type=int, default=None, help="tokens in the cache before the decode step")
     parser.add_argument("--prefill", type=int, default=None, help="tokens of the prefill")
+    parser.add_argument("--variants", nargs="+", default=[], choices=list(VARIANTS), help="beside plain and standard")
     parser.add_argument("--graphs", action="store_true", help="replay the decode step as a CUDA graph")
     parser.add_argument("--compile", action="store_true", help="compile the decode step")
     options = parser.parse_args()
@@ -182,7 +189,7 @@ def main() -> None:
     shape: dict[str, Any] = DEFAULTS[device.type] | {name: value for name, value in values.items() if value is not None}
     result = harness.head("decode", device, options.dtype, options.seed) | {"shape": shape, "graphs": options.graphs}
     how: dict[str, Any] = {"graphs": options.graphs, "compiled": options.compile}
-    how |= {"seconds": options.seconds, "seed": options.seed}
+    how |= {"seconds": options.seconds, "seed": options.seed, "only": options.variants}
     result |= run(device, DTYPES[options.dtype], **shape, **how)
     panels = {f"decode, batch {batch}": rows for batch, rows in result["decode"].items()}
     panels |= {f"prefill, {tokens} tokens": rows for tokens, rows in result["prefill"].items()}
