@@ -111,11 +111,12 @@ def run(arguments: list[str]) -> None:
     held = {"dp": options.dp, "shard": options.shard, "pp": options.pp, "tp": options.tp, "schedule": options.schedule}
     rows = plan(model, load, **held, costs=costs)
     shown = rows[: options.rows or None]
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     if options.json:
-        print(json.dumps({"layouts": [row.to_dict() for row in shown], "assumptions": ASSUMPTIONS}, indent=2))
+        layouts = [row.to_dict() for row in shown]
+        print(json.dumps({"parameters": parameters, "layouts": layouts, "assumptions": ASSUMPTIONS}, indent=2))
         return
 
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     title = (
         f"{parameters / 1e9:,.3g} billion parameters on {options.gpus} {options.gpu}, residual {model.config.residual}"
     )

@@ -349,9 +349,14 @@ def shares_of(config: TrainConfig, world_size: int) -> int:
     """Into how many shares a batch is divided: the processes over those that work on one share together.
 
     Raises:
-        UserError: a number of processes that the table `parallel` does not make.
+        UserError: a number of processes that the table `parallel` does not make, or several of which it says nothing.
     """
     parallel = config.parallel
+    if world_size > 1 and parallel == ParallelConfig():
+        raise UserError(
+            f"torchrun started {world_size} processes and nothing says how they share the work: give --dp {world_size} "
+            f"for copies of the model, --shard {world_size} for shares of it, or another layout (docs/scale.md)"
+        )
     together = parallel.pp * parallel.shard * parallel.tp * parallel.cp * (parallel.dp or 1)
     fits = world_size == together if parallel.dp else world_size % together == 0
     if not fits:

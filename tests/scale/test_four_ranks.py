@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from test_two_ranks import configuration, furthest
-from two_ranks import resume, train_in_fp64
+from two_ranks import resume, train_run
 
 pytestmark = pytest.mark.scale
 
@@ -28,17 +29,22 @@ LAYOUTS = {
     "slices of copies": {"dp": 2, "tp": 2},
     "tokens of shares": {"shard": 2, "cp": 2},
 }
+PAIRS = {"shares": {"shard": 2}, "stages": {"pp": 2}, "slices": {"tp": 2}, "tokens": {"cp": 2}, "copies": {"dp": 2}}
+"""Layouts of two processes."""
+MODELS: dict[str, dict[str, Any]] = {
+    "block": {},
+    "full": {"residual": "full", "num_blocks": None},
+    "standard": {"residual": "standard", "num_blocks": None},
+}
 SLICES = [BLOCK, {"residual": "full"}, {**BLOCK, "tokens": True}]
 
 
+FOUR = {"steps": 20, "accumulation": 4, "batch_size": 16}
+
+
 def test_four_processes_are_one(corpus, launched, tmp_path):
-    four = {"steps": 20, "accumulation": 4, "batch_size": 16}
-    runs = [
-        [name, configuration(corpus, tmp_path / name, parallel=parallel, **four), None]
-        for name, parallel in LAYOUTS.items()
-    ]
-    muon = {**four, "steps": 4, "optim": {"optimizer": "muon"}}
-    runs.append(["muon", configuration(corpus, tmp_path / "muon", parallel={"shard": 2, "tp": 2}, **muon), None])
+    muon = {**FOUR, "steps": 4, "optim": {"optimizer": "muon"}}
+    runs = [["muon", configuration(corpus, tmp_path / "muon", parallel={"shard": 2, "tp": 2}, **muon), None]]
     results = launched(tmp_path, {"cases": CASES, "slices": SLICES, "runs": runs}, processes=4, seconds=1500)
     for result in results["slices"]:
         assert max(result["logits"], result["gradient"], result.get("prefill", 0.0)) < 1e-10
@@ -46,11 +52,30 @@ def test_four_processes_are_one(corpus, launched, tmp_path):
     for result in results["cases"]:
         assert not result["missing"] and max(result["gradient"], result["loss"]) < 1e-10
         assert result["sent"] == [result["table"]] * 2
-    train_in_fp64(configuration(corpus, tmp_path / "one", **four), None)
-    for name in LAYOUTS:
-        assert furthest(tmp_path / name, tmp_path / "one") < 1e-10, name
-    train_in_fp64(configuration(corpus, tmp_path / "one muon", **muon), None)
+    train_run(configuration(corpus, tmp_path / "one muon", **muon))
     assert furthest(tmp_path / "muon", tmp_path / "one muon") < 1e-6
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_twenty_steps_of_every_layout_are_one_processs(processes, corpus, launched, tmp_path):
+    """Losses and norms of gradients of whole runs: 1e-10 in fp64, 1e-5 in fp32."""
+    layouts, runs = LAYOUTS if processes == 4 else PAIRS, []
+
+    def run(name: str, model: str, parallel: dict[str, int]) -> dict[str, Any]:
+        return configuration(corpus, tmp_path / name, model=MODELS[model], parallel=parallel, **FOUR)
+
+    for model in MODELS:
+        for name, parallel in layouts.items():
+            runs.append([f"{model}, {name}", run(f"{model}, {name}", model, parallel), None])
+    single = [[f"{name}, fp32", run(f"{name}, fp32", "block", parallel), None] for name, parallel in layouts.items()]
+    launched(tmp_path / "jobs", {"runs": runs, "single": single}, processes=processes, seconds=1500)
+    for model in MODELS:
+        train_run(run(model, model, {}))
+        for name in layouts:
+            assert furthest(tmp_path / f"{model}, {name}", tmp_path / model) < 1e-10, (model, name)
+    train_run(run("fp32", "block", {}), None, torch.float32)
+    for name in layouts:
+        assert furthest(tmp_path / f"{name}, fp32", tmp_path / "fp32") < 1e-5, name
 
 
 def test_a_prompt_of_128k_tokens_is_shared_out(launched, tmp_path):
@@ -77,7 +102,7 @@ def test_a_checkpoint_of_any_layout_fills_any_other_bit_for_bit(corpus, launched
     def launch(processes: int, jobs: dict[str, Any]) -> Any:
         if processes > 1:
             return launched(tmp_path / str(len(list(tmp_path.iterdir()))), jobs, processes=processes, seconds=1500)
-        runs = {name: train_in_fp64(of, until) for name, of, until in jobs.get("runs", [])}
+        runs = {name: train_run(of, until) for name, of, until in jobs.get("runs", [])}
         return {"runs": runs, "resumed": {name: resume(of) for name, of in jobs.get("resumed", [])}}
 
     def at(place: str, folder: Path, **more: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tiny import NARROW
-from two_ranks import train_in_fp64
+from two_ranks import train_run
 
 from attnres import UserError
 from attnres.cli import main
@@ -98,6 +98,7 @@ def both(corpus, launched, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
         run("20 again", "again", parallel=BESIDE, save_every=3, resume=True),
         run("watched", parallel=STAGES, depth_every=5),
         run("too many", parallel={"shard": 4}),
+        run("unsaid"),
         run("few", parallel=STAGES, accumulation=1),
         run("both", parallel={"tp": 2, "cp": 2, "dp": 1}),
         run("whole", parallel={"async_save": True}),
@@ -120,7 +121,7 @@ def alone(both) -> Path:
     root, _ = both
     jobs = {name: values for name, values, _ in json.loads((root / "jobs.json").read_text())["runs"]}
     for name, out in (("shares", "one"), ("muon", "one muon"), ("adaptive", "one adaptive")):
-        train_in_fp64({**jobs[name], "parallel": {}, "out": str(root / out)}, None)
+        train_run({**jobs[name], "parallel": {}, "out": str(root / out)})
     return root
 
 
@@ -238,9 +239,9 @@ def test_a_checkpoint_in_shares_is_read_by_one_process_and_refused_when_damaged(
     shard = next((tmp_path / "one" / "checkpoint" / "shares").glob("*.distcp"))
     content = shard.read_bytes()
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "is not what was saved: the checkpoint is damaged" in train_in_fp64(values, None)
+    assert "is not what was saved: the checkpoint is damaged" in train_run(values)
     shard.write_bytes(content)
-    assert isinstance(train_in_fp64(values, None), float)
+    assert isinstance(train_run(values), float)
     model = load_file(tmp_path / "one" / "model" / "model.safetensors")
     other = load_file(root / "resharded" / "model" / "model.safetensors")
     assert all(torch.equal(model[name].float(), other[name].float()) for name in other)
@@ -251,6 +252,7 @@ def test_mistakes_are_one_sentence_on_the_first_process(both):
     runs = both[1]["runs"]
     assert "give --depth-every 0" in runs["watched"]
     assert "there are 2 processes: start a multiple of 4" in runs["too many"]
+    assert "2 processes and nothing says how they share the work: give --dp 2" in runs["unsaid"]
     assert "tp 2 x cp 2 and there are 2 processes: start 4 " in runs["both"]
     assert "parallel.async_save is on and the model is whole" in runs["whole"]
     assert "parallel.tp above 1: nobody sees all depths" in runs["watched slices"]

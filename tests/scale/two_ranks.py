@@ -1,8 +1,8 @@
 """What two processes do for the tests of this folder, in one launch: `torchrun ... two_ranks.py FOLDER`.
 
 FOLDER/jobs.json holds {"cases": [...], "shares": [residual, ...], "slices": [...], "plan": bool, "long": tokens,
-"runs": [[name, configuration, steps or null], ...]}. Everything but a long prompt is in fp64. Results go to
-FOLDER/results.json.
+"runs": [[name, configuration, steps or null], ...], "single": [...]}. Everything but a long prompt and the runs of
+"single" is in fp64. Results go to FOLDER/results.json.
 """
 
 import json
@@ -178,24 +178,24 @@ def counted(values: dict[str, Any]) -> dict[str, float]:
     }
 
 
-def train_in_fp64(values: dict[str, Any], until: int | None) -> Any:
-    """A run, with everything in fp64; with `until`, stopped after that step as by a signal.
+def train_run(values: dict[str, Any], until: int | None = None, dtype: torch.dtype = torch.float64) -> Any:
+    """A run, with everything in `dtype`; with `until`, stopped after that step as by a signal.
 
     Attention is PyTorch's: at this length Transformers' own would be taken, whose softmax is fp32.
     """
     first, eager = start.first_model, tuning.EAGER_UP_TO
     step = loop.Run.step
 
-    def in_fp64(*args: Any) -> Any:
+    def in_dtype(*args: Any) -> Any:
         model, record = first(*args)
-        return model.double(), record
+        return model.to(dtype), record
 
     def stopping(run: Any, signals: Any) -> None:
         if until is not None and run.past.step == until - 1:
             signals.terminations += 1
         step(run, signals)
 
-    start.first_model, loop.Run.step, tuning.EAGER_UP_TO = in_fp64, stopping, 0
+    start.first_model, loop.Run.step, tuning.EAGER_UP_TO = in_dtype, stopping, 0
     try:
         return loop.train(from_dict(values), progress=False)["val_loss"]
     except (loop.Interrupted, UserError) as error:
@@ -220,7 +220,9 @@ def main(folder: Path) -> None:
         results["plan"] = run_plan(folder / "whole model")
     results["counted"] = {name: counted(values) for name, values in jobs.get("counted", [])}
     results["resumed"] = {name: resume(values) for name, values in jobs.get("resumed", [])}
-    results["runs"] = {name: train_in_fp64(values, until) for name, values, until in jobs["runs"]}
+    results["runs"] = {name: train_run(values, until) for name, values, until in jobs["runs"]}
+    single = jobs.get("single", [])
+    results["single"] = {name: train_run(values, until, torch.float32) for name, values, until in single}
     if dist.get_rank() == 0:
         (folder / "results.json").write_text(json.dumps(results))
 

@@ -50,6 +50,7 @@ def test_two_processes_are_one_run(configure: Callable[..., TrainConfig], tmp_pa
     configs = [configure(out=out, accumulation=2, steps=6) for out in ("two", "parts")]
     for config in configs:
         config.data.val_windows = 5  # not even shares
+        config.parallel.dp = 2
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     arguments = json.dumps([to_dict(config) for config in configs])
     command = [*torchrun, sys.executable, "-c", SCRIPT, arguments]
