@@ -21,6 +21,7 @@ from torch import Tensor
 
 from attnres.figures.style import MUTED, save, style
 from attnres.files import write_json
+from attnres.ops import plain
 from attnres.progress import Bar, Bars
 from attnres.timing import in_turn, spread
 from attnres.training.device import keep_freed_memory
@@ -254,6 +255,15 @@ def compile_many() -> None:
     torch._dynamo.config.recompile_limit = 256  # ty: ignore[invalid-assignment]
     torch._dynamo.config.accumulated_recompile_limit = 4096  # ty: ignore[invalid-assignment]
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # ty: ignore[invalid-assignment]
+
+
+def torch_reads() -> None:
+    """Let reads be torch operations, which a compiler can fuse, instead of calls of our kernels."""
+    plain.is_needed = _always
+
+
+def _always() -> bool:
+    return True
 
 
 def progress(name: str, total: int) -> Bar:

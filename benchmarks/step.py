@@ -144,6 +144,7 @@ class Run:
     device: torch.device
     compile: bool
     only: Sequence[str] = ()
+    torch_reads: bool = False
 
     def times(self, variants: Variants, **how: Any) -> dict[str, Any]:
         """`step_times` of these variants."""
@@ -171,6 +172,7 @@ class Run:
         command = [sys.executable, __file__, "--peak", label, "--sizes", self.name, "--dtypes", self.dtype]
         command += ["--batch", str(self.size.batch), "--length", str(self.size.length), "--device", str(self.device)]
         command += ["--compile"] if self.compile else []
+        command += ["--torch-reads"] if self.torch_reads else []
         command += ["--variants", *self.only] if self.only else []
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode == 0:
@@ -255,7 +257,9 @@ def out_path(options: argparse.Namespace) -> Path:
     """Where the results go: step_cpu.json for the default run."""
     parts = ["step", torch.device(options.device).type]
     parts += [] if options.sizes == ["nano-bench"] else options.sizes
-    return harness.RESULTS / ("_".join([*parts, *(["compiled"] if options.compile else [])]) + ".json")
+    parts += ["compiled"] if options.compile else []
+    parts += ["torch_reads"] if options.torch_reads else []
+    return harness.RESULTS / ("_".join(parts) + ".json")
 
 
 def main() -> None:
@@ -266,6 +270,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=None, choices=["fp32", "bf16"], help="on a GPU bf16, else both")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", action="store_true", help="compile every variant")
+    parser.add_argument("--torch-reads", action="store_true", help="reads as torch operations, without our kernels")
     parser.add_argument("--variants", nargs="+", default=[], choices=list(VARIANTS), help="beside plain and standard")
     parser.add_argument("--seconds", type=float, default=90.0, help="of timing for each dtype")
     parser.add_argument("--out", default=None)
@@ -276,6 +281,8 @@ def main() -> None:
     values = {name: getattr(options, name) for name in ("batch", "length") if getattr(options, name) is not None}
     if options.compile:
         harness.compile_many()
+    if options.torch_reads:
+        harness.torch_reads()
     sizes = {name: Size(**(vars(SIZES[name]) | values)) for name in options.sizes}
     if options.peak:
         name, size = next(iter(sizes.items()))
@@ -299,9 +306,8 @@ def main() -> None:
             part["kept_for_backward_fp32"] = kept
         parts[name] = part
         for dtype in dtypes:
-            part[dtype] = Run(name, size, dtype, device, options.compile, options.variants).measure(
-                options.seconds, bar
-            )
+            run = Run(name, size, dtype, device, options.compile, options.variants, options.torch_reads)
+            part[dtype] = run.measure(options.seconds, bar)
             print(show(part[dtype], kept), flush=True)
     result |= parts["nano-bench"] if list(parts) == ["nano-bench"] else {"sizes": parts}
     out = Path(options.out) if options.out else out_path(options)

@@ -1,7 +1,8 @@
 """Both phases as torch operations that autograd itself differentiates, where the kernels' own backward cannot serve.
 
 That is so in torch.func's transforms, forward-mode derivatives, exports and traces, which are recognised, and for
-derivatives of derivatives, which are refused unless they are asked for by `plain_torch`.
+derivatives of derivatives, which are refused unless they are asked for by `plain_torch`. On a CPU a compiler makes of
+them one fused kernel a read, where the call of an operator that it cannot look into costs more than the read does.
 """
 
 from collections.abc import Generator, Sequence
@@ -17,6 +18,9 @@ from torch.nn import functional as F
 from attnres.errors import UserError
 from attnres.ops.norms import Norm
 from attnres.ops.reference import compute_dtype
+
+MOST_COMPILED = 40
+"""Tensors of a read that a compiler is given as torch operations; its work grows with their square."""
 
 _asked: ContextVar[bool] = ContextVar("plain_torch", default=False)
 
@@ -46,6 +50,11 @@ def is_needed() -> bool:
         return torch.compiler.is_exporting()
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return transformed or torch._C._is_tracing() or _asked.get()
+
+
+def is_compiled(tensors: Sequence[Tensor | None], device: torch.device) -> bool:
+    """Whether a compiler is at work that makes a faster read of these tensors than our operators are."""
+    return torch.compiler.is_compiling() and device.type == "cpu" and len(tensors) <= MOST_COMPILED
 
 
 def refuse_second_derivative() -> None:

@@ -335,7 +335,7 @@ def _run(function: "type[_ReadSealed | _Merge]", form: _Form, *arguments: Any) -
         return function.forward(_UNRECORDED, form, *arguments)
     first = next(argument for argument in reversed(arguments) if argument is not None)
     with torch.autocast(first.device.type, enabled=False):
-        if plain.is_needed():
+        if plain.is_needed() or (not form.recompute and plain.is_compiled(arguments, first.device)):
             return function.plainly(form, *arguments)
         if torch.is_grad_enabled():
             return function.apply(form, *arguments)

@@ -147,3 +147,36 @@ def test_sources_may_be_single_vectors(backend):
             assert h.shape == (WIDTH,) and weights.shape == (3,)
             torch.testing.assert_close(weights, shares)
     torch.testing.assert_close(depth_read(sources, query), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # by Dynamo itself
+@pytest.mark.parametrize(("count", "fused"), [(1, True), (3, True), (12, True), (70, False)])
+def test_a_compiler_on_a_cpu_is_shown_the_operations_of_a_read(count, fused):
+    """Of few sources; a read of many is one operator, lest compiling takes minutes. Forward and backward."""
+    sources, query, weight = (
+        draw(count, 2, WIDTH, dtype=torch.float32),
+        draw(WIDTH, dtype=torch.float32),
+        torch.ones(WIDTH),
+    )
+    targets = []
+
+    def backend(graph, inputs):
+        targets.extend(
+            str(node.target) for module in graph.modules() for node in getattr(module, "graph", graph.graph).nodes
+        )
+        return graph.forward
+
+    def read(sources, query):
+        return depth_read(sources, query, norm=Norm(weight))
+
+    leaves = [x.clone().requires_grad_() for x in (*sources.unbind(0), query)]
+    expected = read(leaves[:-1], leaves[-1])
+    slope = draw(2, WIDTH, seed=5, dtype=torch.float32)
+    wanted = torch.autograd.grad(expected, leaves, slope)
+    torch.compiler.reset()
+    compiled = torch.compile(read, backend=backend, fullgraph=True)
+    x = compiled(leaves[:-1], leaves[-1])
+    torch.testing.assert_close(x, expected)
+    for ours, theirs in zip(torch.autograd.grad(x, leaves, slope), wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert targets and fused != any(name.startswith("attnres.") for name in targets)
