@@ -179,7 +179,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=[], choices=list(VARIANTS), help="beside plain and standard")
     parser.add_argument("--graphs", action="store_true", help="replay the decode step as a CUDA graph")
     parser.add_argument("--compile", action="store_true", help="compile the decode step")
-    parser.add_argument("--torch-reads", action="store_true", help="reads as torch operations, without our kernels")
+    parser.add_argument("--torch-reads", action="store_true", help="with --compile: no read is an operator")
     options = parser.parse_args()
     device = harness.settle(options, "decode")
     if options.compile:

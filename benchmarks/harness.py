@@ -258,12 +258,8 @@ def compile_many() -> None:
 
 
 def torch_reads() -> None:
-    """Let reads be torch operations, which a compiler can fuse, instead of calls of our kernels."""
-    plain.is_needed = _always
-
-
-def _always() -> bool:
-    return True
+    """Show a compiler the torch operations of reads of any length, of which it is shown those of short ones."""
+    plain.FEW_COMPILED = sys.maxsize
 
 
 def progress(name: str, total: int) -> Bar:

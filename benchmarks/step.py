@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=None, choices=["fp32", "bf16"], help="on a GPU bf16, else both")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--compile", action="store_true", help="compile every variant")
-    parser.add_argument("--torch-reads", action="store_true", help="reads as torch operations, without our kernels")
+    parser.add_argument("--torch-reads", action="store_true", help="with --compile: no read is an operator")
     parser.add_argument("--variants", nargs="+", default=[], choices=list(VARIANTS), help="beside plain and standard")
     parser.add_argument("--seconds", type=float, default=90.0, help="of timing for each dtype")
     parser.add_argument("--out", default=None)

@@ -2,7 +2,7 @@
 
 That is so in torch.func's transforms, forward-mode derivatives, exports and traces, which are recognised, and for
 derivatives of derivatives, which are refused unless they are asked for by `plain_torch`. On a CPU a compiler makes of
-them one fused kernel a read, where the call of an operator that it cannot look into costs more than the read does.
+them one fused kernel a read, where the call of an operator that it cannot look into costs more than a short read does.
 """
 
 from collections.abc import Generator, Sequence
@@ -21,6 +21,9 @@ from attnres.ops.reference import compute_dtype
 
 MOST_COMPILED = 40
 """Tensors of a read that a compiler is given as torch operations; its work grows with their square."""
+
+FEW_COMPILED: int = 1 << 17
+"""Values of a source up to which it is: of larger ones our operators make faster reads and keep less for backward."""
 
 _asked: ContextVar[bool] = ContextVar("plain_torch", default=False)
 
@@ -52,9 +55,10 @@ def is_needed() -> bool:
     return transformed or torch._C._is_tracing() or _asked.get()
 
 
-def is_compiled(tensors: Sequence[Tensor | None], device: torch.device) -> bool:
+def is_compiled(tensors: Sequence[Tensor | None], source: Tensor) -> bool:
     """Whether a compiler is at work that makes a faster read of these tensors than our operators are."""
-    return torch.compiler.is_compiling() and device.type == "cpu" and len(tensors) <= MOST_COMPILED
+    few = len(tensors) <= MOST_COMPILED and source.numel() <= FEW_COMPILED
+    return torch.compiler.is_compiling() and source.device.type == "cpu" and few
 
 
 def refuse_second_derivative() -> None:

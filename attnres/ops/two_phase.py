@@ -335,7 +335,7 @@ def _run(function: "type[_ReadSealed | _Merge]", form: _Form, *arguments: Any) -
         return function.forward(_UNRECORDED, form, *arguments)
     first = next(argument for argument in reversed(arguments) if argument is not None)
     with torch.autocast(first.device.type, enabled=False):
-        if plain.is_needed() or (not form.recompute and plain.is_compiled(arguments, first.device)):
+        if plain.is_needed() or (not form.recompute and plain.is_compiled(arguments, first)):
             return function.plainly(form, *arguments)
         if torch.is_grad_enabled():
             return function.apply(form, *arguments)
@@ -449,6 +449,8 @@ def apply_norm(h: Tensor, norm: Norm) -> Tensor:
     weight, bias, eps, center, out_dtype = norm
     dtype = h.dtype
     out_dtype = out_dtype or dtype
+    if torch.compiler.is_compiling() and h.device.type == "cpu":  # which fuses it with what is around it
+        return plain.apply(h.to(compute_dtype(dtype)), norm).to(out_dtype)
     backend = _backend(_settled((h,)), (weight, bias), torch.promote_types(dtype, torch.float32), dtype, out_dtype)
     form = _Form(backend, 0, 0.0, dtype, 2 if center else 1, eps, out_dtype)
     return _run(_Merge, form, weight, bias, None, h, None, None, None)[0]

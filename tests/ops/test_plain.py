@@ -150,11 +150,13 @@ def test_sources_may_be_single_vectors(backend):
 
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # by Dynamo itself
-@pytest.mark.parametrize(("count", "fused"), [(1, True), (3, True), (12, True), (70, False)])
-def test_a_compiler_on_a_cpu_is_shown_the_operations_of_a_read(count, fused):
-    """Of few sources; a read of many is one operator, lest compiling takes minutes. Forward and backward."""
+@pytest.mark.parametrize(
+    ("count", "tokens", "fused"), [(1, 2, True), (3, 2, True), (12, 2, True), (70, 2, False), (3, 9000, False)]
+)
+def test_a_compiler_on_a_cpu_is_shown_the_operations_of_a_short_read(count, tokens, fused):
+    """Of few sources of few tokens; others are operators. Forward and backward."""
     sources, query, weight = (
-        draw(count, 2, WIDTH, dtype=torch.float32),
+        draw(count, tokens, WIDTH, dtype=torch.float32),
         draw(WIDTH, dtype=torch.float32),
         torch.ones(WIDTH),
     )
@@ -171,7 +173,7 @@ def test_a_compiler_on_a_cpu_is_shown_the_operations_of_a_read(count, fused):
 
     leaves = [x.clone().requires_grad_() for x in (*sources.unbind(0), query)]
     expected = read(leaves[:-1], leaves[-1])
-    slope = draw(2, WIDTH, seed=5, dtype=torch.float32)
+    slope = draw(tokens, WIDTH, seed=5, dtype=torch.float32)
     wanted = torch.autograd.grad(expected, leaves, slope)
     torch.compiler.reset()
     compiled = torch.compile(read, backend=backend, fullgraph=True)
