@@ -43,6 +43,7 @@ setup: .venv/ready
 .venv/ready: .venv/demo locks/dev.txt
 	@echo "adding what lint, types and tests need (once)"
 	$(PIP) $(PIP_ARGS) $(HASHED) locks/dev.txt
+	@$(BIN)/python -W ignore -m compileall -q .venv/lib/python*/site-packages/torchao  # whose source warns when compiled
 	@touch $@
 
 .venv/docs: .venv/demo locks/docs.txt

@@ -92,7 +92,7 @@ class Step:
 
 
 def _models(
-    size: str, device: torch.device, dtype: torch.dtype, positions: int, seed: int, only: Sequence[str]
+    size: str, device: torch.device, dtype: torch.dtype, positions: int, seed: int, only: Sequence[str] = ()
 ) -> dict[str, Any]:
     register_naive()
     models = {}

@@ -8,11 +8,21 @@ from typing import Any
 
 
 def licence(package: importlib.metadata.Distribution) -> str:
-    """What a package's metadata says its licence is: the SPDX expression, else its classifiers, else the first line."""
+    """What a package's metadata says its licence is: the SPDX expression, else its classifiers, else the first line; of
+    a package that says nothing there, what its licence file is known by."""
     about: Any = package.metadata
     classified = [name.split(" :: ")[-1] for name in about.get_all("Classifier") or [] if name.startswith("License")]
     text = about.get("License-Expression") or "; ".join(name for name in classified if name != "OSI Approved")
-    return text or next(iter((about.get("License") or "not said").strip().splitlines()), "not said")[:60]
+    return text or next(iter((about.get("License") or "").strip().splitlines()), "")[:60] or _by_file(package)
+
+
+def _by_file(package: importlib.metadata.Distribution) -> str:
+    for file in package.files or ():
+        if file.name.startswith("LICENSE"):
+            words = " ".join(Path(str(package.locate_file(file))).read_text(encoding="utf-8").split())
+            if "Redistribution and use in source and binary forms" in words:
+                return "BSD-3-Clause" if "Neither the name" in words else "BSD-2-Clause"
+    return "not said"
 
 
 def table(names: list[str]) -> str:

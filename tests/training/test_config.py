@@ -118,11 +118,11 @@ def test_what_cannot_run_is_refused(values: dict[str, Any], message: str) -> Non
 
 def test_sizes_must_divide_among_processes() -> None:
     with pytest.raises(UserError, match=r"batch_size 8 .* accumulation 2 x 3 processes: use a multiple of 6"):
-        check(from_dict({"accumulation": 2}), world_size=3)
+        check(from_dict({"accumulation": 2, "parallel": {"dp": 3}}), world_size=3)
 
 
 def test_a_seed_leaves_room_for_the_ranks() -> None:
-    check(from_dict({"seed": 2**32 - 2}), world_size=2)
+    check(from_dict({"seed": 2**32 - 2, "parallel": {"dp": 2}}), world_size=2)
     with pytest.raises(UserError, match="at most 4294967294"):
         check(from_dict({"seed": 2**32 - 1}), world_size=2)
 
