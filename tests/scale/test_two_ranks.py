@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +126,10 @@ def alone(both) -> Path:
     return root
 
 
-def furthest(ours: Path, theirs: Path) -> float:
+def furthest(ours: Path, theirs: Path, names: Sequence[str] = ("loss", "grad_norm", "penalty")) -> float:
     """The largest difference of losses and gradient norms between two runs of the same lines."""
     left, right = (read(run / "metrics.jsonl") for run in (ours, theirs))
     assert [(line["kind"], line["step"]) for line in left] == [(line["kind"], line["step"]) for line in right]
-    names = ("loss", "grad_norm", "penalty")
     return max(abs(a.get(name, 0) - b.get(name, 0)) for a, b in zip(left, right) for name in names)
 
 
