@@ -13,6 +13,7 @@ import pytest
 import stack
 import step
 import torch
+from naive import register_naive
 
 CPU = torch.device("cpu")
 
@@ -82,6 +83,7 @@ def test_stack_times_only_networks_that_compute_the_same(sizes):
 
 def test_stack_gives_no_time_to_a_network_that_computes_something_else(monkeypatch):
     monkeypatch.setattr(stack, "relative_rms", lambda mine, exact: {"output": float("nan"), "gradient": 0.0})
+    register_naive()
     x = torch.randn(8, 16)
     network = stack.Stack("norm", x, x, sublayers=2, block_size=1, seed=0, compiled=False, peers=[])
     assert not network.steps
