@@ -178,14 +178,10 @@ def main() -> None:
     parser.add_argument("--prefill", type=int, default=None, help="tokens of the prefill")
     parser.add_argument("--variants", nargs="+", default=[], choices=list(VARIANTS), help="beside plain and standard")
     parser.add_argument("--graphs", action="store_true", help="replay the decode step as a CUDA graph")
-    parser.add_argument("--compile", action="store_true", help="compile the decode step")
-    parser.add_argument("--torch-reads", action="store_true", help="with --compile: no read is an operator")
+    harness.add_compile(parser, "the decode step")
     options = parser.parse_args()
     device = harness.settle(options, "decode")
-    if options.compile:
-        harness.compile_many()
-    if options.torch_reads:
-        harness.torch_reads()
+    harness.settle_compile(options, parser)
     if options.graphs and device.type != "cuda":
         parser.error("--graphs needs a GPU: CUDA graphs do not exist on a CPU")
     values = {name: getattr(options, name) for name in DEFAULTS["cpu"]}

@@ -257,9 +257,21 @@ def compile_many() -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # ty: ignore[invalid-assignment]
 
 
-def torch_reads() -> None:
-    """Show a compiler the torch operations of reads of any length, of which it is shown those of short ones."""
-    plain.FEW_COMPILED = sys.maxsize
+def add_compile(parser: argparse.ArgumentParser, what: str) -> None:
+    """The arguments of a benchmark of whole models that can be compiled: --compile, --torch-reads."""
+    parser.add_argument("--compile", action="store_true", help=f"compile {what}")
+    help = "with --compile: reads of sources of up to so many values are torch operations, others our operators"
+    parser.add_argument("--torch-reads", type=int, default=None, metavar="VALUES", help=help)
+
+
+def settle_compile(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Do what these arguments ask for."""
+    if options.torch_reads is not None:
+        if not options.compile:
+            parser.error("--torch-reads says what a compiler is shown: give --compile too")
+        plain.FEW_COMPILED = options.torch_reads
+    if options.compile:
+        compile_many()
 
 
 def progress(name: str, total: int) -> Bar:

@@ -144,7 +144,7 @@ class Run:
     device: torch.device
     compile: bool
     only: Sequence[str] = ()
-    torch_reads: bool = False
+    torch_reads: int | None = None
 
     def times(self, variants: Variants, **how: Any) -> dict[str, Any]:
         """`step_times` of these variants."""
@@ -172,7 +172,7 @@ class Run:
         command = [sys.executable, __file__, "--peak", label, "--sizes", self.name, "--dtypes", self.dtype]
         command += ["--batch", str(self.size.batch), "--length", str(self.size.length), "--device", str(self.device)]
         command += ["--compile"] if self.compile else []
-        command += ["--torch-reads"] if self.torch_reads else []
+        command += [] if self.torch_reads is None else ["--torch-reads", str(self.torch_reads)]
         command += ["--variants", *self.only] if self.only else []
         done = subprocess.run(command, check=False, capture_output=True, text=True)
         if done.returncode == 0:
@@ -258,7 +258,7 @@ def out_path(options: argparse.Namespace) -> Path:
     parts = ["step", torch.device(options.device).type]
     parts += [] if options.sizes == ["nano-bench"] else options.sizes
     parts += ["compiled"] if options.compile else []
-    parts += ["torch_reads"] if options.torch_reads else []
+    parts += [] if options.torch_reads is None else [f"torch_reads_{options.torch_reads}"]
     return harness.RESULTS / ("_".join(parts) + ".json")
 
 
@@ -269,8 +269,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=None, help="tokens a sequence, instead of the size's own")
     parser.add_argument("--dtypes", nargs="+", default=None, choices=["fp32", "bf16"], help="on a GPU bf16, else both")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--compile", action="store_true", help="compile every variant")
-    parser.add_argument("--torch-reads", action="store_true", help="with --compile: no read is an operator")
+    harness.add_compile(parser, "every variant")
     parser.add_argument("--variants", nargs="+", default=[], choices=list(VARIANTS), help="beside plain and standard")
     parser.add_argument("--seconds", type=float, default=90.0, help="of timing for each dtype")
     parser.add_argument("--out", default=None)
@@ -279,10 +278,7 @@ def main() -> None:
     device = torch.device(options.device)
     dtypes = options.dtypes or (["bf16"] if device.type == "cuda" else ["fp32", "bf16"])
     values = {name: getattr(options, name) for name in ("batch", "length") if getattr(options, name) is not None}
-    if options.compile:
-        harness.compile_many()
-    if options.torch_reads:
-        harness.torch_reads()
+    harness.settle_compile(options, parser)
     sizes = {name: Size(**(vars(SIZES[name]) | values)) for name in options.sizes}
     if options.peak:
         name, size = next(iter(sizes.items()))
