@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,12 @@ def replaced_folder(path: str | Path) -> Generator[Path]:
         shutil.rmtree(old, ignore_errors=True)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def copy_files(files: Mapping[str, Path], folder: Path) -> None:
+    """Copy each file into `folder`, under its name there."""
+    for name, file in files.items():
+        shutil.copyfile(file, folder / name)
 
 
 def recover_folder(path: str | Path) -> None:

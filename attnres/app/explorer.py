@@ -4,7 +4,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,15 +56,14 @@ class Opened:
 
     Args:
         name: a run folder, a checkpoint folder in one, a model folder or a name on the hub.
-        lender: whose tokenizer a checkpoint of an unfinished run takes; checkpoints hold none.
         trust_remote_code: run code that comes with the model.
 
     Raises:
         UserError: no model there.
     """
 
-    def __init__(self, name: str | Path, lender: "Opened | None" = None, *, trust_remote_code: bool = False) -> None:
-        checkpoint = _open(name, lender.checkpoint if lender is not None else None, trust_remote_code)
+    def __init__(self, name: str | Path, *, trust_remote_code: bool = False) -> None:
+        checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
         self._share(checkpoint, min(checkpoint.context, MAX_TOKENS))
         self.name, self.step = checkpoint.title(), checkpoint.step
 
@@ -378,21 +376,3 @@ def find_demo(folder: Path) -> list[Path]:
             f"no model was given, and the demo has left none in {folder}: run `make demo`, or give attnres app MODEL"
         )
     return finished
-
-
-def _open(name: str | Path, lender: Checkpoint | None, trust_remote_code: bool) -> Checkpoint:
-    """A model; where it is the checkpoint of an unfinished run, with the tokenizer of `lender`."""
-    checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
-    if checkpoint.tokenizer_folder is not None or checkpoint.run is None:
-        return checkpoint
-    if lender is None:
-        raise UserError(
-            f"{name} is the checkpoint of an unfinished run and holds no tokenizer: name a model with the same one "
-            "before it"
-        )
-    if checkpoint.vocab_size != lender.vocab_size:
-        raise UserError(
-            f"{name} has a vocabulary of {checkpoint.vocab_size:,} and the tokenizer of {lender.name} one of "
-            f"{lender.vocab_size:,}: name a model with the same tokenizer before it"
-        )
-    return replace(checkpoint, tokenizer_folder=lender.tokenizer_folder)

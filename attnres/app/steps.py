@@ -58,11 +58,11 @@ def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False)
     """
     named: dict[Opened, list[Opened]] = {}
     for name in names:
-        model = Opened(name, next(iter(named), None), trust_remote_code=trust_remote_code)
+        model = Opened(name, trust_remote_code=trust_remote_code)
         model.sources  # noqa: B018  what cannot be shown is said at once
         run = model.checkpoint.run
         kept = sorted((run / "kept").glob("[0-9]*")) if run is not None else []
-        named[model] = [Opened(folder, model) for folder in kept]
+        named[model] = [Opened(folder) for folder in kept]
         whole = {one.step for one in (*named[model], model)}
         for step, path in snapshots(run).items() if run is not None else ():
             if step not in whole:

@@ -1,6 +1,5 @@
 """Writes a model with depth reads into a folder: in our own layout, or in another project's."""
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -11,7 +10,7 @@ from safetensors.torch import save_file
 from transformers import GenerationConfig
 
 from attnres.errors import UserError, unknown
-from attnres.files import replaced_folder, write_json, write_text
+from attnres.files import copy_files, replaced_folder, write_json, write_text
 from attnres.folders import refuse_other
 from attnres.models.card import model_card
 from attnres.models.classes import DepthMixin
@@ -80,7 +79,7 @@ def write_model(
     with replaced_folder(out) as folder, quiet_transformers():
         model.save_without_card(folder, max_shard_size=SHARD)
         _check_written(model, folder)
-        _copy(extra_files, folder)
+        copy_files(extra_files, folder)
         write_text(folder / "README.md", model_card(model, source, report, reloaded=True))
         if report is not None:
             write_json(folder / "conversion.json", report)
@@ -107,18 +106,13 @@ def _write_foreign(model: DepthMixin, out: Path, kind: WrittenFormat, extra_file
     config = {**stored, **kind.write(model.config, model.residual, stored)}
     state = foreign_state(model, kind)
     with replaced_folder(out) as folder:
-        _copy(extra_files, folder)
+        copy_files(extra_files, folder)
         write_json(folder / "config.json", config)
         split = split_torch_state_dict_into_shards(state, max_shard_size=SHARD)
         for file, names in split.filename_to_tensors.items():
             save_file({name: state[name] for name in names}, folder / file, metadata={"format": "pt"})
         if split.is_sharded:
             write_json(folder / INDEX, {"metadata": split.metadata, "weight_map": split.tensor_to_filename})
-
-
-def _copy(files: Mapping[str, Path], folder: Path) -> None:
-    for name, file in files.items():
-        shutil.copyfile(file, folder / name)
 
 
 def _description(model: DepthMixin) -> list[str]:

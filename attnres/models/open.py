@@ -82,7 +82,6 @@ class Checkpoint:
         folder: where config.json and the weights lie.
         fields: config.json.
         run: the run folder that the model is of, or None.
-        tokenizer_folder: where its tokenizer lies, or None.
         trusted: whether code that comes with it may run.
     """
 
@@ -90,8 +89,12 @@ class Checkpoint:
     folder: Path
     fields: dict[str, Any]
     run: Path | None
-    tokenizer_folder: Path | None
     trusted: bool
+
+    @functools.cached_property
+    def has_tokenizer(self) -> bool:
+        """Whether the folder holds one."""
+        return holds_tokenizer(self.folder)
 
     @property
     def kind(self) -> Literal["plain", "attnres", "foreign"]:
@@ -173,14 +176,14 @@ class Checkpoint:
         Raises:
             UserError: there is none, it is damaged, or it is another model's.
         """
-        if self.tokenizer_folder is None:
+        if not self.has_tokenizer:
             raise UserError(
                 f"{self.folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json of the model there"
             )
         config = self.config
-        with foreign(f"the tokenizer in {self.tokenizer_folder} cannot be opened", "fetch or copy it again"):
+        with foreign(f"the tokenizer in {self.folder} cannot be opened", "fetch or copy it again"):
             tokenizer: Any = AutoTokenizer.from_pretrained(
-                self.tokenizer_folder, config=config, trust_remote_code=self.trusted
+                self.folder, config=config, trust_remote_code=self.trusted
             )
             largest = tokenizer.vocab_size - 1
             for name in ("bos", "eos", "unk", "pad"):  # a damaged one may fail at whatever is asked of it first
@@ -196,7 +199,7 @@ class Checkpoint:
     @property
     def context(self) -> int:
         """The longest sequence, in tokens."""
-        return context_of(self.config, self.tokenizer if self.tokenizer_folder is not None else None)
+        return context_of(self.config, self.tokenizer if self.has_tokenizer else None)
 
     def check_ids(self, largest: int) -> None:
         """Refuse token ids past the end of the embedding with a UserError: the tokenizer belongs to another model."""
@@ -276,8 +279,7 @@ class Checkpoint:
     def files_beside(self) -> dict[str, Path]:
         """Files that go along when the model is written elsewhere, by name; Python files where they are trusted."""
         patterns = (*_BESIDE, "*.py") if self.trusted and self.code else _BESIDE
-        folders = dict.fromkeys((self.folder, self.tokenizer_folder or self.folder))
-        files = (file for folder in folders for pattern in patterns for file in sorted(folder.glob(pattern)))
+        files = (file for pattern in patterns for file in sorted(self.folder.glob(pattern)))
         return {file.name: file for file in files if file.is_file()}
 
     # ------------------------------------------------------------------ the model
@@ -295,7 +297,7 @@ class Checkpoint:
             UserError: weights that are damaged, missing or not of this config; code that is not trusted.
         """
         model: Any = self.load_all(dtype, **options)[0]
-        model.tokenizer_folder = None if self.tokenizer_folder is None else str(self.tokenizer_folder)
+        model.tokenizer_folder = str(self.folder)
         return model if "device_map" in options else model.to(device)
 
     def load_all(self, dtype: str | torch.dtype = "auto", **options: Any) -> tuple[PreTrainedModel, list[str]]:
@@ -343,15 +345,13 @@ def open_checkpoint(name: str | Path, *, trust_remote_code: bool = False) -> Che
         UserError: nothing there, an unfinished run, no config.json of a model, or no weights in safetensors.
     """
     path = user_path(name)
-    run = tokenizer_folder = None
+    run = None
     if not path.exists() and is_hub_name(str(name)):
         folder = _fetched(str(name), code=trust_remote_code)
     else:
-        folder, run, tokenizer_folder = _place(str(name), path)
+        folder, run = _place(str(name), path)
     fields = _fields(name, folder)
-    if tokenizer_folder is None and holds_tokenizer(folder):
-        tokenizer_folder = folder
-    checkpoint = Checkpoint(str(name), folder, fields, run, tokenizer_folder, trust_remote_code)
+    checkpoint = Checkpoint(str(name), folder, fields, run, trust_remote_code)
     _ = checkpoint.weight_files
     return checkpoint
 
@@ -416,8 +416,8 @@ def _text_config(config: Any) -> Any:
     return getattr(config, "text_config", None) or config
 
 
-def _place(name: str, path: Path) -> tuple[Path, Path | None, Path | None]:
-    """Folder of the model, run, and folder of the tokenizer where that is another one."""
+def _place(name: str, path: Path) -> tuple[Path, Path | None]:
+    """Folder of the model, and of the run that it is of."""
     if not path.exists():
         raise UserError(f"model '{name}' does not exist: expected a run folder, a model folder or a name on the hub")
     inner = path / "model"
@@ -429,10 +429,9 @@ def _place(name: str, path: Path) -> tuple[Path, Path | None, Path | None]:
     if (inner / "config.json").is_file() and (path / "state.json").is_file():
         if (path / "adapter.safetensors").is_file():
             raise UserError(f"{name} has LoRA's tensors beside its model, which become one when the run is finished")
-        finished = path.parent / "model"
-        return inner, path.parent, finished if (finished / "config.json").is_file() else None
+        return inner, path.parent
     if (inner / "config.json").is_file():
-        return inner, path, None
+        return inner, path
     if (path / "checkpoint").is_dir():
         raise UserError(
             f"the run in {name} is not finished and has no model yet: continue it with --resume, or give "
@@ -441,7 +440,7 @@ def _place(name: str, path: Path) -> tuple[Path, Path | None, Path | None]:
     if not (path / "config.json").is_file():
         raise UserError(f"{name} holds no model: expected a run folder, or a folder with config.json and safetensors")
     is_of_run = path.name == "model" and (path.parent / "metrics.jsonl").is_file()
-    return path, path.parent if is_of_run else None, None
+    return path, path.parent if is_of_run else None
 
 
 def open_config(name: str | Path) -> Checkpoint:
@@ -457,7 +456,7 @@ def open_config(name: str | Path) -> Checkpoint:
         folder = path if (path / "config.json").is_file() else _place(str(name), path)[0]
     if not (folder / "config.json").is_file():
         raise UserError(f"{name} on the hub holds no model: it has no config.json")
-    return Checkpoint(str(name), folder, _fields(name, folder), None, None, False)
+    return Checkpoint(str(name), folder, _fields(name, folder), None, False)
 
 
 def _fields(name: str | Path, folder: Path) -> dict[str, Any]:

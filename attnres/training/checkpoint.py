@@ -1,6 +1,6 @@
 """Everything a run needs to continue bit for bit, in one folder that is whole or not there.
 
-    checkpoint/model/                 the model in Hugging Face layout (safetensors)
+    checkpoint/model/                 the model in Hugging Face layout (safetensors), with its tokenizer
     checkpoint/adapter.safetensors    LoRA's tensors, where there are any; the model is then as it was without them
     checkpoint/optimizer.safetensors  PARAMETER::ENTRY -> tensor
     checkpoint/state.json             step, configuration, data, random-number states, checksums
@@ -8,7 +8,7 @@
 Of a model in shares or stages the first three are one, which any layout of processes reads (see attnres.scale.state):
 
     checkpoint/shares/                model.NAME and optimizer.PARAMETER::ENTRY, a file or more of each process
-    checkpoint/model/config.json      what to build the model from
+    checkpoint/model/                 what to build the model from, and its tokenizer
 
 The position in the data needs no state: a batch is a pure function of (seed, step).
 """
@@ -17,7 +17,7 @@ import base64
 import random
 import shutil
 import zlib
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.files import recover_folder, replaced_folder, write_json, writing
+from attnres.files import copy_files, recover_folder, replaced_folder, write_json, writing
 from attnres.folders import refuse_other
 from attnres.paths import user_path
 from attnres.progress import quiet_transformers
@@ -51,10 +51,17 @@ FORMAT, IN_SHARES = "attnres-checkpoint-1", "attnres-checkpoint-shares-1"
 SHARES = "shares"
 
 
-def save(folder: str | Path, model: Any, optimizers: list[torch.optim.Optimizer], state: dict[str, Any]) -> None:
+def save(
+    folder: str | Path,
+    model: Any,
+    optimizers: list[torch.optim.Optimizer],
+    state: dict[str, Any],
+    beside: Mapping[str, Path],
+) -> None:
     """Write a checkpoint in place of the one in `folder`, which stays until the new one is complete.
 
-    `state` is plain JSON and holds at least `step` and `config`. Raises UserError when it cannot be written.
+    `state` is plain JSON and holds at least `step` and `config`; the files `beside` go with the model, under their
+    names. Raises UserError when it cannot be written.
     """
     tensors = state_tensors(optimizers)
     sums = {"model": checksum(named_tensors(model)), "optimizer": checksum(tensors.items())}
@@ -62,6 +69,7 @@ def save(folder: str | Path, model: Any, optimizers: list[torch.optim.Optimizer]
         sums["adapter"] = checksum(adapter.items())
     with replaced_folder(folder) as temporary:
         save_model(model, temporary / "model")
+        copy_files(beside, temporary / "model")
         regimes.save_adapter(model, temporary)
         save_file(tensors, temporary / "optimizer.safetensors")
         write_json(temporary / "state.json", {"format": FORMAT, **state, "checksums": sums})
@@ -91,9 +99,16 @@ class Saving:
     """
 
     def __init__(
-        self, folder: str | Path, layout: "Layout", optimizers: list[torch.optim.Optimizer], state: dict[str, Any]
+        self,
+        folder: str | Path,
+        layout: "Layout",
+        optimizers: list[torch.optim.Optimizer],
+        state: dict[str, Any],
+        beside: Mapping[str, Path],
     ) -> None:
         """Begin, with copies of the tensors where `layout.saving` is a group for it; else write all of it here.
+
+        `state` and `beside` are as in `save`.
 
         Raises:
             UserError: one of the processes could not write.
@@ -109,6 +124,7 @@ class Saving:
         def complete() -> None:
             with writing(folder):
                 config.save_pretrained(place / "model")
+                copy_files(beside, place / "model")
                 sums = file_sums(place / SHARES)
                 write_json(place / "state.json", {"format": IN_SHARES, **state, "checksums": sums})
                 self.stack.close()
@@ -270,6 +286,7 @@ def export_weights(name: str, out: str) -> str:
     """
     from attnres.models import export_model
     from attnres.models.export import write_model
+    from attnres.models.open import open_config
 
     path = user_path(name)
     finished = (path / "model" / "config.json").is_file() and not (path / SHARES).is_dir()
@@ -282,7 +299,7 @@ def export_weights(name: str, out: str) -> str:
     model = _unfilled(folder, state)
     tensors = {**dict(model.named_parameters()), **saved_buffers(model)}
     load_shards(folder / SHARES, {f"model.{key}": tensor.detach() for key, tensor in tensors.items()})
-    write_model(model.eval(), refuse_other(out), {}, source=name)
+    write_model(model.eval(), refuse_other(out), open_config(folder / "model").files_beside(), source=name)
     return f"{name} at step {state['step']} -> {out}"
 
 

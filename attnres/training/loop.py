@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from attnres.errors import Interrupted, UserError
-from attnres.files import locked, replaced_folder, write_json, write_text
+from attnres.files import copy_files, locked, replaced_folder, write_json, write_text
 from attnres.models.checkpointing import checkpoint_activations
 from attnres.models.flops import forward_flops, peak_flops, step_flops
 from attnres.models.snapshot import tensors_of, write_snapshot
@@ -359,13 +359,14 @@ class Run:
             "arithmetic": arithmetic.arithmetic(self.who, self.model.residual("itself").width),
         }
         here, step = self.folder / "checkpoint", self.past.step
+        beside = start.kept_files(self.config, self.prepared)
         if not self.layout.whole:
             self._await_saving()
-            self.saving = checkpoint.Saving(here, self.layout, self.optimizers, state)
+            self.saving = checkpoint.Saving(here, self.layout, self.optimizers, state, beside)
             if self.signalled or self.gone or step in self.config.keep_at or step == self.config.steps:
                 self._await_saving()
         elif self.who.first:
-            checkpoint.save(here, self.model, self.optimizers, state)
+            checkpoint.save(here, self.model, self.optimizers, state, beside)
         if self.who.first and step in self.config.keep_at:
             checkpoint.keep(self.folder, step)
         self.saved = step
@@ -390,8 +391,7 @@ class Run:
         regimes.merge_adapter(model)
         with replaced_folder(self.folder / "model") as temporary:
             checkpoint.save_model(model, temporary)
-            for name, file in start.kept_files(config, self.prepared).items():
-                shutil.copyfile(file, temporary / name)
+            copy_files(start.kept_files(config, self.prepared), temporary)
         losses = validate.read_windows(validate.windows_path(self.folder, past.step))
         seconds = statistics.median(past.times or [past.last_s])
         tokens = config.batch_size * config.data.seq_len

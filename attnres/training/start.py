@@ -98,7 +98,7 @@ def settle(config: TrainConfig) -> TrainConfig:
     data = config.data
     prepared = (user_path(data.source) / "header.json").is_file()
     if data.tokenizer is None:
-        data = dataclasses.replace(data, tokenizer=tokenizer_of(data) if prepared else str(_tokenizer_folder(start)))
+        data = dataclasses.replace(data, tokenizer=tokenizer_of(data) if prepared else str(start.folder))
     optim = config.optim
     if optim.residual_lr is None:
         optim = dataclasses.replace(optim, residual_lr=optim.lr)
@@ -263,34 +263,10 @@ def check_tokenizer(start: "Checkpoint", prepared: "Prepared") -> None:
     """
     from attnres.data import load_tokenizer
 
-    ours, theirs = (_makes_ids(load_tokenizer(folder)) for folder in (prepared.path, _tokenizer_folder(start)))
+    ours, theirs = (_makes_ids(load_tokenizer(folder)) for folder in (prepared.path, start.folder))
     different = [name for name in ours if ours[name] != theirs[name]]
     if different:
         raise UserError(
             f"the tokens in {prepared.path} were made by another tokenizer than that of {start.name} (they differ in "
-            f"{different[0]}): prepare the text with --tokenizer {_tokenizer_folder(start)}"
-        )
-
-
-def _tokenizer_folder(start: "Checkpoint") -> Path:
-    return start.tokenizer_folder or start.folder
-
-
-def _makes_ids(tokenizer: Any) -> dict[str, Any]:
-    parts = json.loads(tokenizer.to_str())
-    return {name: parts.get(name) for name in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
-
-
-def _check_fit(start: "Checkpoint", model: Any, config: TrainConfig, prepared: "Prepared") -> None:
-    rows = model.get_input_embeddings().weight.shape[0]
-    if prepared.vocab_size > rows:
-        raise UserError(
-            f"the tokenizer of {start.name} has ids up to {prepared.vocab_size - 1} and its embedding {rows} rows: "
-            "they belong to different models, or it has no end-of-text token and one was added"
-        )
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if longest is not None and config.data.seq_len > longest:
-        raise UserError(
-            f"data.seq_len is {config.data.seq_len} and {start.name} was made for at most {longest} tokens: give "
-            f"--seq-len {longest} or less"
+            f"{different[0]}): prepare the text with --tokenizer {start.folder}"
         )

@@ -22,8 +22,8 @@ def nothing_fetched():
 
 
 def as_run(folder, model, *, finished=True):
-    """A run folder of `attnres train` around a saved model; its tokenizer comes at the end."""
-    shutil.copytree(model, folder / "checkpoint" / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    """A run folder of `attnres train` around a saved model."""
+    shutil.copytree(model, folder / "checkpoint" / "model")
     (folder / "config.json").write_text(json.dumps({"model": {}, "optim": {}}))
     (folder / "checkpoint" / "state.json").write_text("{}")
     (folder / "metrics.jsonl").touch()
@@ -54,15 +54,14 @@ def test_a_run_folder_a_model_folder_and_a_plain_one(folders, tmp_path):
     ]
 
 
-def test_an_unfinished_run_has_a_checkpoint_and_no_tokenizer(folders, tmp_path):
+def test_an_unfinished_run_has_a_checkpoint(folders, tmp_path):
     run = as_run(tmp_path / "run", folders["block"], finished=False)
     with pytest.raises(UserError, match=r"is not finished and has no model yet: continue it with --resume, or"):
         open_checkpoint(run)
     checkpoint = open_checkpoint(run / "checkpoint")
     expected = load(folders["block"])(input_ids=IDS).logits
     assert torch.equal(checkpoint.load()(input_ids=IDS).logits, expected)
-    with pytest.raises(UserError, match="holds no tokenizer"):
-        _ = checkpoint.tokenizer
+    assert len(checkpoint.tokenizer) == 320
     (run / "checkpoint" / "adapter.safetensors").touch()
     with pytest.raises(UserError, match="has LoRA's tensors beside its model"):
         open_checkpoint(run / "checkpoint")

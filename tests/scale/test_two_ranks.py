@@ -234,7 +234,8 @@ def test_a_checkpoint_in_shares_is_read_by_one_process_and_refused_when_damaged(
     with pytest.raises(UserError, match=r"in the shares of several processes, .* attnres export .* --weights"):
         open_checkpoint(tmp_path / "one" / "checkpoint")
     main(["export", str(tmp_path / "one" / "checkpoint"), str(tmp_path / "exported"), "--weights"])
-    assert open_checkpoint(tmp_path / "exported").residual == "block"
+    exported_model = open_checkpoint(tmp_path / "exported")
+    assert exported_model.residual == "block" and exported_model.tokenizer("a").input_ids
     exported = load_file(tmp_path / "exported" / "model.safetensors")
     shard = next((tmp_path / "one" / "checkpoint" / "shares").glob("*.distcp"))
     content = shard.read_bytes()
