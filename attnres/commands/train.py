@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from attnres.flags import Hidden, Settings, Size, config_file, fields_of, parse
 from attnres.training.config import ModelConfig, TrainConfig, from_dict
+from attnres.training.interrupt import end_with_parent
 
 
 @dataclass
@@ -31,15 +32,14 @@ class Train(TrainConfig):
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
+    end_with_parent()  # first of all: a process whose torchrun is lost while it imports torch would not know
     values, arguments = config_file(arguments)
     base = from_dict(values)
     options = parse("train", Train, arguments, Train(**fields_of(base, model=Model(**fields_of(base.model)))))
     config = plain_config(options)
 
     from attnres.training import train
-    from attnres.training.interrupt import end_with_parent
 
-    end_with_parent()
     summary = train(config, progress=options.progress)
     if options.progress:
         print(

@@ -162,6 +162,16 @@ class Depth(PreTrainedModel):
         """As the plain class: custom code would have modules without parameters left as they were allocated."""
         return cls.plain_class.is_custom_code()
 
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        """As the plain class: Transformers looks for it in the file of a class, which is not the family's here."""
+        return cls.plain_class._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """As the plain class, or a mixture of experts would run them one by one."""
+        return cls.plain_class._can_set_experts_implementation()
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         config: Any = self.config
         return _empty_model, (config.stored, self.plain_class, isinstance(self, DepthBase)), self.__dict__

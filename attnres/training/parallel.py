@@ -21,6 +21,8 @@ from attnres.scale.store import fresh_store
 
 PATIENCE = timedelta(hours=2)
 """How long a process waits for the others: the first one may be tokenising the corpus."""
+JOINING = timedelta(seconds=10)
+"""How long one waits for torchrun, which was there when it started the process."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,26 @@ def _leave() -> None:
     gc.collect()
 
 
+def _meet() -> tuple[dist.Store, int]:
+    """Return the store by which the processes of this start find one another, and this one's number.
+
+    Raises:
+        UserError: torchrun, which keeps the store, was lost in the meantime; on the others SystemExit.
+    """
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store, rank, _ = next(dist.rendezvous("env://", timeout=JOINING if launched else PATIENCE))
+    except dist.DistNetworkError as error:
+        if os.environ.get("RANK") != "0":
+            raise SystemExit(2) from None
+        raise UserError(
+            f"nobody answers at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}, where the processes of "
+            "this run were to meet: torchrun was lost, start it again"
+        ) from error
+    store.set_timeout(PATIENCE)
+    return store, rank
+
+
 def join_processes(device: str = "auto") -> Processes:
     """The processes that `torchrun` started (gloo on the CPU, nccl on CUDA); without it there is one.
 
@@ -152,7 +174,7 @@ def join_processes(device: str = "auto") -> Processes:
             raise UserError(f"device {device} cannot be used ({first_line(error)}): try cuda, cuda:0 or cpu") from error
     if world_size > 1 and not dist.is_initialized():
         cuda = picked.type == "cuda"
-        store, rank, _ = next(dist.rendezvous("env://", timeout=PATIENCE))
+        store, rank = _meet()
         dist.init_process_group(
             "nccl" if cuda else "gloo",
             store=fresh_store(store, rank, world_size, PATIENCE.total_seconds()),

@@ -2,16 +2,20 @@
 
 import json
 import math
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
-from attnres.training import TrainConfig, to_dict, train
+from attnres.errors import UserError
+from attnres.training import TrainConfig, parallel, to_dict, train
 from attnres.training.metrics import read
 from attnres.training.parallel import join_processes
 
@@ -81,3 +85,18 @@ def test_one_process_needs_no_group() -> None:
     model = torch.nn.Linear(2, 2)
     assert who.wrap(model) is model and who.sum(torch.ones(2)).tolist() == [1, 1]
     who.wait()
+
+
+@pytest.mark.parametrize(("rank", "error"), [("0", UserError), ("1", SystemExit)])
+def test_a_process_whose_torchrun_was_lost_before_it_could_ask_ends(monkeypatch, rank, error):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": rank, "WORLD_SIZE": "2"}
+    for name, value in {**where, "TORCHELASTIC_USE_AGENT_STORE": "True"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(parallel, "JOINING", timedelta(seconds=0.5))
+    with pytest.raises(error) as refused:
+        join_processes("cpu")
+    assert rank == "1" or f"nobody answers at 127.0.0.1:{port}" in str(refused.value)
+    assert rank == "0" or refused.value.code == 2
