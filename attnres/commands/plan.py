@@ -52,6 +52,8 @@ class Plan:
     """Tokens of a sequence."""
     gpu: Literal["a100", "b200", "h100", "h200"] = "h100"
     """Its kind."""
+    gradient_checkpointing: Literal["none", "layer", "sublayer", "reads"] = "none"
+    """What is made again in backward instead of kept, as for attnres train."""
     rows: int = 8
     """Layouts to show; 0 shows all."""
     measure: bool = False
@@ -107,7 +109,8 @@ def run(arguments: list[str]) -> None:
 
     costs = _measured(options) if options.measure else None
     model = _model(options, "meta")
-    load = Load(options.gpus, options.gpu, options.context, options.batch, options.microbatches)
+    again = options.gradient_checkpointing
+    load = Load(options.gpus, options.gpu, options.context, options.batch, options.microbatches, checkpointing=again)
     held = {"dp": options.dp, "shard": options.shard, "pp": options.pp, "tp": options.tp, "schedule": options.schedule}
     rows = plan(model, load, **held, costs=costs)
     shown = rows[: options.rows or None]
@@ -143,14 +146,14 @@ def _print_table(rows: "list[Planned]", title: str) -> None:
     from attnres.terminal import wide
     from attnres.text import duration, memory
 
-    heads = ("dp x shard x pp x tp", "schedule", "memory", "states", "activations", "sources", "fits")
+    heads = ("dp x shard x pp x tp", "schedule", "memory", "states", "whole", "activations", "sources", "fits")
     heads += ("vectors (all sent)", "stages/step", "shares/step", "slices/step", "bubble", "step", "tokens/s")
     table = Table(*heads, title=title)
     for row in rows:
         stages = f"{row.schedule}{f' V={row.virtual}' if row.virtual > 1 else ''}" if row.pp > 1 else "-"
         table.add_row(
             *(f"{row.dp} x {row.shard} x {row.pp} x {row.tp}", stages),
-            *map(memory, (row.memory, row.states, row.activations, row.sources + row.buffers)),
+            *map(memory, (row.memory, row.states, row.whole, row.activations, row.sources + row.buffers)),
             "yes" if row.fits else "no",
             f"{row.vectors} ({row.vectors_naive})" if row.pp > 1 else "-",
             *map(memory, (row.stage_bytes, row.share_bytes, row.slice_bytes)),

@@ -182,9 +182,7 @@ class Checkpoint:
             )
         config = self.config
         with foreign(f"the tokenizer in {self.folder} cannot be opened", "fetch or copy it again"):
-            tokenizer: Any = AutoTokenizer.from_pretrained(
-                self.folder, config=config, trust_remote_code=self.trusted
-            )
+            tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, config=config, trust_remote_code=self.trusted)
             largest = tokenizer.vocab_size - 1
             for name in ("bos", "eos", "unk", "pad"):  # a damaged one may fail at whatever is asked of it first
                 getattr(tokenizer, f"{name}_token_id")

@@ -6,19 +6,23 @@ are counts and a model, with its assumptions in `ASSUMPTIONS`.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from torch import nn
+import torch
 
 from attnres.errors import UserError, unknown
 from attnres.models import DepthMixin
 from attnres.models.flops import PEAKS, step_flops
-from attnres.scale.crossings import Crossing, Cut, crossings, most_kept, vectors
+from attnres.scale.crossings import Cut, crossings, most_kept, vectors
+from attnres.scale.kept import kept_bytes, kept_of
 from attnres.scale.pipeline import check_schedule, plan_cut, schedule_named
 from attnres.scale.tensor import check_slices, sliced_weights
+from attnres.training.objective import called_losses, is_small
 
 
 class Device(NamedTuple):
@@ -43,11 +47,16 @@ DEVICES = {
 EFFICIENCY = 0.4
 """Of a device's peak that matrix products reach in the middle of a step."""
 
+COUNTED = 128
+"""Tokens of the passes whose bytes are counted, and twice as many: what is kept grows by so much with each token."""
+
 ASSUMPTIONS = (
     "parameters, gradients and AdamW's two moments are fp32 (16 bytes a parameter), matrix products bf16 at "
     f"{EFFICIENCY:.0%} of the peak, backward twice the forward",
-    "activations: inputs of matrix products, and attention's queries, keys and values, in bf16, with two fp32 vectors "
-    "a sublayer for the stream; nothing is made again",
+    "activations: what the model's own code keeps for backward, counted on tensors without numbers, with fused "
+    "attention; of parameters that are in no shares, bf16 copies as well",
+    "whole: parameters in shares are put together in bf16, two layers at a time (in stages all of them), and gradients "
+    "are whole until the last micro-batch, whose end sends them",
     "a stage's transfers overlap with its work and cost what is left of them; gradients of shares are sent once a "
     "step, parameters gathered twice (once in stages), within a node where pp and dp leave room",
     "tokens of slices (tp) are gathered and added up twice a sublayer, forward and back, in bf16 within a node, and "
@@ -67,6 +76,8 @@ class Load:
     microbatches: int = 16
     itemsize: int = 2
     """Bytes of a number that matrix products take in and keep."""
+    checkpointing: str = "none"
+    """What is made again in backward, as in `checkpoint_activations`."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,7 @@ class Planned:
 
     Attributes:
         states: bytes of parameters, gradients and moments.
+        whole: bytes more for those of them that are put together.
         activations: bytes for the backward of the micro-batches in flight.
         sources: bytes of what they received from other stages.
         buffers: bytes of the largest receive.
@@ -94,6 +106,7 @@ class Planned:
     schedule: str
     layers: tuple[int, ...]
     states: float
+    whole: float
     activations: float
     sources: float
     buffers: float
@@ -136,11 +149,9 @@ def plan(
     """
     if load.device not in DEVICES:
         raise unknown("gpu", load.device, DEVICES)
-    rows = [
-        planned
-        for layout in _layouts(load, len(model.depth_layers), dp, shard, pp, tp, schedule)
-        if (planned := _planned(model, load, layout, costs)) is not None
-    ]
+    layouts = list(_layouts(load, len(model.depth_layers), dp, shard, pp, tp, schedule))
+    kept = _Activations(model, load) if layouts else None
+    rows = [row for layout in layouts if kept and (row := _planned(model, load, layout, costs, kept)) is not None]
     if not rows:
         held = {"dp": dp, "shard": shard, "pp": pp, "tp": tp, "schedule": schedule}
         table = ", ".join(f"{name} {value or 'any'}" for name, value in held.items())
@@ -185,7 +196,9 @@ def _divisors(number: int) -> list[int]:
     return sorted({*small, *(number // part for part in small)})
 
 
-def _planned(model: DepthMixin, load: Load, layout: _Layout, costs: tuple[list[float], float] | None) -> Planned | None:
+def _planned(
+    model: DepthMixin, load: Load, layout: _Layout, costs: tuple[list[float], float] | None, kept: "_Activations"
+) -> Planned | None:
     dp, shard, pp, tp, virtual, schedule = layout
     try:
         if pp > 1:
@@ -206,20 +219,36 @@ def _planned(model: DepthMixin, load: Load, layout: _Layout, costs: tuple[list[f
     owned = {rank: count - sliced * (1 - 1 / tp) for rank, count in _parameters(model, cut).items()}
     states = max(owned.values()) * 16 / shard + of_residual * 16
     held = in_flight(schedule, pp, virtual, load.microbatches)
-    activations = max(_activations(model, cut, load, rank, tp) * held[rank] / virtual for rank in range(pp))
-    sources = max(_received(table, cut, rank) * held[rank] / virtual for rank in range(pp)) * vector
+    ours = [[stage for stage, owner in enumerate(cut.ranks) if owner == rank] for rank in range(pp)]
+
+    def most(of: Callable[[int], float]) -> float:
+        """Return the largest sum over a rank's micro-batches in flight of what each of its stages needs for one."""
+        sums = ((moment, map(of, ours[rank])) for rank in range(pp) for moment in held[rank])
+        return max(sum(count * need for count, need in zip(moment, needs)) for moment, needs in sums)
+
+    whole = max(_whole(model, cut, load, rank) for rank in range(pp)) / tp if shard > 1 else 0.0
+    if shard > 1 and load.microbatches > 1:
+        whole += max(owned.values()) * 4 * (1 - 1 / shard)
+    copies = load.itemsize == 2 and shard == 1
+    activations = most(lambda stage: kept.of(cut, stage, tp, copies)) + kept.again / tp
+    sources = most(lambda stage: table[stage - 1].vectors if stage else 0) * vector
     buffers = max((crossing.vectors for crossing in table), default=0) * vector
-    memory = states + activations + sources + buffers  # what a rank keeps are aliases of what it received or made
+    memory = (
+        states + whole + activations + sources + buffers
+    )  # what a rank keeps are aliases of what it received or made
 
     step_tokens = tokens * load.microbatches * dp * shard
     work = step_flops(model, load.context) * step_tokens / load.gpus / (PEAKS[load.device.upper()][0] * EFFICIENCY)
+    if kept.made_again:
+        work *= 4 / 3  # forward twice
     bubble = 0.0
     if pp > 1 and not (schedule in ("zbv", "interleaved_zero_bubble", "dualpipev") and load.microbatches >= 2 * pp):
         bubble = (pp - 1) / (virtual * load.microbatches + pp - 1)
     stage_bytes = 2 * vectors(table) * vector * load.microbatches / pp  # of a rank, forward and back
     mean = sum(owned.values()) / len(owned)
     gathered = (1 if pp > 1 else 2) * load.microbatches ** (pp == 1)
-    share_bytes = mean * 4 * (shard - 1) / shard * (gathered + 1)
+    outside = sum(_ends(model, cut).values()) / pp
+    share_bytes = (shard - 1) / shard * (gathered * ((mean - outside) * load.itemsize + outside * 4) + mean * 4)
     share_bytes += 8 * (mean / shard * (dp - 1) / dp + of_residual * (1 - 1 / (dp * shard)))
     layers, sublayers = len(model.depth_layers), len(residual.sublayers)
     passes = 2 * 2 * layers * sublayers * load.microbatches  # gathered and added up, forward and back
@@ -238,6 +267,7 @@ def _planned(model: DepthMixin, load: Load, layout: _Layout, costs: tuple[list[f
         schedule=schedule if pp > 1 else "none",
         layers=tuple((stop - start) // sublayers for start, stop in pairwise(cut.bounds)),
         states=states,
+        whole=whole,
         activations=activations,
         sources=sources,
         buffers=buffers,
@@ -255,24 +285,35 @@ def _planned(model: DepthMixin, load: Load, layout: _Layout, costs: tuple[list[f
     )
 
 
-def in_flight(schedule: str, ranks: int, virtual: int, microbatches: int) -> list[int]:
-    """Return how many micro-batches' stages each rank holds at most: forward passes made whose backward is to come."""
+def in_flight(schedule: str, ranks: int, virtual: int, microbatches: int) -> list[set[tuple[int, ...]]]:
+    """Return for each rank how many micro-batches each of its stages may hold at once: those that went forward and not
+    back.
+
+    Of several stages a rank as in torch's interleaved 1F1B, which the other schedules of that kind stay close to.
+    """
     if schedule in ("gpipe", "looped_bfs"):
-        return [virtual * microbatches] * ranks
+        return [{(microbatches,) * virtual}] * ranks
     if virtual == 1:
-        return [min(microbatches, ranks - rank) for rank in range(ranks)]
-    return [min(virtual * microbatches, ranks * (virtual + 1) - 2 * rank - 1) for rank in range(ranks)]
+        return [{(min(microbatches, ranks - rank),)} for rank in range(ranks)]
+    together = microbatches // max(1, microbatches // ranks)  # micro-batches of a stage in a row
+    held = []
+    for rank in range(ranks):
+        ahead = min(virtual * microbatches, (virtual - 1) * together + 2 * (ranks - 1 - rank))
+        counts, moments = [0] * virtual, set[tuple[int, ...]]()
+        for step in range(virtual * microbatches):
+            if step > ahead:
+                counts[virtual - 1 - (step - ahead - 1) // together % virtual] -= 1
+            counts[step // together % virtual] += 1
+            moments.add(tuple(counts))
+        held.append(moments)
+    return held
 
 
 def _parameters(model: DepthMixin, cut: Cut) -> dict[int, float]:
     """Return the number of parameters of each rank but the residual's, which are whole on every one."""
     layers = [sum(p.numel() for p in layer.parameters()) for layer in model.depth_layers]
     per_layer = len(model.residual.itself().sublayers)
-    ends = {0: _numel(model.get_input_embeddings())}
-    tied = cut.stages == 1 and getattr(model.config, "tie_word_embeddings", False)
-    norm = _numel(model.depth_base.get_submodule(model.family.final_norm))
-    last = norm + (0 if tied else _numel(model.get_output_embeddings()))
-    ends[cut.stages - 1] = ends.get(cut.stages - 1, 0) + last
+    ends = _ends(model, cut)
     owned = dict.fromkeys(cut.ranks, 0.0)
     for stage, rank in enumerate(cut.ranks):
         start, stop = (bound // per_layer for bound in cut.bounds[stage : stage + 2])
@@ -280,42 +321,76 @@ def _parameters(model: DepthMixin, cut: Cut) -> dict[int, float]:
     return owned
 
 
+def _ends(model: DepthMixin, cut: Cut) -> dict[int, int]:
+    """Return the number of parameters in no layer, by the stage that has them."""
+    ends = {0: _numel(model.get_input_embeddings())}
+    tied = cut.stages == 1 and getattr(model.config, "tie_word_embeddings", False)
+    norm = _numel(model.depth_base.get_submodule(model.family.final_norm))
+    last = norm + (0 if tied else _numel(model.get_output_embeddings()))
+    ends[cut.stages - 1] = ends.get(cut.stages - 1, 0) + last
+    return ends
+
+
 def _numel(module: Any) -> int:
     return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
 
 
-def _activations(model: DepthMixin, cut: Cut, load: Load, rank: int, tp: int) -> float:
-    """Return bytes that the backward of one micro-batch needs on a rank, in all of its stages.
+class _Activations:
+    """Bytes that the backward of a micro-batch needs, by the layers in which they are made.
 
-    In slices what goes into a layer's attention and MLP is of all tokens, everything else of a share.
+    Attributes:
+        again: of the layer that takes most where layers are made again: its inside is there while it is.
     """
-    sublayers = len(model.residual.itself().sublayers)
-    tokens, width = load.batch * load.context, model.config.hidden_size
-    total = 0.0
-    for stage, owner in enumerate(cut.ranks):
-        if owner != rank:
-            continue
+
+    def __init__(self, model: DepthMixin, load: Load) -> None:
+        self.model, self.load = model, load
+        small = is_small(model, load.batch * load.context, torch.device("cuda"))
+        losses = partial(called_losses, kind="whole" if small else "chunked")
+        count = partial(kept_bytes, model, 1, itemsize=load.itemsize, losses=losses)
+        few, more = (count(tokens=n, checkpointing=load.checkpointing) for n in (COUNTED, 2 * COUNTED))
+        times = load.batch * load.context / COUNTED
+        self.kept = Counter({key: round(few[key] + (more[key] - few[key]) * (times - 1)) for key in more})
+        self.again = 0.0
+        if self.made_again:
+            inside = count(tokens=COUNTED)
+            self.again = max(kept_of(inside, layer, layer + 1) for layer in range(len(model.depth_layers))) * times
+
+    @property
+    def made_again(self) -> bool:
+        """Whether what is inside of layers is not kept."""
+        return self.load.checkpointing in ("layer", "sublayer")
+
+    def of(self, cut: Cut, stage: int, tp: int, copies: bool) -> float:
+        """Return the bytes of one micro-batch in a stage, and of bf16 copies of its matrices.
+
+        In slices what goes into a layer's attention and MLP is of all tokens, everything else of a share.
+        """
+        sublayers, layers = len(self.model.residual.itself().sublayers), list(self.model.depth_layers)
+        entering = (
+            self.load.batch * self.load.context * self.load.itemsize * self.model.config.hidden_size * (1 - 1 / tp)
+        )
         start, stop = (bound // sublayers for bound in cut.bounds[stage : stage + 2])
-        for layer in list(model.depth_layers)[start:stop]:
-            entering = 0 if tp == 1 else sublayers * width * (1 - 1 / tp)
-            kept = _kept_by_products(layer, model.config) / tp + entering
-            total += tokens * (load.itemsize * kept + 2 * sublayers * width * 4 / tp)
-        if stage == cut.stages - 1:
-            total += tokens * width * 4 / tp
-    return total
+        first, last = stage == 0, stage == cut.stages - 1
+        total = kept_of(self.kept, -1 if first else start, len(layers) + 1 if last else stop) / tp
+        if not self.made_again:
+            total += (stop - start) * sublayers * entering
+            if copies:
+                matrices = (p for layer in layers[start:stop] for p in layer.parameters() if p.ndim > 1)
+                total += sum(2 * p.numel() / tp for p in matrices)
+        return total
 
 
-def _kept_by_products(layer: nn.Module, config: Any) -> float:
-    """Return numbers a token that a layer's matrix products keep: distinct inputs, and what is made of them."""
-    kept, active = 0.0, getattr(config, "num_experts_per_tok", 1)
-    for name, parameter in layer.named_parameters():
-        if parameter.ndim == 2 and name.endswith("weight"):
-            kept += max(parameter.shape)
-        elif parameter.ndim == 3:
-            kept += max(parameter.shape[1:]) * (active if isinstance(active, int) else sum(active) / len(active))
-    return kept
-
-
-def _received(table: tuple[Crossing, ...], cut: Cut, rank: int) -> int:
-    """Return vectors a token that a rank receives for one micro-batch, in all of its stages."""
-    return sum(crossing.vectors for stage, crossing in enumerate(table) if cut.ranks[stage + 1] == rank)
+def _whole(model: DepthMixin, cut: Cut, load: Load, rank: int) -> float:
+    """Return bytes of parameters in shares that a rank has put together at a time: of two layers, in stages of all of
+    its own, and of what is in no layer."""
+    sublayers = len(model.residual.itself().sublayers)
+    layers = [_numel(layer) * load.itemsize for layer in model.depth_layers]
+    ends = _ends(model, cut)
+    mine = [
+        count
+        for stage, owner in enumerate(cut.ranks)
+        if owner == rank
+        for count in layers[cut.bounds[stage] // sublayers : cut.bounds[stage + 1] // sublayers]
+    ]
+    outside = 4 * sum(count for stage, count in ends.items() if cut.ranks[stage] == rank)
+    return outside + (sum(mine) if cut.stages > 1 else sum(sorted(mine)[-2:]))

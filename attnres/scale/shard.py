@@ -8,14 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from attnres.models import DepthMixin
 from attnres.scale.stage import Skipped
 
 
-def shard(model: DepthMixin, root: nn.Module, mesh: DeviceMesh, *, reshard: bool = True) -> None:
+def shard(
+    model: DepthMixin, root: nn.Module, mesh: DeviceMesh, *, reshard: bool = True, dtype: torch.dtype | None = None
+) -> None:
     """Give each rank of `mesh` its share of every parameter but the residual's, which stay whole and fp32.
 
     Each layer is gathered and let go by itself; what is in no layer (embedding, final norm, head) belongs to `root`.
@@ -24,11 +26,15 @@ def shard(model: DepthMixin, root: nn.Module, mesh: DeviceMesh, *, reshard: bool
     Args:
         root: the module that is called: the model, or the stage around it.
         reshard: let go of a layer's parameters after its forward pass, to gather them again in backward.
+        dtype: what layers gather, half the bytes of fp32 in bf16; autocast would keep copies of what it had cast until
+            backward, all layers' at once. Gradients are summed in the parameters' own.
     """
     options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": reshard}
+    reduced = next(model.parameters()).dtype
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
     for layer in model.depth_layers:
         if not isinstance(layer, Skipped):
-            fully_shard(layer, **options)
+            fully_shard(layer, **options, mp_policy=precision)
     fully_shard(root, **options, ignored_params=set(model.residual.parameters()))
 
 

@@ -163,6 +163,11 @@ class Sharded(Whole):
         return False
 
     @property
+    def _products(self) -> torch.dtype | None:
+        """What matrix products take in; None is the parameters' own."""
+        return torch.bfloat16 if self.config.dtype == "bf16" else None
+
+    @property
     def _sharing(self) -> DeviceMesh:
         """The processes among which parameters are shared out: with copies of the shares in two dimensions."""
         return self.mesh[("dp", "shard") if self.mesh["dp"].size() > 1 else ("shard",)]
@@ -183,7 +188,7 @@ class Sharded(Whole):
                     f"data.seq_len is {self.config.data.seq_len}: too few tokens for {self.summed} processes (tp, cp)"
                 )
         if self.config.parallel.shard > 1:
-            shard(self.model, objective, self._sharing)
+            shard(self.model, objective, self._sharing, dtype=self._products)
         return self.model
 
     @contextlib.contextmanager
@@ -244,7 +249,7 @@ class Staged(Sharded):
 
         def prepare(stage: Any) -> None:
             if parallel.shard > 1:
-                shard(stage.model, stage, self._sharing, reshard=False)
+                shard(stage.model, stage, self._sharing, reshard=False, dtype=self._products)
 
         self.pipeline = Pipeline(
             model,

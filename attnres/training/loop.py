@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 import random
-import shutil
 import statistics
 import time
 from collections import deque

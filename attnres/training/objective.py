@@ -38,12 +38,9 @@ def loss_kind(choice: str, model: Any, tokens: int, teacher: Teacher | None = No
     Raises:
         UserError: what was asked for cannot be done with this model, here.
     """
-    output = model.get_output_embeddings()
     device = next(model.parameters()).device
-    if choice == "auto" and (output is None or tokens * len(output.weight) <= 2 * logits_at_a_time(device)):
+    if choice == "whole" or (choice == "auto" and is_small(model, tokens, device)):
         return "whole"
-    if choice == "whole":
-        return choice
     apart = is_apart(model) and (teacher is None or is_apart(teacher.model))
     why_not = _why_no_liger(device, teacher)
     if choice == "auto":
@@ -55,6 +52,12 @@ def loss_kind(choice: str, model: Any, tokens: int, teacher: Teacher | None = No
     if choice == "liger" and why_not:
         raise UserError(f"loss is liger and {why_not}: choose chunked or auto")
     return choice
+
+
+def is_small(model: Any, tokens: int, device: torch.device) -> bool:
+    """Return whether all logits of so many tokens are made at once on `device` unless something else is asked for."""
+    output = model.get_output_embeddings()
+    return output is None or tokens * len(output.weight) <= 2 * logits_at_a_time(device)
 
 
 def _why_no_liger(device: torch.device, teacher: Teacher | None) -> str | None:

@@ -270,3 +270,23 @@ def check_tokenizer(start: "Checkpoint", prepared: "Prepared") -> None:
             f"the tokens in {prepared.path} were made by another tokenizer than that of {start.name} (they differ in "
             f"{different[0]}): prepare the text with --tokenizer {start.folder}"
         )
+
+
+def _makes_ids(tokenizer: Any) -> dict[str, Any]:
+    parts = json.loads(tokenizer.to_str())
+    return {name: parts.get(name) for name in ("model", "added_tokens", "normalizer", "pre_tokenizer")}
+
+
+def _check_fit(start: "Checkpoint", model: Any, config: TrainConfig, prepared: "Prepared") -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    if prepared.vocab_size > rows:
+        raise UserError(
+            f"the tokenizer of {start.name} has ids up to {prepared.vocab_size - 1} and its embedding {rows} rows: "
+            "they belong to different models, or it has no end-of-text token and one was added"
+        )
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if longest is not None and config.data.seq_len > longest:
+        raise UserError(
+            f"data.seq_len is {config.data.seq_len} and {start.name} was made for at most {longest} tokens: give "
+            f"--seq-len {longest} or less"
+        )

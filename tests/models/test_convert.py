@@ -127,6 +127,13 @@ def test_the_arithmetic_holds_for_experts_and_what_asks_for_less():
         assert torch.zeros(3).add_(torch.ones(3, dtype=torch.bfloat16)).dtype == torch.float32
 
 
+def test_experts_are_grouped_as_in_the_plain_model():
+    plain = MixtralForCausalLM(MixtralConfig(**NARROW, num_local_experts=4))
+    ours = convert(plain, "block")
+    assert ours.get_experts_implementation() == plain.get_experts_implementation() == {"": "grouped_mm"}
+    ours.set_experts_implementation("eager")
+
+
 EXACT = sorted(name for name in RESIDUALS if RESIDUALS[name].traits.starts_standard)
 
 

@@ -71,7 +71,14 @@ def configuration(corpus: Path, out: Path, **values: Any) -> dict[str, Any]:
     return to_dict(from_dict(values, base))
 
 
-COUNTED = ("shard", "tp", "pp")
+COUNTED: dict[str, tuple[dict[str, Any], str]] = {
+    "shard": ({"shard": 2}, "fp32"),
+    "shard, bf16": ({"shard": 2}, "bf16"),
+    "tp": ({"tp": 2}, "fp32"),
+    "pp": ({"pp": 2}, "fp32"),
+    "pp, bf16": ({"pp": 2}, "bf16"),
+    "interleaved": ({"pp": 2, "pp_schedule": "interleaved"}, "fp32"),
+}
 SHARD, STAGES, BESIDE = {"shard": 2}, {"pp": 2}, {"shard": 2, "async_save": True}
 MUON = {"optim": {"optimizer": "muon"}, "steps": 4}
 CHUNKED = {"loss": "chunked", "gradient_checkpointing": "layer"}
@@ -107,7 +114,10 @@ def both(corpus, launched, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
         run("short", parallel={"cp": 2}, data={"seq_len": 1}),
         run("finished", "shares", parallel=SHARD),
     ]
-    counted = [[name, configuration(corpus, root / f"counted {name}", parallel={name: 2})] for name in COUNTED]
+    counted = [
+        [name, configuration(corpus, root / f"counted {name}", parallel=parallel, dtype=dtype)]
+        for name, (parallel, dtype) in COUNTED.items()
+    ]
     jobs = {"cases": list(CASES.values()), "slices": list(SLICES.values()), "plan": True, "runs": runs}
     jobs["shares"] = list(RESIDUALS)
     jobs["counted"] = counted
@@ -188,17 +198,21 @@ def test_muon_by_owners_is_muon(both, alone):
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_plan_is_what_a_run_counts(both, corpus, name):
-    """Bytes of parameters, gradients and moments on the fullest rank; those that a rank sends in a step."""
+    """Bytes of parameters, gradients and moments on the fullest rank; the most that its backward passes need at once;
+    those that a rank sends in a step."""
     counted, size = both[1]["counted"][name], {**NARROW, "num_hidden_layers": 4, "num_key_value_heads": 2}
     with torch.device("meta"):
         words = json.loads((corpus / "header.json").read_text())["vocab_size"]
         model = build(size, "block", vocab_size=words, max_positions=16, settings={"num_blocks": 2})
-    load = Load(2, context=16, batch=2 if name == "shard" else 4, microbatches=2, itemsize=4)
-    layout: dict[str, Any] = {name: 2, "schedule": "1f1b"}
-    (planned,) = plan(model, load, **layout)
+    parallel, dtype = COUNTED[name]
+    layout = {"schedule": parallel.get("pp_schedule", "1f1b"), **parallel}
+    layout.pop("pp_schedule", None)
+    batch, itemsize = (2 if "shard" in layout else 4), (4 if dtype == "fp32" else 2)
+    (planned,) = plan(model, Load(2, context=16, batch=batch, microbatches=2, itemsize=itemsize), **layout)
     assert planned.states == counted["states"]
+    assert planned.activations + planned.sources == pytest.approx(max(counted["saved"]), rel=0.05)
     assert planned.stage_bytes == counted["stages"]
-    if name != "pp":  # where the residual's gradients alone are summed
+    if "pp" not in layout:  # where the residual's gradients alone are summed
         assert planned.share_bytes + planned.slice_bytes == pytest.approx(counted["collectives"], rel=0.01)
 
 

@@ -7,6 +7,7 @@ FOLDER/jobs.json holds {"cases": [...], "shares": [residual, ...], "slices": [..
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from messages import Messages
 from slices import run_long_prompt, run_plan, run_slices
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from attnres.errors import UserError
@@ -152,13 +154,17 @@ def resume(values: dict[str, Any]) -> dict[str, int] | None:
         run.close()
 
 
-def counted(values: dict[str, Any]) -> dict[str, float]:
-    """Of the second step of a run, the mean over ranks: bytes sent in collectives, bytes sent between stages, and, the
+def counted(values: dict[str, Any]) -> dict[str, Any]:
+    """Of a step of a run, the mean over ranks: bytes sent in collectives, bytes sent between stages, and, the
     most on a rank, bytes of parameters, gradients and optimizer states."""
-    who = join_processes("cpu")
+    who, longest = join_processes("cpu"), tuning.EAGER_UP_TO
+    tuning.EAGER_UP_TO = 0  # fused attention, as on a GPU
     run = loop.Run(start.settle(resolve(from_dict(values))), who, progress=False)
     try:
         run.step(Signals())
+        saved = Saved(run.layout)
+        with saved:
+            run.step(Signals())
         pipe = getattr(run.layout, "pipeline", None)
         if pipe is not None:
             pipe.sent.forward = pipe.sent.backward = 0
@@ -169,13 +175,57 @@ def counted(values: dict[str, Any]) -> dict[str, float]:
         held = sum(t.numel() * t.element_size() for t in [*parameters, *parameters, *states])
     finally:
         run.close()
+        tuning.EAGER_UP_TO = longest
     between = 0 if pipe is None else 4 * (pipe.sent.forward + pipe.sent.backward)
-    every = who.gather([messages.sent, between, held])
+    every = who.gather([messages.sent, between, held, saved.peak])
     return {
         "collectives": sum(part[0] for part in every) / len(every),
         "stages": sum(part[1] for part in every) / len(every),
         "states": max(part[2] for part in every),
+        "saved": [part[3] for part in every],
     }
+
+
+class Saved(torch.autograd.graph.saved_tensors_hooks):
+    """While this is on, `peak` becomes the most bytes that autograd held for backward passes at once, but for
+    parameters, whole or in shares."""
+
+    def __init__(self, layout: Any) -> None:
+        self.peak = self._now = 0
+        self._own = {_address(parameter) for _, parameter in layout.named_parameters()}
+        roots = [layout.plain] if hasattr(layout, "plain") else layout.pipeline.stages
+        modules = (module for root in roots for module in root.modules())
+        states = [module._get_fsdp_state() for module in modules if isinstance(module, FSDPModule)]
+        self._groups = [state._fsdp_param_group for state in states if state._fsdp_param_group is not None]
+        self._counts: Counter[int] = Counter()
+        super().__init__(self._pack, lambda held: getattr(held, "tensor", held))
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        together = (one for group in self._groups for one in group.fsdp_params if hasattr(one, "_unsharded_param"))
+        if _address(tensor) in self._own | {_address(one._unsharded_param) for one in together}:
+            return tensor
+        return Held(self, tensor)
+
+    def add(self, tensor: torch.Tensor, times: int) -> None:
+        before = self._counts[key := _address(tensor)] > 0
+        self._counts[key] += times
+        self._now += ((self._counts[key] > 0) - before) * local(tensor).untyped_storage().nbytes()
+        self.peak = max(self.peak, self._now)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return local(tensor).untyped_storage().data_ptr()
+
+
+class Held:
+    """A tensor that a backward pass needs, until it has it."""
+
+    def __init__(self, saved: Saved, tensor: torch.Tensor) -> None:
+        self.saved, self.tensor = saved, tensor
+        saved.add(tensor, 1)
+
+    def __del__(self) -> None:
+        self.saved.add(self.tensor, -1)
 
 
 def train_run(values: dict[str, Any], until: int | None = None, dtype: torch.dtype = torch.float64) -> Any:
