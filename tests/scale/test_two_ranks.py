@@ -121,6 +121,7 @@ def both(corpus, launched, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     jobs = {"cases": list(CASES.values()), "slices": list(SLICES.values()), "plan": True, "runs": runs}
     jobs["shares"] = list(RESIDUALS)
     jobs["counted"] = counted
+    jobs["single"] = [["bf16", configuration(corpus, root / "bf16", parallel=SHARD, dtype="bf16"), None]]
     results = launched(root, jobs)
     cases, slices = (dict(zip(names, results[key])) for names, key in ((CASES, "cases"), (SLICES, "slices")))
     return root, {**results, "cases": cases, "slices": slices}
@@ -214,6 +215,11 @@ def test_a_plan_is_what_a_run_counts(both, corpus, name):
     assert planned.stage_bytes == counted["stages"]
     if "pp" not in layout:  # where the residual's gradients alone are summed
         assert planned.share_bytes + planned.slice_bytes == pytest.approx(counted["collectives"], rel=0.01)
+
+
+def test_shares_in_bf16_learn_as_one_process(both, corpus, tmp_path):
+    train_run(configuration(corpus, tmp_path / "one", dtype="bf16"), None, torch.float32)
+    assert furthest(both[0] / "bf16", tmp_path / "one", ["loss"]) < 0.02
 
 
 def test_a_penalty_counts_once(both, alone):
