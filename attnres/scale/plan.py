@@ -233,9 +233,8 @@ def _planned(
     activations = most(lambda stage: kept.of(cut, stage, tp, copies)) + kept.again / tp
     sources = most(lambda stage: table[stage - 1].vectors if stage else 0) * vector
     buffers = max((crossing.vectors for crossing in table), default=0) * vector
-    memory = (
-        states + whole + activations + sources + buffers
-    )  # what a rank keeps are aliases of what it received or made
+    # Slots that a rank keeps are aliases of what it received or made: no bytes of their own.
+    memory = states + whole + activations + sources + buffers
 
     step_tokens = tokens * load.microbatches * dp * shard
     work = step_flops(model, load.context) * step_tokens / load.gpus / (PEAKS[load.device.upper()][0] * EFFICIENCY)
@@ -366,9 +365,8 @@ class _Activations:
         In slices what goes into a layer's attention and MLP is of all tokens, everything else of a share.
         """
         sublayers, layers = len(self.model.residual.itself().sublayers), list(self.model.depth_layers)
-        entering = (
-            self.load.batch * self.load.context * self.load.itemsize * self.model.config.hidden_size * (1 - 1 / tp)
-        )
+        tokens, width = self.load.batch * self.load.context, self.model.config.hidden_size
+        entering = tokens * width * self.load.itemsize * (1 - 1 / tp)
         start, stop = (bound // sublayers for bound in cut.bounds[stage : stage + 2])
         first, last = stage == 0, stage == cut.stages - 1
         total = kept_of(self.kept, -1 if first else start, len(layers) + 1 if last else stop) / tp
