@@ -137,7 +137,6 @@ class Tokens:
         self.folder, self.split = folder, split
         self.vocab_size: int = header["vocab_size"]
         self.eos_id: int = header["eos_id"]
-        self.tokenizer_sha256: str = header["tokenizer_sha256"]
         self.documents: int = part["documents"]
         dtype = np.dtype(header["dtype"]).newbyteorder("<")
         self._maps = [np.memmap(folder / file["name"], dtype=dtype, mode="r") for file in part["files"]]
