@@ -8,13 +8,13 @@ the matrix products are those of the whole batch (as in Liger Kernel, arXiv 2410
 
 import importlib
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnres.forward import evaluating
+from attnres.forward import evaluating, token_losses
 
 PART = 1 << 24
 """Logits that a CPU makes at a time, at most (but a row of them at least); other devices, which need more, eight times
@@ -123,6 +123,12 @@ def logits_at_a_time(device: torch.device) -> int:
     return PART if device.type == "cpu" else 8 * PART
 
 
+def is_small(model: Any, tokens: int, device: torch.device) -> bool:
+    """Return whether all logits of so many tokens are made at once on `device` unless something else is asked for."""
+    output = model.get_output_embeddings()
+    return output is None or tokens * len(output.weight) <= 2 * logits_at_a_time(device)
+
+
 def parts(targets: Tensor, vocabulary: int) -> int:
     """Return in how many parts the logits of so many tokens are made."""
     return -(-targets.numel() // max(1, logits_at_a_time(targets.device) // vocabulary))
@@ -152,6 +158,18 @@ def sums_by_liger(head: Head, hidden: Tensor, targets: Tensor) -> Sums:
     objective = fused(x, head.weight, targets.flatten(), **options)
     entropy = objective.detach()
     return Sums(objective, entropy, torch.zeros_like(entropy))
+
+
+def called_losses(model: Any, call: dict[str, Any], y: Tensor, kind: str) -> Tensor:
+    """Cross-entropy in nats of a model called so: with gradients the sum (1,), else of every token (B, T)."""
+    if kind == "whole":
+        losses = token_losses(model(**call, use_cache=False).logits, y)
+        return losses.sum().view(1) if torch.is_grad_enabled() else losses
+    hidden, head = body_of(model)(**call, use_cache=False).last_hidden_state, cast(Head, head_of(model))
+    if not torch.is_grad_enabled():
+        return losses_in_parts(head, hidden, y)
+    sums = sums_by_liger if kind == "liger" else sums_in_parts
+    return sums(head, hidden, y).objective.view(1)
 
 
 class _InParts(torch.autograd.Function):

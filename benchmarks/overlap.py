@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from attnres.files import write_json
+from attnres.head import called_losses
 from attnres.models import build
 from attnres.scale.pipeline import Pipeline, plan_cut, schedule_named
-from attnres.training.objective import called_losses
 from attnres.training.parallel import join_processes
 
 RANKS, STEPS, WARM_UP = 2, 5, 2

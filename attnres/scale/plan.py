@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import torch
 
 from attnres.errors import UserError, unknown
+from attnres.head import called_losses, is_small
 from attnres.models import DepthMixin
 from attnres.models.flops import PEAKS, step_flops
 from attnres.scale.crossings import Cut, crossings, most_kept, vectors
 from attnres.scale.kept import kept_bytes, kept_of
 from attnres.scale.pipeline import check_schedule, plan_cut, schedule_named
 from attnres.scale.tensor import check_slices, sliced_weights
-from attnres.training.objective import called_losses, is_small
 
 
 class Device(NamedTuple):

@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from attnres.errors import UserError
 from attnres.forward import evaluating
+from attnres.head import called_losses
 from attnres.training import validate
 from attnres.training.checkpoint import saved_buffers
 from attnres.training.config import TrainConfig, shares_of
-from attnres.training.objective import Objective, called_losses
+from attnres.training.objective import Objective
 from attnres.training.parallel import Processes
 
 Micro = Callable[[Tensor, Tensor, int, bool], Tensor]

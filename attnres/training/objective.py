@@ -15,10 +15,10 @@ from attnres.head import (
     Soft,
     Sums,
     body_of,
+    called_losses,
     head_of,
     is_apart,
-    logits_at_a_time,
-    losses_in_parts,
+    is_small,
     sums_by_liger,
     sums_in_parts,
 )
@@ -52,12 +52,6 @@ def loss_kind(choice: str, model: Any, tokens: int, teacher: Teacher | None = No
     if choice == "liger" and why_not:
         raise UserError(f"loss is liger and {why_not}: choose chunked or auto")
     return choice
-
-
-def is_small(model: Any, tokens: int, device: torch.device) -> bool:
-    """Return whether all logits of so many tokens are made at once on `device` unless something else is asked for."""
-    output = model.get_output_embeddings()
-    return output is None or tokens * len(output.weight) <= 2 * logits_at_a_time(device)
 
 
 def _why_no_liger(device: torch.device, teacher: Teacher | None) -> str | None:
@@ -123,15 +117,3 @@ def held_out_losses(model: Any, x: Tensor, y: Tensor, cast_to: Cast, kind: str) 
     """Cross-entropy in nats of every token: x, y (B, T) int64 -> (B, T) fp32, whatever the dtype of the forward."""
     with cast_to():
         return called_losses(model, {"input_ids": x}, y, kind)
-
-
-def called_losses(model: Any, call: dict[str, Any], y: Tensor, kind: str) -> Tensor:
-    """Cross-entropy in nats of a model called so: with gradients the sum (1,), else of every token (B, T)."""
-    if kind == "whole":
-        losses = token_losses(model(**call, use_cache=False).logits, y)
-        return losses.sum().view(1) if torch.is_grad_enabled() else losses
-    hidden, head = body_of(model)(**call, use_cache=False).last_hidden_state, cast(Head, head_of(model))
-    if not torch.is_grad_enabled():
-        return losses_in_parts(head, hidden, y)
-    sums = sums_by_liger if kind == "liger" else sums_in_parts
-    return sums(head, hidden, y).objective.view(1)

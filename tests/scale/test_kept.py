@@ -9,10 +9,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from attnres import UserError
+from attnres.head import called_losses
 from attnres.models import build
 from attnres.models.checkpointing import checkpoint_activations
 from attnres.scale.kept import kept_bytes, kept_of
-from attnres.training.objective import called_losses
 
 SIZE = {
     "family": "qwen3",

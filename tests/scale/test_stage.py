@@ -7,6 +7,7 @@ import torch
 from tiny import SIZE
 
 from attnres import UserError
+from attnres.head import called_losses
 from attnres.models import build
 from attnres.models.stream import Stream
 from attnres.residuals import RESIDUALS
@@ -14,7 +15,6 @@ from attnres.scale.cache import Collect, Lend, RankCache
 from attnres.scale.crossings import crossings
 from attnres.scale.cut import cut_of, placed
 from attnres.scale.stage import Entry, StageModule, refuse_stages, shell
-from attnres.training.objective import called_losses
 
 FIVE = {**SIZE, "hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2, "num_key_value_heads": 1}
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}

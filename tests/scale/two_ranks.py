@@ -20,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from attnres.errors import UserError
+from attnres.head import called_losses
 from attnres.models import build
 from attnres.scale.crossings import vectors
 from attnres.scale.pipeline import Pipeline, check_schedule, plan_cut, schedule_named
@@ -30,7 +31,6 @@ from attnres.training.checkpoint import checksum
 from attnres.training.config import resolve
 from attnres.training.interrupt import Signals
 from attnres.training.layout import collected
-from attnres.training.objective import called_losses
 from attnres.training.optim import state_tensors
 from attnres.training.parallel import join_processes
 
