@@ -8,21 +8,23 @@ tokenising, writing, checksums, and starting the workers.
 """
 
 import argparse
+import itertools
 import os
-import shlex
-import statistics
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
 
+import harness
 import torch
 
 from attnres.data import prepare
 from attnres.files import write_json
-from attnres.training.environment import describe
+from attnres.timing import in_turn, seconds_of, spread
+
+CPU = torch.device("cpu")
 
 
-def files_of(folder: Path) -> dict[str, bytes]:
+def ids_of(folder: Path) -> dict[str, bytes]:
     """The ids in a prepared folder, by file."""
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
 
@@ -33,36 +35,31 @@ def main() -> None:
     parser.add_argument("--source", default="stdlib")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, os.cpu_count() or 2])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/prepare_cpu.json"))
+    parser.add_argument("--out", type=Path, default=harness.RESULTS / "prepare_cpu.json")
     options = parser.parse_args()
-    seconds: dict[int, list[float]] = {workers: [] for workers in options.workers}
     with tempfile.TemporaryDirectory() as temporary:
-        root = Path(temporary)
+        root, number = Path(temporary), itertools.count()
         first = prepare(options.source, out=root / "tokenizer", progress=False)
-        tokens, ids = sum(split["tokens"] for split in first.header["splits"].values()), files_of(first.path)
-        for number in range(options.rounds):
-            for workers in options.workers:
-                began, out = time.perf_counter(), root / f"{workers}-{number}"
-                prepare(options.source, str(first.path), out=out, workers=workers, progress=False)
-                seconds[workers].append(time.perf_counter() - began)
-                if files_of(out) != ids:
-                    parser.exit(1, f"{workers} workers made other tokens than one\n")
-    base = seconds[options.workers[0]]
+        tokens, ids = sum(split["tokens"] for split in first.header["splits"].values()), ids_of(first.path)
+
+        def speed(workers: int) -> float:
+            """Tokens a second of one call."""
+            out = root / str(next(number))
+            call = partial(prepare, options.source, str(first.path), out=out, workers=workers, progress=False)
+            seconds = seconds_of(call, CPU)
+            if ids_of(out) != ids:
+                parser.exit(1, f"{workers} workers made other tokens than one\n")
+            return tokens / seconds
+
+        calls = {str(workers): partial(speed, workers) for workers in options.workers}
+        speeds = in_turn(calls, rounds=options.rounds, warm_up=1)
     rows = {}
-    for workers, times in seconds.items():
-        ratios = [before / after for before, after in zip(base, times, strict=True)]
-        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        rows[str(workers)] = {
-            "median_s": statistics.median(times),
-            "tokens_per_s": tokens / statistics.median(times),
-            "speedup": middle,
-            "speedup_quartiles": [low, high],
-        }
-        speed = tokens / statistics.median(times)
-        print(f"{workers} workers  {speed:,.0f} tokens/s  {middle:.2f} [{low:.2f}, {high:.2f}]")
-    command = f"python benchmarks/prepare.py --source {shlex.quote(options.source)} --rounds {options.rounds}"
-    described = describe(torch.device("cpu"), "none")
-    write_json(options.out, {"command": command, "environment": described, "tokens": tokens, "workers": rows})
+    for workers, values in speeds.items():
+        row = spread(values, speeds[str(options.workers[0])])
+        low, high = row.ratio_quartiles
+        rows[workers] = {"tokens_per_s": row.median, "speedup": row.ratio, "speedup_quartiles": [low, high]}
+        print(f"{workers} workers  {row.median:,.0f} tokens/s  {row.ratio:.2f} [{low:.2f}, {high:.2f}]")
+    write_json(options.out, {**harness.head("prepare", CPU, "none", 0), "tokens": tokens, "workers": rows})
 
 
 if __name__ == "__main__":

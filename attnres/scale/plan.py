@@ -216,8 +216,9 @@ def _planned(
 
     of_residual = sum(p.numel() for p in residual.parameters())
     sliced = sum(weight.numel() for _, _, weight in sliced_weights(model)) if tp > 1 else 0
-    owned = {rank: count - sliced * (1 - 1 / tp) for rank, count in _parameters(model, cut).items()}
-    states = max(owned.values()) * 16 / shard + of_residual * 16
+    inside, outside = _parameters(model, cut)
+    owned = [sum(layers) + rest - sliced * (1 - 1 / tp) for layers, rest in zip(inside, outside, strict=True)]
+    states = max(owned) * 16 / shard + of_residual * 16
     held = in_flight(schedule, pp, virtual, load.microbatches)
     ours = [[stage for stage, owner in enumerate(cut.ranks) if owner == rank] for rank in range(pp)]
 
@@ -226,9 +227,12 @@ def _planned(
         sums = ((moment, map(of, ours[rank])) for rank in range(pp) for moment in held[rank])
         return max(sum(count * need for count, need in zip(moment, needs)) for moment, needs in sums)
 
-    whole = max(_whole(model, cut, load, rank) for rank in range(pp)) / tp if shard > 1 else 0.0
+    whole = 0.0
+    if shard > 1:
+        together = (sum(layers if pp > 1 else sorted(layers)[-2:]) for layers in inside)
+        whole = max(load.itemsize * part + 4 * rest for part, rest in zip(together, outside)) / tp
     if shard > 1 and load.microbatches > 1:
-        whole += max(owned.values()) * 4 * (1 - 1 / shard)
+        whole += max(owned) * 4 * (1 - 1 / shard)
     copies = load.itemsize == 2 and shard == 1
     activations = most(lambda stage: kept.of(cut, stage, tp, copies)) + kept.again / tp
     sources = most(lambda stage: table[stage - 1].vectors if stage else 0) * vector
@@ -244,10 +248,9 @@ def _planned(
     if pp > 1 and not (schedule in ("zbv", "interleaved_zero_bubble", "dualpipev") and load.microbatches >= 2 * pp):
         bubble = (pp - 1) / (virtual * load.microbatches + pp - 1)
     stage_bytes = 2 * vectors(table) * vector * load.microbatches / pp  # of a rank, forward and back
-    mean = sum(owned.values()) / len(owned)
+    mean, rest = sum(owned) / pp, sum(outside) / pp
     gathered = (1 if pp > 1 else 2) * load.microbatches ** (pp == 1)
-    outside = sum(_ends(model, cut).values()) / pp
-    share_bytes = (shard - 1) / shard * (gathered * ((mean - outside) * load.itemsize + outside * 4) + mean * 4)
+    share_bytes = (shard - 1) / shard * (gathered * ((mean - rest) * load.itemsize + rest * 4) + mean * 4)
     share_bytes += 8 * (mean / shard * (dp - 1) / dp + of_residual * (1 - 1 / (dp * shard)))
     layers, sublayers = len(model.depth_layers), len(residual.sublayers)
     passes = 2 * 2 * layers * sublayers * load.microbatches  # gathered and added up, forward and back
@@ -264,7 +267,7 @@ def _planned(
         tp=tp,
         virtual=virtual,
         schedule=schedule if pp > 1 else "none",
-        layers=tuple((stop - start) // sublayers for start, stop in pairwise(cut.bounds)),
+        layers=tuple(map(len, _layers_of(model, cut))),
         states=states,
         whole=whole,
         activations=activations,
@@ -308,26 +311,25 @@ def in_flight(schedule: str, ranks: int, virtual: int, microbatches: int) -> lis
     return held
 
 
-def _parameters(model: DepthMixin, cut: Cut) -> dict[int, float]:
-    """Return the number of parameters of each rank but the residual's, which are whole on every one."""
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in model.depth_layers]
-    per_layer = len(model.residual.itself().sublayers)
-    ends = _ends(model, cut)
-    owned = dict.fromkeys(cut.ranks, 0.0)
-    for stage, rank in enumerate(cut.ranks):
-        start, stop = (bound // per_layer for bound in cut.bounds[stage : stage + 2])
-        owned[rank] += sum(layers[start:stop]) + ends.get(stage, 0)
-    return owned
+def _layers_of(model: DepthMixin, cut: Cut) -> list[range]:
+    """Return the layers of each stage."""
+    sublayers = len(model.residual.itself().sublayers)
+    return [range(start // sublayers, stop // sublayers) for start, stop in pairwise(cut.bounds)]
 
 
-def _ends(model: DepthMixin, cut: Cut) -> dict[int, int]:
-    """Return the number of parameters in no layer, by the stage that has them."""
-    ends = {0: _numel(model.get_input_embeddings())}
-    tied = cut.stages == 1 and getattr(model.config, "tie_word_embeddings", False)
-    norm = _numel(model.depth_base.get_submodule(model.family.final_norm))
-    last = norm + (0 if tied else _numel(model.get_output_embeddings()))
-    ends[cut.stages - 1] = ends.get(cut.stages - 1, 0) + last
-    return ends
+def _parameters(model: DepthMixin, cut: Cut) -> tuple[list[list[int]], list[int]]:
+    """Return for each rank the numbers of parameters in each of its layers, and in what is in no layer; the residual's,
+    which are whole on every one, are in neither."""
+    counts = [_numel(layer) for layer in model.depth_layers]
+    inside: list[list[int]] = [[] for _ in set(cut.ranks)]
+    for layers, rank in zip(_layers_of(model, cut), cut.ranks, strict=True):
+        inside[rank] += counts[layers.start : layers.stop]
+    outside = [0] * len(inside)
+    outside[cut.ranks[0]] += _numel(model.get_input_embeddings())
+    outside[cut.ranks[-1]] += _numel(model.depth_base.get_submodule(model.family.final_norm))
+    if not (cut.stages == 1 and getattr(model.config, "tie_word_embeddings", False)):
+        outside[cut.ranks[-1]] += _numel(model.get_output_embeddings())
+    return inside, outside
 
 
 def _numel(module: Any) -> int:
@@ -367,28 +369,12 @@ class _Activations:
         sublayers, layers = len(self.model.residual.itself().sublayers), list(self.model.depth_layers)
         tokens, width = self.load.batch * self.load.context, self.model.config.hidden_size
         entering = tokens * width * self.load.itemsize * (1 - 1 / tp)
-        start, stop = (bound // sublayers for bound in cut.bounds[stage : stage + 2])
+        ours = _layers_of(self.model, cut)[stage]
         first, last = stage == 0, stage == cut.stages - 1
-        total = kept_of(self.kept, -1 if first else start, len(layers) + 1 if last else stop) / tp
+        total = kept_of(self.kept, -1 if first else ours.start, len(layers) + 1 if last else ours.stop) / tp
         if not self.made_again:
-            total += (stop - start) * sublayers * entering
-            if copies:
-                matrices = (p for layer in layers[start:stop] for p in layer.parameters() if p.ndim > 1)
-                total += sum(2 * p.numel() / tp for p in matrices)
+            total += len(ours) * sublayers * entering
+        if copies and not self.made_again:
+            matrices = (p for layer in ours for p in layers[layer].parameters() if p.ndim > 1)
+            total += sum(2 * p.numel() / tp for p in matrices)
         return total
-
-
-def _whole(model: DepthMixin, cut: Cut, load: Load, rank: int) -> float:
-    """Return bytes of parameters in shares that a rank has put together at a time: of two layers, in stages of all of
-    its own, and of what is in no layer."""
-    sublayers = len(model.residual.itself().sublayers)
-    layers = [_numel(layer) * load.itemsize for layer in model.depth_layers]
-    ends = _ends(model, cut)
-    mine = [
-        count
-        for stage, owner in enumerate(cut.ranks)
-        if owner == rank
-        for count in layers[cut.bounds[stage] // sublayers : cut.bounds[stage + 1] // sublayers]
-    ]
-    outside = 4 * sum(count for stage, count in ends.items() if cut.ranks[stage] == rank)
-    return outside + (sum(mine) if cut.stages > 1 else sum(sorted(mine)[-2:]))

@@ -150,6 +150,7 @@ class Run:
         state = who.of_first(lambda: self._saved_state(here))
         environment.reset_peak_memory(who.device)
         self._make_model(here, state)
+        self.beside = start.kept_files(config, self.prepared)  # once: a model of the hub or a disk may be gone later
         taught = 0.0 if self.teacher is None else forward_flops(self.teacher.model, config.data.seq_len)
         self.flops = step_flops(self.model, config.data.seq_len) + taught  # a token
         peak = peak_flops(who.device, config.dtype)
@@ -358,7 +359,7 @@ class Run:
             "arithmetic": arithmetic.arithmetic(self.who, self.model.residual("itself").width),
         }
         here, step = self.folder / "checkpoint", self.past.step
-        beside = start.kept_files(self.config, self.prepared)
+        beside = self._still_beside()
         if not self.layout.whole:
             self._await_saving()
             self.saving = checkpoint.Saving(here, self.layout, self.optimizers, state, beside)
@@ -370,6 +371,10 @@ class Run:
             checkpoint.keep(self.folder, step)
         self.saved = step
         self.who.wait()
+
+    def _still_beside(self) -> dict[str, Path]:
+        """The files that go beside the model, as far as they are still there."""
+        return {name: file for name, file in self.beside.items() if file.is_file()}
 
     def _await_saving(self) -> None:
         """Return when the checkpoint that is being written is complete. Raises UserError."""
@@ -390,7 +395,7 @@ class Run:
         regimes.merge_adapter(model)
         with replaced_folder(self.folder / "model") as temporary:
             checkpoint.save_model(model, temporary)
-            copy_files(start.kept_files(config, self.prepared), temporary)
+            copy_files(self._still_beside(), temporary)
         losses = validate.read_windows(validate.windows_path(self.folder, past.step))
         seconds = statistics.median(past.times or [past.last_s])
         tokens = config.batch_size * config.data.seq_len

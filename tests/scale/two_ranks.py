@@ -155,8 +155,8 @@ def resume(values: dict[str, Any]) -> dict[str, int] | None:
 
 
 def counted(values: dict[str, Any]) -> dict[str, Any]:
-    """Of a step of a run, the mean over ranks: bytes sent in collectives, bytes sent between stages, and, the
-    most on a rank, bytes of parameters, gradients and optimizer states."""
+    """Of a step of a run: bytes sent in collectives and between stages, the mean over ranks; bytes of parameters,
+    gradients and optimizer states, the most on a rank; the most bytes that each rank held for backward passes."""
     who, longest = join_processes("cpu"), tuning.EAGER_UP_TO
     tuning.EAGER_UP_TO = 0  # fused attention, as on a GPU
     run = loop.Run(start.settle(resolve(from_dict(values))), who, progress=False)
