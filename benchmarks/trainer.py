@@ -60,11 +60,12 @@ def wait(began: float | None, answers: TextIO) -> float:
 
 def run_ours(config: TrainConfig) -> None:
     """Take turns of `STEPS` steps in our loop."""
-    from attnres.training import loop
+    from attnres.training.config import resolve
     from attnres.training.interrupt import Signals
     from attnres.training.parallel import join_processes
+    from attnres.training.run import Run
 
-    run, signals = loop.Run(loop.resolve(config), join_processes(config.device), progress=False), Signals()
+    run, signals = Run(resolve(config), join_processes(config.device), progress=False), Signals()
     began = wait(None, sys.stdout)
     while True:
         for _ in range(STEPS):
@@ -79,9 +80,9 @@ def run_trainer(config: TrainConfig, folder: Path) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     from attnres.models import build_plain
+    from attnres.training.config import resolve
     from attnres.training.data import open_data
     from attnres.training.device import tune
-    from attnres.training.loop import resolve
     from attnres.training.parallel import join_processes
 
     answers, sys.stdout = sys.stdout, sys.stderr  # what it logs is no answer

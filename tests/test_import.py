@@ -62,7 +62,7 @@ def test_every_public_name_is_what_it_says(name):
 
 
 def test_names_are_the_same_whatever_was_imported_before():
-    code = "import attnres.training, attnres.training.loop, attnres.inspect.record, attnres.models.convert, attnres"
+    code = "import attnres.training, attnres.training.run, attnres.inspect.record, attnres.models.convert, attnres"
     assert run(f"{code}; print(*(type(getattr(attnres, n)).__name__ for n in ('train', 'record', 'convert')))") == (
         "function function function"
     )

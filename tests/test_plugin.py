@@ -189,9 +189,9 @@ def test_check_passes(place, name, capsys):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_that_is_cut_short_goes_on_bit_for_bit(place, runs, name, monkeypatch):
-    from attnres.training import loop
+    from attnres.training.run import Run
 
-    save = loop.Run.save
+    save = Run.save
 
     def cut(self, *arguments):
         save(self, *arguments)
@@ -200,7 +200,7 @@ def test_a_run_that_is_cut_short_goes_on_bit_for_bit(place, runs, name, monkeypa
     out = place.root / f"{name}-cut"
     command = ["train", "--residual", getattr(place, name), *place.data, *TRAINING, "--out", str(out), "--no-progress"]
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Run, "save", cut)
+        patch.setattr(Run, "save", cut)
         with pytest.raises(SystemExit):
             cli.main(command)
     assert not (out / "summary.json").exists()

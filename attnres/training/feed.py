@@ -1,6 +1,8 @@
 """What goes to the device and what comes back without the one waiting for the other: batches ahead, numbers behind."""
 
 import time
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -87,3 +89,33 @@ class Numbers:
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.values.tolist()
+
+
+class Arriving:
+    """What the last steps gave and how long they took: read at once on a CPU, and on a GPU a step later, so that the
+    device need not wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.behind = 1 if device.type == "cuda" else 0
+        self.numbers: deque[tuple[int, Numbers]] = deque()
+        self.moments: deque[tuple[Moment, Moment, bool]] = deque()
+
+    def add_numbers(self, step: int, values: Tensor) -> None:
+        """Take on a step's numbers."""
+        self.numbers.append((step, Numbers(values)))
+
+    def add_moments(self, began: Moment, ended: Moment, usual: bool) -> None:
+        """Take on when a step began and ended, and whether it was one like the others."""
+        self.moments.append((began, ended, usual))
+
+    def steps(self, *, to_come: int = 0) -> Iterator[tuple[int, list[float]]]:
+        """Each step's numbers in their order, but for the last `to_come` steps."""
+        while len(self.numbers) > to_come:
+            step, numbers = self.numbers.popleft()
+            yield step, numbers.read()
+
+    def times(self, *, to_come: int = 0) -> Iterator[tuple[float, bool]]:
+        """Each step's seconds and whether it was a usual one, but for the last `to_come` steps."""
+        while len(self.moments) > to_come:
+            began, ended, usual = self.moments.popleft()
+            yield began.seconds_until(ended), usual

@@ -19,20 +19,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from attnres.errors import UserError
+from attnres.errors import Interrupted, UserError
 from attnres.head import called_losses
 from attnres.models import build
 from attnres.scale.crossings import vectors
 from attnres.scale.pipeline import Pipeline, check_schedule, plan_cut, schedule_named
 from attnres.scale.shard import local, mean_gradients, shard
 from attnres.training import device as tuning
-from attnres.training import from_dict, loop, start
+from attnres.training import from_dict, start, train
 from attnres.training.checkpoint import checksum
 from attnres.training.config import resolve
 from attnres.training.interrupt import Signals
 from attnres.training.layout import collected
 from attnres.training.optim import state_tensors
 from attnres.training.parallel import join_processes
+from attnres.training.run import Run
 
 SIZE = {
     "family": "qwen3",
@@ -137,7 +138,7 @@ def run_shares(residual: str, group: Any) -> float:
     return max(errors)
 
 
-def digest(run: loop.Run) -> dict[str, int] | None:
+def digest(run: Run) -> dict[str, int] | None:
     """Checksums of all tensors of a run, model and optimizer, whole, by name; on the first process."""
     tensors = {**dict(run.layout.named_parameters()), **run.layout.named_buffers(), **state_tensors(run.optimizers)}
     whole = collected(tensors, run.who)
@@ -147,7 +148,7 @@ def digest(run: loop.Run) -> dict[str, int] | None:
 def resume(values: dict[str, Any]) -> dict[str, int] | None:
     """The digest of the run that a folder holds, with the layout of a configuration. No step is made."""
     config = start.settle(resolve(from_dict(values)))
-    run = loop.Run(config, join_processes("cpu"), progress=False)
+    run = Run(config, join_processes("cpu"), progress=False)
     try:
         return digest(run)
     finally:
@@ -159,7 +160,7 @@ def counted(values: dict[str, Any]) -> dict[str, Any]:
     gradients and optimizer states, the most on a rank; the most bytes that each rank held for backward passes."""
     who, longest = join_processes("cpu"), tuning.EAGER_UP_TO
     tuning.EAGER_UP_TO = 0  # fused attention, as on a GPU
-    run = loop.Run(start.settle(resolve(from_dict(values))), who, progress=False)
+    run = Run(start.settle(resolve(from_dict(values))), who, progress=False)
     try:
         run.step(Signals())
         saved = Saved(run.layout)
@@ -234,7 +235,7 @@ def train_run(values: dict[str, Any], until: int | None = None, dtype: torch.dty
     Attention is PyTorch's: at this length Transformers' own would be taken, whose softmax is fp32.
     """
     first, eager = start.first_model, tuning.EAGER_UP_TO
-    step = loop.Run.step
+    step = Run.step
 
     def in_dtype(*args: Any) -> Any:
         model, record = first(*args)
@@ -245,15 +246,15 @@ def train_run(values: dict[str, Any], until: int | None = None, dtype: torch.dty
             signals.terminations += 1
         step(run, signals)
 
-    start.first_model, loop.Run.step, tuning.EAGER_UP_TO = in_dtype, stopping, 0
+    start.first_model, Run.step, tuning.EAGER_UP_TO = in_dtype, stopping, 0
     try:
-        return loop.train(from_dict(values), progress=False)["val_loss"]
-    except (loop.Interrupted, UserError) as error:
+        return train(from_dict(values), progress=False)["val_loss"]
+    except (Interrupted, UserError) as error:
         return str(error)
     except SystemExit as error:
         return error.code
     finally:
-        start.first_model, loop.Run.step, tuning.EAGER_UP_TO = first, step, eager
+        start.first_model, Run.step, tuning.EAGER_UP_TO = first, step, eager
 
 
 def main(folder: Path) -> None:

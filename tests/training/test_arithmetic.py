@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnres.errors import UserError
+from attnres.errors import Interrupted, UserError
 from attnres.ops import cpu
-from attnres.training import TrainConfig, loop, train
+from attnres.training import TrainConfig, train
 from attnres.training.metrics import read
+from attnres.training.run import Run
 
 Configure = Callable[..., TrainConfig]
 
@@ -27,15 +28,15 @@ def threads():
 
 def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, config: TrainConfig) -> None:
     """Train up to `step`, and save there."""
-    measure = loop.Run.measure
+    measure = Run.measure
 
-    def stop(run: loop.Run) -> None:
+    def stop(run: Run) -> None:
         measure(run)
         run.signalled = 143 if run.past.step == step else 0
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Run, "measure", stop)
-        with pytest.raises(loop.Interrupted):
+        patch.setattr(Run, "measure", stop)
+        with pytest.raises(Interrupted):
             train(config, progress=False)
 
 
@@ -102,11 +103,11 @@ def test_a_folder_that_is_taken_away_is_noticed_and_the_run_saved_beside(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     train(configure("whole"), progress=False)
-    folder, measure = tmp_path / "run", loop.Run.measure
+    folder, measure = tmp_path / "run", Run.measure
 
-    def take_away(run: loop.Run) -> None:
+    def take_away(run: Run) -> None:
         measure(run)
-        if run.past.step == 5 and run.gone is None:
+        if run.past.step == 5 and run.output.gone is None:
             if what == "removed":
                 shutil.rmtree(folder)
             elif what == "renamed":
@@ -114,7 +115,7 @@ def test_a_folder_that_is_taken_away_is_noticed_and_the_run_saved_beside(
             else:
                 (folder / {"metrics": "metrics.jsonl", "lock": ".lock"}[what]).unlink()
 
-    monkeypatch.setattr(loop.Run, "measure", take_away)
+    monkeypatch.setattr(Run, "measure", take_away)
     with pytest.raises(UserError, match=r"run was removed or renamed, .* up to step 6 is saved in .*run\.saved, where"):
         train(configure(), progress=False)
     monkeypatch.undo()

@@ -16,8 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from attnres.errors import UserError
-from attnres.training import TrainConfig, checkpoint, loop, train
+from attnres.training import TrainConfig, checkpoint, train
 from attnres.training.checkpoint import random_state, set_random_state
+from attnres.training.config import resolve
+from attnres.training.parallel import Processes
+from attnres.training.run import Run
 
 Configure = Callable[..., TrainConfig]
 
@@ -29,15 +32,15 @@ def stopped(configure: Configure, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     class Killed(BaseException):
         pass
 
-    measure = loop.Run.measure
+    measure = Run.measure
 
-    def kill(run: loop.Run) -> None:
+    def kill(run: Run) -> None:
         measure(run)
         if run.past.step == 5:
             raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Run, "measure", kill)
+        patch.setattr(Run, "measure", kill)
         with pytest.raises(Killed):
             train(configure(), progress=False)
     return tmp_path / "run" / "checkpoint"
@@ -141,7 +144,7 @@ def test_a_full_disk_keeps_the_checkpoint_before(
         return {str(p.relative_to(stopped)): p.read_bytes() for p in stopped.rglob("*") if p.is_file()}
 
     before = content()
-    run = loop.Run(loop.resolve(configure(resume=True)), loop.Processes(0, 1, torch.device("cpu")), progress=False)
+    run = Run(resolve(configure(resume=True)), Processes(0, 1, torch.device("cpu")), progress=False)
     monkeypatch.setattr(*((os, "fsync") if where == "fsync" else (checkpoint, where)), full)
     with pytest.raises(UserError, match="No space left on device"):
         run.save()
@@ -152,8 +155,8 @@ def test_a_full_disk_keeps_the_checkpoint_before(
     assert train(configure(resume=True), progress=False)["step"] == 8
 
 
-def start(config: TrainConfig) -> loop.Run:
-    return loop.Run(loop.resolve(config), loop.Processes(0, 1, torch.device("cpu")), progress=False)
+def start(config: TrainConfig) -> Run:
+    return Run(resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)
 
 
 def test_queries_are_resumed_as_they_were_saved(configure: Configure, stopped: Path) -> None:

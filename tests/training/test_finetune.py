@@ -23,11 +23,12 @@ from attnres.report.stats import equal_conditions
 from attnres.studies.compare import compare
 from attnres.studies.plan import CompareConfig, make_plan
 from attnres.studies.variants import parse_variants
-from attnres.training import TrainConfig, distill, from_dict, loop, regimes, to_dict, train
-from attnres.training.config import FinetuneConfig, OptimConfig, differences
+from attnres.training import TrainConfig, distill, from_dict, regimes, to_dict, train
+from attnres.training.config import FinetuneConfig, OptimConfig, differences, resolve
 from attnres.training.metrics import read
 from attnres.training.optim import build_optimizers
 from attnres.training.parallel import Processes
+from attnres.training.run import Run
 from attnres.training.start import settle
 
 Configure = Callable[..., TrainConfig]
@@ -58,8 +59,8 @@ def tune(configure: Configure, plain: Path) -> Configure:
     return make
 
 
-def begun(config: TrainConfig) -> loop.Run:
-    run = loop.Run(settle(loop.resolve(config)), ONE, progress=False)
+def begun(config: TrainConfig) -> Run:
+    run = Run(settle(resolve(config)), ONE, progress=False)
     run.close()
     return run
 
@@ -145,8 +146,8 @@ def test_the_tokenizer_is_the_models_unless_one_is_given(
     (tmp_path / "text").mkdir()
     for index in range(40):
         (tmp_path / "text" / f"{index}.txt").write_text(f"stream {index} reads a block of sources " * 8)
-    config = settle(loop.resolve(tune(data={"source": str(tmp_path / "text"), "held_out": 0.2})))
-    assert config.data.tokenizer == str(plain) and settle(loop.resolve(config)) == config
+    config = settle(resolve(tune(data={"source": str(tmp_path / "text"), "held_out": 0.2})))
+    assert config.data.tokenizer == str(plain) and settle(resolve(config)) == config
     assert begun(config).prepared.vocab_size <= 280
     config.data.tokenizer, config.out = "bpe:4096", str(tmp_path / "other")
     with pytest.raises(UserError, match="were made by another tokenizer than that of"):
@@ -300,15 +301,15 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     tune: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finetune: dict[str, Any]
 ) -> None:
     train(tune(out="whole", finetune=finetune), progress=False)
-    measure = loop.Run.measure
+    measure = Run.measure
 
-    def stop(run: loop.Run) -> None:
+    def stop(run: Run) -> None:
         measure(run)
         if run.past.step == 6:  # two steps after the checkpoint
             raise RuntimeError("power cut")
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Run, "measure", stop)
+        patch.setattr(Run, "measure", stop)
         with pytest.raises(RuntimeError, match="power cut"):
             train(tune(out="parts", finetune=finetune), progress=False)
     train(tune(out="parts", resume=True, finetune=finetune), progress=False)

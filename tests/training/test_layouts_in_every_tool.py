@@ -117,10 +117,10 @@ def test_every_tool_takes_every_layout(
 def test_a_run_that_was_cut_short_goes_on_bit_for_bit(
     name: str, layout: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from attnres.training import loop
+    from attnres.training.run import Run
 
     train(layout(name, out="whole"), progress=False)
-    save = loop.Run.save
+    save = Run.save
 
     def cut(self: Any, *arguments: Any) -> None:
         save(self, *arguments)
@@ -128,7 +128,7 @@ def test_a_run_that_was_cut_short_goes_on_bit_for_bit(
 
     config = layout(name, out="cut")
     with monkeypatch.context() as patch:
-        patch.setattr(loop.Run, "save", cut)
+        patch.setattr(Run, "save", cut)
         with pytest.raises(KeyboardInterrupt):
             train(config, progress=False)
     assert not (tmp_path / "cut" / "summary.json").exists()

@@ -31,9 +31,12 @@ from attnres.models.snapshot import snapshots
 from attnres.residuals.check.interface import TAKEN
 from attnres.training import TrainConfig, checkpoint, from_dict, loop, to_dict, train, validate
 from attnres.training.branch import branch, branch_step
+from attnres.training.config import resolve
+from attnres.training.interrupt import Signals
 from attnres.training.metrics import read
 from attnres.training.objective import Objective, loss_kind
 from attnres.training.parallel import Processes
+from attnres.training.run import Run
 
 Configure = Callable[..., TrainConfig]
 TIMES = ("tokens_per_s", "step_s", "flops_per_s")
@@ -199,8 +202,8 @@ def test_a_compiled_run_is_the_same_to_rounding(configure: Configure, tmp_path: 
 
 
 def first_step(config: TrainConfig) -> tuple[float, float]:
-    run = loop.Run(loop.resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)
-    run.step(loop.Signals())
+    run = Run(resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)
+    run.step(Signals())
     run.close()
     return run.loss, run.norm
 
@@ -263,13 +266,13 @@ def test_checkpointing_changes_no_number(configure: Configure, tmp_path: Path, h
 
 def read_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs read a step's numbers while the next one runs, as they do on CUDA."""
-    init = loop.Run.__init__
+    init = Run.__init__
 
-    def behind(self: loop.Run, *args: Any, **how: Any) -> None:
+    def behind(self: Run, *args: Any, **how: Any) -> None:
         init(self, *args, **how)
-        self.behind = True
+        self.arriving.behind = 1
 
-    monkeypatch.setattr(loop.Run, "__init__", behind)
+    monkeypatch.setattr(Run, "__init__", behind)
 
 
 def test_numbers_read_a_step_behind_are_the_same(
@@ -289,8 +292,8 @@ def test_a_step_waits_for_no_number(configure: Configure, monkeypatch: pytest.Mo
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
     read_behind(monkeypatch)
     config = configure(optim={"optimizer": "muon"}, accumulation=2)
-    run = loop.Run(loop.resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)
-    run.step(loop.Signals())
+    run = Run(resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)
+    run.step(Signals())
     calls = []
 
     class Asked(TorchDispatchMode):
@@ -299,7 +302,7 @@ def test_a_step_waits_for_no_number(configure: Configure, monkeypatch: pytest.Mo
             return func(*args, **(kwargs or {}))
 
     with Asked():
-        run.step(loop.Signals())
+        run.step(Signals())
     run.close()
     assert len(calls) > 500
     assert not [name for name in calls if any(word in name for word in ("local_scalar", "nonzero", "is_all", "equal"))]
@@ -328,7 +331,7 @@ def test_a_penalty_is_minimised_once_and_no_part_of_the_loss(
 def test_reported_losses_are_without_the_penalty(configure: Configure, tmp_path: Path) -> None:
     config = configure(model=GATED, steps=4)
     summary = train(config, progress=False)
-    run = loop.Run(loop.resolve(configure(out="other")), Processes(0, 1, torch.device("cpu")), progress=False)
+    run = Run(resolve(configure(out="other")), Processes(0, 1, torch.device("cpu")), progress=False)
     run.close()
     model = load(tmp_path / "run" / "model").eval()
     assert model.residual.progress.item() == 1.0  # it evaluates as it did at its last step
@@ -347,7 +350,7 @@ def test_reported_losses_are_without_the_penalty(configure: Configure, tmp_path:
 
 
 def test_queries_are_zero_after_build(configure: Configure) -> None:
-    run = loop.Run(loop.resolve(configure()), Processes(0, 1, torch.device("cpu")), progress=False)
+    run = Run(resolve(configure()), Processes(0, 1, torch.device("cpu")), progress=False)
     run.close()
     queries = [p for name, p in run.model.residual.named_parameters() if "quer" in name]
     assert queries and all(not query.any() for query in queries)
@@ -358,7 +361,7 @@ def test_variants_share_their_first_weights_and_batches(configure: Configure, tm
     for residual in ("standard", "full"):
         config = configure(out=residual)
         config.model.residual, config.model.num_blocks = residual, None
-        run = loop.Run(loop.resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)
+        run = Run(resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)
         run.close()
         names = {n: p.detach() for n, p in run.model.named_parameters() if "residual." not in n}
         weights.append((names, run.batches.at(3)[0], run.windows))
@@ -402,15 +405,16 @@ def test_a_run_killed_without_warning_goes_on_bit_for_bit(configure: Configure, 
     config = configure(out="parts")
     script = (
         "import json, os, signal, sys\n"
-        "from attnres.training import from_dict, loop, train\n"
-        "measure = loop.Run.measure\n"
+        "from attnres.training import from_dict, train\n"
+        "from attnres.training.run import Run\n"
+        "measure = Run.measure\n"
         "def kill(run):\n"
         "    measure(run)\n"
         "    if run.past.step == 7:\n"
-        '        run.metrics.file.write(\'{"kind": "tr\')\n'
-        "        run.metrics.file.flush()\n"
+        '        run.output.metrics.file.write(\'{"kind": "tr\')\n'
+        "        run.output.metrics.file.flush()\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        "loop.Run.measure = kill\n"
+        "Run.measure = kill\n"
         "train(from_dict(json.loads(sys.argv[1])), progress=False)\n"
     )
     killed = subprocess.run([sys.executable, "-c", script, json.dumps(to_dict(config))], check=False)
@@ -436,7 +440,7 @@ def test_a_run_killed_before_its_summary_only_finishes(
     summary = train(configure(), progress=False)
     (tmp_path / "run" / "summary.json").unlink()
     shutil.rmtree(tmp_path / "run" / "model")
-    monkeypatch.setattr(loop.Run, "step", None)
+    monkeypatch.setattr(Run, "step", None)
     resumed = train(configure(resume=True), progress=False)
     assert {**resumed, "peak_memory_bytes": 0} == {**summary, "peak_memory_bytes": 0}
 
@@ -586,7 +590,7 @@ def keep_state(trunk: Path, config: TrainConfig) -> None:
     """What a run that kept its checkpoint of step 6 says of itself."""
     state = {
         "step": 6,
-        "config": to_dict(loop.resolve(config)),
+        "config": to_dict(resolve(config)),
         "data": {},
         "random": [],
         "progress": {},
@@ -598,7 +602,7 @@ def keep_state(trunk: Path, config: TrainConfig) -> None:
 
 def test_a_branch_ends_as_the_whole_run_does(configure: Configure, tmp_path: Path) -> None:
     train(configure("trunk", **wsd(16, keep_at=(6,))), progress=False)
-    whole, short = configure("whole", **wsd(8)), loop.resolve(configure("short", **wsd(8, resume=True)))
+    whole, short = configure("whole", **wsd(8)), resolve(configure("short", **wsd(8, resume=True)))
     train(whole, progress=False)
     assert branch_step(short) == 6
     branch(tmp_path / "trunk", 6, short)
@@ -622,7 +626,7 @@ def test_a_branch_that_would_have_gone_another_way_is_refused(
 ) -> None:
     keep_state(tmp_path / "trunk", configure("trunk", **wsd(16, keep_at=(6,))))
     with pytest.raises(UserError, match=message):
-        branch(tmp_path / "trunk", steps, loop.resolve(configure("short", **values)))
+        branch(tmp_path / "trunk", steps, resolve(configure("short", **values)))
     assert not (tmp_path / "short").exists()
 
 
@@ -630,6 +634,6 @@ def test_an_annealed_residual_has_no_branches(configure: Configure, tmp_path: Pa
     model = {"residual": "adaptive", "num_blocks": None}
     keep_state(tmp_path / "trunk", configure("trunk", **wsd(16, model=model)))
     with pytest.raises(UserError, match="annealed over a run's steps"):
-        branch(tmp_path / "trunk", 6, loop.resolve(configure("short", **wsd(8, model=model))))
+        branch(tmp_path / "trunk", 6, resolve(configure("short", **wsd(8, model=model))))
     with pytest.raises(UserError, match="only runs with wsd branch off"):
         branch_step(configure())

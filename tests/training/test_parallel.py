@@ -22,24 +22,25 @@ from attnres.training.parallel import join_processes
 SCRIPT = """
 import json, os, signal, sys
 from attnres.errors import Interrupted
-from attnres.training import from_dict, loop, train, validate
+from attnres.training import from_dict, train, validate
+from attnres.training.run import Run
 
 whole, parts = (from_dict(values) for values in json.loads(sys.argv[1]))
 summary = train(whole, progress=False)
 
-step = loop.Run.step
+step = Run.step
 def with_signal(run, signals):  # one process of the two gets it
     if run.past.step == 2 and os.environ["RANK"] == "1":
         signal.raise_signal(signal.SIGTERM)
     step(run, signals)
-loop.Run.step = with_signal
+Run.step = with_signal
 try:
     train(parts, progress=False)
 except Interrupted as error:
     assert error.code == 143
 else:
     raise AssertionError("not interrupted")
-loop.Run.step = step
+Run.step = step
 parts.resume = True
 assert train(parts, progress=False)["val_loss"] == summary["val_loss"]
 """
