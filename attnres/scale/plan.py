@@ -7,7 +7,7 @@ are counts and a model, with its assumptions in `ASSUMPTIONS`.
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -199,92 +199,119 @@ def _divisors(number: int) -> list[int]:
 def _planned(
     model: DepthMixin, load: Load, layout: _Layout, costs: tuple[list[float], float] | None, kept: "_Activations"
 ) -> Planned | None:
-    dp, shard, pp, tp, virtual, schedule = layout
+    """Return what a layout takes; None of one that cannot be."""
     try:
-        if pp > 1:
-            check_schedule(schedule, pp, virtual, load.microbatches)
-        if tp > 1:
-            check_slices(model, tp)
+        if layout.pp > 1:
+            check_schedule(layout.schedule, layout.pp, layout.virtual, load.microbatches)
+        if layout.tp > 1:
+            check_slices(model, layout.tp)
     except UserError:
         return None
-    cut = plan_cut(model, pp, schedule, virtual, costs=costs)
-    residual = model.residual.itself()
-    table, naive = crossings(residual, cut), crossings(residual, cut, cached=False)
-    device, width = DEVICES[load.device], model.config.hidden_size
-    tokens = load.batch * load.context
-    vector = tokens * width * 4  # bytes of one a micro-batch: the stream is fp32 under autocast
-
-    of_residual = sum(p.numel() for p in residual.parameters())
-    sliced = sum(weight.numel() for _, _, weight in sliced_weights(model)) if tp > 1 else 0
-    inside, outside = _parameters(model, cut)
-    owned = [sum(layers) + rest - sliced * (1 - 1 / tp) for layers, rest in zip(inside, outside, strict=True)]
-    states = max(owned) * 16 / shard + of_residual * 16
-    held = in_flight(schedule, pp, virtual, load.microbatches)
-    ours = [[stage for stage, owner in enumerate(cut.ranks) if owner == rank] for rank in range(pp)]
-
-    def most(of: Callable[[int], float]) -> float:
-        """Return the largest sum over a rank's micro-batches in flight of what each of its stages needs for one."""
-        sums = ((moment, map(of, ours[rank])) for rank in range(pp) for moment in held[rank])
-        return max(sum(count * need for count, need in zip(moment, needs)) for moment, needs in sums)
-
-    whole = 0.0
-    if shard > 1:
-        together = (sum(layers if pp > 1 else sorted(layers)[-2:]) for layers in inside)
-        whole = max(load.itemsize * part + 4 * rest for part, rest in zip(together, outside)) / tp
-    if shard > 1 and load.microbatches > 1:
-        whole += max(owned) * 4 * (1 - 1 / shard)
-    copies = load.itemsize == 2 and shard == 1
-    activations = most(lambda stage: kept.of(cut, stage, tp, copies)) + kept.again / tp
-    sources = most(lambda stage: table[stage - 1].vectors if stage else 0) * vector
-    buffers = max((crossing.vectors for crossing in table), default=0) * vector
-    # Slots that a rank keeps are aliases of what it received or made: no bytes of their own.
-    memory = states + whole + activations + sources + buffers
-
-    step_tokens = tokens * load.microbatches * dp * shard
-    work = step_flops(model, load.context) * step_tokens / load.gpus / (PEAKS[load.device.upper()][0] * EFFICIENCY)
-    if kept.made_again:
-        work *= 4 / 3  # forward twice
-    bubble = 0.0
-    if pp > 1 and not (schedule in ("zbv", "interleaved_zero_bubble", "dualpipev") and load.microbatches >= 2 * pp):
-        bubble = (pp - 1) / (virtual * load.microbatches + pp - 1)
-    stage_bytes = 2 * vectors(table) * vector * load.microbatches / pp  # of a rank, forward and back
-    mean, rest = sum(owned) / pp, sum(outside) / pp
-    gathered = (1 if pp > 1 else 2) * load.microbatches ** (pp == 1)
-    share_bytes = (shard - 1) / shard * (gathered * ((mean - rest) * load.itemsize + rest * 4) + mean * 4)
-    share_bytes += 8 * (mean / shard * (dp - 1) / dp + of_residual * (1 - 1 / (dp * shard)))
-    layers, sublayers = len(model.depth_layers), len(residual.sublayers)
-    passes = 2 * 2 * layers * sublayers * load.microbatches  # gathered and added up, forward and back
-    slice_bytes = passes * (1 - 1 / tp) * tokens * width * load.itemsize
-    slice_bytes += 8 * (mean - sliced / tp) * (1 - 1 / tp) / shard + (8 * of_residual * (1 - 1 / tp) if tp > 1 else 0.0)
-    link = device.inside if shard * pp * tp <= device.node else device.outside
-    between = device.inside if load.gpus <= device.node else device.outside
-    sending = max(0.0, stage_bytes / between - work) + max(0.0, share_bytes / link - work) + slice_bytes / device.inside
-    seconds = work / (1 - bubble) + sending
+    laid = _LaidOut(model, load, layout, plan_cut(model, layout.pp, layout.schedule, layout.virtual, costs=costs))
+    memory, traffic = laid.memory(kept), laid.traffic()
+    rest: dict[str, Any] = {
+        **(layout._asdict() if layout.pp > 1 else layout._replace(schedule="none")._asdict()),
+        **memory,
+        **traffic,
+        **laid.time(traffic, again=kept.made_again),
+    }
+    total = sum(memory.values())
     return Planned(
-        dp=dp,
-        shard=shard,
-        pp=pp,
-        tp=tp,
-        virtual=virtual,
-        schedule=schedule if pp > 1 else "none",
-        layers=tuple(map(len, _layers_of(model, cut))),
-        states=states,
-        whole=whole,
-        activations=activations,
-        sources=sources,
-        buffers=buffers,
-        memory=memory,
-        fits=memory < 0.92 * device.memory,
-        vectors=vectors(table),
-        vectors_naive=vectors(naive),
-        kept=max(most_kept(table, cut).values()),
-        stage_bytes=stage_bytes,
-        share_bytes=share_bytes,
-        slice_bytes=slice_bytes,
-        bubble=bubble,
-        seconds=seconds,
-        tokens_per_s=step_tokens / seconds,
+        layers=tuple(map(len, _layers_of(model, laid.cut))),
+        memory=total,
+        fits=total < 0.92 * DEVICES[load.device].memory,
+        vectors=vectors(laid.table),
+        vectors_naive=vectors(crossings(model.residual.itself(), laid.cut, cached=False)),
+        kept=max(most_kept(laid.table, laid.cut).values()),
+        **rest,
     )
+
+
+class _LaidOut:
+    """A model in a layout: what its ranks have of it.
+
+    Attributes:
+        table: what crosses from stage to stage.
+        vector: bytes of one vector of a micro-batch's tokens: the stream is fp32 under autocast.
+        of_residual: parameters of the residual, which every rank has whole.
+        sliced: parameters that are cut among the slices.
+        inside, outside: see `_parameters`.
+        owned: parameters of each rank but the residual's, before they are shared out.
+    """
+
+    def __init__(self, model: DepthMixin, load: Load, layout: _Layout, cut: Cut) -> None:
+        self.model, self.load, self.layout, self.cut = model, load, layout, cut
+        self.table = crossings(model.residual.itself(), cut)
+        self.tokens = load.batch * load.context
+        self.vector = self.tokens * model.config.hidden_size * 4
+        self.of_residual = _numel(model.residual.itself())
+        self.sliced = sum(weight.numel() for _, _, weight in sliced_weights(model)) if layout.tp > 1 else 0
+        self.inside, self.outside = _parameters(model, cut)
+        besides = self.sliced * (1 - 1 / layout.tp)
+        self.owned = [sum(layers) + rest - besides for layers, rest in zip(self.inside, self.outside, strict=True)]
+
+    def memory(self, kept: "_Activations") -> dict[str, float]:
+        """Return the bytes of the fullest rank by what they are for. Slots that a rank keeps are aliases of what it
+        received or made: no bytes of their own."""
+        layout, load = self.layout, self.load
+        held = in_flight(layout.schedule, layout.pp, layout.virtual, load.microbatches)
+
+        def most(of: Callable[[int], float]) -> float:
+            """Return the largest sum over a rank's micro-batches in flight of what each of its stages needs for one."""
+            sums = []
+            for rank, moments in enumerate(held):
+                needs = [of(stage) for stage, owner in enumerate(self.cut.ranks) if owner == rank]
+                sums += [sum(count * need for count, need in zip(moment, needs)) for moment in moments]
+            return max(sums)
+
+        whole = 0.0
+        if layout.shard > 1:
+            together = (sum(layers if layout.pp > 1 else sorted(layers)[-2:]) for layers in self.inside)
+            whole = max(load.itemsize * part + 4 * rest for part, rest in zip(together, self.outside)) / layout.tp
+        if layout.shard > 1 and load.microbatches > 1:
+            whole += max(self.owned) * 4 * (1 - 1 / layout.shard)
+        copies = load.itemsize == 2 and layout.shard == 1
+        return {
+            "states": max(self.owned) * 16 / layout.shard + self.of_residual * 16,
+            "whole": whole,
+            "activations": most(lambda stage: kept.of(self.cut, stage, layout.tp, copies)) + kept.again / layout.tp,
+            "sources": most(lambda stage: self.table[stage - 1].vectors if stage else 0) * self.vector,
+            "buffers": max((crossing.vectors for crossing in self.table), default=0) * self.vector,
+        }
+
+    def traffic(self) -> dict[str, float]:
+        """Return the bytes that a rank sends in a step."""
+        (dp, shard, pp, tp, *_), load = self.layout, self.load
+        mean, rest = sum(self.owned) / pp, sum(self.outside) / pp
+        gathered = (1 if pp > 1 else 2) * load.microbatches ** (pp == 1)
+        share_bytes = (shard - 1) / shard * (gathered * ((mean - rest) * load.itemsize + rest * 4) + mean * 4)
+        share_bytes += 8 * (mean / shard * (dp - 1) / dp + self.of_residual * (1 - 1 / (dp * shard)))
+        layers, sublayers = len(self.model.depth_layers), len(self.model.residual.itself().sublayers)
+        passes = 2 * 2 * layers * sublayers * load.microbatches  # gathered and added up, forward and back
+        slice_bytes = passes * (1 - 1 / tp) * self.vector / 4 * load.itemsize
+        slice_bytes += 8 * (mean - self.sliced / tp) * (1 - 1 / tp) / shard
+        slice_bytes += 8 * self.of_residual * (1 - 1 / tp)
+        return {
+            "stage_bytes": 2 * vectors(self.table) * self.vector * load.microbatches / pp,  # forward and back
+            "share_bytes": share_bytes,
+            "slice_bytes": slice_bytes,
+        }
+
+    def time(self, traffic: Mapping[str, float], *, again: bool) -> dict[str, float]:
+        """Return the bubble, a step's seconds and the tokens a second; `again`: layers are passed forward twice."""
+        (dp, shard, pp, tp, virtual, schedule), load = self.layout, self.load
+        device = DEVICES[load.device]
+        step_tokens = self.tokens * load.microbatches * dp * shard
+        flops = step_flops(self.model, load.context) * step_tokens * (4 / 3 if again else 1)
+        work = flops / load.gpus / (PEAKS[load.device.upper()][0] * EFFICIENCY)
+        bubble = 0.0
+        if pp > 1 and not (schedule in ("zbv", "interleaved_zero_bubble", "dualpipev") and load.microbatches >= 2 * pp):
+            bubble = (pp - 1) / (virtual * load.microbatches + pp - 1)
+        link = device.inside if shard * pp * tp <= device.node else device.outside
+        between = device.inside if load.gpus <= device.node else device.outside
+        sending = max(0.0, traffic["stage_bytes"] / between - work) + max(0.0, traffic["share_bytes"] / link - work)
+        seconds = work / (1 - bubble) + sending + traffic["slice_bytes"] / device.inside
+        return {"bubble": bubble, "seconds": seconds, "tokens_per_s": step_tokens / seconds}
 
 
 def in_flight(schedule: str, ranks: int, virtual: int, microbatches: int) -> list[set[tuple[int, ...]]]:
