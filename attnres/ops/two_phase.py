@@ -32,9 +32,9 @@ from torch import Tensor
 
 from attnres.ops import plain, registered
 from attnres.ops.backend import Backend, MergeSaved
-from attnres.ops.dispatch import backend_for, in_two_phases
+from attnres.ops.dispatch import backend_for
 from attnres.ops.norms import Norm
-from attnres.ops.reference import compute_dtype, scaled_query
+from attnres.ops.reference import compute_dtype
 from attnres.ops.sharded import settled
 
 
@@ -454,78 +454,3 @@ def apply_norm(h: Tensor, norm: Norm) -> Tensor:
     backend = _backend(_settled((h,)), (weight, bias), torch.promote_types(dtype, torch.float32), dtype, out_dtype)
     form = _Form(backend, 0, 0.0, dtype, 2 if center else 1, eps, out_dtype)
     return _run(_Merge, form, weight, bias, None, h, None, None, None)[0]
-
-
-def depth_read(
-    sources: Sequence[Tensor],
-    query: Tensor,
-    gain: Tensor | None = None,
-    *,
-    norm: Norm | None = None,
-    eps: float = 1e-6,
-    return_weights: bool = False,
-    checkpoint_level: int = 0,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """One Attention Residuals read, for people with a model of their own.
-
-        h = sum_i a_i v_i,    a = softmax_i( w . (g * v_i / sqrt(mean(v_i^2) + eps)) )
-
-    Args:
-        sources: n >= 1 tensors (..., d) of one shape: the embedding and earlier outputs or block sums. They are read
-            where they lie: no stack of them is kept for backward.
-        query: the pseudo-query w, (d,). Start it at zero: the read is then the plain mean.
-        gain: the key norm's gain g, (d,), or None for ones.
-        norm: apply this norm to h in the same pass (`attnres.Norm(weight, eps=...)`).
-        eps: of the key norm.
-        return_weights: also return the weights a, (n, ...), detached, in the compute dtype.
-        checkpoint_level: 0 keeps h for backward; 1 keeps only its weights and makes h again from the sources.
-
-    Returns:
-        h, or norm(h), of the sources' shape and the first source's dtype (`norm.out_dtype` if given); then the weights
-        if asked for. Logits, softmax and statistics are in fp32 (fp64 for fp64 sources).
-
-    Raises:
-        ValueError: no source, shapes that do not fit, or another checkpoint level.
-
-    Source: arXiv 2603.15031.
-    """
-    sources = list(sources)
-    _check_read(sources, query, gain, checkpoint_level)
-    shape = sources[0].shape
-    dtype, n = sources[0].dtype, len(sources)
-    if n == 1:  # the source itself, exactly, and exactly no gradient for its query
-        weights = torch.ones((1, *shape[:-1]), dtype=compute_dtype(dtype), device=sources[0].device)
-        h = sources[0] + (scaled_query(query, gain) * 0.0).sum().to(dtype)
-        x = h if norm is None else apply_norm(h, norm)
-        return (x, weights) if return_weights else x
-    scaled = scaled_query(query, gain)
-    sources = [source.reshape(-1, shape[-1]) for source in sources] if len(shape) == 1 else sources
-    if norm is not None and norm.out_dtype is None:
-        norm = norm._replace(out_dtype=dtype)
-    how: dict[str, Any] = {"eps": eps, "dtype": dtype, "recompute": bool(checkpoint_level), "watched": return_weights}
-    if in_two_phases(n, 1, training=torch.is_grad_enabled(), opens=0):
-        sealed = read_sealed(sources, scaled.unsqueeze(0), eps=eps)
-        merged = merge(sealed.read(0), (), None, None, norm, **how)
-        weights = sealed.logits[:, :, 0].softmax(1)
-    else:
-        merged = merge(None, sources, None, scaled, norm, **how)
-        weights = merged.weights
-    x = merged.x.view(shape)
-    return x if weights is None or not return_weights else (x, weights.t().reshape(n, *shape[:-1]))
-
-
-def _check_read(sources: list[Tensor], query: Tensor, gain: Tensor | None, checkpoint_level: int) -> None:
-    """Raises ValueError for what `depth_read` cannot take."""
-    if not sources:
-        raise ValueError("depth_read got no sources: expected a list of at least one tensor (..., d)")
-    if checkpoint_level not in (0, 1):
-        raise ValueError(
-            f"depth_read got checkpoint_level={checkpoint_level!r}: expected 0 (keep h) or 1 (make it again)"
-        )
-    shape = sources[0].shape
-    for i, source in enumerate(sources):
-        if source.shape != shape:
-            raise ValueError(f"depth_read got source 0 of shape {tuple(shape)} and source {i} of {tuple(source.shape)}")
-    for name, vector in (("query", query), ("gain", gain)):
-        if vector is not None and vector.shape != shape[-1:]:
-            raise ValueError(f"depth_read got {name} of shape {tuple(vector.shape)}: expected ({shape[-1]},)")
