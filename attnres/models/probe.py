@@ -71,13 +71,13 @@ def probe(model: PreTrainedModel) -> Family:
     try:
         path, layers = _find_layers(base, model.config)
         try:
-            events, normed = _watch(model, base, layers, norms_alone=True)
-            reads = _reads(events, len(layers))
+            watch = _Watch(model, base, layers, norms_alone=True)
+            reads = _reads(watch.events, len(layers))
         except _NoFitError:
-            events, normed = _watch(model, base, layers, norms_alone=False)
-            reads = _reads(events, len(layers))
-        final = [place for kind, index, place in events if index == _OUTSIDE and kind == "read"]
-        if len(final) != 1 or not normed[_OUTSIDE, final[0]]:
+            watch = _Watch(model, base, layers, norms_alone=False)
+            reads = _reads(watch.events, len(layers))
+        final = [place for kind, index, place in watch.events if index == _OUTSIDE and kind == "read"]
+        if len(final) != 1 or not watch.normed[_OUTSIDE, final[0]]:
             raise _NoFitError("has no final norm that reads the stream after the last layer")
     except _NoFitError as reason:
         raise UserError(f"{name} cannot have depth reads: it {reason}") from None
@@ -88,7 +88,7 @@ def probe(model: PreTrainedModel) -> Family:
         layers=path,
         reads=reads,
         final_norm=final[0],
-        normed=all(normed[index, place] for index in range(len(layers)) for place in reads),
+        normed=all(watch.normed[index, place] for index in range(len(layers)) for place in reads),
         branch_weights=(),
     )
 
@@ -107,84 +107,88 @@ def _find_layers(base: Any, config: Any) -> tuple[str, nn.ModuleList]:
     return f"{prefix}.{path}" if prefix else path, layers
 
 
-def _watch(
-    model: PreTrainedModel, base: nn.Module, layers: nn.ModuleList, *, norms_alone: bool
-) -> tuple[list[tuple[str, int, str]], dict[tuple[int, str], bool]]:
-    """(kind, layer, path) of each read and write, and of each read whether a norm makes it; with `norms_alone` other
-    modules that are called on the stream pass it on to what is inside of them."""
-    events: list[tuple[str, int, str]] = []
-    normed: dict[tuple[int, str], bool] = {}
-    now = _OUTSIDE
+class _Watch:
+    """What one forward pass reads from its stream and writes there.
 
-    def note(kind: str, place: str) -> None:
-        events.append((kind, now, place))
+    Attributes:
+        events: (kind, layer, path) of each read and write.
+        normed: of each read whether a norm makes it.
+        norms_alone: other modules that are called on the stream pass it on to what is inside of them.
+    """
 
-    def enter(index: int) -> Callable:
+    def __init__(self, model: PreTrainedModel, base: nn.Module, layers: nn.ModuleList, *, norms_alone: bool) -> None:
+        """Pass a few tokens through the model. Raises _NoFitError."""
+        self.norms_alone = norms_alone
+        self.events: list[tuple[str, int, str]] = []
+        self.normed: dict[tuple[int, str], bool] = {}
+        self.now = _OUTSIDE  # the layer
+        inside = {id(m) for layer in layers for m in layer.modules()}
+        above = {id(m) for path, m in base.named_modules() if any(x is layers for x in m.modules())} | {id(layers)}
+        readers = [(path, m) for path, m in base.named_modules() if id(m) not in inside | above]
+        readers += [(path, m) for layer in layers for path, m in layer.named_modules() if path]
+        with evaluating(model), ExitStack() as stack:
+            handles = [layer.register_forward_hook(self._leave) for layer in layers]
+            handles += [
+                layer.register_forward_pre_hook(self._entering(i), with_kwargs=True) for i, layer in enumerate(layers)
+            ]
+            handles += [m.register_forward_pre_hook(self._reading(path), with_kwargs=True) for path, m in readers]
+            handles.append(base.register_forward_hook(_end))
+            for handle in handles:
+                stack.callback(handle.remove)
+            try:
+                logits(model, fixed_inputs(model, 4))
+            except _NoFitError:
+                raise
+            except Exception as error:  # whatever its code does with what is no tensor
+                raise _NoFitError(f"does something else with its hidden state ({first_line(error)})") from error
+
+    def _note(self, kind: str, place: str) -> None:
+        self.events.append((kind, self.now, place))
+
+    def _entering(self, index: int) -> Callable:
+        """Return the hook of what enters a layer."""
+
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> Any:
-            nonlocal now
-            now = index
+            self.now = index
             state = args[0] if args else kwargs.get("hidden_states")
             if index == 0:
                 if not isinstance(state, Tensor):
                     raise _NoFitError("does not give its layers a hidden state")
-                return _replaced(args, kwargs, _Watched(state, note))
+                return _replaced(args, kwargs, _Watched(state, self._note))
             if not isinstance(state, _Watched):
                 raise _NoFitError("changes its hidden state between layers")
             return None
 
         return hook
 
-    def leave(module: nn.Module, args: tuple, output: Any) -> None:
-        nonlocal now
-        if not isinstance(output[0] if isinstance(output, tuple) else output, _Watched):
-            raise _NoFitError(
-                "has layers that put out something else than the sum: a norm or a gate follows the addition"
-            )
-        now = _OUTSIDE
+    def _reading(self, place: str) -> Callable:
+        """Return the hook of a module that may read the stream."""
 
-    def read(place: str) -> Callable:
         def hook(module: nn.Module, args: tuple, kwargs: dict) -> Any:
             state = args[0] if args else kwargs.get("hidden_states")
             if not isinstance(state, _Watched):
                 return None
             is_norm = len(args) + len(kwargs) == 1 and _removes_scale(module, state.value)
-            if norms_alone and not is_norm:
+            if self.norms_alone and not is_norm:
                 return None
-            note("read", place)
-            normed[now, place] = is_norm
+            self._note("read", place)
+            self.normed[self.now, place] = is_norm
             return _replaced(args, kwargs, state.value)
 
         return hook
 
-    def end(module: nn.Module, args: tuple, output: Any) -> None:
-        states = output.values() if hasattr(output, "values") else output if isinstance(output, tuple) else (output,)
-        if any(isinstance(state, _Watched) for state in states):
-            raise _NoFitError("has no final norm that reads the stream after the last layer")
+    def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
+        if not isinstance(output[0] if isinstance(output, tuple) else output, _Watched):
+            raise _NoFitError(
+                "has layers that put out something else than the sum: a norm or a gate follows the addition"
+            )
+        self.now = _OUTSIDE
 
-    inside = {id(m) for layer in layers for m in layer.modules()}
-    above = {id(m) for path, m in base.named_modules() if any(x is layers for x in m.modules())} | {id(layers)}
-    with evaluating(model), ExitStack() as stack:
 
-        def hook(handle: Any) -> None:
-            stack.callback(handle.remove)
-
-        for index, layer in enumerate(layers):
-            hook(layer.register_forward_pre_hook(enter(index), with_kwargs=True))
-            hook(layer.register_forward_hook(leave))
-            for path, module in layer.named_modules():
-                if path:
-                    hook(module.register_forward_pre_hook(read(path), with_kwargs=True))
-        for path, module in base.named_modules():
-            if id(module) not in inside | above:
-                hook(module.register_forward_pre_hook(read(path), with_kwargs=True))
-        hook(base.register_forward_hook(end))
-        try:
-            logits(model, fixed_inputs(model, 4))
-        except _NoFitError:
-            raise
-        except Exception as error:  # whatever its code does with what is no tensor
-            raise _NoFitError(f"does something else with its hidden state ({first_line(error)})") from error
-    return events, normed
+def _end(module: nn.Module, args: tuple, output: Any) -> None:
+    states = output.values() if hasattr(output, "values") else output if isinstance(output, tuple) else (output,)
+    if any(isinstance(state, _Watched) for state in states):
+        raise _NoFitError("has no final norm that reads the stream after the last layer")
 
 
 def _replaced(args: tuple, kwargs: dict, state: Any) -> tuple[tuple, dict]:
