@@ -14,15 +14,19 @@ from attnres.studies.variants import parse_variants
 from attnres.training.branch import branch_step
 from attnres.training.config import TrainConfig, size_of, tokenizer_of
 
+CALL = 2e-5
+"""Seconds of an operation of PyTorch on a CPU, forward or backward, where calling it takes longer than computing it."""
+
 
 @dataclass(frozen=True)
 class Cost:
-    """What an arm costs: its runs, the tokens that they train on and the FLOPs for that."""
+    """What an arm costs: its runs, the tokens that they train on, the FLOPs for that, and calls of small operations."""
 
     arm: str
     runs: int
     tokens: float
     flops: float
+    calls: float = 0.0
 
 
 def cost_of(arm: Arm, model: TrainConfig) -> Cost:
@@ -31,7 +35,8 @@ def cost_of(arm: Arm, model: TrainConfig) -> Cost:
     Runs that branch off others train from there alone.
     """
     if arm.computed is not None:
-        return Cost(arm.name, len(arm.computed.runs), 0.0, arm.computed.flops * len(arm.computed.runs))
+        runs = len(arm.computed.runs)
+        return Cost(arm.name, runs, 0.0, arm.computed.flops * runs, arm.computed.calls * runs)
     assert arm.compare is not None
     base = arm.compare.base
     runs = len(parse_variants(arm.compare.variants, arm.compare.lrs)) * len(arm.compare.seeds)
@@ -99,4 +104,4 @@ def measured_speed(config: TrainConfig) -> float | None:
 
 def hours(costs: Sequence[Cost], flops_per_s: float) -> float:
     """Hours of one core or one GPU for all of them."""
-    return math.fsum(cost.flops for cost in costs) / flops_per_s / 3600
+    return math.fsum(cost.flops / flops_per_s + cost.calls * CALL for cost in costs) / 3600

@@ -30,11 +30,13 @@ class Computed:
             {"quantity": "loss", "value": 2.5, "step": 100}, the step being optional.
         runs: arguments by the run's name, LABEL-seedK.
         flops: of one run, about.
+        calls: of operations of PyTorch in one run, forward and backward, where those are small; about.
     """
 
     function: str
     runs: dict[str, dict[str, Any]]
     flops: float
+    calls: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from attnres.reading import read_json
 from attnres.studies.analyses.noise import Noise
 from attnres.studies.conduct import conduct, names_of, outcome_in, survey
 from attnres.studies.contrast import contrast
-from attnres.studies.cost import cost_of, flops_a_token, hours
+from attnres.studies.cost import CALL, Cost, cost_of, flops_a_token, hours
 from attnres.studies.design import Measured, Row, Setting
 from attnres.studies.lab import STUDIES
 from attnres.studies.page import report_page
@@ -248,6 +248,7 @@ def test_flops_are_six_for_each_weight_and_attention():
     size = PRESETS["nano"].train["model"]["size"]
     assert flops_a_token(size, 256, 4096) == pytest.approx(6 * 2_886_528 + 12 * 12 * 256 * 128, rel=0.01)
     assert hours([], 1.0) == 0
+    assert hours([Cost("arm", 1, 0.0, 3600.0, calls=3600 / CALL)], 1.0) == pytest.approx(2)
 
 
 def test_the_recipe_of_issue_ten_is_expressed(tmp_path):

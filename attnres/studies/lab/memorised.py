@@ -19,6 +19,8 @@ ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 RATES = (0.001, 0.003, 0.01, 0.03)
 TEMPERATURES = (0.01, 1.0, 100.0)
 MECHANISMS = ("standard", "rescaled", "full")
+OPERATIONS = 30
+"""Of PyTorch in a step, forward and backward, for a sublayer and its read."""
 
 
 def mixture(residual: str, norm: bool, layers: int, steps: int, seed: int) -> list[dict[str, Any]]:
@@ -105,11 +107,12 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
         for temperature in TEMPERATURES
         for residual in MECHANISMS
     }
-    each = 6.0 * 2 * WIDTH**2 * SAMPLES * steps * len(RATES)
-    layers = statistics.fmean(depths)
+    sublayers = steps * len(RATES)  # of a run with one sublayer and one alpha
+    flops, layers = 6.0 * 2 * WIDTH**2 * SAMPLES * sublayers, statistics.fmean(depths) * len(ALPHAS)
+    calls = OPERATIONS * sublayers
     return [
-        Arm("mixtures", computed=Computed(f"{__name__}:mixture", mixtures, each * layers * len(ALPHAS))),
-        Arm("teachers", computed=Computed(f"{__name__}:taught", teachers, each * depths[-1])),
+        Arm("mixtures", computed=Computed(f"{__name__}:mixture", mixtures, flops * layers, calls * layers)),
+        Arm("teachers", computed=Computed(f"{__name__}:taught", teachers, flops * depths[-1], calls * depths[-1])),
     ]
 
 

@@ -39,19 +39,21 @@ class Mlps(nn.Module):
         self.streams: list[float] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., d) -> (..., d). `reads` and `streams` then hold the RMS of each read before its norm, and of the state
-        as one vector after each write."""
+        """(..., d) -> (..., d). Without gradients `reads` and `streams` then hold the RMS of each read before its norm,
+        and of the state as one vector after each write."""
         self.reads, self.streams = [], []
         state = self.residual("start", x)
         for index in range(self.layers):
             read, state = self.residual("read", state, index, self._norm)
             output = F.relu(read @ self.first[index]) @ self.second[index]
             state = self.residual("write", state, index, output)
-            self.streams.append(_rms(self.residual.hidden_state(state)))
+            if not torch.is_grad_enabled():
+                self.streams.append(_rms(self.residual.hidden_state(state)))
         return self.residual("finish", state, self._norm)
 
     def _norm(self, h: Tensor) -> Tensor:
-        self.reads.append(_rms(h))
+        if not torch.is_grad_enabled():
+            self.reads.append(_rms(h))
         return normed(h) if self.norm else h
 
 
