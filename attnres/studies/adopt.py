@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from attnres.errors import UserError
-from attnres.files import locked, replaced_folder
+from attnres.files import locked, replaced_folder, write_json
 from attnres.reading import read_json
 from attnres.studies.plan import Plan
 from attnres.training.config import differences, to_dict
@@ -36,8 +36,8 @@ def runs_in(folders: Iterable[Path], *, unfinished: bool = False) -> dict[Path, 
 
 
 def adopt(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) -> list[str]:
-    """Copy into a plan's folders what was trained with the same configuration on the same data; of finished runs no
-    checkpoint, which only a run that goes on needs.
+    """Copy into a plan's folders what was trained with the same configuration on the same data, wherever that lay; of
+    finished runs no checkpoint, which only a run that goes on needs.
 
     Returns:
         The names of the runs that were adopted.
@@ -51,7 +51,9 @@ def adopt(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) ->
         same = (
             there
             for there, theirs in runs.items()
-            if there.resolve() != folder.resolve() and not differences(ours, theirs) and _same_data(there, data)
+            if there.resolve() != folder.resolve()
+            and set(differences(ours, theirs)) <= {"data.source"}  # data.json says whether the text is the same
+            and _same_data(there, data)
         )
         there = None if folder.exists() else next(same, None)
         if there is None:
@@ -59,6 +61,9 @@ def adopt(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) ->
         left_out = ["kept", ".*", *(["checkpoint"] if (there / "summary.json").is_file() else [])]
         with locked(there), replaced_folder(folder) as temporary:
             shutil.copytree(there, temporary, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)
+            write_json(temporary / "config.json", ours)
+            if (state := temporary / "checkpoint" / "state.json").is_file():
+                write_json(state, {**read_json(state), "config": ours})
         names.append(name)
     return names
 

@@ -151,6 +151,19 @@ def test_runs_of_elsewhere_are_adopted_where_they_are_the_same(setting, noise, t
     assert "recipe/standard-seed1" not in runner.names
 
 
+def test_a_finished_run_counts_wherever_its_text_lies_and_without_its_model(setting, noise, tmp_path):
+    moved = shutil.copytree(str(setting.source), tmp_path / "text")
+    keep = shutil.ignore_patterns("model", "checkpoint", "inspection.json", "residual")
+    kept = shutil.copytree(noise.folder, tmp_path / "kept", ignore=keep)
+    other = dataclasses.replace(setting, source=str(moved), out=tmp_path / "out")
+    runner = Here()
+    outcome = conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=runner, adopted=[kept])
+    assert runner.names == [] and outcome.result == noise.result
+    assert (outcome.folder / "runs.csv").read_bytes() == (noise.folder / "runs.csv").read_bytes()
+    config = json.loads((outcome.folder / "recipe" / "standard-seed0" / "config.json").read_text())
+    assert config["data"]["source"] == str(moved)
+
+
 def test_when_the_time_is_over_the_rest_is_left_for_later(setting, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     outcome = conduct(STUDIES["exchange"], other, say=QUIET, jobs=1, until=time.monotonic() - 1)
