@@ -184,6 +184,9 @@ def test_the_best_rate_of_each_and_one_beyond():
     losses = {"a-1": 3.0, "a-2": 2.0, "b-1": 1.0, "c-1": math.nan}
     assert at_best(losses, {name: name[0] for name in losses}) == {"a": "a-2", "b": "b-1"}
     assert beyond({1.0: 3.0, 2.0: 2.5}, 2.0, 16.0) == 4.0
-    assert beyond({1.0: 2.0, 2.0: 2.5}, 2.0, 16.0) is None
+    assert beyond({1.0: 2.0, 2.0: 2.5}, 2.0, 16.0) == 0.5
+    assert beyond({0.5: 2.1, 1.0: 2.0, 2.0: 2.5}, 2.0, 16.0) is None
+    assert beyond({1 / 16: 2.0, 2.0: 2.5}, 2.0, 16.0) is None
     assert beyond({8.0: 3.0, 16.0: 2.5}, 2.0, 16.0) is None
-    assert beyond({1.0: 3.0, 2.0: math.nan}, 2.0, 16.0) is None
+    assert beyond({1.0: 3.0, 2.0: math.nan}, 2.0, 16.0) == 0.5
+    assert beyond({1.0: math.nan}, 2.0, 16.0) is None

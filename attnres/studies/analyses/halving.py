@@ -1,4 +1,4 @@
-"""Which candidates go on: the better ones of each group, and one more where the best is the last that was tried."""
+"""Which candidates go on: the better ones of each group, and one more where the best is the first or last tried."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,16 +30,21 @@ def rungs(candidates: int, steps: int, least: int = 1) -> list[tuple[int, int]]:
 
 
 def beyond(losses: Mapping[float, float], factor: float, most: float) -> float | None:
-    """The next rate to try where the best of those tried is the highest: `factor` times it, up to `most`; else None.
+    """The next rate to try where the best of those tried is the highest or the lowest: `factor` times that or a
+    `factor`-th of it, from 1 / `most` up to `most`; else None.
 
     >>> beyond({1.0: 3.0, 2.0: 2.5}, 2.0, 16.0), beyond({1.0: 3.0, 2.0: 3.5}, 2.0, 16.0)
-    (4.0, None)
+    (4.0, 0.5)
+    >>> beyond({0.5: 3.2, 1.0: 3.0, 2.0: 3.5}, 2.0, 16.0)
     """
     finite = {rate: loss for rate, loss in losses.items() if math.isfinite(loss)}
-    if not finite or max(losses) != min(finite, key=finite.__getitem__):
+    if not finite:
         return None
-    higher = max(losses) * factor
-    return higher if higher <= most else None
+    best = min(finite, key=finite.__getitem__)
+    if best not in (max(losses), min(losses)):
+        return None
+    further = best * factor if best == max(losses) else best / factor
+    return further if 1 / most <= further <= most else None
 
 
 def at_best(losses: Mapping[str, float], of: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ OWN = (0.1, 1.0, 1 / 30, 1 / 3, 0.01)
 """Of AdamW's rate, for the residual's own parameters; recipes/lasting_rates.yaml has the same."""
 MODEL = (0.5, 1.0, 2.0)
 MOST = 16.0
-"""The highest rate of the standard model that is tried, in multiples of the recipe's."""
+"""The highest rate of the standard model that is tried, in multiples of the recipe's; the lowest is one over it."""
 
 
 def _own(setting: Setting, factor: float) -> str:
@@ -34,7 +34,8 @@ def _at(setting: Setting, factor: float) -> str:
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Coarse at one seed; the standard model upward until it turns; then the best with all seeds, and what is near."""
+    """Coarse at one seed; the standard model up or down until it turns; then the best with all seeds, both residuals
+    at the standard model's best rate, and what is near."""
     recipe, steps = setting.config(), setting.preset.steps
     variants = setting.some([_own(setting, factor) for factor in OWN])
     coarse = setting.arm("own", ["standard", *variants], [0], of=recipe, depth=("sharpness", "entropy"))
@@ -43,17 +44,21 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
         return parts
     tried = dict.fromkeys(MODEL)
     losses = {factor: measured.mean("model", _label(_at(setting, factor))) for factor in tried}
-    while (higher := beyond(losses, 2.0, MOST)) is not None:
-        up = setting.arm(f"model-x{higher:g}", [_at(setting, higher)], [0], of=recipe)
-        parts.append(up)
-        if not measured.complete(up.name):
+    while (further := beyond(losses, 2.0, MOST)) is not None:
+        one = setting.arm(f"model-x{further:g}", [_at(setting, further)], [0], of=recipe)
+        parts.append(one)
+        if not measured.complete(one.name):
             return parts
-        losses[higher] = measured.mean(up.name, _label(_at(setting, higher)))
+        losses[further] = measured.mean(one.name, _label(_at(setting, further)))
     by_variant = {variant: measured.mean("own", _label(variant)) for variant in variants}
     best = survivors(by_variant, 2) or variants[:1]
     rate = best[0].partition("@")[2] or f"residual_lr={setting.own_rate(1.0):g}"
     layers = setting.preset.depth
     parameters = 12.0 * layers * _width(setting) ** 2
+    factor = min((rate for rate, loss in losses.items() if math.isfinite(loss)), key=losses.__getitem__, default=1.0)
+    if factor != 1:  # the standard model at its best, and Block at the same
+        both = [_at(setting, factor), _at(setting, factor).replace("standard", "block")]
+        parts.append(setting.arm("tuned", both, of=recipe))
     parts += [
         setting.arm("best", ["standard", *best], of=recipe),
         setting.arm("full", ["full", f"full@{rate}"], range(min(2, setting.seeds)), of=recipe),
@@ -127,18 +132,24 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         sentences.append(f"Of the own rates {best:.3g} times AdamW's is best at one seed.")
     if model:
         best = min(model, key=model.__getitem__)
-        turned = best != max(model)
-        where = "and higher ones are worse" if turned else "the highest that was tried: it has not turned"
+        turned = min(model) < best < max(model)
+        end = "highest" if best == max(model) else "lowest"
+        where = "and higher and lower ones are worse" if turned else f"the {end} that was tried: it has not turned"
         sentences.append(f"The standard model is best at {best:g} times the recipe's rate, {where}.")
         values["best_model"], values["turned"] = best, turned
-    for arm, title in (("best", "The best rates with all seeds"), ("knobs", "What else holds queries back")):
+    titles = {
+        "tuned": "Both at the best rate of the standard model",
+        "best": "The best rates with all seeds",
+        "knobs": "What else holds queries back",
+    }
+    for arm, title in titles.items():
         labels = measured.labels(arm)
         if labels:
             baseline = "standard" if "standard" in labels else labels[0]
             one = contrast(measured, arm, baseline)
             tables.append(one.table(title))
             values[arm] = one.values()
-            if arm == "best":
+            if arm in ("tuned", "best"):
                 sentences.append(one.sentence())
     others = [arm for arm in measured.planned if arm.startswith("layers") or arm in ("adamw", "full")]
     lines_of = []
@@ -169,9 +180,10 @@ def _over_training(setting: Setting, measured: Measured) -> Curves | None:
 STUDY = Design(
     "rates",
     "Which learning rates make an advantage that lasts?",
-    "Block with its queries and gains at 1 to 1/100 of the rate, the standard model at rates upward until it turns, "
-    "the best with all seeds; warm-up, hold, decay and temperature of the queries; deeper models; AdamW alone. "
-    "--adopt takes the runs of recipes/lasting_rates.yaml.",
+    "Block with its queries and gains at 1 to 1/100 of the rate, the standard model at rates up or down until it "
+    "turns, both at that one's best, the best with all seeds; warm-up, hold, decay and temperature of the queries; "
+    "deeper models; AdamW alone. "
+    "--adopt takes the runs of recipes/lasting_rates.yaml and of docs/data/lasting_runs.",
     "Nobody has published a rate of the queries' own; the paper gives one rate a size, open-attention-residuals decays "
     "queries with the weights.",
     arms,
