@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from attnres.errors import UserError
 from attnres.files import write_json
 from attnres.training import train
-from attnres.training.branch import branch
-from attnres.training.checkpoint import checksum, kept, load_model, named_tensors, save_model, stored_state
+from attnres.training.branch import branch, kept_checkpoint
+from attnres.training.checkpoint import checksum, load_model, named_tensors, reconfigure, save_model, stored_state
 from attnres.training.config import from_dict, to_dict
 from attnres.training.optim import GAIN, QUERY
 
@@ -64,9 +64,7 @@ def main(
         reads: which; 0 is the first attention's, 1 the first MLP's, the last the output's. None is all.
         residual_lr: the rate of queries and gains from there on. None leaves it.
     """
-    there = kept(run, step)
-    if not there.is_dir():
-        raise UserError(f"{run} kept no checkpoint of step {step}: train it with --keep-at {step}")
+    there = kept_checkpoint(run, step)
     state = stored_state(there)
     model, moments = load_model(there, state), load_file(there / "optimizer.safetensors")
     reset(model, moments, reads)
@@ -77,8 +75,8 @@ def main(
     save_model(model, out / "checkpoint" / "model")
     save_file(moments, out / "checkpoint" / "optimizer.safetensors")
     sums = {"model": checksum(named_tensors(model)), "optimizer": checksum(moments.items())}
-    write_json(out / "checkpoint" / "state.json", {**state, "config": to_dict(config), "checksums": sums})
-    write_json(out / "config.json", to_dict(config))
+    write_json(out / "checkpoint" / "state.json", {**state, "checksums": sums})
+    reconfigure(out, to_dict(config))
     print(f"{out}: held-out loss {train(config)['val_loss']:.4f}")
 
 

@@ -71,13 +71,13 @@ def probe(model: PreTrainedModel) -> Family:
     try:
         path, layers = _find_layers(base, model.config)
         try:
-            watch = _Watch(model, base, layers, norms_alone=True)
-            reads = _reads(watch.events, len(layers))
+            forward = _Pass(model, base, layers, norms_alone=True)
+            reads = _reads(forward.events, len(layers))
         except _NoFitError:
-            watch = _Watch(model, base, layers, norms_alone=False)
-            reads = _reads(watch.events, len(layers))
-        final = [place for kind, index, place in watch.events if index == _OUTSIDE and kind == "read"]
-        if len(final) != 1 or not watch.normed[_OUTSIDE, final[0]]:
+            forward = _Pass(model, base, layers, norms_alone=False)
+            reads = _reads(forward.events, len(layers))
+        final = [place for kind, index, place in forward.events if index == _OUTSIDE and kind == "read"]
+        if len(final) != 1 or not forward.normed[_OUTSIDE, final[0]]:
             raise _NoFitError("has no final norm that reads the stream after the last layer")
     except _NoFitError as reason:
         raise UserError(f"{name} cannot have depth reads: it {reason}") from None
@@ -88,7 +88,7 @@ def probe(model: PreTrainedModel) -> Family:
         layers=path,
         reads=reads,
         final_norm=final[0],
-        normed=all(watch.normed[index, place] for index in range(len(layers)) for place in reads),
+        normed=all(forward.normed[index, place] for index in range(len(layers)) for place in reads),
         branch_weights=(),
     )
 
@@ -107,7 +107,7 @@ def _find_layers(base: Any, config: Any) -> tuple[str, nn.ModuleList]:
     return f"{prefix}.{path}" if prefix else path, layers
 
 
-class _Watch:
+class _Pass:
     """What one forward pass reads from its stream and writes there.
 
     Attributes:

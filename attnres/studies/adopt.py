@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from attnres.errors import UserError
-from attnres.files import locked, replaced_folder, write_json
+from attnres.files import locked, replaced_folder
 from attnres.reading import read_json
 from attnres.studies.plan import Plan
+from attnres.training.checkpoint import reconfigure
 from attnres.training.config import differences, to_dict
 from attnres.training.records import ADVICE, RunConfig
 from attnres.typed import checked
@@ -61,9 +62,7 @@ def adopt(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) ->
         left_out = ["kept", ".*", *(["checkpoint"] if (there / "summary.json").is_file() else [])]
         with locked(there), replaced_folder(folder) as temporary:
             shutil.copytree(there, temporary, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)
-            write_json(temporary / "config.json", ours)
-            if (state := temporary / "checkpoint" / "state.json").is_file():
-                write_json(state, {**read_json(state), "config": ours})
+            reconfigure(temporary, ours)
         names.append(name)
     return names
 

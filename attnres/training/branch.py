@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from attnres.errors import UserError
-from attnres.files import replaced_folder, write_json
+from attnres.files import replaced_folder
 from attnres.residuals import Residual, residual_class
-from attnres.training.checkpoint import kept, stored_state
+from attnres.training.checkpoint import kept, reconfigure, stored_state
 from attnres.training.config import OptimConfig, TrainConfig, differences, from_dict, to_dict
 from attnres.training.schedule import fraction_of_peak, residual_fraction
 
@@ -37,21 +37,25 @@ def branch(trunk: Path, step: int, config: TrainConfig) -> None:
         raise UserError(
             f"a run of {config.steps} steps cannot branch off at step {step}: its decay has no step of its own"
         )
-    there = kept(trunk, step)
-    if not there.is_dir():
-        raise UserError(f"{trunk} kept no checkpoint of step {step}: train it with keep_at {step}, from the beginning")
-    state = stored_state(there)
-    _same_until(step, config, state["config"], trunk)
+    there = kept_checkpoint(trunk, step)
+    _same_until(step, config, stored_state(there)["config"], trunk)
     with replaced_folder(config.out or ".") as folder:
         shutil.copytree(there, folder / "checkpoint")
-        write_json(folder / "checkpoint" / "state.json", {**state, "config": to_dict(config)})
         for name in ("data.json", "environment.json", "start.json", "metrics.jsonl"):
             if (trunk / name).is_file():
                 shutil.copyfile(trunk / name, folder / name)
         for name in ("val", "residual"):
             if (trunk / name).is_dir():
                 shutil.copytree(trunk / name, folder / name)
-        write_json(folder / "config.json", to_dict(config))  # resuming it forgets what the trunk measured after `step`
+        reconfigure(folder, to_dict(config))  # resuming it forgets what the trunk measured after `step`
+
+
+def kept_checkpoint(trunk: Path, step: int) -> Path:
+    """Return the folder of the checkpoint that a run kept of a step; raises UserError if it did not."""
+    folder = kept(trunk, step)
+    if not folder.is_dir():
+        raise UserError(f"{trunk} kept no checkpoint of step {step}: train it with keep_at {step}, from the beginning")
+    return folder
 
 
 def branch_step(config: TrainConfig) -> int:

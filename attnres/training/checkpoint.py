@@ -86,6 +86,13 @@ def kept(run: Path, step: int) -> Path:
     return run / "kept" / f"{step:06d}"
 
 
+def reconfigure(run: Path, config: dict[str, Any]) -> None:
+    """Make the run in a folder, and its checkpoint if there is one, a run of this configuration."""
+    write_json(run / "config.json", config)
+    if (state := run / "checkpoint" / "state.json").is_file():
+        write_json(state, {**read_json(state), "config": config})
+
+
 def save_model(model: Any, folder: Path) -> None:
     """Write the model in Hugging Face layout; LoRA's tensors are no part of it."""
     with quiet_transformers():

@@ -30,29 +30,29 @@ class Output:
         self.in_place = in_place
         self.gone: Path | None = None
         self.metrics: Metrics | None = None
-        self.described: dict[str, dict[str, Any]] = {}
+        self.environment: dict[str, Any] = {}
+        self.records: dict[str, dict[str, Any]] = {}
 
     @property
     def folder(self) -> Path:
         """Where the run is written, now."""
         return folder_of(self.config)
 
-    def open(self, described: dict[str, dict[str, Any]], kept: int) -> None:
+    def open(self, described: dict[str, Any], records: dict[str, dict[str, Any]], kept: int) -> None:
         """Make the folder, or make it what it was at step `kept` (-1: before anything was measured).
 
         Only the first process does.
 
         Args:
-            described: by the name of its file what says what the run is: `data`, `environment` and maybe `start`.
+            described: the machine (`attnres.training.environment.describe`).
+            records: what the run begins with, by file.
         """
         config, folder = self.config, self.folder
-        self.described = described
+        self.environment, self.records = described, records
         write_json(folder / "config.json", to_dict(config))  # first: it makes the folder one of ours
-        for name, content in described.items():
-            if name == "environment":
-                environment.record(folder / "environment.json", content, resumed=kept > 0)
-            else:
-                write_json(folder / f"{name}.json", content)
+        for name, content in records.items():
+            write_json(folder / name, content)
+        environment.record(folder / "environment.json", described, resumed=kept > 0)
         forget_after(folder, kept)
         if self.gone is None and kept in config.keep_at and not checkpoint.kept(folder, kept).exists():
             checkpoint.keep(folder, kept)  # killed after it was saved
@@ -84,7 +84,7 @@ class Output:
             lines = self.metrics.text()
             self.metrics.close()
             write_text(self.folder / "metrics.jsonl", lines)
-            self.open(self.described, step)
+            self.open(self.environment, self.records, step)
 
     def close(self) -> None:
         """Close the metrics and the tracker."""

@@ -5,7 +5,6 @@ writes the files.
 """
 
 import dataclasses
-import functools
 import math
 import random
 import statistics
@@ -60,7 +59,7 @@ class Run:
 
         `in_place` says whether the folder is still there: somebody may rename or remove it.
         """
-        self.config, self.who, self.output = config, who, Output(config, who, in_place)
+        self.who, self.output = who, Output(config, who, in_place)
         self.away = False  # whether the folder was taken away
         with who.alike():
             self.layout = layout_for(config, who)
@@ -98,7 +97,8 @@ class Run:
         with who.alike(), self.arithmetic():
             pass  # what cannot be kept is refused before a file is changed
         if who.first:
-            self.output.open(self._described(), self.past.step if state else -1)
+            described = environment.describe(who.device, config.dtype) | {"loss": self.kind}
+            self.output.open(described, self._records(), self.past.step if state else -1)
         name = config.name or ""
         self.bars = Bars(STEPS, shown=progress)
         self.bar = self.bars.add(name, config.steps, self.past.step)
@@ -107,6 +107,11 @@ class Run:
         share = {"rank": self.layout.rank, "world_size": self.layout.shares}
         self.feed = Feed(self.batches, who.device, **share, steps=config.steps)
         self.since = time.perf_counter()
+
+    @property
+    def config(self) -> TrainConfig:
+        """The run's configuration, with the folder where it is written now."""
+        return self.output.config
 
     # -------------------------------------------------------------- what it begins with
 
@@ -160,15 +165,15 @@ class Run:
         config, who, step = self.config, self.who, self.past.step + 1
         began = Moment.now(who.device)
         x, y = self.feed.at(step - 1)
+        optim = config.optim
         rate = fraction_of_peak(
             step,
             config.steps,
-            schedule=config.optim.schedule,
-            warmup=config.optim.warmup,
-            decay=config.optim.decay,
-            floor=config.optim.min_lr_ratio,
+            schedule=optim.schedule,
+            warmup=optim.warmup,
+            decay=optim.decay,
+            floor=optim.min_lr_ratio,
         )
-        optim = config.optim
         share = residual_fraction(step, config.steps, hold=optim.residual_hold, warmup=optim.residual_warmup)
         set_learning_rate(self.optimizers, rate, share)
         self.model.residual("set_progress", step / config.steps)
@@ -177,9 +182,8 @@ class Run:
         with torch.no_grad():
             self.penalty = self.model.residual("penalty")
         self.depth = None
-        sums = self.layout.gradients(x, y, functools.partial(self._backward, by_depth))
-        limit = config.optim.clip or math.inf
-        norm = self.layout.clip(limit)
+        sums = self.layout.gradients(x, y, partial(self._backward, by_depth))
+        norm = self.layout.clip(optim.clip or math.inf)
         counts = to_device([signals.interrupts, signals.terminations, int(self.output.is_away())], sums)
         shared = who.sum(torch.cat([sums / self.layout.shares, counts]))
         self.arriving.add_numbers(step, torch.cat([shared, norm.to(shared)[None]]))
@@ -189,7 +193,7 @@ class Run:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
-        self.past.step, self.rate = step, rate * config.optim.lr
+        self.past.step, self.rate = step, rate * optim.lr
         self.arriving.add_moments(began, Moment.now(who.device), self.depth is None)
         self._read(to_come=self.arriving.behind)
 
@@ -237,7 +241,6 @@ class Run:
         """After a step: its lines in metrics.jsonl, validation when it is due, the progress bar."""
         if self.away and self.output.gone is None:
             self.output.move_beside(self.past.step)
-            self.config = self.output.config
         config, past = self.config, self.past
         last = past.step == config.steps
         tokens = config.batch_size * config.data.seq_len
@@ -387,16 +390,12 @@ class Run:
             f"step {self.past.step} is saved in {folder}, where --out {folder} --resume goes on"
         )
 
-    def _described(self) -> dict[str, dict[str, Any]]:
-        """What says what the run is, by file."""
-        described = {
-            "data": self.record,
-            "environment": environment.describe(self.who.device, self.config.dtype) | {"loss": self.kind},
-        }
-        if self.start is not None:
-            trainable = sum(p.numel() for _, p in self.layout.named_parameters() if p.requires_grad)
-            described["start"] = {**self.start, "trainable": trainable}
-        return described
+    def _records(self) -> dict[str, dict[str, Any]]:
+        """What the run begins with, by file."""
+        if self.start is None:
+            return {"data.json": self.record}
+        trainable = sum(p.numel() for _, p in self.layout.named_parameters() if p.requires_grad)
+        return {"data.json": self.record, "start.json": {**self.start, "trainable": trainable}}
 
     def _write(self, kind: str, **values: Any) -> None:
         self.output.write(kind, self.past.step, **values)

@@ -182,8 +182,8 @@ def weights_crc32(model: Any) -> int:
 
 
 def kept_files(config: TrainConfig, prepared: "Prepared") -> dict[str, Path]:
-    """Files that go beside the model, by name, if they are there: the tokenizer, and what else came with the pretrained
-    model, which is opened for it."""
+    """Files that go beside the model, by name: the tokenizer, and what else came with the pretrained model, which is
+    opened for it. They may be there or not."""
     files = {name: prepared.path / name for name in NAMES}
     if config.finetune.init_from is not None:
         files |= find_start(config.finetune.init_from).files_beside()

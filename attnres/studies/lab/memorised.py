@@ -107,9 +107,8 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
         for temperature in TEMPERATURES
         for residual in MECHANISMS
     }
-    sublayers = steps * len(RATES)  # of a run with one sublayer and one alpha
-    flops, layers = 6.0 * 2 * WIDTH**2 * SAMPLES * sublayers, statistics.fmean(depths) * len(ALPHAS)
-    calls = OPERATIONS * sublayers
+    updates, layers = steps * len(RATES), statistics.fmean(depths) * len(ALPHAS)
+    flops, calls = 6.0 * 2 * WIDTH**2 * SAMPLES * updates, OPERATIONS * updates  # of one sublayer
     return [
         Arm("mixtures", computed=Computed(f"{__name__}:mixture", mixtures, flops * layers, calls * layers)),
         Arm("teachers", computed=Computed(f"{__name__}:taught", teachers, flops * depths[-1], calls * depths[-1])),

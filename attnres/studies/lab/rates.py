@@ -29,8 +29,9 @@ def _label(variant: str) -> str:
     return parse_variant(variant).label
 
 
-def _at(setting: Setting, factor: float) -> str:
-    return f"standard@lr={setting.config().optim.lr * factor:g}"
+def _at(setting: Setting, factor: float, residual: str = "standard") -> str:
+    """A residual with all rates at this multiple of the recipe's."""
+    return f"{residual}@lr={setting.config().optim.lr * factor:g}"
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
@@ -42,8 +43,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     parts = [coarse, setting.arm("model", [_at(setting, factor) for factor in MODEL], [0], of=recipe)]
     if not all(measured.complete(arm.name) for arm in parts):
         return parts
-    tried = dict.fromkeys(MODEL)
-    losses = {factor: measured.mean("model", _label(_at(setting, factor))) for factor in tried}
+    losses = {factor: measured.mean("model", _label(_at(setting, factor))) for factor in MODEL}
     while (further := beyond(losses, 2.0, MOST)) is not None:
         one = setting.arm(f"model-x{further:g}", [_at(setting, further)], [0], of=recipe)
         parts.append(one)
@@ -57,7 +57,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     parameters = 12.0 * layers * _width(setting) ** 2
     factor = min((rate for rate, loss in losses.items() if math.isfinite(loss)), key=losses.__getitem__, default=1.0)
     if factor != 1:  # the standard model at its best, and Block at the same
-        both = [_at(setting, factor), _at(setting, factor).replace("standard", "block")]
+        both = [_at(setting, factor), _at(setting, factor, "block")]
         parts.append(setting.arm("tuned", both, of=recipe))
     parts += [
         setting.arm("best", ["standard", *best], of=recipe),
