@@ -69,3 +69,12 @@ def cut_of(layers: Sequence[int], ranks: Sequence[int], *, sublayers: int = 2) -
             "embedding alone) and the last (the head alone) may be 0"
         )
     return Cut(tuple(sublayers * bound for bound in accumulate(layers, initial=0)), tuple(ranks))
+
+
+def layers_of(cut: Cut, sublayers: int) -> list[range]:
+    """Return the layers of each stage, where a layer has so many sublayers.
+
+    >>> layers_of(cut_of([2, 1], [0, 1]), 2)
+    [range(0, 2), range(2, 3)]
+    """
+    return [range(start // sublayers, stop // sublayers) for start, stop in pairwise(cut.bounds)]

@@ -6,21 +6,16 @@ are counts and a model, with its assumptions in `ASSUMPTIONS`.
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
-import torch
-
 from attnres.errors import UserError, unknown
-from attnres.head import called_losses, is_small
 from attnres.models import DepthMixin
 from attnres.models.flops import PEAKS, step_flops
+from attnres.scale.activations import Activations
 from attnres.scale.crossings import Cut, crossings, most_kept, vectors
-from attnres.scale.kept import kept_bytes, kept_of
+from attnres.scale.cut import layers_of
 from attnres.scale.pipeline import check_schedule, plan_cut, schedule_named
 from attnres.scale.tensor import check_slices, sliced_weights
 
@@ -46,9 +41,6 @@ DEVICES = {
 
 EFFICIENCY = 0.4
 """Of a device's peak that matrix products reach in the middle of a step."""
-
-COUNTED = 128
-"""Tokens of the passes whose bytes are counted, and twice as many: what is kept grows by so much with each token."""
 
 ASSUMPTIONS = (
     "parameters, gradients and AdamW's two moments are fp32 (16 bytes a parameter), matrix products bf16 at "
@@ -150,8 +142,10 @@ def plan(
     if load.device not in DEVICES:
         raise unknown("gpu", load.device, DEVICES)
     layouts = list(_layouts(load, len(model.depth_layers), dp, shard, pp, tp, schedule))
-    kept = _Activations(model, load) if layouts else None
-    rows = [row for layout in layouts if kept and (row := _planned(model, load, layout, costs, kept)) is not None]
+    rows = []
+    if layouts:
+        kept = Activations(model, load.batch, load.context, itemsize=load.itemsize, checkpointing=load.checkpointing)
+        rows = [row for layout in layouts if (row := _planned(model, load, layout, costs, kept)) is not None]
     if not rows:
         held = {"dp": dp, "shard": shard, "pp": pp, "tp": tp, "schedule": schedule}
         table = ", ".join(f"{name} {value or 'any'}" for name, value in held.items())
@@ -197,7 +191,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _planned(
-    model: DepthMixin, load: Load, layout: _Layout, costs: tuple[list[float], float] | None, kept: "_Activations"
+    model: DepthMixin, load: Load, layout: _Layout, costs: tuple[list[float], float] | None, kept: Activations
 ) -> Planned | None:
     """Return what a layout takes; None of one that cannot be."""
     try:
@@ -217,7 +211,7 @@ def _planned(
     }
     total = sum(memory.values())
     return Planned(
-        layers=tuple(map(len, _layers_of(model, laid.cut))),
+        layers=tuple(map(len, layers_of(laid.cut, laid.sublayers))),
         memory=total,
         fits=total < 0.92 * DEVICES[load.device].memory,
         vectors=vectors(laid.table),
@@ -235,6 +229,7 @@ class _LaidOut:
         vector: bytes of one vector of a micro-batch's tokens: the stream is fp32 under autocast.
         of_residual: parameters of the residual, which every rank has whole.
         sliced: parameters that are cut among the slices.
+        sublayers: of a layer.
         inside, outside: see `_parameters`.
         owned: parameters of each rank but the residual's, before they are shared out.
     """
@@ -245,12 +240,13 @@ class _LaidOut:
         self.tokens = load.batch * load.context
         self.vector = self.tokens * model.config.hidden_size * 4
         self.of_residual = _numel(model.residual.itself())
+        self.sublayers = len(model.residual.itself().sublayers)
         self.sliced = sum(weight.numel() for _, _, weight in sliced_weights(model)) if layout.tp > 1 else 0
-        self.inside, self.outside = _parameters(model, cut)
+        self.inside, self.outside = _parameters(model, cut, layers_of(cut, self.sublayers))
         besides = self.sliced * (1 - 1 / layout.tp)
         self.owned = [sum(layers) + rest - besides for layers, rest in zip(self.inside, self.outside, strict=True)]
 
-    def memory(self, kept: "_Activations") -> dict[str, float]:
+    def memory(self, kept: Activations) -> dict[str, float]:
         """Return the bytes of the fullest rank by what they are for. Slots that a rank keeps are aliases of what it
         received or made: no bytes of their own."""
         layout, load = self.layout, self.load
@@ -286,8 +282,8 @@ class _LaidOut:
         gathered = (1 if pp > 1 else 2) * load.microbatches ** (pp == 1)
         share_bytes = (shard - 1) / shard * (gathered * ((mean - rest) * load.itemsize + rest * 4) + mean * 4)
         share_bytes += 8 * (mean / shard * (dp - 1) / dp + self.of_residual * (1 - 1 / (dp * shard)))
-        layers, sublayers = len(self.model.depth_layers), len(self.model.residual.itself().sublayers)
-        passes = 2 * 2 * layers * sublayers * load.microbatches  # gathered and added up, forward and back
+        sublayers = len(self.model.depth_layers) * self.sublayers
+        passes = 2 * 2 * sublayers * load.microbatches  # gathered and added up, forward and back
         slice_bytes = passes * (1 - 1 / tp) * self.vector / 4 * load.itemsize
         slice_bytes += 8 * (mean - self.sliced / tp) * (1 - 1 / tp) / shard
         slice_bytes += 8 * self.of_residual * (1 - 1 / tp)
@@ -338,19 +334,13 @@ def in_flight(schedule: str, ranks: int, virtual: int, microbatches: int) -> lis
     return held
 
 
-def _layers_of(model: DepthMixin, cut: Cut) -> list[range]:
-    """Return the layers of each stage."""
-    sublayers = len(model.residual.itself().sublayers)
-    return [range(start // sublayers, stop // sublayers) for start, stop in pairwise(cut.bounds)]
-
-
-def _parameters(model: DepthMixin, cut: Cut) -> tuple[list[list[int]], list[int]]:
+def _parameters(model: DepthMixin, cut: Cut, layers: Sequence[range]) -> tuple[list[list[int]], list[int]]:
     """Return for each rank the numbers of parameters in each of its layers, and in what is in no layer; the residual's,
     which are whole on every one, are in neither."""
     counts = [_numel(layer) for layer in model.depth_layers]
     inside: list[list[int]] = [[] for _ in set(cut.ranks)]
-    for layers, rank in zip(_layers_of(model, cut), cut.ranks, strict=True):
-        inside[rank] += counts[layers.start : layers.stop]
+    for ours, rank in zip(layers, cut.ranks, strict=True):
+        inside[rank] += counts[ours.start : ours.stop]
     outside = [0] * len(inside)
     outside[cut.ranks[0]] += _numel(model.get_input_embeddings())
     outside[cut.ranks[-1]] += _numel(model.depth_base.get_submodule(model.family.final_norm))
@@ -361,47 +351,3 @@ def _parameters(model: DepthMixin, cut: Cut) -> tuple[list[list[int]], list[int]
 
 def _numel(module: Any) -> int:
     return 0 if module is None else sum(parameter.numel() for parameter in module.parameters())
-
-
-class _Activations:
-    """Bytes that the backward of a micro-batch needs, by the layers in which they are made.
-
-    Attributes:
-        again: of the layer that takes most where layers are made again: its inside is there while it is.
-    """
-
-    def __init__(self, model: DepthMixin, load: Load) -> None:
-        self.model, self.load = model, load
-        small = is_small(model, load.batch * load.context, torch.device("cuda"))
-        losses = partial(called_losses, kind="whole" if small else "chunked")
-        count = partial(kept_bytes, model, 1, itemsize=load.itemsize, losses=losses)
-        few, more = (count(tokens=n, checkpointing=load.checkpointing) for n in (COUNTED, 2 * COUNTED))
-        times = load.batch * load.context / COUNTED
-        self.kept = Counter({key: round(few[key] + (more[key] - few[key]) * (times - 1)) for key in more})
-        self.again = 0.0
-        if self.made_again:
-            inside = count(tokens=COUNTED)
-            self.again = max(kept_of(inside, layer, layer + 1) for layer in range(len(model.depth_layers))) * times
-
-    @property
-    def made_again(self) -> bool:
-        """Whether what is inside of layers is not kept."""
-        return self.load.checkpointing in ("layer", "sublayer")
-
-    def of(self, cut: Cut, stage: int, tp: int, copies: bool) -> float:
-        """Return the bytes of one micro-batch in a stage, and of bf16 copies of its matrices.
-
-        In slices what goes into a layer's attention and MLP is of all tokens, everything else of a share.
-        """
-        sublayers, layers = len(self.model.residual.itself().sublayers), list(self.model.depth_layers)
-        tokens, width = self.load.batch * self.load.context, self.model.config.hidden_size
-        entering = tokens * width * self.load.itemsize * (1 - 1 / tp)
-        ours = _layers_of(self.model, cut)[stage]
-        first, last = stage == 0, stage == cut.stages - 1
-        total = kept_of(self.kept, -1 if first else ours.start, len(layers) + 1 if last else ours.stop) / tp
-        if not self.made_again:
-            total += len(ours) * sublayers * entering
-        if copies and not self.made_again:
-            matrices = (p for layer in ours for p in layers[layer].parameters() if p.ndim > 1)
-            total += sum(2 * p.numel() / tp for p in matrices)
-        return total
