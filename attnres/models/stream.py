@@ -112,7 +112,7 @@ class Stream:
             return self.state
         if self._written is not None:
             return self._written
-        call = self.call or self.residual
+        call = self.residual if self.call is None else self.call
         if self.state is None:
             state = call("start", self.output)
         else:
@@ -132,7 +132,7 @@ class Stream:
                 watcher.on_start(self.output)
             else:
                 watcher.on_write(self.index - 1, self.output)
-        call = self.call or self.residual
+        call = self.residual if self.call is None else self.call
         if self.index == inner.num_sublayers:
             return call("finish", self.written(), spec)
         x, self._after_read = call("read", self.written(), self.index, spec)

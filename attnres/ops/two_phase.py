@@ -13,8 +13,9 @@ p_j, logits s_j, r_j = 1/rms(v_j), the scaled query q = w * g and delta = <dh, h
 
 The two functions split this between them. `merge` hands back, for a phase-1 output o, (1 - p_open) dh, and for the
 largest of its logits (`top`) the scalar -(1 - p_open) delta, which stands for what phase 2 knows of the softmax's own
--<do, o>. So the gradient of `top` is a private convention between the two, `total` takes none, and neither function is
-used without the other.
+-<do, o>. Where do is handed back in a narrow dtype, the scalar is -<do, h> of the rounded do: phase 1's <do, v> has the
+same rounding, and only their difference counts. So the gradient of `top` is a private convention between the two,
+`total` takes none, and neither function is used without the other.
 
 Both hand the sources on: whoever reads them next uses the ones that came out. The gradient that later reads leave
 for a source then arrives in the backward of the earlier read, whose own pass adds to it: no sum is made apart.

@@ -12,12 +12,15 @@ from attnres.training.optim import build_optimizers
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")  # PyTorch's own: a prototype
 def test_a_step_waits_for_no_number(cuda, monkeypatch):
     """The loop's own parts in the order of the loop, with losses in parts; numbers and times are read at the end."""
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
     on = torch.device(cuda)
     size = {"family": "qwen3", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 32}
-    model = build({**size, "intermediate_size": 96}, "block", vocab_size=512, max_positions=32).to(on)
+    model = build(
+        {**size, "num_key_value_heads": 2, "intermediate_size": 96}, "block", vocab_size=512, max_positions=32
+    ).to(on)
     optimizers = build_optimizers(model, OptimConfig(optimizer="muon"))
     objective = Objective(model, "chunked", lambda: torch.autocast(on.type, torch.bfloat16))
     x = torch.randint(512, (2, 33)).pin_memory()

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -66,32 +65,30 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], relative
 
 
 @ours
+@pytest.mark.filterwarnings("ignore")  # the compiler's own, about the machine
 def test_a_whole_model_compiles_without_a_graph_break(device: str, residual: str) -> None:
     torch._dynamo.reset()
     model, ids = make(device, residual, layers=2).train(), make_ids(device)
     expected = gradients(model, ids)
     backend = "inductor" if device == "cuda" else "aot_eager"  # C++ takes half a minute to build
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the compiler's own, about the machine
-        compiled = torch.compile(model, fullgraph=True, backend=backend)
-        for _ in range(2):
-            assert_close(gradients(model, ids, compiled), expected, 1e-3)
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for _ in range(2):
+        assert_close(gradients(model, ids, compiled), expected, 1e-3)
 
 
 @ours
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
 def test_a_compiled_model_runs_in_cuda_graphs(cuda: str, residual: str) -> None:
     torch._dynamo.reset()
     model = make(cuda, residual, layers=2).train()
     batches = [make_ids(cuda, seed=seed) for seed in range(3)]
     expected = [gradients(model, ids) for ids in batches]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
-        for _ in range(2):  # the first rounds warm up and record, the later ones replay
-            for ids, value in zip(batches, expected):
-                torch.compiler.cudagraph_mark_step_begin()
-                assert_close(gradients(model, ids, compiled), value, 1e-3)
+    compiled = torch.compile(model, fullgraph=True, mode="reduce-overhead")
+    for _ in range(2):  # the first rounds warm up and record, the later ones replay
+        for ids, value in zip(batches, expected):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_close(gradients(model, ids, compiled), value, 1e-3)
 
 
 @ours

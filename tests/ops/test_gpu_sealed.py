@@ -15,7 +15,7 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 EPS = 1e-6
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-pytestmark = pytest.mark.usefixtures("rounding_of_a_gpu")
+pytestmark = pytest.mark.usefixtures("bf16_of_a_gpu")
 
 
 @pytest.fixture

@@ -198,6 +198,7 @@ def merge_rows_backward(
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
+    ROUNDED: tl.constexpr = (doutput is not None) and (doutput.dtype.element_ty != tl.float32)
     if K > 0:
         if STAGES > 1:
             q = _load(query, 0, D, BLOCK, True).to(tl.float32)
@@ -218,7 +219,8 @@ def merge_rows_backward(
         if NORM:
             scale = tl.load(rstd + t)
             if CENTER:
-                hat -= tl.sum(hat) / D  # beyond the end of the row dh is zero
+                mean_h = tl.sum(hat) / D
+                hat -= mean_h  # beyond the end of the row dh is zero
             hat *= scale
             if dbias is not None:
                 db += dh
@@ -243,6 +245,20 @@ def merge_rows_backward(
             delta = along * scale * scale * norm_eps
         else:
             delta = tl.sum(dh * hat)
+        if dtop is not None:
+            share = 1.0
+            if sealed is not None:
+                share = tl.load(sealed + t)
+        if ROUNDED:  # phase 1 subtracts <do, h> from <do, v>: both of the rounded do
+            do = (dh * share).to(doutput.dtype.element_ty)
+            _store(doutput, t * D, do, D, BLOCK)
+            if NORM:
+                hat /= scale
+            if CENTER:
+                hat += mean_h
+            handed = do.to(tl.float32) * hat
+            if K == 0 or BLOCK > WIDE:
+                at_top = tl.sum(handed)
         if K > 0 and STAGES == 1:
             q = _load(query, 0, D, BLOCK, True).to(tl.float32)
         for j in tl.static_range(K):
@@ -256,18 +272,21 @@ def merge_rows_backward(
             p = tl.load(weights + t * K + j)
             r = tl.load(inv_rms + t * K + j)
             s = tl.load(scores + t * K + j)
-            along_query = (tl.sum(dh * v) - delta) * p * r
+            if ROUNDED and j == 0 and BLOCK <= WIDE:  # in one exchange; a wider row has no registers for it
+                along, at_top = _sums(dh * v, handed)
+            else:
+                along = tl.sum(dh * v)
+            along_query = (along - delta) * p * r
             dv = dh * p + q * along_query - v * (along_query * r * s / D)
             dq += v * along_query
             if carried[j] is not None:
                 dv += _load(carried[j], _start(carried_strides, j, t, D), D, BLOCK, False).to(tl.float32)
             _store(dopens[j], t * D, dv, D, BLOCK)
         if dtop is not None:
-            share = 1.0
-            if sealed is not None:
-                share = tl.load(sealed + t)
-            tl.store(dtop + t, -share * delta)
-            if doutput is not None:
+            if not ROUNDED:
+                at_top = share * delta
+            tl.store(dtop + t, -at_top)
+            if doutput is not None and not ROUNDED:
                 _store(doutput, t * D, dh * share, D, BLOCK)
     at = program.to(tl.int64) * D
     if K > 0:

@@ -57,24 +57,41 @@ def _check(n: int, reads: int) -> None:
             raise ValueError(f"the GPU kernels take 1 to {MOST} {of}, got {count}")
 
 
+def _tokens(n: int, padded: int, most_rows: int, most_columns: int) -> int:
+    """Tokens of a tile: as many as fit, of those that leave at most a quarter of its rows empty."""
+
+    def merit(tokens: int) -> tuple[float, int]:
+        return min(0.75, tokens * n / triton.next_power_of_2(tokens * n)), tokens
+
+    fits = range(1, min(most_rows // n, most_columns // padded) + 1)
+    return max((t for t in fits if triton.next_power_of_2(t) * padded <= most_columns), key=merit, default=1)
+
+
 def _tile(n: int, reads: int, tokens: int, width: int, of_bf16: bool, backward: bool) -> tuple[dict[str, int], int]:
-    """Sizes of the tile of a program, and its warps: what keeps the accumulators in registers (benchmarks/sm90.py).
+    """Sizes of the tile of a program, and its warps. In bf16 the fastest of a sweep on an H100 (docs/kernels.md); else,
+    and for many sources, what keeps the accumulators in registers (benchmarks/sm90.py).
 
     Rows are (token, source) pairs and columns (token, read) pairs: as many tokens as fit, at least one.
     """
-    most = 64 if of_bf16 or not backward else 32
     padded = max(8, triton.next_power_of_2(reads))
-    taken = 1 if tokens <= FEW else max(1, min(most // n, most * (2 if padded > 16 and most == 64 else 1) // padded))
+    most_rows, most_columns = (32, 128 if padded > 16 else 64) if backward else (64, 128)
+    if not of_bf16:
+        most_rows = most_columns = 32 if backward else 64
+        most_columns *= 2 if padded > 16 and not backward else 1
+    taken = 1 if tokens <= FEW else _tokens(n, padded, most_rows, most_columns)
     height = max(16, triton.next_power_of_2(taken * n))
     columns = max(16, triton.next_power_of_2(taken) * padded)
     longer = max(height, columns)
-    least, room = (64, 4096) if of_bf16 else (32, most * 32)
-    if longer >= 256:
-        least //= 2
-    block = max(least, min(256, room // longer))
+    if of_bf16 and tokens > FEW and height <= 64 and columns <= 128:
+        flat = 16 if padded > 16 else 32 if backward else 64  # taller tiles with so many columns spill
+        block, warps = 128 if height <= flat else 64, 4
+    else:
+        least, room = (64, 4096) if of_bf16 else (32, 1024 if backward else 2048)
+        block = max(least // 2 if longer >= 256 else least, min(256, room // longer))
+        warps = 8 if longer > 64 or (backward and longer == 64) else 4
     sizes = {"TOKENS": taken, "ROWS": height, "COLS": columns, "READS": padded}
     sizes["BLOCK"] = min(block, max(16, triton.next_power_of_2(width)))
-    return sizes, 8 if longer > 64 or (backward and longer == 64) else 4
+    return sizes, warps
 
 
 def _in_bf16(*bunches: _Bunch) -> bool:
