@@ -4,6 +4,7 @@ Registered as residuals `naive_block` and `naive_full` for the benchmarks; same 
 A peer's read takes the place of the naive one in `peer_residual`.
 """
 
+import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -76,6 +77,11 @@ class NaiveFull(NaiveBlock):
         super().__init__(num_sublayers, width, num_blocks=num_sublayers)
 
 
+def block_name(peer: Peer) -> str:
+    """What `peer_residual` is registered as."""
+    return "_".join(re.findall(r"[a-z0-9]+", f"{peer.name} block"))
+
+
 def peer_residual(peer: Peer) -> type[NaiveBlock]:
     """Block Attention Residuals with a peer's read, and its norm where the peer fuses one.
 
@@ -83,7 +89,7 @@ def peer_residual(peer: Peer) -> type[NaiveBlock]:
     """
 
     class PeerBlock(NaiveBlock):
-        name = f"{peer.name} block"
+        name = block_name(peer)
 
         def start(self, embedding: Tensor) -> Sources:
             return Sources((embedding if embedding.dtype in peer.dtypes else embedding.to(peer.dtypes[0]),))
@@ -101,9 +107,7 @@ def peer_residual(peer: Peer) -> type[NaiveBlock]:
     return PeerBlock
 
 
-def register_naive(peers: Sequence[Peer] = ()) -> list[str]:
-    """Make `naive_block`, `naive_full` and the peers' blocks known by name in this process; the peers' names."""
-    peer_classes = [peer_residual(peer) for peer in peers]
-    for cls in (NaiveBlock, NaiveFull, *peer_classes):
+def register_naive(peers: Sequence[Peer] = ()) -> None:
+    """Make `naive_block`, `naive_full` and the peers' blocks known by name in this process."""
+    for cls in (NaiveBlock, NaiveFull, *map(peer_residual, peers)):
         register(cls)
-    return [cls.name for cls in peer_classes]

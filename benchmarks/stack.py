@@ -19,7 +19,7 @@ import torch
 import traffic
 from equality import WRONG
 from harness import DTYPES
-from naive import EPS, register_naive
+from naive import EPS, block_name, register_naive
 from peers import PEERS, Peer
 from torch import Tensor, nn
 
@@ -152,7 +152,7 @@ class Stack:
             self.networks[name] = self.networks[label]
             self.calls[name] = torch.compile(self.networks[label].__call__, dynamic=False)
         for peer in peers:
-            self._add(peer.name, self._network(f"{peer.name} block", self.settings))
+            self._add(peer.name, self._network(block_name(peer), self.settings))
             if peer.whole:
                 self._add(f"{peer.name}, whole network", PeerNetwork(peer, naive, block_size, x.dtype))
         self.rows: dict[str, dict[str, Any]] = {}

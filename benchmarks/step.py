@@ -23,7 +23,7 @@ from typing import Any
 
 import harness
 import torch
-from naive import register_naive
+from naive import block_name, register_naive
 from peers import PEERS
 
 from attnres.models import build, build_plain
@@ -103,7 +103,8 @@ def variants_of(
     source = torch.bfloat16 if dtype == "bf16" else torch.float32
     reasons = {peer.name: peer.available(device, source, SIZES[name].width) for peer in PEERS}
     ready = [peer for peer in PEERS if reasons[peer.name] is None]
-    peers = {label: (label, {"num_blocks": 8}) for label in register_naive(ready)}
+    register_naive(ready)
+    peers = {f"{peer.name} block": (block_name(peer), {"num_blocks": 8}) for peer in ready}
     return variants | peers, {f"{label} block": reason for label, reason in reasons.items() if reason is not None}
 
 

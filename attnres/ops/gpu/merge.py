@@ -224,6 +224,7 @@ def plan_backward(
         "D": width,
         "BLOCK": block,
         "STAGES": stages,
+        "ROUNDED": doutput is not None and doutput.dtype != torch.float32,
     }
     options = {"num_warps": warps, "num_stages": 1, "maxnreg": min(255, REGISTERS // (32 * warps * resident))}
     return Launch(merge_rows_backward, programs, arguments, constants, options), grads

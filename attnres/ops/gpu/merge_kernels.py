@@ -191,14 +191,15 @@ def merge_rows_backward(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    ROUNDED: tl.constexpr,
 ):
     """A share of the tokens: their gradients, and this program's row of dquery, dweight, dbias. Absent ones are None.
+    ROUNDED: doutput is narrower than fp32.
 
     ds_j = p_j (<dh, v_j> - delta),  dv_j = p_j dh + ds_j r_j (q - s_j r_j v_j / d),  delta = <dh, h>
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
-    ROUNDED: tl.constexpr = (doutput is not None) and (doutput.dtype.element_ty != tl.float32)
     if K > 0:
         if STAGES > 1:
             q = _load(query, 0, D, BLOCK, True).to(tl.float32)
