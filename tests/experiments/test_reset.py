@@ -6,31 +6,10 @@ import pytest
 import reset
 import torch
 from safetensors.torch import load_file
-from tiny import NARROW
 
 from attnres.errors import UserError
 from attnres.models import load
-from attnres.training import from_dict, train
 from attnres.training.checkpoint import kept
-
-
-@pytest.fixture
-def run(corpus: Path, tmp_path: Path) -> Path:
-    values = {
-        "model": {"size": NARROW, "residual": "block", "num_blocks": 2},
-        "data": {"source": str(corpus), "seq_len": 16, "val_windows": 6},
-        "optim": {"lr": 0.01, "residual_lr": 0.01},
-        "out": str(tmp_path / "run"),
-        "steps": 8,
-        "batch_size": 4,
-        "dtype": "fp32",
-        "device": "cpu",
-        "val_every": 4,
-        "save_every": 4,
-        "keep_at": [4],
-    }
-    train(from_dict(values), progress=False)
-    return tmp_path / "run"
 
 
 @pytest.mark.parametrize("reads", [(1, 2), None])
