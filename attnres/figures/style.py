@@ -10,6 +10,7 @@ from typing import Any
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
 
 from attnres.errors import unknown
@@ -31,6 +32,10 @@ DASHES = (
     (0, (8, 1.4, 3, 1.4)),
 )
 """As many as have no divisor in common with the colours: 42 residuals without a colour of their own look different."""
+CLEAR = 3
+"""So many of the dashes are told from one another at a glance; labels of one colour have these in its shades."""
+SHADES = (("#000000", 0.0), ("#000000", 0.45), ("#ffffff", 0.45))
+"""What a colour is mixed with, and how much of that."""
 
 RC = {
     "font.family": "sans-serif",
@@ -88,7 +93,7 @@ def style() -> Generator[None]:
 
 def looks(residuals: Mapping[str, tuple[str, Traits]]) -> dict[str, dict[str, Any]]:
     """Line keywords for each label, given its residual's name and traits: the mechanism's colour, or the next free one;
-    a dash for each further label.
+    a dash for each further label, and a darker, then a lighter shade of the colour where the clearest are used up.
 
     Residuals without a colour of their own share a few, which not every eye tells from the others: each has a dash.
     """
@@ -97,11 +102,23 @@ def looks(residuals: Mapping[str, tuple[str, Traits]]) -> dict[str, dict[str, An
     uses: Counter[str] = Counter()
     for label, (name, traits) in residuals.items():
         hue = traits.colour if re.fullmatch("#[0-9a-f]{6}", str(traits.colour)) else None  # a file may say anything
-        dash = uses[hue or ""] + (hue is None)
-        colour = hue or free.setdefault(name, OTHERS[len(free) % len(OTHERS)])
-        result[label] = {"color": colour, "linestyle": DASHES[dash % len(DASHES)]}
+        used = uses[hue or ""]
         uses[hue or ""] += 1
+        if hue:
+            shade, dash = divmod(used, CLEAR)
+            colour = _mixed(hue, *SHADES[shade % len(SHADES)])
+        else:
+            dash = (used + 1) % len(DASHES)
+            colour = free.setdefault(name, OTHERS[len(free) % len(OTHERS)])
+        result[label] = {"color": colour, "linestyle": DASHES[dash]}
     return result
+
+
+def _mixed(colour: str, other: str, share: float) -> str:
+    """A colour with so much of another in it, as `#rrggbb`."""
+    pairs = zip(to_rgb(colour), to_rgb(other), strict=True)
+    red, green, blue = (one * (1 - share) + two * share for one, two in pairs)
+    return to_hex((red, green, blue))
 
 
 def save(figure: Figure, path: Path, dpi: int = 200) -> None:

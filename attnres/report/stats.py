@@ -22,6 +22,8 @@ COMPARED = (
     *("finetune.train_only", "finetune.lora_", "finetune.distill_"),
 )
 """Fields of the configuration in which variants may differ."""
+RATES, OWN_RATE = ("optim.lr", "optim.muon_lr"), "optim.residual_lr"
+"""Those of them that a search for the best learning rate changes; that of the residual's own parameters."""
 CHECKSUMS = ("windows_sha256", "tokenizer_sha256", "splits")
 """Keys of data.json that tell one text from another."""
 OWN = (
@@ -101,8 +103,16 @@ def equal_conditions(study: Study) -> bool:
 
 
 def kind(run: Run) -> tuple[str, str]:
-    """What a variant is without its learning rate: the residual and its settings."""
-    return run.residual, json.dumps(run.config.get("model", {}).get("settings") or {}, sort_keys=True)
+    """What a variant is without its learning rate: the residual, its settings, and how its parameters are trained, the
+    residual's own rate as a fraction of the rate.
+
+    What is off or has no value counts as not given: an older run's configuration may lack it.
+    """
+    given = {name: value for name, value in leaves(run.config) if name.startswith(COMPARED) and value}
+    own = given.get(OWN_RATE)
+    if isinstance(own, float) and run.lr:
+        given[OWN_RATE] = round(own / run.lr, 9)
+    return run.residual, json.dumps({name: given[name] for name in given if name not in RATES}, sort_keys=True)
 
 
 def kind_name(study: Study, label: str) -> str:

@@ -130,22 +130,22 @@ def _best_of_each(rows: list[Row]) -> list[Row]:
 
 
 def _at_equal_rates(study: Study, rows: list[Row], base: str) -> list[str]:
-    """For each other variant: at how many of the learning rates it shares with the baseline it wins."""
-    first = {row.label: row.runs[0] for row in rows}
-    sentences = []
+    """For each other variant: at how many of the learning rates it shares with the baseline it wins, unless that is the
+    baseline's alone, which is said already. What computes the baseline's function wins nothing."""
+    first = {row.label: row.runs[0] for row in rows if row.label == base or not row.is_chance}
+    against = [label for label in first if kind(first[label]) == kind(first[base])]
+    counts = []
     for which in dict.fromkeys(kind(run) for run in first.values() if kind(run) != kind(first[base])):
         labels = [label for label in first if kind(first[label]) == which]
-        pairs = [
-            (label, paired(study, label, other))
-            for label in labels
-            for other in first
-            if kind(first[other]) == kind(first[base]) and first[label].lr == first[other].lr
-        ]
-        won, lost, tied = _apart(pairs)
-        if count := len(won + lost + tied):
-            names = kind_name(study, labels[0]), kind_name(study, base)
-            sentences.append(f"At equal learning rates {names[0]} beats {names[1]} at {len(won)} of {count}.")
-    return sentences
+        met = [(label, other) for label in labels for other in against if first[label].lr == first[other].lr]
+        won, lost, tied = _apart((label, paired(study, label, other)) for label, other in met)
+        if any(other != base for _, other in met) and (count := len(won + lost + tied)):
+            counts.append((kind_name(study, labels[0]), f"at {len(won)} of {count}"))
+    if not counts:
+        return []
+    (name, share), *rest = counts
+    parts = [f"{name} beats {kind_name(study, base)} {share}", *(f"{name} {share}" for name, share in rest)]
+    return [f"At equal learning rates {', '.join(parts)}."]
 
 
 def _size(pair: Paired) -> str:

@@ -281,8 +281,17 @@ def test_in_a_sweep_each_setting_is_a_variant_of_its_own(tmp_path):
     text = verdict(*both(tmp_path))
     assert text.startswith("block-num_blocks6-lr0.001 beats standard-lr0.001 by 0.")
     assert ", block-num_blocks2-lr0.001 by 0." in text
-    for blocks in (2, 6):
-        assert f"At equal learning rates block-num_blocks{blocks} beats standard at 2 of 2." in text
+    assert "At equal learning rates block-num_blocks2 beats standard at 2 of 2, block-num_blocks6 at 2 of 2." in text
+
+
+def test_at_equal_rates_the_control_wins_nothing_and_another_rate_of_the_queries_is_another_variant(tmp_path):
+    for lr, gain in ((0.004, 0.0), (0.008, -0.1)):
+        for residual, more in (("standard", 0.0), ("rescaled", -0.2), ("block", -0.3)):
+            write_run(tmp_path, residual, label=f"{residual}-lr{lr:g}", lr=lr, gain=gain + more)
+    folder = write_run(tmp_path, "block", label="block-residual_lr0.004-lr0.004", lr=0.004, gain=-0.1)
+    change(folder / "config.json", "optim.residual_lr", 0.004)
+    text = verdict(*both(tmp_path))
+    assert "At equal learning rates block beats standard at 2 of 2, block-residual_lr0.004 at 1 of 1." in text
 
 
 def test_a_variant_worse_than_the_control_is_called_that(tmp_path):
