@@ -4,22 +4,23 @@ import csv
 import io
 
 from attnres.report.runs import Study
-from attnres.report.stats import paired_at, unequal
+from attnres.report.stats import paired_at, strongest_baseline, unequal
 
 COLUMNS = ("label", "seed", "step", "tokens", "loss", "windows", "difference", "difference_se_windows")
 
 
 def curves_csv(study: Study) -> str:
-    """Give one line a measurement: losses and paired differences in nats per token; nothing where a run has no partner
-    of its seed under equal conditions.
+    """Give one line a measurement: losses and paired differences in nats per token to the table's baseline; nothing
+    where a run has no partner of its seed under equal conditions.
     """
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     writer.writerow(COLUMNS)
-    partners = {} if study.baseline is None else {run.seed: run for run in study.of(study.baseline)}
+    baseline = strongest_baseline(study)
+    partners = {} if baseline is None else {run.seed: run for run in study.of(baseline)}
     for label in study.labels:
         for run in study.of(label):
-            partner = partners.get(run.seed) if label != study.baseline else None
+            partner = partners.get(run.seed) if label != baseline else None
             if partner is not None and unequal(run, partner):
                 partner = None
             for step, losses in sorted(run.windows.items()):

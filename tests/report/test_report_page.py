@@ -66,8 +66,8 @@ def test_a_comparison_makes_a_whole_page(tmp_path):
         assert part in text
     assert "block: weights of reads" in text and "full: weights of reads" in text
     assert text.count(">before attention</text>") == text.count(">before the MLP</text>") == 2
-    # Losses, differences, weights, magnitudes, training by depth.
-    assert text.count("<svg") == 2 + 2 + 2 + 3 + 1
+    # What lasts, losses, differences, weights, magnitudes, training by depth.
+    assert text.count("<svg") == 1 + 2 + 2 + 2 + 3 + 1
     assert (tmp_path / "table.csv").read_text().startswith("label,")
 
 

@@ -14,6 +14,7 @@ from synthetic import write_run, write_study
 from attnres.errors import UserError
 from attnres.report import load_study
 from attnres.report.columns import COLUMNS, plain_cells, print_table, shown, to_csv
+from attnres.report.curves import curves_csv
 from attnres.report.page import write_report
 from attnres.report.stats import paired, paired_curve, strongest_baseline
 from attnres.report.table import build_table
@@ -258,6 +259,11 @@ def test_in_a_sweep_the_opponent_is_the_best_tuned_one(tmp_path):
     assert text.startswith("block-lr0.003 beats standard-lr0.003 by")
     assert "At equal learning rates block beats standard at 3 of 3." in text
     assert any("the best of the standard runs" in note for note in table.notes)
+    last = [row for row in csv.DictReader(io.StringIO(curves_csv(study))) if row["step"] == "1000"]
+    assert [row["label"] for row in last if not row["difference"]] == ["standard-lr0.003"]
+    (block,) = [row for row in last if row["label"] == "block-lr0.003"]
+    (row,) = [row for row in table.rows if row.label == "block-lr0.003"]
+    assert float(block["difference"]) == pytest.approx(row.paired.mean, abs=1e-6)
 
 
 def test_the_planned_baseline_stays_where_another_setting_is_better(tmp_path):
