@@ -50,7 +50,7 @@ class Study:
     """Settings of the jobs, by submitit's names, e.g. slurm_partition=gpu timeout_min=600 gpus_per_node=1."""
     adopt: tuple[str, ...] = ()
     """Folders whose runs are taken, finished or with a checkpoint, where one of the study has their configuration and
-    data."""
+    data. Finished runs of the other studies in OUT/PRESET are taken without being named."""
     dry_run: bool = False
     """Print what would be run and what it costs, and run nothing."""
     list: bool = False
@@ -98,7 +98,7 @@ def run(arguments: list[str]) -> None:
     )
     designs = list(STUDIES.values()) if name == "all" else [STUDIES[name]]
     if options.dry_run:
-        return _dry_run(designs, setting, options.jobs)
+        return _dry_run(designs, setting, options)
     _carry_out(designs, setting, options)
 
 
@@ -164,29 +164,31 @@ def _report(out: Path) -> None:
     print(out / "report.html")
 
 
-def _dry_run(designs: "list[Design]", setting: "Setting", jobs: int | None) -> None:
+def _dry_run(designs: "list[Design]", setting: "Setting", options: Study) -> None:
     from rich.console import Console
 
-    from attnres.studies.conduct import survey
+    from attnres.studies.conduct import left_of, survey
     from attnres.studies.cost import cost_of, hours, measured_speed
     from attnres.terminal import grid, say, wide
 
     out = wide(Console())
     speed = measured_speed(setting.config())
-    table = grid("study", "arm", right=("runs", "tokens", "FLOPs", "hours"))
+    adopted = [user_path(folder) for folder in options.adopt]
+    table = grid("study", "arm", right=("runs", "left", "tokens", "FLOPs", "hours"))
     total = 0.0
     for design in designs:
         for arm in survey(design, setting)[0]:
-            cost = cost_of(arm, setting.config())
+            whole = cost_of(arm, setting.config())
+            cost = whole.of(left_of(arm, design, setting, adopted))
             time_h = hours([cost], speed or setting.preset.flops_per_s)
             total += time_h
-            table.add_row(
-                *(design.name, arm.name, f"{cost.runs}", f"{cost.tokens:,.0f}", f"{cost.flops:.2e}", f"{time_h:.2f}")
-            )
+            counts = f"{whole.runs}", f"{cost.runs}"
+            table.add_row(design.name, arm.name, *counts, f"{cost.tokens:,.0f}", f"{cost.flops:.2e}", f"{time_h:.2f}")
     out.print(table)
     what = "measured by a few steps here" if speed else "assumed: the preset's device is not here"
     unit = "one core" if setting.config().device in ("auto", "cpu") else "one GPU"
     say(out, f"{total:.1f} hours of {unit} at {speed or setting.preset.flops_per_s:.2g} FLOP/s, {what}.")
+    say(out, "Left are runs that are neither finished nor the same as finished ones of --adopt and of other studies.")
     say(out, "Arms that depend on what earlier ones give are not counted before those have run.")
-    if jobs:
-        say(out, f"{total / jobs:.1f} hours with {jobs} runs at once.")
+    if options.jobs:
+        say(out, f"{total / options.jobs:.1f} hours with {options.jobs} runs at once.")

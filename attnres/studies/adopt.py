@@ -1,7 +1,7 @@
 """Runs that were trained elsewhere, in a comparison or another arm: a study takes them instead of training again."""
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,8 @@ from attnres.errors import UserError
 from attnres.files import locked, replaced_folder
 from attnres.reading import read_json
 from attnres.studies.plan import Plan
-from attnres.training.checkpoint import reconfigure
-from attnres.training.config import differences, to_dict
+from attnres.training.checkpoint import kept, reconfigure
+from attnres.training.config import TrainConfig, differences, to_dict
 from attnres.training.records import ADVICE, RunConfig
 from attnres.typed import checked
 
@@ -36,9 +36,20 @@ def runs_in(folders: Iterable[Path], *, unfinished: bool = False) -> dict[Path, 
     return runs
 
 
+def alike(run: TrainConfig, runs: dict[Path, dict[str, Any]]) -> Iterator[Path]:
+    """The folders of those runs that are trained as this one, elsewhere, whatever text they call theirs, and have the
+    checkpoints that it is to keep."""
+    folder, ours = Path(run.out or "."), to_dict(run)
+    for there, theirs in runs.items():
+        if there.resolve() == folder.resolve() or not all(kept(there, step).is_dir() for step in run.keep_at):
+            continue
+        if set(differences(ours, theirs)) <= {"data.source"}:
+            yield there
+
+
 def adopt(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) -> list[str]:
     """Copy into a plan's folders what was trained with the same configuration on the same data, wherever that lay; of
-    finished runs no checkpoint, which only a run that goes on needs.
+    finished runs no checkpoint, which only a run that goes on needs, but for those that they are to keep.
 
     Returns:
         The names of the runs that were adopted.
@@ -48,21 +59,16 @@ def adopt(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) ->
     """
     names = []
     for name, run in plan.runs.items():
-        folder, ours = Path(run.out or "."), to_dict(run)
-        same = (
-            there
-            for there, theirs in runs.items()
-            if there.resolve() != folder.resolve()
-            and set(differences(ours, theirs)) <= {"data.source"}  # data.json says whether the text is the same
-            and _same_data(there, data)
-        )
+        folder = Path(run.out or ".")
+        same = (there for there in alike(run, runs) if _same_data(there, data))
         there = None if folder.exists() else next(same, None)
         if there is None:
             continue
-        left_out = ["kept", ".*", *(["checkpoint"] if (there / "summary.json").is_file() else [])]
+        left_out = [".*", *([] if run.keep_at else ["kept"])]
+        left_out += ["checkpoint"] if (there / "summary.json").is_file() else []
         with locked(there), replaced_folder(folder) as temporary:
             shutil.copytree(there, temporary, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)
-            reconfigure(temporary, ours)
+            reconfigure(temporary, to_dict(run))
         names.append(name)
     return names
 

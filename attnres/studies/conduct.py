@@ -26,13 +26,13 @@ from attnres.folders import kind_of, refuse_other
 from attnres.reading import read_json
 from attnres.run_names import label_and_seed, run_name
 from attnres.stats import plain
-from attnres.studies.adopt import adopt, runs_in
+from attnres.studies.adopt import adopt, alike, runs_in
 from attnres.studies.analyses.noise import Noise
 from attnres.studies.children import Child, Runner, train_all
 from attnres.studies.compare import opened
 from attnres.studies.design import Arm, Design, Measured, Result, Setting
 from attnres.studies.lab import STUDIES
-from attnres.studies.plan import Plan
+from attnres.studies.plan import Plan, make_plan
 from attnres.studies.presets import PRESETS
 from attnres.studies.rows import MEASURES, medians, rows_of, to_csv
 from attnres.studies.variants import parse_variants
@@ -111,14 +111,14 @@ def conduct(
         jobs: runs at once; none is one a core or GPU. until: none begins after this moment (`time.monotonic`).
         run: what runs them; none is processes on this machine.
         adopted: folders whose runs are taken, finished or to be continued, where one of the study has their
-            configuration and data.
+            configuration and data; finished ones of the other studies beside it are taken without being named.
 
     Raises:
         UserError: something cannot run, or the folder holds something else; what is finished stays.
         Interrupted: Ctrl-C or SIGTERM; the same command continues.
     """
     folder = refuse_other(setting.folder(design.name), "study")
-    elsewhere = runs_in(adopted, unfinished=True)
+    elsewhere = _elsewhere(folder, adopted)
     with locked(folder), _begun(folder):
         write_json(folder / "study.json", _asked(design, setting))
         arms, measured = survey(design, setting)
@@ -129,6 +129,26 @@ def conduct(
             if measured.finished == before or time.monotonic() > until:
                 break
         return write(design, setting, measured)
+
+
+def _elsewhere(folder: Path, adopted: Sequence[Path]) -> dict[Path, dict[str, Any]]:
+    """The runs that a study in `folder` may take, by their folder."""
+    beside = [path for path in sorted(folder.parent.glob("*")) if path != folder and (path / "study.json").is_file()]
+    return runs_in(adopted, unfinished=True) | runs_in(beside)
+
+
+def left_of(arm: Arm, design: Design, setting: Setting, adopted: Sequence[Path]) -> int:
+    """How many of an arm's runs are still to be trained: neither finished nor to be had from `adopted` or from studies
+    beside it, if their text is the same, which is not looked at."""
+    folder = setting.folder(design.name)
+    measured = _read([arm], folder, Measured())
+    missing = set(measured.planned[arm.name]) - set(measured.finished[arm.name])
+    runs = _elsewhere(folder, adopted)
+    elsewhere = {path: runs[path] for path in runs if (path / "summary.json").is_file()}
+    if arm.compare is None or arm.measure or not elsewhere or arm.compare.base.finetune.init_from is not None:
+        return len(missing)
+    plan = make_plan(dataclasses.replace(arm.compare, out=str(folder / arm.name)))
+    return sum(next(alike(plan.runs[name], elsewhere), None) is None for name in missing)
 
 
 @contextmanager

@@ -1,10 +1,12 @@
 """What the runs of a study cost: tokens, FLOPs, and hours at a speed that is measured or assumed."""
 
+import dataclasses
 import functools
 import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 
@@ -27,6 +29,13 @@ class Cost:
     tokens: float
     flops: float
     calls: float = 0.0
+
+    def of(self, runs: int) -> Self:
+        """What so many of its runs cost."""
+        part = runs / self.runs
+        return dataclasses.replace(
+            self, runs=runs, tokens=part * self.tokens, flops=part * self.flops, calls=part * self.calls
+        )
 
 
 def cost_of(arm: Arm, model: TrainConfig) -> Cost:

@@ -16,8 +16,9 @@ from attnres.errors import Interrupted, UserError
 from attnres.files import write_json
 from attnres.flags import config_file
 from attnres.reading import read_json
+from attnres.studies.adopt import alike, runs_in
 from attnres.studies.analyses.noise import Noise
-from attnres.studies.conduct import conduct, names_of, outcome_in, survey
+from attnres.studies.conduct import conduct, left_of, names_of, outcome_in, survey
 from attnres.studies.contrast import contrast
 from attnres.studies.cost import CALL, Cost, cost_of, flops_a_token, hours
 from attnres.studies.design import Measured, Row, Setting
@@ -28,6 +29,7 @@ from attnres.studies.presets import PRESETS, shape
 from attnres.studies.slurm import Slurm
 from attnres.studies.work import Computation, function, work
 from attnres.training import from_dict, train
+from attnres.training.checkpoint import kept
 from attnres.training.config import differences, to_dict
 
 QUIET = Console(quiet=True)
@@ -162,6 +164,37 @@ def test_a_finished_run_counts_wherever_its_text_lies_and_without_its_model(sett
     assert (outcome.folder / "runs.csv").read_bytes() == (noise.folder / "runs.csv").read_bytes()
     config = json.loads((outcome.folder / "recipe" / "standard-seed0" / "config.json").read_text())
     assert config["data"]["source"] == str(moved)
+
+
+def test_what_another_study_has_trained_is_not_trained_again(setting, noise, tmp_path):
+    other = dataclasses.replace(setting, out=tmp_path)
+    runner = Here()
+    conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=runner)
+    arms = survey(STUDIES["exchange"], other)[0]
+    lefts = {arm.name: left_of(arm, STUDIES["exchange"], other, []) for arm in arms}
+    assert lefts == {"x0.25": 1, "x0.5": 0, "x1": 0, "x2": 1}, "runs of 2 and of 4 steps are the noise's"
+    runner.names.clear()
+    outcome = conduct(STUDIES["exchange"], other, say=QUIET, jobs=1, run=runner)
+    assert sorted(runner.names) == ["x0.25/standard-seed0", "x2/standard-seed0"]
+    assert outcome.counts == (4, 4)
+    elsewhere = dataclasses.replace(setting, out=tmp_path / "elsewhere")
+    adopted = left_of(arms[2], STUDIES["exchange"], elsewhere, [outcome.folder])
+    assert (adopted, left_of(arms[2], STUDIES["exchange"], elsewhere, [])) == (0, 1)
+
+
+def test_a_run_that_others_branch_off_is_taken_with_the_checkpoints_that_they_need(setting, noise, tmp_path):
+    trunk = survey(STUDIES["budgets"], dataclasses.replace(setting, out=tmp_path))[0][0]
+    assert trunk.compare is not None
+    plan = make_plan(dataclasses.replace(trunk.compare, out=str(tmp_path / "ours")))
+    run = next(iter(plan.runs.values()))
+    there = tmp_path / "theirs" / run.name
+    there.mkdir(parents=True)
+    write_json(there / "config.json", to_dict(run))
+    write_json(there / "summary.json", {})
+    assert list(alike(run, runs_in([there.parent]))) == [], "it has none of the checkpoints"
+    for step in run.keep_at:
+        kept(there, step).mkdir(parents=True)
+    assert list(alike(run, runs_in([there.parent]))) == [there]
 
 
 def test_when_the_time_is_over_the_rest_is_left_for_later(setting, tmp_path):
