@@ -201,15 +201,6 @@ class Setting:
         """As many of a long list of variants as the preset takes, the first ones."""
         return list(variants)[: self.preset.most]
 
-    def own_rate(self, factor: float) -> float:
-        """The rate of the residual's own parameters that is `factor` times AdamW's."""
-        return float(f"{factor * self.config().optim.lr:.4g}")
-
-    @property
-    def recipe(self) -> TrainConfig:
-        """The preset's run with its own rate for the residual's parameters."""
-        return self.config(optim={"residual_lr": self.own_rate(self.preset.own_rate)})
-
 
 @dataclass(frozen=True)
 class Design:

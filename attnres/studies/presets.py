@@ -34,7 +34,6 @@ class Preset:
     Attributes:
         train: the recipe, values over the defaults of a training run.
         many: steps of studies of many mechanisms.
-        own_rate: rate of the residual's own parameters, as a fraction of AdamW's.
         seeds: runs of a group where nothing else is asked for. floor: of the standard model, for the noise.
         ladder: sizes for scaling, ascending, and the tokens a parameter that each has.
         layers: depths of the grid of depth and width, at one number of parameters; see `shape`.
@@ -47,7 +46,6 @@ class Preset:
     about: str
     train: dict[str, Any]
     many: int
-    own_rate: float
     seeds: int
     floor: int
     ladder: tuple[dict[str, Any], ...]
@@ -67,12 +65,19 @@ class Preset:
     @property
     def depth(self) -> int:
         """Layers of the recipe's model."""
-        size = self.train["model"]["size"]
-        if isinstance(size, str):
-            from attnres.models.sizes import SIZES
+        return int(self._fields["num_hidden_layers"])
 
-            size = SIZES[size]
-        return int(size["num_hidden_layers"])
+    @property
+    def layer_parameters(self) -> float:
+        """Parameters of all layers of the recipe's model, as `shape` counts them."""
+        return 12.0 * self.depth * int(self._fields["hidden_size"]) ** 2
+
+    @property
+    def _fields(self) -> dict[str, Any]:
+        from attnres.models.sizes import SIZES
+
+        size = self.train["model"]["size"]
+        return SIZES[size] if isinstance(size, str) else size
 
 
 _TINY = qwen3(16, 2, 2, 32)
@@ -93,7 +98,6 @@ SECONDS = Preset(
         "save_every": 4,
     },
     many=2,
-    own_rate=0.1,
     seeds=1,
     floor=2,
     ladder=(qwen3(8, 1, 1, 16), qwen3(8, 2, 1, 16), qwen3(16, 2, 2, 32)),
@@ -121,7 +125,6 @@ NANO = Preset(
         "save_every": 250,
     },
     many=2000,
-    own_rate=0.1,
     seeds=3,
     floor=8,
     ladder=(qwen3(32, 3, 1, 96), qwen3(48, 5, 2, 144), qwen3(64, 6, 2, 192), qwen3(96, 9, 3, 288)),
@@ -158,7 +161,6 @@ HUNDRED = Preset(
         "save_every": 1000,
     },
     many=10_000,
-    own_rate=0.1,
     seeds=3,
     floor=8,
     ladder=(qwen3(256, 8, 4, 768), qwen3(384, 10, 6, 1152), qwen3(512, 12, 8, 1536), qwen3(640, 16, 10, 1920)),

@@ -7,6 +7,8 @@ from attnres.studies.analyses.halving import at_best
 from attnres.studies.contrast import contrast
 from attnres.studies.design import Arm, Design, Measured, Result, Setting
 from attnres.studies.variants import parse_variant
+from attnres.training.config import READ_RATE
+from attnres.training.optim import QUERY
 
 COARSE, BEST = "coarse", "best"
 
@@ -14,19 +16,16 @@ COARSE, BEST = "coarse", "best"
 def candidates(setting: Setting, variant: str) -> list[str]:
     """Three ways to train a mechanism, the recipe's first.
 
-    One with parameters of its own gets them at the preset's fraction of AdamW's rate and at the whole of it, and all
-    rates doubled; one without gets half, one and two times the recipe's rate.
+    One with parameters of its own gets them at its default rate (of queries and gains a tenth of AdamW's, of others the
+    whole) and at the other of the two, and all rates doubled; one without gets half, one and two times the recipe's.
     """
     lr, parsed = setting.config().optim.lr, parse_variant(variant)
-    if not any(True for _ in make_residual(parsed.residual, 4, 16, **_small(parsed.settings)).parameters()):
+    residual = make_residual(parsed.residual, 4, 16, **_small(parsed.settings))
+    names = [name.rpartition(".")[2] for name, _ in residual.named_parameters()]
+    if not names:
         return [variant, f"{variant}@lr={lr / 2:g}", f"{variant}@lr={2 * lr:g}"]
-    low, high = setting.own_rate(setting.preset.own_rate), setting.own_rate(1.0)
-    twice = setting.own_rate(2 * setting.preset.own_rate)
-    return [
-        f"{variant}@residual_lr={low:g}",
-        f"{variant}@residual_lr={high:g}",
-        f"{variant}@lr={2 * lr:g},residual_lr={twice:g}",
-    ]
+    other = lr if QUERY in names else READ_RATE * lr
+    return [variant, f"{variant}@residual_lr={other:g}", f"{variant}@lr={2 * lr:g}"]
 
 
 def _small(settings: dict) -> dict:

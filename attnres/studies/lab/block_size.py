@@ -15,7 +15,7 @@ def sizes(setting: Setting) -> list[int]:
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """The standard model, and Block at each size; a size of one is Full."""
     variants = ["standard", *(f"block:block_size={size}" for size in sizes(setting))]
-    return [setting.arm("sizes", variants, of=setting.recipe)]
+    return [setting.arm("sizes", variants, of=setting.config())]
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:

@@ -25,8 +25,7 @@ def config(setting: Setting, budget: float) -> TrainConfig:
     """The run of a budget: the same warm-up as all, then a constant rate, then its own decay."""
     steps = round(budget * unit(setting))
     warm = max(1, round(WARM_UP * unit(setting)))
-    rate = setting.own_rate(setting.preset.own_rate)
-    optim = {"schedule": "wsd", "warmup": warm / steps, "decay": DECAY, "min_lr_ratio": 0.0, "residual_lr": rate}
+    optim = {"schedule": "wsd", "warmup": warm / steps, "decay": DECAY, "min_lr_ratio": 0.0}
     return setting.config(steps=steps, optim=optim)
 
 

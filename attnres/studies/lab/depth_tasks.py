@@ -19,12 +19,11 @@ PROBLEMS = 400
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """An arm a task, the same shape of run in both."""
-    optim = {"residual_lr": setting.own_rate(setting.preset.own_rate)}
     small = setting.preset.small < 0.01
     parts = []
     for name in NAMES:
         data = {"source": f"task:{name}:200" if small else f"task:{name}", "tokenizer": "bpe:257", "held_out": 0.05}
-        run = setting.config(data=data, optim=optim, steps=setting.preset.many)
+        run = setting.config(data=data, steps=setting.preset.many)
         variants = [*setting.some(VARIANTS)] if not small else ["standard", "block"]
         parts.append(setting.arm(name, variants, of=run, measure=f"{__name__}:answers"))
     return parts

@@ -16,32 +16,24 @@ VARIANTS = ("standard", "block")
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """An arm a depth; all have about the parameters of the recipe's layers, and as many steps as give equal FLOPs."""
-    preset, recipe = setting.preset, setting.recipe
+    preset, recipe = setting.preset, setting.config()
     layers = sorted(preset.layers)
     middle = layers[len(layers) // 2]
-    parameters = _layer_parameters(setting)
+    parameters = preset.layer_parameters
     vocabulary, length = vocabulary_of(recipe), recipe.data.seq_len
     budget = preset.many * flops_a_token(shape(middle, parameters), length, vocabulary)
     parts = []
     for depth in layers:
         size = shape(depth, parameters)
         steps = max(2, round(budget / flops_a_token(size, length, vocabulary)))
-        run = setting.config(model={"size": size}, optim={"residual_lr": recipe.optim.residual_lr}, steps=steps)
+        run = setting.config(model={"size": size}, steps=steps)
         parts.append(setting.arm(f"layers{depth}", VARIANTS, of=run))
     return parts
 
 
-def _layer_parameters(setting: Setting) -> float:
-    from attnres.models.sizes import SIZES
-
-    size = setting.preset.train["model"]["size"]
-    size = SIZES[size] if isinstance(size, str) else size
-    return 12.0 * size["num_hidden_layers"] * size["hidden_size"] ** 2
-
-
 def analyse(setting: Setting, measured: Measured) -> Result:
     """The lowest point of each mechanism in width over depth."""
-    parameters = _layer_parameters(setting)
+    parameters = setting.preset.layer_parameters
     ratios, panels, rows = list[float](), {label: list[float]() for label in VARIANTS}, []
     for layers in sorted(setting.preset.layers):
         ratio = shape(layers, parameters)["hidden_size"] / layers

@@ -13,12 +13,11 @@ VARIANTS = ("standard", "block", "full")
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """The recipe, and a model of many narrow layers."""
-    optim = {"residual_lr": setting.own_rate(setting.preset.own_rate)}
-    deep = setting.config(model={"size": setting.preset.deep}, optim=optim, steps=setting.preset.many)
+    deep = setting.config(model={"size": setting.preset.deep}, steps=setting.preset.many)
     depth = tuple(QUANTITIES)
     seeds = range(min(2, setting.seeds))
     return [
-        setting.arm("recipe", VARIANTS, seeds, of=setting.recipe, depth=depth),
+        setting.arm("recipe", VARIANTS, seeds, of=setting.config(), depth=depth),
         setting.arm("deep", VARIANTS, seeds, of=deep, depth=depth),
     ]
 

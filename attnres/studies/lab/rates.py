@@ -8,9 +8,10 @@ from attnres.studies.contrast import contrast
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.studies.presets import shape
 from attnres.text import number
+from attnres.training.config import READ_RATE
 
-OWN = (0.1, 1.0, 1 / 30, 1 / 3, 0.01)
-"""Of AdamW's rate, for the residual's own parameters; recipes/lasting_rates.yaml has the same."""
+OWN = (READ_RATE, 1.0, 1 / 30, 1 / 3, 0.01)
+"""Of AdamW's rate, for the residual's own parameters, the default first; recipes/lasting_rates.yaml has the same."""
 MODEL = (0.5, 1.0, 2.0)
 MOST = 16.0
 """The highest rate of the standard model that is tried, in multiples of the recipe's; the lowest is one over it."""
@@ -18,6 +19,8 @@ MOST = 16.0
 
 def _own(setting: Setting, factor: float) -> str:
     """Block with its own parameters at this multiple of AdamW's rate."""
+    if factor == READ_RATE:
+        return "block"
     rate = setting.config().optim.lr * factor
     digits = float(f"{rate:.3g}")
     return f"block@residual_lr={digits:g}"
@@ -32,6 +35,11 @@ def _label(variant: str) -> str:
 def _at(setting: Setting, factor: float, residual: str = "standard") -> str:
     """A residual with all rates at this multiple of the recipe's."""
     return f"{residual}@lr={setting.config().optim.lr * factor:g}"
+
+
+def _also(variant: str, change: str) -> str:
+    """A variant that is trained in one more way of its own."""
+    return f"{variant}{',' if '@' in variant else '@'}{change}"
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
@@ -52,24 +60,22 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
         losses[further] = measured.mean(one.name, _label(_at(setting, further)))
     by_variant = {variant: measured.mean("own", _label(variant)) for variant in variants}
     best = survivors(by_variant, 2) or variants[:1]
-    rate = best[0].partition("@")[2] or f"residual_lr={setting.own_rate(1.0):g}"
+    rate = best[0].removeprefix("block")
+    whole = f"full@residual_lr={recipe.optim.lr:g}"
     layers = setting.preset.depth
-    parameters = 12.0 * layers * _width(setting) ** 2
     factor = min((rate for rate, loss in losses.items() if math.isfinite(loss)), key=losses.__getitem__, default=1.0)
     if factor != 1:  # the standard model at its best, and Block at the same
         both = [_at(setting, factor), _at(setting, factor, "block")]
         parts.append(setting.arm("tuned", both, of=recipe))
     parts += [
         setting.arm("best", ["standard", *best], of=recipe),
-        setting.arm("full", ["full", f"full@{rate}"], range(min(2, setting.seeds)), of=recipe),
+        setting.arm("full", list(dict.fromkeys([f"full{rate}", whole])), range(min(2, setting.seeds)), of=recipe),
         setting.arm(
             "knobs",
             setting.some(
                 [
-                    f"block@{rate},residual_warmup=0.05",
-                    f"block@{rate},residual_hold=0.05",
-                    f"block@{rate},residual_decay=0.01",
-                    f"block:read_temperature=4@{rate}",
+                    *(_also(best[0], f"residual_{knob}") for knob in ("warmup=0.05", "hold=0.05", "decay=0.01")),
+                    f"block:read_temperature=4{rate}",
                 ]
             ),
             [0],
@@ -78,27 +84,20 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
         *(
             setting.arm(
                 f"layers{depth}",
-                ["standard", f"block@{rate}"],
+                ["standard", best[0]],
                 range(min(2, setting.seeds)),
-                of=setting.config(model={"size": shape(depth, parameters)}),
+                of=setting.config(model={"size": shape(depth, setting.preset.layer_parameters)}),
             )
             for depth in (2 * layers, 4 * layers)
         ),
         setting.arm(
             "adamw",
-            ["standard", f"block@{rate}"],
+            ["standard", best[0]],
             [0],
             of=setting.config(steps=steps, optim={"optimizer": "adamw"}),
         ),
     ]
     return parts
-
-
-def _width(setting: Setting) -> int:
-    from attnres.models.sizes import SIZES
-
-    size = setting.preset.train["model"]["size"]
-    return int((SIZES[size] if isinstance(size, str) else size)["hidden_size"])
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:

@@ -24,7 +24,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
         return [first]
     start = setting.folder("retrofit") / first.name / run_name("standard", 0)
     optim = setting.config().optim
-    cooler = {"lr": COOLER * optim.lr, "muon_lr": COOLER * optim.muon_lr, "residual_lr": COOLER * optim.lr}
+    cooler = {"lr": COOLER * optim.lr, "muon_lr": COOLER * optim.muon_lr}
     run = setting.config(
         model={"size": None},
         data={"tokenizer": None},

@@ -23,10 +23,8 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """An arm a size of the preset's ladder."""
     parts = []
     for size in setting.preset.ladder:
-        run = setting.config(model={"size": size}, optim={"residual_lr": setting.own_rate(setting.preset.own_rate)})
-        run = setting.config(
-            model={"size": size}, optim={"residual_lr": run.optim.residual_lr}, steps=steps_for(setting, run)
-        )
+        run = setting.config(model={"size": size})
+        run = setting.config(model={"size": size}, steps=steps_for(setting, run))
         name = f"d{size['hidden_size']}-layers{size['num_hidden_layers']}"
         parts.append(setting.arm(name, VARIANTS, range(min(2, setting.seeds)), of=run))
     return parts
