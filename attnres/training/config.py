@@ -84,13 +84,13 @@ class OptimConfig:
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
     residual_lr: float | None = None
-    """Peak learning rate of the residual's own parameters. None is a tenth of lr for queries and gains, which at the
-    whole rate choose a source early, cannot leave it and lose what they gained (docs/results.md), and lr for the others
-    of a residual; lr for all with finetune.init_from."""
+    """Peak learning rate of the residual's own parameters. None is a tenth of lr for queries and gains, with which at
+    the whole rate a model loses by 4 M tokens what it gained and does not find it again (docs/results.md, section 10),
+    and lr for the others of a residual; lr for all with finetune.init_from."""
     residual_hold: float = 0.0
-    """Fraction of the steps in which the residual's own parameters stay at their start values."""
+    """Fraction of the steps in which the residual's own parameters stay at their start values. 0.05 gained nothing."""
     residual_warmup: float = 0.0
-    """Further warm-up of the residual's own parameters after that, as a fraction of the steps."""
+    """Further warm-up of the residual's own parameters after that, as a fraction of the steps. 0.05 gained nothing."""
     residual_decay: float = 0.0
     """Decoupled weight decay of the pseudo-queries, towards the uniform mean."""
     muon_lr: float = 2e-3
