@@ -46,7 +46,9 @@ def tuned_study(name: str, question: str, about: str, source: str, published: Ma
 
     def arms(setting: Setting, measured: Measured) -> list[Arm]:
         variants, config = setting.some(list(published)), setting.config(steps=setting.preset.many)
-        all_candidates = [one for variant in variants for one in candidates(setting, variant)]
+        # Every mechanism's first way before any other's second: a study that is stopped compares them all.
+        ways = zip(*(candidates(setting, variant) for variant in variants), strict=True)
+        all_candidates = [one for way in ways for one in way]
         coarse = setting.arm(COARSE, all_candidates, [0], of=config)
         if not measured.complete(COARSE):
             return [coarse]
@@ -55,8 +57,8 @@ def tuned_study(name: str, question: str, about: str, source: str, published: Ma
 
     def analyse(setting: Setting, measured: Measured) -> Result:
         best = chosen_rates(setting, measured, setting.some(list(published)))
-        if "standard" not in best or not measured.labels(BEST):
-            return Result("Too few runs have finished: the coarse rates come first.")
+        if not measured.labels(BEST):
+            return _coarse(measured, title)
         one = contrast(measured, BEST, label_of(best["standard"]))
         notes = {label_of(candidate): published.get(variant, "") for variant, candidate in best.items()}
         return Result(
@@ -64,6 +66,15 @@ def tuned_study(name: str, question: str, about: str, source: str, published: Ma
         )
 
     return Design(name, question, about, source, arms, analyse)
+
+
+def _coarse(measured: Measured, title: str) -> Result:
+    """What may be said before every mechanism has its best rate."""
+    if "standard" not in measured.labels(COARSE):
+        return Result("Too few runs have finished: the coarse rates come first.")
+    one = contrast(measured, COARSE, "standard")
+    note = "One seed each, and not every rate has been tried: no mechanism is at its best here. "
+    return Result(note + one.sentence(), [one.table(f"{title}, so far")], [], {COARSE: one.values()})
 
 
 def chosen_rates(setting: Setting, measured: Measured, variants: Sequence[str]) -> dict[str, str]:

@@ -23,10 +23,12 @@ from attnres.studies.contrast import contrast
 from attnres.studies.cost import CALL, Cost, cost_of, flops_a_token, hours
 from attnres.studies.design import Measured, Row, Setting
 from attnres.studies.lab import STUDIES
+from attnres.studies.lab.ablations import PUBLISHED
 from attnres.studies.page import report_page
 from attnres.studies.plan import CompareConfig, make_plan
 from attnres.studies.presets import PRESETS, shape
 from attnres.studies.slurm import Slurm
+from attnres.studies.tuning import label_of
 from attnres.studies.work import Computation, function, work
 from attnres.training import from_dict, train
 from attnres.training.checkpoint import kept
@@ -201,6 +203,17 @@ def test_when_the_time_is_over_the_rest_is_left_for_later(setting, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     outcome = conduct(STUDIES["exchange"], other, say=QUIET, jobs=1, until=time.monotonic() - 1)
     assert outcome.counts == (0, 4) and outcome.result.verdict == "Too few lengths have finished."
+
+
+def test_a_search_of_rates_that_is_stopped_has_every_mechanism_once(setting, noise, tmp_path):
+    other = dataclasses.replace(setting, out=tmp_path)
+    count = len(other.some(list(PUBLISHED)))
+    with pytest.raises(Interrupted):
+        conduct(STUDIES["ablations"], other, say=QUIET, jobs=1, run=Here(most=count + 1))
+    result = outcome_in(other.folder("ablations")).result
+    assert result.verdict.startswith("One seed each, and not every rate has been tried")
+    (table,) = result.tables
+    assert {label_of(variant) for variant in other.some(list(PUBLISHED))} < {row[0] for row in table.rows}
 
 
 def test_one_page_of_all_studies(setting, noise):
