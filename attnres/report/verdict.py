@@ -85,7 +85,8 @@ def _chance(row: Row, base: str) -> str:
     """What the difference of a control that is the baseline's function says: never that it is better or worse."""
     assert row.paired is not None
     size = number(row.paired.mean, digits_for(row.paired.mean, row.paired.se), signed=True)
-    runs = "a run" if len(row.counted) == 1 else f"the mean of {len(row.counted)} runs"
+    count = len(row.paired.per_seed)
+    runs = "a run" if count == 1 else f"the mean of {count} runs"
     unseen = ", which an error over windows does not see" if row.paired.basis == "windows" else ""
     return f"{row.label}, the control, computes what {base} computes: its {size} is what chance does to {runs}{unseen}."
 

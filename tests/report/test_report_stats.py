@@ -212,6 +212,14 @@ def test_a_control_that_is_another_function_is_judged_as_others_are(tmp_path):
     assert "Over completep, the control, the gain is 0.1" in text
 
 
+def test_what_chance_does_is_said_of_the_runs_that_have_a_partner(tmp_path):
+    for residual, seed in (("standard", 0), ("rescaled", 0), ("rescaled", 1)):
+        write_run(tmp_path, residual, seed)
+    assert "is what chance does to a run, which" in verdict(*both(tmp_path))
+    write_run(tmp_path, "standard", 1)
+    assert "is what chance does to the mean of 2 runs, which" in verdict(*both(tmp_path))
+
+
 def test_no_win_is_claimed_inside_the_error(tmp_path):
     for residual, gain in (("standard", 0.0), ("block", -0.005), ("full", 0.005), ("deepnorm", 0.3)):
         write_run(tmp_path, residual, gain=gain, noise=0.05)
