@@ -167,7 +167,7 @@ def _report(out: Path) -> None:
 def _dry_run(designs: "list[Design]", setting: "Setting", options: Study) -> None:
     from rich.console import Console
 
-    from attnres.studies.conduct import left_of, survey
+    from attnres.studies.conduct import left_of
     from attnres.studies.cost import cost_of, hours, measured_speed
     from attnres.terminal import grid, say, wide
 
@@ -177,9 +177,9 @@ def _dry_run(designs: "list[Design]", setting: "Setting", options: Study) -> Non
     table = grid("study", "arm", right=("runs", "left", "tokens", "FLOPs", "hours"))
     total = 0.0
     for design in designs:
-        for arm in survey(design, setting)[0]:
+        for arm, left in left_of(design, setting, adopted):
             whole = cost_of(arm, setting.config())
-            cost = whole.of(left_of(arm, design, setting, adopted))
+            cost = whole.of(left)
             time_h = hours([cost], speed or setting.preset.flops_per_s)
             total += time_h
             counts = f"{whole.runs}", f"{cost.runs}"

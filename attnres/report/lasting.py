@@ -7,7 +7,7 @@
 """
 
 import csv
-import math
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 
@@ -18,8 +18,9 @@ from attnres.figures.comparison import Difference
 from attnres.figures.losses import difference
 from attnres.figures.style import MUTED
 from attnres.report.runs import Run, Study
+from attnres.report.stats import interval
 from attnres.residuals import traits_of
-from attnres.stats import standard_error, t_975
+from attnres.stats import standard_error
 from attnres.text import with_error
 
 SIZE, BASELINE = "nano", "standard"
@@ -30,39 +31,28 @@ WHOLE_RATE = "block-residual_lr0.004"
 @cache
 def measured() -> Comparison:
     """The long runs, with Block's and Full's differences to the standard residual of the same seed."""
-    rows = list(csv.DictReader((files("attnres.report") / "lasting.csv").read_text(encoding="utf-8").splitlines()))
+    runs: dict[str, dict[int, list[dict[str, str]]]] = {}
+    for row in csv.DictReader((files("attnres.report") / "lasting.csv").read_text(encoding="utf-8").splitlines()):
+        runs.setdefault(row["label"], {}).setdefault(int(row["seed"]), []).append(row)
     variants = []
-    for label in dict.fromkeys(row["label"] for row in rows):
-        by_seed: dict[int, list[dict[str, str]]] = {}
-        for row in rows:
-            if row["label"] == label:
-                by_seed.setdefault(int(row["seed"]), []).append(row)
+    for label, seeds in runs.items():
         residual = label.partition("-")[0]
+        losses = {seed: [(float(row["tokens"]), float(row["loss"])) for row in rows] for seed, rows in seeds.items()}
+        places = [] if label == BASELINE else zip(*seeds.values(), strict=True)
+        differences = [_difference(rows) for rows in places]
         variants.append(
-            Variant(
-                label,
-                residual,
-                traits_of(residual),
-                seeds=list(by_seed),
-                held_out={
-                    seed: [(float(row["tokens"]), float(row["loss"])) for row in mine] for seed, mine in by_seed.items()
-                },
-                differences=[_difference(at) for at in zip(*by_seed.values(), strict=True) if label != BASELINE],
-            )
+            Variant(label, residual, traits_of(residual), seeds=list(seeds), held_out=losses, differences=differences)
         )
     return Comparison(variants, baseline=BASELINE, unit="training tokens", equal=True)
 
 
-def _difference(rows: tuple[dict[str, str], ...]) -> Difference:
-    """The mean over seeds at one place; of its intervals over windows and over seeds the wider one."""
+def _difference(rows: Sequence[Mapping[str, str]]) -> Difference:
+    """The mean over seeds at one place. The files have no single windows, so that their error is the seeds' mean one,
+    which the error of the mean does not exceed."""
     values = np.array([float(row["difference"]) for row in rows])
-    errors = [float(row["difference_se_windows"]) for row in rows]
-    over_windows = t_975(int(rows[0]["windows"]) - 1) * float(np.mean(errors))
-    over_seeds = t_975(len(rows) - 1) * standard_error(values) if len(rows) > 2 else -math.inf
-    basis = "seeds" if over_seeds > over_windows else "windows"
-    return Difference(
-        float(rows[0]["tokens"]), float(values.mean()), max(over_windows, over_seeds), basis, tuple(values)
-    )
+    se_windows = float(np.mean([float(row["difference_se_windows"]) for row in rows]))
+    basis, _, margin = interval(se_windows, int(rows[0]["windows"]), standard_error(values), len(rows))
+    return Difference(float(rows[0]["tokens"]), float(values.mean()), margin, basis, tuple(values))
 
 
 def tokens_of(study: Study) -> float | None:

@@ -128,16 +128,22 @@ def common_steps(matched: list[tuple[Run, Run]]) -> list[int]:
     return sorted(set.intersection(*(a.windows.keys() & b.windows.keys() for a, b in matched)))
 
 
+def interval(se_windows: float, windows: int, se_seeds: float, seeds: int) -> tuple[str, float, float]:
+    """What an error is over, it, and half of its 95 % interval: over seeds from three on, unless that over windows is
+    the wider one."""
+    margin = t_975(windows - 1) * se_windows if windows > 1 else math.nan
+    if seeds >= SEEDS_FOR_SEED_ERROR and not t_975(seeds - 1) * se_seeds < margin:
+        return "seeds", se_seeds, t_975(seeds - 1) * se_seeds
+    return "windows", se_windows, margin
+
+
 def paired_at(matched: list[tuple[Run, Run]], step: int) -> Paired:
     """The difference of matched runs at a step that all of them have."""
     diffs = np.stack([a.windows[step] - b.windows[step] for a, b in matched])  # (seeds, windows)
     per_seed = diffs.mean(axis=1)
     se_windows, se_seeds = standard_error(diffs.mean(axis=0)), standard_error(per_seed)
     seeds, windows = diffs.shape
-    basis, se = "windows", se_windows
-    margin = t_975(windows - 1) * se_windows if windows > 1 else math.nan
-    if seeds >= SEEDS_FOR_SEED_ERROR and not t_975(seeds - 1) * se_seeds < margin:
-        basis, se, margin = "seeds", se_seeds, t_975(seeds - 1) * se_seeds
+    basis, se, margin = interval(se_windows, windows, se_seeds, seeds)
     return Paired(
         mean=float(diffs.mean()),
         se=se,

@@ -137,18 +137,22 @@ def _elsewhere(folder: Path, adopted: Sequence[Path]) -> dict[Path, dict[str, An
     return runs_in(adopted, unfinished=True) | runs_in(beside)
 
 
-def left_of(arm: Arm, design: Design, setting: Setting, adopted: Sequence[Path]) -> int:
-    """How many of an arm's runs are still to be trained: neither finished nor to be had from `adopted` or from studies
-    beside it, if their text is the same, which is not looked at."""
+def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[tuple[Arm, int]]:
+    """The arms that a study asks for by now, each with how many of its runs are still to be trained: neither finished
+    nor to be had from `adopted` or from studies beside it, if their text is the same, which is not looked at."""
     folder = setting.folder(design.name)
-    measured = _read([arm], folder, Measured())
-    missing = set(measured.planned[arm.name]) - set(measured.finished[arm.name])
+    arms, measured = survey(design, setting)
     runs = _elsewhere(folder, adopted)
     elsewhere = {path: runs[path] for path in runs if (path / "summary.json").is_file()}
-    if arm.compare is None or arm.measure or not elsewhere or arm.compare.base.finetune.init_from is not None:
-        return len(missing)
-    plan = make_plan(dataclasses.replace(arm.compare, out=str(folder / arm.name)))
-    return sum(next(alike(plan.runs[name], elsewhere), None) is None for name in missing)
+    counts = []
+    for arm in arms:
+        missing = set(measured.planned[arm.name]) - set(measured.finished[arm.name])
+        if arm.compare is not None and missing and elsewhere:
+            base = dataclasses.replace(arm.compare.base, device="cpu")  # that of the runs need not be here
+            plan = make_plan(dataclasses.replace(arm.compare, base=base, out=str(folder / arm.name)))
+            missing = {name for name in missing if next(alike(plan.runs[name], elsewhere), None) is None}
+        counts.append((arm, len(missing)))
+    return counts
 
 
 @contextmanager

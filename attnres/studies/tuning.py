@@ -57,7 +57,7 @@ def tuned_study(name: str, question: str, about: str, source: str, published: Ma
 
     def analyse(setting: Setting, measured: Measured) -> Result:
         best = chosen_rates(setting, measured, setting.some(list(published)))
-        if not measured.labels(BEST):
+        if "standard" not in best or not measured.labels(BEST):
             return _coarse(measured, title)
         one = contrast(measured, BEST, label_of(best["standard"]))
         notes = {label_of(candidate): published.get(variant, "") for variant, candidate in best.items()}

@@ -415,6 +415,8 @@ def test_lines_of_every_two_residuals_differ():
     assert len({(look["color"], str(look["linestyle"])) for look in looks}) == len(names)
     again = style.looks({label: ("full", traits_of("full")) for label in "ab"})
     assert again["a"]["linestyle"] != again["b"]["linestyle"]
+    many = style.looks({label: ("full", traits_of("full")) for label in "abcdefghi"}).values()
+    assert len({(look["color"], str(look["linestyle"])) for look in many}) == 9
     mine = traits_of("full")._replace(colour="#123456"), traits_of("full")._replace(colour="red;}")
     colours = [look["color"] for look in style.looks(dict(zip("ab", (("mine", traits) for traits in mine)))).values()]
     assert colours == ["#123456", style.OTHERS[0]]

@@ -172,16 +172,16 @@ def test_what_another_study_has_trained_is_not_trained_again(setting, noise, tmp
     other = dataclasses.replace(setting, out=tmp_path)
     runner = Here()
     conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=runner)
-    arms = survey(STUDIES["exchange"], other)[0]
-    lefts = {arm.name: left_of(arm, STUDIES["exchange"], other, []) for arm in arms}
+    lefts = {arm.name: left for arm, left in left_of(STUDIES["exchange"], other, [])}
     assert lefts == {"x0.25": 1, "x0.5": 0, "x1": 0, "x2": 1}, "runs of 2 and of 4 steps are the noise's"
     runner.names.clear()
     outcome = conduct(STUDIES["exchange"], other, say=QUIET, jobs=1, run=runner)
     assert sorted(runner.names) == ["x0.25/standard-seed0", "x2/standard-seed0"]
     assert outcome.counts == (4, 4)
     elsewhere = dataclasses.replace(setting, out=tmp_path / "elsewhere")
-    adopted = left_of(arms[2], STUDIES["exchange"], elsewhere, [outcome.folder])
-    assert (adopted, left_of(arms[2], STUDIES["exchange"], elsewhere, [])) == (0, 1)
+    adopted, alone = (left_of(STUDIES["exchange"], elsewhere, folders)[2] for folders in ([outcome.folder], []))
+    assert adopted[0].name == alone[0].name == "x1"
+    assert (adopted[1], alone[1]) == (0, 1)
 
 
 def test_a_run_that_others_branch_off_is_taken_with_the_checkpoints_that_they_need(setting, noise, tmp_path):

@@ -1,5 +1,6 @@
 """Whether the gap lasts: standard and Block at half, one, two and four times a budget, by branches of one long run."""
 
+import dataclasses
 import statistics
 
 from attnres.figures.chart import Curves, Line
@@ -34,7 +35,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     *shorter, longest = BUDGETS
     variants = [*VARIANTS[:2]]
     steps = tuple(sorted({branch_step(config(setting, budget)) for budget in shorter}))
-    trunk = setting.config(**_values(setting, longest, steps))
+    trunk = dataclasses.replace(config(setting, longest), keep_at=steps)
     first = setting.arm(f"x{longest:g}", variants, of=trunk)
     if not measured.complete(first.name):
         return [first]
@@ -42,12 +43,6 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
         first,
         *(setting.arm(f"x{budget:g}", variants, of=config(setting, budget), trunk=first.name) for budget in shorter),
     ]
-
-
-def _values(setting: Setting, budget: float, keep_at: tuple[int, ...]) -> dict:
-    run = config(setting, budget)
-    optim = {name: getattr(run.optim, name) for name in ("schedule", "warmup", "decay", "min_lr_ratio", "residual_lr")}
-    return {"steps": run.steps, "optim": optim, "keep_at": list(keep_at)}
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
