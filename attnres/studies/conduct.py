@@ -133,8 +133,8 @@ def conduct(
 
 def _elsewhere(folder: Path, adopted: Sequence[Path]) -> dict[Path, dict[str, Any]]:
     """The runs that a study in `folder` may take, by their folder."""
-    beside = [path for path in sorted(folder.parent.glob("*")) if path != folder and (path / "study.json").is_file()]
-    return runs_in(adopted, unfinished=True) | runs_in(beside)
+    siblings = [path for path in sorted(folder.parent.glob("*")) if path != folder and (path / "study.json").is_file()]
+    return runs_in(adopted, unfinished=True) | runs_in(siblings)
 
 
 def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[tuple[Arm, int]]:
