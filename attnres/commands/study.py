@@ -31,7 +31,7 @@ class Study:
     name: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = ()
     """Which; --list names them. `all` is all of them, in order."""
     preset: str = "nano"
-    """The size: seconds, demo, nano or 100m."""
+    """The size: seconds, demo, micro, nano or 100m."""
     seeds: int | None = None
     """Runs of a group; none is the preset's number. The study of noise takes more."""
     source: str | None = None

@@ -284,7 +284,7 @@ def _first_run(arms):
 # ------------------------------------------------------------------ what is planned, at every size
 
 
-@pytest.mark.parametrize("preset", ["nano", "100m"])
+@pytest.mark.parametrize("preset", ["micro", "nano", "100m"])
 def test_a_larger_size_is_data_alone(preset, tmp_path):
     """The same studies ask for runs that a model can be built for, at FLOPs that grow with the preset."""
     one = Setting(preset, PRESETS[preset], 3, None, tmp_path, "images")
