@@ -109,8 +109,10 @@ def run(arguments: list[str]) -> None:
 
     costs = _measured(options) if options.measure else None
     model = _model(options, "meta")
-    again = options.gradient_checkpointing
-    load = Load(options.gpus, options.gpu, options.context, options.batch, options.microbatches, checkpointing=again)
+    checkpointing = options.gradient_checkpointing
+    load = Load(
+        options.gpus, options.gpu, options.context, options.batch, options.microbatches, checkpointing=checkpointing
+    )
     held = {"dp": options.dp, "shard": options.shard, "pp": options.pp, "tp": options.tp, "schedule": options.schedule}
     rows = plan(model, load, **held, costs=costs)
     shown = rows[: options.rows or None]

@@ -108,11 +108,11 @@ def kind(run: Run) -> tuple[str, str]:
 
     What is off or has no value counts as not given: an older run's configuration may lack it.
     """
-    given = {name: value for name, value in leaves(run.config) if name.startswith(COMPARED) and value}
-    own = given.get(OWN_RATE)
-    if isinstance(own, float) and run.lr:
-        given[OWN_RATE] = round(own / run.lr, 9)
-    return run.residual, json.dumps({name: given[name] for name in given if name not in RATES}, sort_keys=True)
+    settings = {name: value for name, value in leaves(run.config) if name.startswith(COMPARED) and value}
+    rate = settings.get(OWN_RATE)
+    if isinstance(rate, float) and run.lr:
+        settings[OWN_RATE] = round(rate / run.lr, 9)
+    return run.residual, json.dumps({name: settings[name] for name in settings if name not in RATES}, sort_keys=True)
 
 
 def kind_name(study: Study, label: str) -> str:

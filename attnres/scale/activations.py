@@ -20,7 +20,7 @@ class Activations:
 
     Attributes:
         made_again: whether what is inside of layers is not kept.
-        again: bytes of the layer that takes most where layers are made again: its inside is there while it is.
+        remade: bytes of the layer that takes most where layers are made again: its inside is there while it is.
     """
 
     def __init__(self, model: DepthMixin, batch: int, context: int, *, itemsize: int, checkpointing: str) -> None:
@@ -33,10 +33,10 @@ class Activations:
         few, more = (count(tokens=n, checkpointing=checkpointing) for n in (COUNTED, 2 * COUNTED))
         times = self.tokens / COUNTED
         self.kept = Counter({key: round(few[key] + (more[key] - few[key]) * (times - 1)) for key in more})
-        self.again = 0.0
+        self.remade = 0.0
         if self.made_again:
             inside = count(tokens=COUNTED)
-            self.again = max(kept_of(inside, layer, layer + 1) for layer in range(len(model.depth_layers))) * times
+            self.remade = max(kept_of(inside, layer, layer + 1) for layer in range(len(model.depth_layers))) * times
 
     def of(self, cut: Cut, stage: int, tp: int, copies: bool) -> float:
         """Return the bytes of one micro-batch in a stage, and of bf16 copies of its matrices.

@@ -66,12 +66,12 @@ class Crossing(NamedTuple):
         return 0 if self.local else sum(math.prod(self.slots[place].axes) for place in self.sent)
 
 
-def crossings(residual: Residual, cut: Cut, *, cached: bool = True, made: bool = True) -> tuple[Crossing, ...]:
+def crossings(residual: Residual, cut: Cut, *, cached: bool = True, keep_made: bool = True) -> tuple[Crossing, ...]:
     """Return the crossings between the stages of a cut, in order.
 
     Args:
         cached: whether ranks keep slots at all.
-        made: whether a rank keeps what it made, beside what it received.
+        keep_made: whether a rank keeps what it made, beside what it received.
     """
     has: dict[int, set[str]] = {rank: set() for rank in cut.ranks}
     table = []
@@ -79,7 +79,7 @@ def crossings(residual: Residual, cut: Cut, *, cached: bool = True, made: bool =
         sender, receiver = cut.ranks[stage], cut.ranks[stage + 1]
         slots = residual.slots(cut.bounds[stage + 1])
         kept = {slot.name for slot in slots if slot.kept} if cached else set()
-        if made:
+        if keep_made:
             has[sender] |= kept
         # Neighbours on one rank hand everything over: it costs nothing.
         there = set() if sender == receiver else has[receiver]

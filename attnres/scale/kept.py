@@ -125,9 +125,9 @@ class _Place(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        inputs = {_storage(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and (key := _storage(leaf)) not in given and key not in self._made:
+            if isinstance(leaf, Tensor) and (key := _storage(leaf)) not in inputs and key not in self._made:
                 storage = leaf.untyped_storage()
                 self._made[key] = StorageWeakRef(storage), self.now, storage.nbytes()
         return result

@@ -207,7 +207,7 @@ def _planned(
         **(layout._asdict() if layout.pp > 1 else layout._replace(schedule="none")._asdict()),
         **memory,
         **traffic,
-        **laid.time(traffic, again=kept.made_again),
+        **laid.time(traffic, twice=kept.made_again),
     }
     total = sum(memory.values())
     return Planned(
@@ -270,7 +270,7 @@ class _LaidOut:
         return {
             "states": max(self.owned) * 16 / layout.shard + self.of_residual * 16,
             "whole": whole,
-            "activations": most(lambda stage: kept.of(self.cut, stage, layout.tp, copies)) + kept.again / layout.tp,
+            "activations": most(lambda stage: kept.of(self.cut, stage, layout.tp, copies)) + kept.remade / layout.tp,
             "sources": most(lambda stage: self.table[stage - 1].vectors if stage else 0) * self.vector,
             "buffers": max((crossing.vectors for crossing in self.table), default=0) * self.vector,
         }
@@ -293,12 +293,12 @@ class _LaidOut:
             "slice_bytes": slice_bytes,
         }
 
-    def time(self, traffic: Mapping[str, float], *, again: bool) -> dict[str, float]:
-        """Return the bubble, a step's seconds and the tokens a second; `again`: layers are passed forward twice."""
+    def time(self, traffic: Mapping[str, float], *, twice: bool) -> dict[str, float]:
+        """Return the bubble, a step's seconds and the tokens a second; `twice`: layers are passed forward twice."""
         (dp, shard, pp, tp, virtual, schedule), load = self.layout, self.load
         device = DEVICES[load.device]
         step_tokens = self.tokens * load.microbatches * dp * shard
-        flops = step_flops(self.model, load.context) * step_tokens * (4 / 3 if again else 1)
+        flops = step_flops(self.model, load.context) * step_tokens * (4 / 3 if twice else 1)
         work = flops / load.gpus / (PEAKS[load.device.upper()][0] * EFFICIENCY)
         bubble = 0.0
         if pp > 1 and not (schedule in ("zbv", "interleaved_zero_bubble", "dualpipev") and load.microbatches >= 2 * pp):

@@ -56,11 +56,11 @@ def save(
     model: Any,
     optimizers: list[torch.optim.Optimizer],
     state: dict[str, Any],
-    beside: Mapping[str, Path],
+    extra_files: Mapping[str, Path],
 ) -> None:
     """Write a checkpoint in place of the one in `folder`, which stays until the new one is complete.
 
-    `state` is plain JSON and holds at least `step` and `config`; the files `beside` go with the model, under their
+    `state` is plain JSON and holds at least `step` and `config`; `extra_files` go with the model, under their
     names. Raises UserError when it cannot be written.
     """
     tensors = state_tensors(optimizers)
@@ -69,7 +69,7 @@ def save(
         sums["adapter"] = checksum(adapter.items())
     with replaced_folder(folder) as temporary:
         save_model(model, temporary / "model")
-        copy_files(beside, temporary / "model")
+        copy_files(extra_files, temporary / "model")
         regimes.save_adapter(model, temporary)
         save_file(tensors, temporary / "optimizer.safetensors")
         write_json(temporary / "state.json", {"format": FORMAT, **state, "checksums": sums})
@@ -111,11 +111,11 @@ class Saving:
         layout: "Layout",
         optimizers: list[torch.optim.Optimizer],
         state: dict[str, Any],
-        beside: Mapping[str, Path],
+        extra_files: Mapping[str, Path],
     ) -> None:
         """Begin, with copies of the tensors where `layout.saving` is a group for it; else write all of it here.
 
-        `state` and `beside` are as in `save`.
+        `state` and `extra_files` are as in `save`.
 
         Raises:
             UserError: one of the processes could not write.
@@ -131,7 +131,7 @@ class Saving:
         def complete() -> None:
             with writing(folder):
                 config.save_pretrained(place / "model")
-                copy_files(beside, place / "model")
+                copy_files(extra_files, place / "model")
                 sums = file_sums(place / SHARES)
                 write_json(place / "state.json", {"format": IN_SHARES, **state, "checksums": sums})
                 self.stack.close()

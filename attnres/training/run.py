@@ -78,7 +78,8 @@ class Run:
         state = who.of_first(lambda: self._saved_state(here))
         environment.reset_peak_memory(who.device)
         self._make_model(here, state)
-        self.beside = start.kept_files(config, self.prepared)  # once: a model of the hub or a disk may be gone later
+        # Once: a model of the hub or a disk may be gone later.
+        self.extra_files = start.kept_files(config, self.prepared)
         taught = 0.0 if self.teacher is None else forward_flops(self.teacher.model, config.data.seq_len)
         self.flops = step_flops(self.model, config.data.seq_len) + taught  # a token
         peak = peak_flops(who.device, config.dtype)
@@ -290,22 +291,22 @@ class Run:
         }
         folder, step = self.output.folder, self.past.step
         here = folder / "checkpoint"
-        beside = self._still_beside()
+        extra_files = self._still_there()
         if not self.layout.whole:
             self._await_saving()
-            self.saving = checkpoint.Saving(here, self.layout, self.optimizers, state, beside)
+            self.saving = checkpoint.Saving(here, self.layout, self.optimizers, state, extra_files)
             if self.signalled or self.output.gone or step in self.config.keep_at or step == self.config.steps:
                 self._await_saving()
         elif self.who.first:
-            checkpoint.save(here, self.model, self.optimizers, state, beside)
+            checkpoint.save(here, self.model, self.optimizers, state, extra_files)
         if self.who.first and step in self.config.keep_at:
             checkpoint.keep(folder, step)
         self.saved = step
         self.who.wait()
 
-    def _still_beside(self) -> dict[str, Path]:
+    def _still_there(self) -> dict[str, Path]:
         """The files that go beside the model, as far as they are still there."""
-        return {name: file for name, file in self.beside.items() if file.is_file()}
+        return {name: file for name, file in self.extra_files.items() if file.is_file()}
 
     def _await_saving(self) -> None:
         """Return when the checkpoint that is being written is complete. Raises UserError."""
@@ -325,7 +326,7 @@ class Run:
         regimes.merge_adapter(model)
         with replaced_folder(folder / "model") as temporary:
             checkpoint.save_model(model, temporary)
-            copy_files(self._still_beside(), temporary)
+            copy_files(self._still_there(), temporary)
         losses = validate.read_windows(validate.windows_path(folder, past.step))
         seconds = statistics.median(past.times or [past.last_s])
         tokens = config.batch_size * config.data.seq_len

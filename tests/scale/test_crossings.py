@@ -30,7 +30,7 @@ def test_vectors_are_those_of_the_closed_forms(ranks: int, virtual: int, blocks:
     assert count(cached=False) == stages * (stages - 1) // 2 * blocks + stages - 1
     assert count() == pairs // 2 * blocks + (virtual - 1) * pairs * blocks + ranks - 1
     paper = pairs // 2 * blocks + (virtual - 1) * ranks**2 * blocks
-    assert count(made=False) == paper + ranks - 1 + (virtual > 1)
+    assert count(keep_made=False) == paper + ranks - 1 + (virtual > 1)
     if virtual == 2:
         assert count(Cut(bounds, placed(stages, ranks, v_shaped=True))) == count()
 
