@@ -15,7 +15,8 @@ from attnres.errors import UserError
 from attnres.forward import evaluating, next_token_losses
 from attnres.models.build import build
 from attnres.models.classes import DepthMixin
-from attnres.models.open import SINGLE, load
+from attnres.models.open import load
+from attnres.models.weight_files import SINGLE
 from attnres.progress import quiet_transformers
 from attnres.residuals import Residual, make_residual
 from attnres.residuals.check import CHECKS, Outcome, outcomes

@@ -196,13 +196,13 @@ def check_source(source: Checkpoint) -> None:
         method = quantised.get("quant_method", "unknown")  # a mapping, as `Fields` says
         raise UserError(f"{name} has quantised weights ({method}): save a dequantised copy and convert that")
     _ = source.config
-    source.check_weights()
+    source.weights.check()
     source.check_added_tokens()
 
 
 def _check_room(source: Checkpoint, out: Path, dtype: str | None) -> None:
     """A disk that is too small is found before minutes of work; one that fills up meanwhile, when writing."""
-    size = source.weight_bytes(None if dtype is None else DTYPES[dtype].itemsize)
+    size = source.weights.nbytes(None if dtype is None else DTYPES[dtype].itemsize)
     above = next(folder for folder in (out, *out.resolve().parents) if folder.exists())
     free = shutil.disk_usage(above).free
     if free < size:

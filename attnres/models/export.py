@@ -18,7 +18,8 @@ from attnres.models.exactness import compare_logits
 from attnres.models.foreign import WRITTEN, formats_of
 from attnres.models.foreign.format import WrittenFormat, cannot
 from attnres.models.foreign.weights import foreign_state
-from attnres.models.open import INDEX, open_checkpoint
+from attnres.models.open import open_checkpoint
+from attnres.models.weight_files import INDEX
 from attnres.progress import quiet_transformers
 
 SHARD = "5GB"

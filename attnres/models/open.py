@@ -13,15 +13,12 @@ trusted.
 """
 
 import functools
-import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import torch
 import transformers
-from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -35,23 +32,18 @@ from attnres.models.classes import register_stored
 from attnres.models.families import refuse_own_reads
 from attnres.models.foreign import formats_of
 from attnres.models.foreign.weights import assemble, foreign_config
+from attnres.models.weight_files import AGAIN, INDEX, WeightFiles, weight_names
 from attnres.paths import user_path
 from attnres.progress import quiet_transformers
 from attnres.reading import MAX_DEPTH, read_json
 from attnres.typed import checked
 
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 DEFAULT_CONTEXT = 2048
 """Tokens, where neither config nor tokenizer says how long a text may be; lm-eval assumes the same."""
 
-_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
 """Of attention and experts, in Transformers and torch themselves."""
-LONGEST = 200
-"""Characters of a file's name: systems take 255 bytes."""
-_AGAIN = "fetch or copy it again"
 _BESIDE = (*TOKENIZER_FILES, "chat_template*", "generation_config.json", "LICENSE*")
 
 
@@ -65,12 +57,6 @@ class Fields(TypedDict, total=False):
     residual_settings: dict[str, Any] | None
     residual_file: str | None
     residual_family: dict[str, Any] | None
-
-
-class Index(TypedDict):
-    """What says which files hold the weights."""
-
-    weight_map: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -210,67 +196,16 @@ class Checkpoint:
     # ------------------------------------------------------------------ files
 
     @functools.cached_property
-    def weight_files(self) -> list[Path]:
-        """The safetensors that the index names, or the single one.
-
-        Raises:
-            UserError: there are none, or one that the index names is missing.
-        """
-        files = [self.folder / name for name in _weight_names(self.folder)]
-        missing = [file.name for file in files if not file.is_file()]
-        if not missing:
-            return files
-        if (self.folder / INDEX).is_file():
-            raise UserError(
-                f"{self.name} lacks {missing[0]}, {len(missing)} of the {len(files)} files that {INDEX} names: fetch "
-                "or copy it again"
-            )
-        pickled = sorted(file.name for pattern in _PICKLED for file in self.folder.glob(pattern))
-        if pickled:
-            raise UserError(
-                f"{self.name} has its weights in {pickled[0]}, a pickle, which can run code and is not opened: save it "
-                "as safetensors first"
-            )
-        raise UserError(f"{self.name} has a config.json and holds no weights: expected {SINGLE} or {INDEX}")
-
-    @property
-    def parameter_count(self) -> int:
-        """How many numbers the files of weights hold."""
-        return sum(size for _, _, size, _ in self._tensors())
-
-    def weight_bytes(self, itemsize: int | None = None) -> int:
-        """Bytes of the weights, as they are stored or with `itemsize` bytes each."""
-        return sum(size * (itemsize or _BYTES.get(dtype, 8)) for _, _, size, dtype in self._tensors())
-
-    def _tensors(self) -> Iterator[tuple[Path, str, int, str]]:
-        """File, name, number of elements and dtype of each tensor. Raises UserError for a file that is cut short."""
-        for path in self.weight_files:
-            try:
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118
-                        part = file.get_slice(name)
-                        yield path, name, math.prod(part.get_shape()), part.get_dtype()
-            except (SafetensorError, OSError) as error:
-                raise UserError(
-                    f"{path.name} of {self.name} is damaged or cut short ({error}): fetch or copy it again"
-                ) from error
-
-    def check_weights(self) -> None:
-        """Refuse with a UserError files that are cut short, and weights in fewer than 16 bits."""
-        for _, name, _, dtype in self._tensors():
-            # Integers and booleans may be buffers (masks, ids); as weights they are quantised, as the config says.
-            if dtype.startswith("F") and dtype not in _BYTES:
-                raise UserError(
-                    f"'{name}' of {self.name} has dtype {dtype}: expected {', '.join(_BYTES)}; save a dequantised copy "
-                    "first"
-                )
+    def weights(self) -> WeightFiles:
+        """Its files of weights, unopened."""
+        return WeightFiles(self.name, self.folder)
 
     def check_added_tokens(self) -> None:
         """Refuse with a UserError a tokenizer.json that is damaged or has ids, added ones too, past the embedding's."""
         path = self.folder / "tokenizer.json"
         if not path.is_file():
             return
-        with foreign(f"tokenizer.json of {self.name} cannot be read", _AGAIN):
+        with foreign(f"tokenizer.json of {self.name} cannot be read", AGAIN):
             ids = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
         self.check_ids(max(ids, default=0))
 
@@ -307,8 +242,8 @@ class Checkpoint:
         config = self.config
         with quiet_transformers():
             if self.kind == "foreign":
-                self.check_weights()
-                return assemble(self.name, self.fields, config, self.weight_files, dtype), []
+                self.weights.check()
+                return assemble(self.name, self.fields, config, self.weights.paths, dtype), []
             named = None if self.code else _named_class(config)
             options |= {} if named else {"trust_remote_code": bool(self.code)}
             with foreign(f"{self.name} cannot be loaded", "is it a model of Transformers, and whole?"):
@@ -324,12 +259,11 @@ class Checkpoint:
         model, info = loaded
         for tensor, stored, expected in sorted(info["mismatched_keys"]):  # a set: another order in every process
             raise UserError(
-                f"'{tensor}' of {self.name} has shape {tuple(stored)}, and its config says {tuple(expected)}: fetch or "
-                "copy it again"
+                f"'{tensor}' of {self.name} has shape {tuple(stored)}, and its config says {tuple(expected)}: {AGAIN}"
             )
         if info["missing_keys"]:  # Transformers would draw them at random and go on
             first, *others = sorted(info["missing_keys"])
-            raise UserError(f"{self.name} lacks '{first}' and {len(others)} other tensors: fetch or copy it again")
+            raise UserError(f"{self.name} lacks '{first}' and {len(others)} other tensors: {AGAIN}")
         return model.eval(), sorted(info["unexpected_keys"])
 
 
@@ -350,7 +284,7 @@ def open_checkpoint(name: str | Path, *, trust_remote_code: bool = False) -> Che
         folder, run = _place(str(name), path)
     fields = _fields(name, folder)
     checkpoint = Checkpoint(str(name), folder, fields, run, trust_remote_code)
-    _ = checkpoint.weight_files
+    _ = checkpoint.weights.paths
     return checkpoint
 
 
@@ -459,7 +393,7 @@ def open_config(name: str | Path) -> Checkpoint:
 
 def _fields(name: str | Path, folder: Path) -> dict[str, Any]:
     """Return config.json of a model. Raises UserError."""
-    fields = dict(checked(read_json(folder / "config.json", ours=False), Fields, folder / "config.json", _AGAIN))
+    fields = dict(checked(read_json(folder / "config.json", ours=False), Fields, folder / "config.json", AGAIN))
     if not (fields.get("model_type") or fields.get("auto_map") or formats_of(fields)):
         raise UserError(f"config.json of {name} is not that of a model: it names no model_type")
     return fields
@@ -471,19 +405,7 @@ def _fetched(name: str, *, code: bool) -> Path:
     folder = fetch(name, [*_BESIDE, "config.json", INDEX, *(["*.py"] if code else [])])
     if not (folder / "config.json").is_file():
         raise UserError(f"{name} on the hub holds no model: it has no config.json")
-    return fetch(name, _weight_names(folder))
-
-
-def _weight_names(folder: Path) -> list[str]:
-    if not (folder / INDEX).is_file():
-        return [SINGLE]
-    index = checked(read_json(folder / INDEX, ours=False), Index, folder / INDEX, _AGAIN)
-    names = sorted(set(index["weight_map"].values()))
-    if not names:
-        raise UserError(f"{INDEX} in {folder} names no files: {_AGAIN}")
-    if strange := [name for name in names if name != Path(name).name or len(name) > LONGEST]:
-        raise UserError(f"{INDEX} in {folder} names '{strange[0][:80]}', which is no file beside it: {_AGAIN}")
-    return names
+    return fetch(name, weight_names(folder))
 
 
 def _refuse_fetched_code(name: str, fields: Any, depth: int = 0) -> None:

@@ -286,7 +286,7 @@ def _fits(models: int, plan: Plan, vocabulary: int) -> bool:
 
     run = next(iter(plan.runs.values()))
     if run.finetune.init_from is not None:
-        parameters = find_start(run.finetune.init_from).parameter_count
+        parameters = find_start(run.finetune.init_from).weights.parameters
     else:
         with torch.device("meta"):
             model = build(

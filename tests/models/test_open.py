@@ -97,10 +97,10 @@ def test_only_the_files_that_the_index_names_are_weights(folders, tmp_path):
     model = load(folders["block"])
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     numbers = sum(parameter.numel() for parameter in model.parameters())
-    assert len(open_checkpoint(tmp_path).weight_files) > 1
+    assert len(open_checkpoint(tmp_path).weights.paths) > 1
     shutil.copyfile(folders["block"] / "model.safetensors", tmp_path / "consolidated.safetensors")
     checkpoint = open_checkpoint(tmp_path)
-    assert (checkpoint.parameter_count, checkpoint.weight_bytes(), checkpoint.weight_bytes(2)) == (
+    assert (checkpoint.weights.parameters, checkpoint.weights.nbytes(), checkpoint.weights.nbytes(2)) == (
         numbers,
         4 * numbers,
         2 * numbers,
@@ -166,7 +166,7 @@ def test_damaged_files_are_one_sentence(folders, tmp_path, name):
     with pytest.raises(UserError, match=r"broken cannot be loaded \(.*\): is it a model of Transformers, and whole\?"):
         open_checkpoint(folder).load()
     with pytest.raises(UserError, match=r"model.safetensors of .*broken is damaged or cut short"):
-        _ = open_checkpoint(folder).parameter_count
+        _ = open_checkpoint(folder).weights.parameters
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match=r"the tokenizer in .* cannot be opened"):
         _ = open_checkpoint(folder).tokenizer
