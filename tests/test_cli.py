@@ -102,7 +102,7 @@ def compared(monkeypatch):
         ),
         (["compare", "--timing-s", "-1"], "timing_s is -1.0: expected seconds, 0 or more"),
         (["compare", "--timing-s", "nan"], "timing_s is nan: expected seconds, 0 or more"),
-        (["study"], "0 studies given: expected attnres study NAME"),
+        (["study"], "no study given: expected attnres study NAME..."),
         (["study", "noize"], "unknown study 'noize': did you mean 'noise'?"),
         (["study", "noise", "--seeds", "x"], "Error parsing --seeds: 'x' is no INT"),
         (["study", "noise", "--preset", "seconds", "--source", "absent.txt"], "source 'absent.txt' does not exist"),

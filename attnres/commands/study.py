@@ -1,4 +1,4 @@
-"""`attnres study`: carry out one of the laboratory's studies, list them, or make the page of all."""
+"""`attnres study`: carry out some of the laboratory's studies, list them, or make the page of all."""
 
 import math
 import time
@@ -26,10 +26,10 @@ MOST_SEEDS = 1000
 
 @dataclass
 class Study:
-    """Carry out a study: a grid of runs, an analysis, figures and a page. The same command continues it."""
+    """Carry out studies: each a grid of runs, an analysis, figures and a page. The same command continues them."""
 
     name: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = ()
-    """Which; --list names them. `all` is all of them, in order."""
+    """Which, one after the other; --list names them. `all` is all of them."""
     preset: str = "nano"
     """The size: seconds, demo, micro, nano or 100m."""
     seeds: int | None = None
@@ -71,11 +71,11 @@ def run(arguments: list[str]) -> None:
         return _list(list(STUDIES.values()))
     if options.report:
         return _report(user_path(options.out))
-    if len(options.name) != 1:
-        raise UserError(f"{len(options.name)} studies given: expected attnres study NAME; --list names them")
-    (name,) = options.name
-    if name not in (*STUDIES, "all"):
-        raise unknown("study", name, STUDIES)
+    if not options.name:
+        raise UserError("no study given: expected attnres study NAME...; --list names them")
+    for name in options.name:
+        if name not in (*STUDIES, "all"):
+            raise unknown("study", name, STUDIES)
     if options.preset not in PRESETS:
         raise unknown("preset", options.preset, PRESETS)
     preset = PRESETS[options.preset]
@@ -96,7 +96,8 @@ def run(arguments: list[str]) -> None:
         user_path(options.out),
         images,
     )
-    designs = list(STUDIES.values()) if name == "all" else [STUDIES[name]]
+    names = STUDIES if "all" in options.name else dict.fromkeys(options.name)
+    designs = [STUDIES[name] for name in names]
     if options.dry_run:
         return _dry_run(designs, setting, options)
     _carry_out(designs, setting, options)

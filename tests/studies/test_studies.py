@@ -12,6 +12,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
+from attnres.commands import study
 from attnres.errors import Interrupted, UserError
 from attnres.files import write_json
 from attnres.flags import config_file
@@ -368,3 +369,12 @@ def test_steps_saved_are_in_the_table():
     curve = {5: 3.1, 10: 3.0, 20: 2.9}
     table = contrast(measured_of({"standard": [3.0], "good": [2.9]}, curve=curve), "arm", "standard").table("t")
     assert table.head[-1] == "steps saved" and table.rows[1][-1] == "50 %"
+
+
+def test_several_studies_are_counted_in_the_order_given(setting, tmp_path, capsys):
+    options = ["--preset", "seconds", "--seeds", "1", "--source", str(setting.source), "--out", str(tmp_path)]
+    study.run(["noise", "growth", "noise", *options, "--dry-run"])
+    rows = capsys.readouterr().out.splitlines()
+    first = [row.split()[0] for row in rows if row.split()[:1] in (["growth"], ["noise"])]
+    assert first == sorted(first, reverse=True) and set(first) == {"growth", "noise"}
+    assert not list(tmp_path.iterdir())
