@@ -49,8 +49,8 @@ class Study:
     slurm: Settings = field(default_factory=dict)
     """Settings of the jobs, by submitit's names, e.g. slurm_partition=gpu timeout_min=600 gpus_per_node=1."""
     adopt: tuple[str, ...] = ()
-    """Folders whose runs are taken, finished or with a checkpoint, where one of the study has their configuration and
-    data. Finished runs of the other studies in OUT/PRESET are taken without being named."""
+    """Folders, and files runs.jsonl, whose runs are taken, finished or with a checkpoint, where one of the study has
+    their configuration and data. Finished runs of the other studies in OUT/PRESET are taken without being named."""
     dry_run: bool = False
     """Print what would be run and what it costs, and run nothing."""
     list: bool = False
@@ -63,6 +63,7 @@ def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
     options = parse("study", Study, arguments)
 
+    from attnres.studies.archive import unpacked
     from attnres.studies.design import Setting
     from attnres.studies.lab import STUDIES
     from attnres.studies.presets import PRESETS
@@ -98,12 +99,13 @@ def run(arguments: list[str]) -> None:
     )
     names = STUDIES if "all" in options.name else dict.fromkeys(options.name)
     designs = [STUDIES[name] for name in names]
-    if options.dry_run:
-        return _dry_run(designs, setting, options)
-    _carry_out(designs, setting, options)
+    with unpacked(user_path(path) for path in options.adopt) as adopted:
+        if options.dry_run:
+            return _dry_run(designs, setting, options, adopted)
+        _carry_out(designs, setting, options, adopted)
 
 
-def _carry_out(designs: "list[Design]", setting: "Setting", options: Study) -> None:
+def _carry_out(designs: "list[Design]", setting: "Setting", options: Study, adopted: list[Path]) -> None:
     from rich.console import Console
 
     from attnres.studies.conduct import conduct
@@ -121,7 +123,7 @@ def _carry_out(designs: "list[Design]", setting: "Setting", options: Study) -> N
             jobs=options.jobs,
             until=until,
             run=executor,
-            adopted=[user_path(folder) for folder in options.adopt],
+            adopted=adopted,
         )
         _print(outcome.result.tables, out)
         done, planned = outcome.counts
@@ -165,7 +167,7 @@ def _report(out: Path) -> None:
     print(out / "report.html")
 
 
-def _dry_run(designs: "list[Design]", setting: "Setting", options: Study) -> None:
+def _dry_run(designs: "list[Design]", setting: "Setting", options: Study, adopted: list[Path]) -> None:
     from rich.console import Console
 
     from attnres.studies.conduct import left_of
@@ -174,7 +176,6 @@ def _dry_run(designs: "list[Design]", setting: "Setting", options: Study) -> Non
 
     out = wide(Console())
     speed = measured_speed(setting.config())
-    adopted = [user_path(folder) for folder in options.adopt]
     table = grid("study", "arm", right=("runs", "left", "tokens", "FLOPs", "hours"))
     total = 0.0
     for design in designs:

@@ -9,10 +9,14 @@ from attnres.errors import UserError
 from attnres.files import locked, replaced_folder
 from attnres.reading import read_json
 from attnres.studies.plan import Plan
+from attnres.studies.rows import MEASURES, Measures, measures_of
 from attnres.training.checkpoint import kept, reconfigure
 from attnres.training.config import TrainConfig, differences, to_dict
 from attnres.training.records import ADVICE, RunConfig
 from attnres.typed import checked
+
+PLACES = ("images",)
+"""Arguments of a computed run that say where something lies."""
 
 
 def runs_in(folders: Iterable[Path], *, unfinished: bool = False) -> dict[Path, dict[str, Any]]:
@@ -71,6 +75,20 @@ def adopt(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) ->
             reconfigure(temporary, to_dict(run))
         names.append(name)
     return names
+
+
+def computed_in(folders: Iterable[Path]) -> list[Measures]:
+    """What the computed runs in these folders, or in folders in them, gave."""
+    paths = (path for folder in folders for path in sorted(folder.glob(f"**/{MEASURES}")))
+    return [measures for path in paths if "arguments" in (measures := measures_of(path.parent))]
+
+
+def same_computation(run: Measures, function: str, arguments: dict[str, Any]) -> bool:
+    """Whether it was this call, wherever its images lay."""
+    ours, theirs = (
+        {k: v for k, v in one.items() if k not in PLACES} for one in (arguments, run.get("arguments") or {})
+    )
+    return run.get("function") == function and ours == theirs
 
 
 def _same_data(folder: Path, data: dict[str, Any]) -> bool:

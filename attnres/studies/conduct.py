@@ -3,6 +3,7 @@
     OUT/PRESET/STUDY/ARM/        a comparison's folder, or computed runs, each with measures.json
     OUT/PRESET/STUDY/study.json  what was asked for
     OUT/PRESET/STUDY/runs.csv    every measurement of finished runs
+    OUT/PRESET/STUDY/runs.jsonl  the finished runs without their weights, for `--adopt`
     OUT/PRESET/STUDY/result.json, study.html
 
 Finished runs are skipped and interrupted ones resumed: the same command continues a study, and ends with the same CSV.
@@ -26,15 +27,16 @@ from attnres.folders import kind_of, refuse_other
 from attnres.reading import read_json
 from attnres.run_names import label_and_seed, run_name
 from attnres.stats import plain
-from attnres.studies.adopt import adopt, alike, runs_in
+from attnres.studies.adopt import adopt, alike, computed_in, runs_in, same_computation
 from attnres.studies.analyses.noise import Noise
+from attnres.studies.archive import ARCHIVE, archive
 from attnres.studies.children import Child, Runner, train_all
 from attnres.studies.compare import opened
 from attnres.studies.design import Arm, Design, Measured, Result, Setting
 from attnres.studies.lab import STUDIES
 from attnres.studies.plan import Plan, make_plan
 from attnres.studies.presets import PRESETS
-from attnres.studies.rows import MEASURES, medians, rows_of, to_csv
+from attnres.studies.rows import MEASURES, Measures, medians, rows_of, to_csv
 from attnres.studies.variants import parse_variants
 from attnres.studies.work import Computation, function
 from attnres.training.branch import branch, branch_step
@@ -73,6 +75,22 @@ class Known(TypedDict):
 
     source: str | None
     values: Values
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """What a study may take instead of running it: trained runs by their folder, and what computed ones gave."""
+
+    trained: dict[Path, dict[str, Any]]
+    computed: list[Measures]
+
+    def trained_for(self, arm: Arm) -> dict[Path, dict[str, Any]]:
+        """The trained runs that will do for an arm's."""
+        return {path: run for path, run in self.trained.items() if not arm.started_from or (path / "model").is_dir()}
+
+    def computed_as(self, function: str, arguments: dict[str, Any]) -> Measures | None:
+        """What this call gave there, if it is there."""
+        return next((one for one in self.computed if same_computation(one, function, arguments)), None)
 
 
 @dataclass(frozen=True)
@@ -131,10 +149,10 @@ def conduct(
         return write(design, setting, measured)
 
 
-def _elsewhere(folder: Path, adopted: Sequence[Path]) -> dict[Path, dict[str, Any]]:
-    """The runs that a study in `folder` may take, by their folder."""
+def _elsewhere(folder: Path, adopted: Sequence[Path]) -> Elsewhere:
+    """What a study in `folder` may take."""
     siblings = [path for path in sorted(folder.parent.glob("*")) if path != folder and (path / "study.json").is_file()]
-    return runs_in(adopted, unfinished=True) | runs_in(siblings)
+    return Elsewhere(runs_in(adopted, unfinished=True) | runs_in(siblings), computed_in(adopted))
 
 
 def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[tuple[Arm, int]]:
@@ -142,15 +160,18 @@ def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[t
     nor to be had from `adopted` or from studies beside it, if their text is the same, which is not looked at."""
     folder = setting.folder(design.name)
     arms, measured = survey(design, setting)
-    runs = _elsewhere(folder, adopted)
-    elsewhere = {path: runs[path] for path in runs if (path / "summary.json").is_file()}
+    elsewhere = _elsewhere(folder, adopted)
     counts = []
     for arm in arms:
         missing = set(measured.planned[arm.name]) - set(measured.finished[arm.name])
-        if arm.compare is not None and missing and elsewhere:
+        if arm.computed is not None:
+            runs = arm.computed.runs
+            missing = {name for name in missing if elsewhere.computed_as(arm.computed.function, runs[name]) is None}
+        trained = {path: run for path, run in elsewhere.trained_for(arm).items() if (path / "summary.json").is_file()}
+        if arm.compare is not None and missing and trained:
             base = dataclasses.replace(arm.compare.base, device="cpu")  # that of the runs need not be here
             plan = make_plan(dataclasses.replace(arm.compare, base=base, out=str(folder / arm.name)))
-            missing = {name for name in missing if next(alike(plan.runs[name], elsewhere), None) is None}
+            missing = {name for name in missing if next(alike(plan.runs[name], trained), None) is None}
         counts.append((arm, len(missing)))
     return counts
 
@@ -180,7 +201,7 @@ def survey(design: Design, setting: Setting) -> tuple[list[Arm], Measured]:
 
 
 def write(design: Design, setting: Setting, measured: Measured) -> Outcome:
-    """Analyse what there is, and write runs.csv, result.json and study.html into the study's folder."""
+    """Analyse what there is, and write runs.csv, runs.jsonl, result.json and study.html into the study's folder."""
     from attnres.studies.page import study_page
 
     outcome = Outcome(design, setting, measured, design.analyse(setting, measured))
@@ -194,6 +215,7 @@ def write(design: Design, setting: Setting, measured: Measured) -> Outcome:
         "tables": [dataclasses.asdict(table) for table in outcome.result.tables],
     }
     write_text(outcome.folder / "runs.csv", to_csv(measured.rows))
+    write_text(outcome.folder / ARCHIVE, archive(outcome.folder, measured.finished))
     write_json(outcome.folder / "result.json", result)
     write_text(outcome.folder / "study.html", study_page(outcome))
     return outcome
@@ -286,22 +308,22 @@ def _carry_out(
     jobs: int | None,
     until: float,
     run: Runner | None,
-    elsewhere: dict[Path, dict[str, Any]],
+    elsewhere: Elsewhere,
 ) -> None:
     """Run the unfinished runs of these arms, all arms together, and measure them."""
     quiet = Console(quiet=True)
     children, walls, most = list[Child](), list[float](), list[int]()
-    elsewhere = elsewhere | runs_in([folder])
+    elsewhere = dataclasses.replace(elsewhere, trained=elsewhere.trained | runs_in([folder]))
     with ExitStack() as stack:
         for arm in arms:
             if arm.computed is not None:
-                children += _computations(arm, folder / arm.name)
+                children += _computations(arm, folder / arm.name, elsewhere)
                 continue
             assert arm.compare is not None
             config = dataclasses.replace(arm.compare, out=str(folder / arm.name), jobs=jobs)
 
             def fill(plan: Plan, data: dict[str, Any], arm: Arm = arm) -> None:
-                for name in adopt(plan, data, elsewhere):
+                for name in adopt(plan, data, elsewhere.trained_for(arm)):
                     say.print(f"{arm.name}/{name}: taken from a run with this configuration", highlight=False)
                 if arm.trunk:
                     _branch(plan, folder / arm.trunk)
@@ -332,11 +354,15 @@ def _branch(plan: Plan, trunk: Path) -> None:
             branch(trunk / name, branch_step(run), run)
 
 
-def _computations(arm: Arm, folder: Path) -> list[Child]:
+def _computations(arm: Arm, folder: Path, elsewhere: Elsewhere) -> list[Child]:
+    """The computed runs that are still to be made; what was computed elsewhere is written here."""
     assert arm.computed is not None
     children = []
     for name, arguments in arm.computed.runs.items():
         if (folder / name / MEASURES).is_file():
+            continue
+        if known := elsewhere.computed_as(arm.computed.function, arguments):
+            write_json(folder / name / MEASURES, known)
             continue
         config = folder / "configs" / f"{name}.json"
         run = {"function": arm.computed.function, "arguments": arguments, "folder": str(folder / name)}

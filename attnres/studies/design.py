@@ -50,6 +50,7 @@ class Arm:
         measure: "attnres.studies.lab.FILE:NAME", called with each finished run's folder; it returns rows as `Computed`
             does, which are kept in the folder.
         depth: quantities by sublayer at the last step to have in the table too, e.g. output_rms.
+        started_from: whether other arms start from its runs, which are taken from elsewhere with their weights alone.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Arm:
     trunk: str = ""
     measure: str = ""
     depth: tuple[str, ...] = ()
+    started_from: bool = False
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,11 @@ class Measure(TypedDict):
 
 
 class Measures(TypedDict):
-    """Its content."""
+    """Its content; `arguments` are those of a computed run."""
 
     rows: list[Measure]
+    function: NotRequired[str]
+    arguments: NotRequired[dict[str, Any]]
 
 
 def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> tuple[list[Row], dict[str, list[float]]]:
@@ -41,7 +43,7 @@ def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> tuple[list[Row], di
         if arm.computed is not None:
             taken = label_and_seed(name)
             assert taken is not None, f"{name} is no LABEL-seedK"
-            rows += [_row(arm.name, *taken, one) for one in _measures(folder / name)]
+            rows += [_row(arm.name, *taken, one) for one in measures_of(folder / name)["rows"]]
             continue
         run = load_run(folder / name)
         if run.summary is None:
@@ -64,15 +66,16 @@ def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> tuple[list[Row], di
                     rows.append(
                         Row(arm.name, run.label, run.seed, last["step"], 0, 0.0, f"{quantity}/{place}", float(value))
                     )
-        rows += [_row(arm.name, run.label, run.seed, one) for one in _measures(folder / name)]
+        rows += [_row(arm.name, run.label, run.seed, one) for one in measures_of(folder / name)["rows"]]
     return rows, times
 
 
-def _measures(folder: Path) -> list[Measure]:
+def measures_of(folder: Path) -> Measures:
+    """What a run's folder has of it; no rows where there is no such file. Raises UserError."""
     path = folder / MEASURES
     if not path.is_file():
-        return []
-    return checked(read_json(path), Measures, path, "remove that run's folder and run it again")["rows"]
+        return {"rows": []}
+    return checked(read_json(path), Measures, path, "remove that run's folder and run it again")
 
 
 def _row(arm: str, label: str, seed: int, one: Measure) -> Row:

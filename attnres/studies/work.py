@@ -41,7 +41,7 @@ def work(path: Path) -> None:
     """Compute the run that a file names and write RUN/measures.json. Raises UserError."""
     run = read_json(path)
     rows = function(run["function"])(**run["arguments"])
-    write_json(Path(run["folder"]) / MEASURES, {"function": run["function"], "rows": rows})
+    write_json(Path(run["folder"]) / MEASURES, {key: run[key] for key in ("function", "arguments")} | {"rows": rows})
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from attnres.flags import config_file
 from attnres.reading import read_json
 from attnres.studies.adopt import alike, runs_in
 from attnres.studies.analyses.noise import Noise
+from attnres.studies.archive import ARCHIVE, unpacked
 from attnres.studies.conduct import conduct, left_of, names_of, outcome_in, survey
 from attnres.studies.contrast import contrast
 from attnres.studies.cost import CALL, Cost, cost_of, flops_a_token, hours
@@ -103,7 +104,7 @@ LONG = ("rates", "budgets", "scaling", "depth-width", "rivals")
     "name",
     [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in STUDIES if name != "noise"],
 )
-def test_a_study_runs_from_end_to_end(setting, noise, name):
+def test_a_study_runs_from_end_to_end(setting, noise, name, tmp_path):
     outcome = conduct(STUDIES[name], setting, say=QUIET, jobs=1, run=Here())
     done, planned = outcome.counts
     assert done == planned > 0
@@ -115,6 +116,15 @@ def test_a_study_runs_from_end_to_end(setting, noise, name):
     rows = list(csv.DictReader((outcome.folder / "runs.csv").read_text().splitlines()))
     assert {row["arm"] for row in rows} == set(outcome.measured.planned)
     assert not (set(rows[0]) & {"step_s", "wall_s"}), "what a clock says is no part of it"
+    # And again from its runs in one file, of which those that others start from lack their weights.
+    again = Here()
+    with unpacked([outcome.folder / ARCHIVE]) as folders:
+        other = dataclasses.replace(setting, out=tmp_path)
+        taken = conduct(STUDIES[name], other, say=QUIET, jobs=1, run=again, adopted=folders)
+    assert again.names == [] or name in ("budgets", "retrofit")
+    for file in ("runs.csv", ARCHIVE):
+        ours, theirs = ((one.folder / file).read_bytes() for one in (outcome, taken))
+        assert ours == theirs or name in ("budgets", "retrofit"), file
 
 
 def test_noise_is_known_to_the_studies_after_it(setting, noise):
@@ -378,3 +388,19 @@ def test_several_studies_are_counted_in_the_order_given(setting, tmp_path, capsy
     first = [row.split()[0] for row in rows if row.split()[:1] in (["growth"], ["noise"])]
     assert first == sorted(first, reverse=True) and set(first) == {"growth", "noise"}
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", r"line 1 of .*runs.jsonl is not valid JSON"),
+        ('{"arm": "x"}', r"line 1 of .*runs.jsonl is damaged \(files is None: expected it to be there\)"),
+        ('{"arm": "..", "run": "a-seed0", "files": {}}', "names '..', which is no name of a file or folder"),
+        ('{"arm": "x", "run": "a-seed0", "files": {"../a.json": {}}}', "names '../a.json', which is no name"),
+        ('{"arm": "x", "run": "a", "files": {}}', "has the run 'a': expected LABEL-seedK"),
+    ],
+)
+def test_a_file_of_runs_that_is_none_is_refused(tmp_path, line, message):
+    (tmp_path / ARCHIVE).write_text(line + "\n")
+    with pytest.raises(UserError, match=message), unpacked([tmp_path / ARCHIVE]):
+        pass

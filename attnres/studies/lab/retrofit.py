@@ -19,7 +19,7 @@ SHARE, COOLER = 0.1, 0.1
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """A standard model, trained once; then its continuations."""
-    first = setting.arm("pretrained", ["standard"], [0], of=setting.config())
+    first = setting.arm("pretrained", ["standard"], [0], of=setting.config(), started_from=True)
     if not measured.complete(first.name):
         return [first]
     start = setting.folder("retrofit") / first.name / run_name("standard", 0)

@@ -1,0 +1,108 @@
+"""The finished runs of a study in one file, runs.jsonl, without weights: what a repository keeps and `--adopt` takes.
+
+A line is a run. Of a trained one it holds config.json, data.json, environment.json and summary.json, the held-out
+losses (of each window at the end) and the last measurements by depth; of a computed one its function, its arguments and
+what that returned. Where text and images lay is left out.
+"""
+
+import json
+import tempfile
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+import numpy as np
+
+from attnres.errors import UserError
+from attnres.files import write_json, write_text
+from attnres.reading import parse_json, read_json, read_text
+from attnres.run_names import label_and_seed
+from attnres.studies.adopt import PLACES
+from attnres.studies.rows import MEASURES
+from attnres.training import metrics
+from attnres.training.validate import read_windows, save_windows, windows_files
+from attnres.typed import checked
+
+ARCHIVE = "runs.jsonl"
+_ADVICE = "take it from where it was written again"
+
+
+class Losses(TypedDict):
+    """Those of the held-out windows after a step, nats per token."""
+
+    step: int
+    values: list[float]
+
+
+class ArchivedRun(TypedDict):
+    """A line of the file; `files` are a run folder's JSON files by name."""
+
+    arm: str
+    run: str
+    files: dict[str, dict[str, Any]]
+    metrics: NotRequired[list[dict[str, Any]]]
+    windows: NotRequired[Losses]
+
+
+def archive(folder: Path, names: Mapping[str, Iterable[str]]) -> str:
+    """Return these runs of a study as lines of JSON; `names` are those of the finished ones by arm."""
+    runs = (_archived(folder / arm / name, arm) for arm in sorted(names) for name in sorted(names[arm]))
+    return "".join(f"{json.dumps(run, sort_keys=True)}\n" for run in runs)
+
+
+def _archived(folder: Path, arm: str) -> ArchivedRun:
+    kinds = ("config", "data", "environment", "summary", "measures")
+    files = {f"{kind}.json": folder / f"{kind}.json" for kind in kinds}
+    run: ArchivedRun = {
+        "arm": arm,
+        "run": folder.name,
+        "files": {name: read_json(path) for name, path in files.items() if path.is_file()},
+    }
+    if arguments := run["files"].get(MEASURES, {}).get("arguments"):
+        arguments |= {key: Path(arguments[key]).name for key in PLACES if arguments.get(key)}
+    if config := run["files"].get("config.json"):
+        config |= {"out": None, "data": config["data"] | {"source": Path(config["data"]["source"]).name}}
+        lines = metrics.read(folder / "metrics.jsonl")
+        last = {line["kind"]: line for line in lines}
+        run["metrics"] = [line for line in lines if line["kind"] == "val" or line is last[line["kind"]]]
+        if windows := windows_files(folder):
+            run["windows"] = {"step": max(windows), "values": read_windows(windows[max(windows)]).tolist()}
+    return run
+
+
+@contextmanager
+def unpacked(paths: Iterable[Path]) -> Generator[list[Path]]:
+    """Folders of runs, of folders and of files that `archive` made; what comes of these is removed afterwards.
+
+    Raises:
+        UserError: a file that is none.
+    """
+    with ExitStack() as stack:
+        folders = []
+        for path in paths:
+            folder = path
+            if path.is_file():
+                folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="attnres-runs-")))
+                _unpack(path, folder)
+            folders.append(folder)
+        yield folders
+
+
+def _unpack(path: Path, folder: Path) -> None:
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        where = f"line {number} of {path}"
+        run = checked(parse_json(line, where), ArchivedRun, where, _ADVICE)
+        for name in (run["arm"], run["run"], *run["files"]):
+            if not name or name != Path(name).name or name.startswith("."):
+                raise UserError(f"{where} names '{name}', which is no name of a file or folder: {_ADVICE}")
+        if label_and_seed(run["run"]) is None:
+            raise UserError(f"{where} has the run '{run['run']}': expected LABEL-seedK; {_ADVICE}")
+        there = folder / run["arm"] / run["run"]
+        (there / "val").mkdir(parents=True, exist_ok=True)
+        for name, values in run["files"].items():
+            write_json(there / name, values)
+        if "metrics" in run:
+            write_text(there / "metrics.jsonl", "".join(f"{json.dumps(one)}\n" for one in run["metrics"]))
+        if "windows" in run:
+            save_windows(there, run["windows"]["step"], np.array(run["windows"]["values"]))
