@@ -31,13 +31,18 @@ def runs_in(folders: Iterable[Path], *, unfinished: bool = False) -> dict[Path, 
     runs: dict[Path, dict[str, Any]] = {}
     for folder in folders:
         if not folder.is_dir():
-            raise UserError(f"{folder} is not a folder: give one with the run folders to adopt")
+            raise UserError(f"{folder} is not a folder: give one with the run folders to adopt, or a file runs.jsonl")
         for name in ("summary.json", *(["checkpoint"] if unfinished else [])):
-            for path in sorted(path for depth in ("", "*/", "*/*/") for path in folder.glob(depth + name)):
+            for path in _inside(folder, name):
                 if (path.parent / "config.json").is_file():
                     config = path.parent / "config.json"
                     runs.setdefault(path.parent, dict(checked(read_json(config), RunConfig, config, ADVICE)))
     return runs
+
+
+def _inside(folder: Path, name: str) -> list[Path]:
+    """What has this name in a run folder, in one of a folder of them, or in one of a study's arms."""
+    return sorted(path for depth in ("", "*/", "*/*/") for path in folder.glob(depth + name))
 
 
 def alike(run: TrainConfig, runs: dict[Path, dict[str, Any]]) -> Iterator[Path]:
@@ -79,7 +84,7 @@ def adopt(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) ->
 
 def computed_in(folders: Iterable[Path]) -> list[Measures]:
     """What the computed runs in these folders, or in folders in them, gave."""
-    paths = (path for folder in folders for path in sorted(folder.glob(f"**/{MEASURES}")))
+    paths = (path for folder in folders for path in _inside(folder, MEASURES))
     return [measures for path in paths if "arguments" in (measures := measures_of(path.parent))]
 
 

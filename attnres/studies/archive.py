@@ -25,6 +25,7 @@ from attnres.training.validate import read_windows, save_windows, windows_files
 from attnres.typed import checked
 
 ARCHIVE = "runs.jsonl"
+_FILES = ("config.json", "data.json", "environment.json", "summary.json", MEASURES)
 _ADVICE = "take it from where it was written again"
 
 
@@ -52,16 +53,11 @@ def archive(folder: Path, names: Mapping[str, Iterable[str]]) -> str:
 
 
 def _archived(folder: Path, arm: str) -> ArchivedRun:
-    kinds = ("config", "data", "environment", "summary", "measures")
-    files = {f"{kind}.json": folder / f"{kind}.json" for kind in kinds}
-    run: ArchivedRun = {
-        "arm": arm,
-        "run": folder.name,
-        "files": {name: read_json(path) for name, path in files.items() if path.is_file()},
-    }
-    if arguments := run["files"].get(MEASURES, {}).get("arguments"):
+    files = {name: read_json(folder / name) for name in _FILES if (folder / name).is_file()}
+    run: ArchivedRun = {"arm": arm, "run": folder.name, "files": files}
+    if arguments := files.get(MEASURES, {}).get("arguments"):
         arguments |= {key: Path(arguments[key]).name for key in PLACES if arguments.get(key)}
-    if config := run["files"].get("config.json"):
+    if config := files.get("config.json"):
         config |= {"out": None, "data": config["data"] | {"source": Path(config["data"]["source"]).name}}
         lines = metrics.read(folder / "metrics.jsonl")
         last = {line["kind"]: line for line in lines}
