@@ -17,7 +17,7 @@ from attnres.evals.depth import LEGEND, DepthReader, TokenDepth
 from attnres.evals.speaker import Speaker, open_speaker
 from attnres.evals.speed import beside
 from attnres.forward import evaluating
-from attnres.models.open import context_of
+from attnres.models.context import context_of
 
 
 @dataclass(frozen=True)

@@ -15,48 +15,29 @@ trusted.
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 import transformers
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.tokenization_utils_base import VERY_LARGE_INTEGER
 
-from attnres.data.tokenizer import TOKENIZER_FILES, holds_tokenizer
+from attnres.data.tokenizer import holds_tokenizer
 from attnres.errors import UserError, foreign, unknown
-from attnres.hub import fetch, is_hub_name
 from attnres.models import classes
 from attnres.models.classes import register_stored
+from attnres.models.context import context_of, text_config
 from attnres.models.families import refuse_own_reads
 from attnres.models.foreign import formats_of
 from attnres.models.foreign.weights import assemble, foreign_config
-from attnres.models.weight_files import AGAIN, INDEX, WeightFiles, weight_names
+from attnres.models.place import BESIDE, config_place, fields_of, place_of, refuse_fetched_code
+from attnres.models.weight_files import AGAIN, WeightFiles
 from attnres.paths import user_path
 from attnres.progress import quiet_transformers
-from attnres.reading import MAX_DEPTH, read_json
-from attnres.typed import checked
+from attnres.reading import read_json
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
-DEFAULT_CONTEXT = 2048
-"""Tokens, where neither config nor tokenizer says how long a text may be; lm-eval assumes the same."""
-
-_IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
-"""Of attention and experts, in Transformers and torch themselves."""
-_BESIDE = (*TOKENIZER_FILES, "chat_template*", "generation_config.json", "LICENSE*")
-
-
-class Fields(TypedDict, total=False):
-    """What is looked at in a config.json before Transformers makes a config of it."""
-
-    model_type: str | None
-    auto_map: dict[str, Any] | None
-    quantization_config: dict[str, Any] | None
-    residual: str
-    residual_settings: dict[str, Any] | None
-    residual_file: str | None
-    residual_family: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -151,7 +132,7 @@ class Checkpoint:
                 f"{self.name} is of type '{kind}', which this version of Transformers does not know: upgrade it"
             )
         if not self.trusted:
-            _refuse_fetched_code(self.name, self.fields)
+            refuse_fetched_code(self.name, self.fields)
         with foreign(f"config.json of {self.name} makes no config", "fetch or copy it again"):
             return AutoConfig.from_pretrained(self.folder, trust_remote_code=bool(self.code))
 
@@ -178,7 +159,7 @@ class Checkpoint:
     @property
     def vocab_size(self) -> int | None:
         """Rows of the token embedding, where the config says."""
-        return getattr(_text_config(self.config), "vocab_size", None)
+        return getattr(text_config(self.config), "vocab_size", None)
 
     @property
     def context(self) -> int:
@@ -211,7 +192,7 @@ class Checkpoint:
 
     def files_beside(self) -> dict[str, Path]:
         """Files that go along when the model is written elsewhere, by name; Python files where they are trusted."""
-        patterns = (*_BESIDE, "*.py") if self.trusted and self.code else _BESIDE
+        patterns = (*BESIDE, "*.py") if self.trusted and self.code else BESIDE
         files = (file for pattern in patterns for file in sorted(self.folder.glob(pattern)))
         return {file.name: file for file in files if file.is_file()}
 
@@ -276,16 +257,20 @@ def open_checkpoint(name: str | Path, *, trust_remote_code: bool = False) -> Che
     Raises:
         UserError: nothing there, an unfinished run, no config.json of a model, or no weights in safetensors.
     """
-    path = user_path(name)
-    run = None
-    if not path.exists() and is_hub_name(str(name)):
-        folder = _fetched(str(name), code=trust_remote_code)
-    else:
-        folder, run = _place(str(name), path)
-    fields = _fields(name, folder)
-    checkpoint = Checkpoint(str(name), folder, fields, run, trust_remote_code)
+    folder, run = place_of(str(name), code=trust_remote_code)
+    checkpoint = Checkpoint(str(name), folder, fields_of(str(name), folder), run, trust_remote_code)
     _ = checkpoint.weights.paths
     return checkpoint
+
+
+def open_config(name: str | Path) -> Checkpoint:
+    """Find what a model is by its name, of which no more than config.json need be there or is fetched.
+
+    Raises:
+        UserError: nothing there, or no config.json of a model.
+    """
+    folder = config_place(str(name))
+    return Checkpoint(str(name), folder, fields_of(str(name), folder), None, False)
 
 
 def load(
@@ -320,102 +305,9 @@ def load(
     return checkpoint.load(dtype, device, **options)
 
 
-def context_of(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> int:
-    """The longest sequence in tokens, as lm-eval finds it (0.4.13, `resolve_max_length`)."""
-    for name in ("n_positions", "max_position_embeddings", "n_ctx"):
-        value = getattr(_text_config(config), name, None)
-        if value is not None:
-            return _length(value, name)
-    longest = getattr(tokenizer, "model_max_length", VERY_LARGE_INTEGER)  # by which Transformers means "unknown"
-    return _length(longest, "model_max_length") if longest != VERY_LARGE_INTEGER else DEFAULT_CONTEXT
-
-
-def _length(value: Any, name: str) -> int:
-    if type(value) not in (int, float) or not 1 <= value < 2**62:
-        raise UserError(f"the model's {name} is {value!r}: expected a number of tokens, 1 or more")
-    return int(value)
-
-
 def _named_class(config: Any) -> Any:
     """The class of ours or of Transformers that a config names, whatever its head; None where it names none."""
     names = getattr(config, "architectures", None)
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     cls = getattr(classes, name, None) or getattr(transformers, name, None)
     return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
-
-
-def _text_config(config: Any) -> Any:
-    return getattr(config, "text_config", None) or config
-
-
-def _place(name: str, path: Path) -> tuple[Path, Path | None]:
-    """Folder of the model, and of the run that it is of."""
-    if not path.exists():
-        raise UserError(f"model '{name}' does not exist: expected a run folder, a model folder or a name on the hub")
-    inner = path / "model"
-    if (path / "shares").is_dir() and (path / "state.json").is_file():
-        raise UserError(
-            f"{name} is in the shares of several processes, which attnres train --resume reads: let the run finish, or "
-            f"write its model as it is with attnres export {name} OUT --weights"
-        )
-    if (inner / "config.json").is_file() and (path / "state.json").is_file():
-        if (path / "adapter.safetensors").is_file():
-            raise UserError(f"{name} has LoRA's tensors beside its model, which become one when the run is finished")
-        return inner, path.parent
-    if (inner / "config.json").is_file():
-        return inner, path
-    if (path / "checkpoint").is_dir():
-        raise UserError(
-            f"the run in {name} is not finished and has no model yet: continue it with --resume, or give "
-            f"{path / 'checkpoint'}"
-        )
-    if not (path / "config.json").is_file():
-        raise UserError(f"{name} holds no model: expected a run folder, or a folder with config.json and safetensors")
-    is_of_run = path.name == "model" and (path.parent / "metrics.jsonl").is_file()
-    return path, path.parent if is_of_run else None
-
-
-def open_config(name: str | Path) -> Checkpoint:
-    """Find what a model is by its name, of which no more than config.json need be there or is fetched.
-
-    Raises:
-        UserError: nothing there, or no config.json of a model.
-    """
-    path = user_path(name)
-    if not path.exists() and is_hub_name(str(name)):
-        folder = fetch(str(name), ["config.json"])
-    else:
-        folder = path if (path / "config.json").is_file() else _place(str(name), path)[0]
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{name} on the hub holds no model: it has no config.json")
-    return Checkpoint(str(name), folder, _fields(name, folder), None, False)
-
-
-def _fields(name: str | Path, folder: Path) -> dict[str, Any]:
-    """Return config.json of a model. Raises UserError."""
-    fields = dict(checked(read_json(folder / "config.json", ours=False), Fields, folder / "config.json", AGAIN))
-    if not (fields.get("model_type") or fields.get("auto_map") or formats_of(fields)):
-        raise UserError(f"config.json of {name} is not that of a model: it names no model_type")
-    return fields
-
-
-@functools.cache
-def _fetched(name: str, *, code: bool) -> Path:
-    """The folder of a model of the hub, which is asked once: first for what says which files are the weights."""
-    folder = fetch(name, [*_BESIDE, "config.json", INDEX, *(["*.py"] if code else [])])
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{name} on the hub holds no model: it has no config.json")
-    return fetch(name, weight_names(folder))
-
-
-def _refuse_fetched_code(name: str, fields: Any, depth: int = 0) -> None:
-    """Refuse with a UserError a config that names an implementation which Transformers would fetch and run."""
-    if isinstance(fields, dict) and depth < MAX_DEPTH:
-        for key, value in fields.items():
-            named = value.values() if isinstance(value, dict) else [value]
-            if "_implementation" in key and (code := [part for part in named if part not in _IMPLEMENTATIONS]):
-                raise UserError(
-                    f"config.json of {name} names the {key.lstrip('_')} {code[0]!r}, which may be fetched and run: "
-                    "remove that line, or read the code and pass trust_remote_code (--trust-remote-code)"
-                )
-            _refuse_fetched_code(name, value, depth + 1)

@@ -10,7 +10,7 @@ from foreign_formats import fla, nanogpt
 from safetensors.torch import load_file, save_file
 
 from attnres import UserError
-from attnres.models import load, open, open_checkpoint
+from attnres.models import load, open_checkpoint, place
 
 IDS = torch.arange(20)[None]
 
@@ -18,7 +18,7 @@ IDS = torch.arange(20)[None]
 @pytest.fixture(autouse=True)
 def nothing_fetched():
     """The hub is asked once in a process."""
-    open._fetched.cache_clear()
+    place._fetched.cache_clear()
 
 
 def as_run(folder, model, *, finished=True):
@@ -69,7 +69,7 @@ def test_an_unfinished_run_has_a_checkpoint(folders, tmp_path):
 
 def test_load_takes_every_name_of_a_model_with_depth_reads(folders, tmp_path, monkeypatch):
     run = as_run(tmp_path / "run", folders["block"])
-    monkeypatch.setattr(open, "fetch", lambda name, patterns: folders["block"])
+    monkeypatch.setattr(place, "fetch", lambda name, patterns: folders["block"])
     expected = load(folders["block"])(input_ids=IDS).logits
     for name in (run, str(run / "checkpoint"), "some/model"):
         model = load(name, attn_implementation="eager")
@@ -117,7 +117,7 @@ def test_of_the_hub_only_what_is_needed_is_fetched(folders, tmp_path, monkeypatc
         calls.append(list(patterns))
         return tmp_path
 
-    monkeypatch.setattr(open, "fetch", fetch)
+    monkeypatch.setattr(place, "fetch", fetch)
     fetched = open_checkpoint("some/model")
     assert (fetched.folder, fetched.title()) == (tmp_path, "some/model")
     first, second = calls

@@ -75,7 +75,7 @@ def test_shapes_of_trillions_of_parameters_are_planned(capsys):
 def test_models_of_folders_and_of_the_hub_are_planned_from_their_config_alone(folders, tmp_path, monkeypatch, capsys):
     described: Any = KimiLinearConfig()
     described.save_pretrained(tmp_path)
-    monkeypatch.setattr("attnres.models.open.fetch", lambda name, patterns: tmp_path)
+    monkeypatch.setattr("attnres.models.place.fetch", lambda name, patterns: tmp_path)
     flags = ["--gpus", "64", "--context", "8192", "--settings", "block_size=6", "--rows", "1"]
     main(["plan", "moonshotai/Kimi-Linear-48B-A3B-Instruct", *flags])
     assert "49.1 billion parameters on 64 h100, residual block" in capsys.readouterr().out

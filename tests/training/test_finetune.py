@@ -358,7 +358,7 @@ def test_a_pretrained_model_that_brings_code_is_refused_before_its_weights_are_l
     config = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "a.Model"}}
     (fetched / "config.json").write_text(json.dumps(config))
     (fetched / "model.safetensors").touch()
-    monkeypatch.setattr("attnres.models.open.fetch", lambda name, patterns: fetched)
+    monkeypatch.setattr("attnres.models.place.fetch", lambda name, patterns: fetched)
     refused(capsys, "which training does not run", tune(), tmp_path, "--init-from", "someone/own-model")
 
 

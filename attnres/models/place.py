@@ -1,0 +1,119 @@
+"""Where a model lies: its folder, the run that it is of, and its config.json; no weight is read and no code is run."""
+
+import functools
+from pathlib import Path
+from typing import Any, TypedDict
+
+from attnres.data.tokenizer import TOKENIZER_FILES
+from attnres.errors import UserError
+from attnres.hub import fetch, is_hub_name
+from attnres.models.foreign import formats_of
+from attnres.models.weight_files import AGAIN, INDEX, weight_names
+from attnres.paths import user_path
+from attnres.reading import MAX_DEPTH, read_json
+from attnres.typed import checked
+
+BESIDE = (*TOKENIZER_FILES, "chat_template*", "generation_config.json", "LICENSE*")
+"""Files that go along with a model."""
+
+_IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+"""Of attention and experts, in Transformers and torch themselves."""
+
+
+class Fields(TypedDict, total=False):
+    """What is looked at in a config.json before Transformers makes a config of it."""
+
+    model_type: str | None
+    auto_map: dict[str, Any] | None
+    quantization_config: dict[str, Any] | None
+    residual: str
+    residual_settings: dict[str, Any] | None
+    residual_file: str | None
+    residual_family: dict[str, Any] | None
+
+
+def place_of(name: str, *, code: bool) -> tuple[Path, Path | None]:
+    """Folder of the model, and of the run that it is of.
+
+    Args:
+        code: Python files are fetched too, of a model on the hub.
+
+    Raises:
+        UserError: nothing there, an unfinished run, or no config.json of a model.
+    """
+    path = user_path(name)
+    return (_fetched(name, code=code), None) if _is_remote(name, path) else _on_disk(name, path)
+
+
+def config_place(name: str) -> Path:
+    """Folder of a model of which no more than config.json need be there or is fetched. Raises UserError."""
+    path = user_path(name)
+    if _is_remote(name, path):
+        folder = fetch(name, ["config.json"])
+        _check_fetched(name, folder)
+        return folder
+    return path if (path / "config.json").is_file() else _on_disk(name, path)[0]
+
+
+def _is_remote(name: str, path: Path) -> bool:
+    return not path.exists() and is_hub_name(name)
+
+
+def _on_disk(name: str, path: Path) -> tuple[Path, Path | None]:
+    if not path.exists():
+        raise UserError(f"model '{name}' does not exist: expected a run folder, a model folder or a name on the hub")
+    inner = path / "model"
+    if (path / "shares").is_dir() and (path / "state.json").is_file():
+        raise UserError(
+            f"{name} is in the shares of several processes, which attnres train --resume reads: let the run finish, or "
+            f"write its model as it is with attnres export {name} OUT --weights"
+        )
+    if (inner / "config.json").is_file() and (path / "state.json").is_file():
+        if (path / "adapter.safetensors").is_file():
+            raise UserError(f"{name} has LoRA's tensors beside its model, which become one when the run is finished")
+        return inner, path.parent
+    if (inner / "config.json").is_file():
+        return inner, path
+    if (path / "checkpoint").is_dir():
+        raise UserError(
+            f"the run in {name} is not finished and has no model yet: continue it with --resume, or give "
+            f"{path / 'checkpoint'}"
+        )
+    if not (path / "config.json").is_file():
+        raise UserError(f"{name} holds no model: expected a run folder, or a folder with config.json and safetensors")
+    is_of_run = path.name == "model" and (path.parent / "metrics.jsonl").is_file()
+    return path, path.parent if is_of_run else None
+
+
+def fields_of(name: str, folder: Path) -> dict[str, Any]:
+    """Return config.json of a model. Raises UserError."""
+    fields = dict(checked(read_json(folder / "config.json", ours=False), Fields, folder / "config.json", AGAIN))
+    if not (fields.get("model_type") or fields.get("auto_map") or formats_of(fields)):
+        raise UserError(f"config.json of {name} is not that of a model: it names no model_type")
+    return fields
+
+
+@functools.cache
+def _fetched(name: str, *, code: bool) -> Path:
+    """The folder of a model of the hub, which is asked once: first for what says which files are the weights."""
+    folder = fetch(name, [*BESIDE, "config.json", INDEX, *(["*.py"] if code else [])])
+    _check_fetched(name, folder)
+    return fetch(name, weight_names(folder))
+
+
+def _check_fetched(name: str, folder: Path) -> None:
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{name} on the hub holds no model: it has no config.json")
+
+
+def refuse_fetched_code(name: str, fields: Any, depth: int = 0) -> None:
+    """Refuse with a UserError a config that names an implementation which Transformers would fetch and run."""
+    if isinstance(fields, dict) and depth < MAX_DEPTH:
+        for key, value in fields.items():
+            named = value.values() if isinstance(value, dict) else [value]
+            if "_implementation" in key and (code := [part for part in named if part not in _IMPLEMENTATIONS]):
+                raise UserError(
+                    f"config.json of {name} names the {key.lstrip('_')} {code[0]!r}, which may be fetched and run: "
+                    "remove that line, or read the code and pass trust_remote_code (--trust-remote-code)"
+                )
+            refuse_fetched_code(name, value, depth + 1)
