@@ -40,6 +40,7 @@ from attnres.studies.rows import MEASURES, Measures, medians, rows_of, to_csv
 from attnres.studies.variants import parse_variants
 from attnres.studies.work import Computation, function
 from attnres.training.branch import branch, branch_step
+from attnres.training.config import TrainConfig
 from attnres.typed import checked
 
 VERSION = 1
@@ -195,7 +196,7 @@ def survey(design: Design, setting: Setting) -> tuple[list[Arm], Measured]:
         arms = design.arms(setting, measured)
         if {arm.name for arm in arms} <= set(measured.planned):
             return arms, measured
-        measured = _read(arms, setting.folder(design.name), measured)
+        measured = _read(arms, setting, setting.folder(design.name), measured)
         if not all(measured.complete(arm.name) for arm in arms):
             return arms, measured
 
@@ -259,7 +260,7 @@ def _asked(design: Design, setting: Setting) -> Asked:
     }
 
 
-def _read(arms: Sequence[Arm], folder: Path, before: Measured) -> Measured:
+def _read(arms: Sequence[Arm], setting: Setting, folder: Path, before: Measured) -> Measured:
     rows, step_s = [], dict[tuple[str, str], float]()
     planned, finished = dict[str, list[str]](), dict[str, list[str]]()
     for arm in arms:
@@ -271,7 +272,13 @@ def _read(arms: Sequence[Arm], folder: Path, before: Measured) -> Measured:
         more, times = rows_of(arm, folder / arm.name, finished[arm.name])
         rows += more
         step_s |= {(arm.name, label): seconds for label, seconds in medians(times).items()}
-    return dataclasses.replace(before, rows=rows, planned=planned, finished=finished, step_s=step_s)
+    recipe = frozenset(arm.name for arm in arms if arm.compare and _is_recipe(arm.compare.base, setting))
+    return dataclasses.replace(before, rows=rows, planned=planned, finished=finished, step_s=step_s, recipe=recipe)
+
+
+def _is_recipe(run: TrainConfig, setting: Setting) -> bool:
+    """Whether a run is the preset's but for its steps."""
+    return run == setting.config(steps=run.steps)
 
 
 def _noises(setting: Setting) -> dict[int, Noise]:

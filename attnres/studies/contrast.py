@@ -166,7 +166,7 @@ def contrast(
             Against(label, statistics.fmean(losses), len(losses), difference, noise.threshold(*sizes), verdict)
         )
     mean = statistics.fmean(base) if base else math.nan
-    curve = measured.curve if quantity == "loss" else {}
+    curve = measured.curve if quantity == "loss" and arm in measured.recipe else {}
     seconds = {label: measured.step_s.get((arm, label), math.nan) for label in (baseline, *values)}
     ratios = {label: value / seconds[baseline] for label, value in seconds.items() if math.isfinite(value)}
     return Contrast(baseline, mean, len(base), noise, others, measured.steps(arm, baseline), curve, ratios)

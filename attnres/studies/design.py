@@ -88,14 +88,16 @@ class Measured:
     Attributes:
         planned: names of the runs of each arm asked for so far, and finished ones of them.
         step_s: median seconds of a step, by (arm, label).
+        recipe: the arms that are trained by the preset's recipe, whatever their steps and variants.
         noises: of the recipe by its steps, as the study of noise has them; none where that was not run.
-        curve: the standard model's final losses by its steps, as the study of the exchange rate has them.
+        curve: the recipe's standard model's final losses by its steps, as the study of the exchange rate has them.
     """
 
     rows: list[Row] = field(default_factory=list)
     planned: dict[str, list[str]] = field(default_factory=dict)
     finished: dict[str, list[str]] = field(default_factory=dict)
     step_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    recipe: frozenset[str] = frozenset()
     noises: Mapping[int, Noise] = field(default_factory=dict)
     curve: Mapping[int, float] = field(default_factory=dict)
 
@@ -122,13 +124,18 @@ class Measured:
         return sum(values) / len(values) if values else math.nan
 
     def noise(self, arm: str, quantity: str = "loss") -> Noise:
-        """The noise of an arm's runs: the study of noise's at that many steps, and that of the arm's own seeds."""
-        groups = {label: list(self.finals(arm, label, quantity).values()) for label in self.labels(arm)}
-        seeds = max(map(len, groups.values()), default=0)
-        ours = pooled(groups.values(), f"{len(groups)} variants of {seeds} seeds")
-        if quantity != "loss" or not groups:
-            return ours
-        return combined(self.noises.get(self.steps(arm, next(iter(groups))), UNKNOWN), ours)
+        """The noise of an arm's runs: that of its own seeds and, where the recipe trains it, that which the study of
+        noise has at as many steps, in which the standard model's runs of this arm are counted already."""
+        labels = self.labels(arm)
+        at_recipe = quantity == "loss" and arm in self.recipe and bool(labels)
+        known = self.noises.get(self.steps(arm, labels[0]), UNKNOWN) if at_recipe else UNKNOWN
+        groups = [
+            list(self.finals(arm, label, quantity).values())
+            for label in labels
+            if not (known.degrees and label == "standard")
+        ]
+        seeds = max(map(len, groups), default=0)
+        return combined(known, pooled(groups, f"{len(groups)} variants of {seeds} seeds"))
 
     def flops(self, arm: str, label: str) -> float:
         """What one run of a label spent."""

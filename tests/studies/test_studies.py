@@ -130,6 +130,8 @@ def test_a_study_runs_from_end_to_end(setting, noise, name, tmp_path):
 def test_noise_is_known_to_the_studies_after_it(setting, noise):
     arms, measured = survey(STUDIES["budgets"], setting)
     assert set(measured.noises) == {2, 4} and all(one.degrees == 1 for one in measured.noises.values())
+    assert survey(STUDIES["block-size"], setting)[1].recipe == {"sizes"}
+    assert not survey(STUDIES["nanogpt"], setting)[1].recipe, "another model has another noise"
     elsewhere = dataclasses.replace(setting, source="stdlib")
     assert not survey(STUDIES["budgets"], elsewhere)[1].noises, "another text has another noise"
     assert arms[0].name == "x4"
@@ -345,7 +347,7 @@ def rows_of(losses):
 
 def measured_of(losses, noises=None, curve=None):
     rows = rows_of({label: list(enumerate(values)) for label, values in losses.items()})
-    return Measured(rows=rows, noises=noises or {}, curve=curve or {})
+    return Measured(rows=rows, recipe=frozenset({"arm"}), noises=noises or {}, curve=curve or {})
 
 
 def test_a_contrast_says_no_more_than_the_noise_allows():
@@ -366,6 +368,16 @@ def test_a_contrast_says_no_more_than_the_noise_allows():
     assert not math.isfinite(alone.others[0].threshold) and alone.values()["variants"]["good"]["needed"] is None
     known = contrast(measured_of({"standard": [3.0], "good": [2.9]}, {10: Noise(0.005, 7, "n")}), "arm", "standard")
     assert known.others[0].verdict == "better"
+
+
+def test_the_recipes_noise_and_curve_judge_its_own_arms_alone():
+    curve, noises = {5: 3.1, 10: 3.0, 20: 2.9}, {10: Noise(0.005, 7, "n")}
+    known = measured_of({"standard": [3.0, 3.02], "good": [2.9, 2.92]}, noises, curve)
+    assert known.noise("arm").degrees == 8, "standard's two are among the eight of the study of noise"
+    other = dataclasses.replace(known, recipe=frozenset())
+    assert other.noise("arm").degrees == 2 and other.noise("arm").sigma == pytest.approx(0.02 / 2**0.5)
+    heads = [contrast(one, "arm", "standard").table("t").head for one in (known, other)]
+    assert "steps saved" in heads[0] and "steps saved" not in heads[1]
 
 
 def test_higher_accuracy_is_better():

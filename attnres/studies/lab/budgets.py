@@ -55,7 +55,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         for label in VARIANTS[:2]
     }
     noise = pooled([values for each in losses.values() for values in each.values()], "seeds at all budgets")
-    for known in measured.noises.values():
+    stand_in = "" if noise.degrees else ", which stands in for that of these runs: they have one seed"
+    for known in measured.noises.values() if stand_in else ():
         noise = combined(noise, known)
     base, other = losses["standard"], losses["block"]
     result = trend(other, base, noise)
@@ -72,7 +73,13 @@ def analyse(setting: Setting, measured: Measured) -> Result:
                 number(noise.error(len(other[budget]), len(base[budget])), 4) if noise.degrees else "–",
             ]
         )
-    table = Table("The gap by budget", ["budget", "tokens", "standard", "block", "gap", "standard error"], rows)
+    head = ["budget", "tokens", "standard", "block", "gap", "standard error"]
+    notes = [
+        f"Noise: sigma {noise.sigma:.4f} with {noise.degrees} degrees of freedom ({noise.source}{stand_in})."
+        if noise.degrees
+        else "No noise is known: one seed each, and attnres study noise was not run."
+    ]
+    table = Table("The gap by budget", head, rows, notes)
     if len(rows) < 2:
         return Result("Too few budgets have finished.", [table])
     answer = {
