@@ -37,6 +37,7 @@ def jobs(device: str, quick: bool) -> dict[str, list[str]]:
         "generate": ["generate.py", *on, *(["--rounds", "2", "--tokens", "8"] if quick else [])],
         "step": [*step, *(LARGE if device == "cuda" and not quick else [])],
         "loss": ["loss.py", *on, *(["--seconds", "1", "--vocabulary", "4096", "--tokens", "256"] if quick else [])],
+        "muon": ["muon.py", *on, *few],
         "trainer": ["trainer.py", *on, *(["--seconds", "1", "--shapes", "2x32"] if quick else ["--seconds", "60"])],
     }
     if device == "cuda":

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from attnres.scale.muon import OwnedMuon
 from attnres.training.config import READ_RATE, OptimConfig
+from attnres.training.muon import OwnedMuon, StackedMuon
 from attnres.training.regimes import is_adapter
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
@@ -102,7 +102,7 @@ def optimizers_of(
         optimizers.append(torch.optim.AdamW(adamw, betas=config.betas, fused=fused))
     if muon:
         sharded = any(isinstance(p, DTensor) for group in muon for p in group["params"])
-        muon_class = OwnedMuon if sharded else torch.optim.Muon
+        muon_class = OwnedMuon if sharded else StackedMuon
         optimizers.append(muon_class(muon, momentum=config.momentum, adjust_lr_fn="match_rms_adamw"))
     return optimizers
 

@@ -9,6 +9,7 @@ import generate
 import harness
 import kernels
 import loss
+import muon
 import prepare
 import pytest
 import stack
@@ -66,6 +67,13 @@ def test_a_block_of_reads_is_the_same_in_two_phases_and_read_by_read():
     queries = torch.randn(4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     arguments = inputs.sources, queries, torch.ones(4, 16, dtype=torch.float64), 1e-6
     torch.testing.assert_close(kernels.our_block(*arguments), kernels.naive_block(*arguments), rtol=1e-9, atol=1e-9)
+
+
+def test_muon_times_stacks_beside_one_matrix_after_the_other():
+    rows = muon.run([torch.Size((24, 8))] * 3, CPU, small=1 << 10, seconds=0.0, seed=0)
+    assert rows["torch"]["ratio"] == 1.0 and rows["stacks"]["rounds"] == rows["torch"]["rounds"]
+    shapes = muon.shapes_of("nano")
+    assert len(shapes) == 7 * 12 and set(shapes) == {(128, 128), (64, 128), (384, 128), (128, 384)}
 
 
 @pytest.mark.parametrize("sizes", [{"sublayers": 6, "block_size": 3}, {"sublayers": 5, "block_size": 2}])

@@ -1,11 +1,17 @@
-"""Muon over parameters that lie in shares: momentum stays in shares, one rank orthogonalises a matrix for all.
+"""torch's Muon for many small matrices, and for matrices that lie in shares.
+
+torch orthogonalises one matrix after the other, in some thirty operations each. Of small matrices those take the time
+of their calls; here all of one shape are one stack, and an operation is one call for the stack. What comes out is what
+torch's Muon gives, on a CPU mostly to the last bit.
 
 torch's Muon takes DTensors too, but then each product of the Newton-Schulz steps may communicate, and all ranks make
-the same products. Here the update of a matrix is gathered once, by the rank that owns the matrix, orthogonalised there
-by torch's own Muon, and the result is scattered: two messages of the matrix's size, and the work is shared out.
+the same products. Here the momentum stays in shares. The update of a matrix is gathered once, by the rank that owns the
+matrix, orthogonalised there by torch's own Muon, and the result is scattered: two messages of the matrix's size, and
+the work is shared out.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -13,31 +19,85 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
+SMALL: int = 1 << 16
+"""Values of the largest matrix that is put into a stack: on a CPU one of 384 x 128 takes 0.72 of the time, of 256 x 256
+0.89, of 768 x 256 1.05 (`benchmarks/muon.py`; not measured on a GPU)."""
+
 _OPTIONS = ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
 
-class OwnedMuon(torch.optim.Muon):
-    """torch.optim.Muon, each DTensor orthogonalised by one rank; other parameters as torch does.
+class StackedMuon(torch.optim.Muon):
+    """torch.optim.Muon, small matrices of one shape orthogonalised in one stack."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # ty: ignore[incompatible-method-override]
+        assert closure is None
+        updated = [parameter for group in self.param_groups for parameter in self._update_all(group)]
+        gradients = [parameter.grad for parameter in updated]
+        for parameter in updated:
+            parameter.grad = None
+        super().step()
+        for parameter, gradient in zip(updated, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _update_all(self, group: dict[str, Any]) -> Iterable[nn.Parameter]:
+        """Update what is not left to torch, and return it."""
+        stacks: dict[Any, list[Any]] = {}
+        for p in group["params"]:
+            if p.grad is not None and not isinstance(p, DTensor) and p.numel() <= SMALL:
+                stacks.setdefault((p.shape, p.device, p.dtype, p.grad.dtype), []).append(p)
+        for parameters in stacks.values():
+            changes = _orthogonal_stack([self._momentum(p, p.grad, group) for p in parameters], group)
+            rate = _rate(parameters[0].shape, group)
+            for parameter, change in zip(parameters, changes, strict=True):
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                parameter.add_(change, alpha=-rate)
+        return [parameter for parameters in stacks.values() for parameter in parameters]
+
+    def _momentum(self, parameter: Any, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        """Return what is to be orthogonalised, of a DTensor this rank's share; its momentum moves on."""
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
+        kept = state["momentum_buffer"]
+        buffer = kept.to_local() if isinstance(kept, DTensor) else kept
+        buffer.lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer.clone()
+
+
+def _orthogonal_stack(updates: Sequence[Tensor], group: dict[str, Any]) -> Sequence[Tensor]:
+    """Return matrices of one shape after the Newton-Schulz steps that torch's Muon takes, in bf16."""
+    (rows, columns), (a, b, c) = updates[0].shape, group["ns_coefficients"]
+    x = torch.stack(list(updates)).bfloat16()
+    x = x.mT.contiguous() if rows > columns else x
+    x /= torch.stack([each.norm() for each in x]).clamp(min=group["eps"])[:, None, None]
+    for _ in range(group["ns_steps"]):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if rows > columns else x).unbind()
+
+
+def _rate(shape: torch.Size, group: dict[str, Any]) -> float:
+    """Return the rate of a matrix of this shape, as torch's Muon has it."""
+    rows, columns = shape
+    if group["adjust_lr_fn"] == "match_rms_adamw":
+        return group["lr"] * 0.2 * math.sqrt(max(rows, columns))
+    return group["lr"] * math.sqrt(max(1, rows / columns))
+
+
+class OwnedMuon(StackedMuon):
+    """The same, each DTensor orthogonalised by one rank.
 
     Matrices go to their owners largest first, as many at a time as there are ranks. One that lies in shares along two
     axes of the mesh (slices of which each is in shares) is gathered and orthogonalised by all.
     """
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # ty: ignore[incompatible-method-override]
-        assert closure is None
-        plain: list[tuple[nn.Parameter, Tensor]] = []
-        for group in self.param_groups:
-            sharded = [p for p in group["params"] if isinstance(p, DTensor) and p.grad is not None]
-            sharded.sort(key=lambda p: -p.numel())
-            self._owned([p for p in sharded if len(_axes(p)) == 1], group)
-            self._by_all([p for p in sharded if len(_axes(p)) > 1], group)
-            plain += [(p, p.grad) for p in sharded]
-        for parameter, _ in plain:
-            parameter.grad = None
-        super().step()
-        for parameter, gradient in plain:
-            parameter.grad = gradient
+    def _update_all(self, group: dict[str, Any]) -> Iterable[nn.Parameter]:
+        sharded = [p for p in group["params"] if isinstance(p, DTensor) and p.grad is not None]
+        sharded.sort(key=lambda p: -p.numel())
+        self._owned([p for p in sharded if len(_axes(p)) == 1], group)
+        self._by_all([p for p in sharded if len(_axes(p)) > 1], group)
+        return [*sharded, *super()._update_all(group)]
 
     def _owned(self, parameters: Sequence[Any], group: dict[str, Any]) -> None:
         if not parameters:
@@ -47,7 +107,7 @@ class OwnedMuon(torch.optim.Muon):
         for start in range(0, len(parameters), count):
             several = [_Divided(p, ranks) for p in parameters[start : start + count]]
             gathered = [
-                divided.gather(self._update(divided.parameter, group), owner) for owner, divided in enumerate(several)
+                divided.gather(self._share(divided.parameter, group), owner) for owner, divided in enumerate(several)
             ]
             for work, _ in gathered:
                 work.wait()
@@ -62,20 +122,14 @@ class OwnedMuon(torch.optim.Muon):
     def _by_all(self, parameters: Sequence[Any], group: dict[str, Any]) -> None:
         for parameter in parameters:
             mesh, places = parameter.device_mesh, parameter.placements
-            update = self._update(parameter, group)
+            update = self._share(parameter, group)
             form = {"shape": parameter.shape, "stride": parameter.stride()}
             whole = DTensor.from_local(update, mesh, places, run_check=False, **form).full_tensor()
             delta = DTensor.from_local(_orthogonal(whole, group), mesh, [Replicate()] * mesh.ndim, run_check=False)
             _add(parameter, delta.redistribute(mesh, places).to_local(), group)
 
-    def _update(self, parameter: Any, group: dict[str, Any]) -> Tensor:
-        """Return this rank's share of what is to be orthogonalised; its momentum moves on."""
-        state = self.state[parameter]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        buffer, gradient = state["momentum_buffer"].to_local(), parameter.grad.to_local()
-        buffer.lerp_(gradient, 1 - group["momentum"])
-        return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer.clone()
+    def _share(self, parameter: Any, group: dict[str, Any]) -> Tensor:
+        return self._momentum(parameter, parameter.grad.to_local(), group)
 
 
 def _axes(parameter: Any) -> list[int]:
