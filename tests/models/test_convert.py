@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from attnres import RESIDUALS, UserError
-from attnres.models import load, open
+from attnres.models import load, place
 from attnres.models.convert import DTYPES, convert
 from attnres.models.exactness import Arithmetic, compare_logits, logits
 
@@ -301,7 +301,7 @@ def test_names_of_the_hub_are_fetched_without_pickles_and_code(plain, monkeypatc
         asked.update(patterns)
         return plain
 
-    monkeypatch.setattr(open, "fetch", fetch)
+    monkeypatch.setattr(place, "fetch", fetch)
     report = convert("someone/llama").conversion
     assert report.source == "someone/llama"
     assert {"model.safetensors", "tokenizer*"} <= asked and not {"*.py", "*.bin"} & asked
