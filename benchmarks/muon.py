@@ -4,7 +4,7 @@
     python benchmarks/muon.py --device cuda
 
 Both take turns in one process. A shape alone is stacked however large it is: where that stops to pay is
-`attnres.training.muon.SMALL`.
+`StackedMuon.small`.
 """
 
 import argparse
@@ -16,14 +16,20 @@ import torch
 from torch import nn
 
 from attnres.models import build
-from attnres.training import muon
 from attnres.training.config import OptimConfig
+from attnres.training.muon import StackedMuon
 from attnres.training.optim import kinds
 
 SIZES = ("nano", "100m")
 COUNT = 24
 """Matrices of a shape alone, as many as two of each of twelve layers."""
 WIDTHS = (64, 128, 256, 512, 1024)
+
+
+class AllStacked(StackedMuon):
+    """Every matrix in a stack."""
+
+    small = 1 << 62
 
 
 def step_of(
@@ -46,18 +52,12 @@ def shapes_of(size: str) -> list[torch.Size]:
 
 
 def run(
-    shapes: Sequence[torch.Size], device: torch.device, *, small: int, seconds: float, seed: int
+    stacked: type[StackedMuon], shapes: Sequence[torch.Size], device: torch.device, *, seconds: float, seed: int
 ) -> dict[str, dict[str, Any]]:
-    """Rows of both, with matrices of up to `small` values in stacks."""
-    steps = {
-        name: step_of(optimizer_class, shapes, device, seed)
-        for name, optimizer_class in {"torch": torch.optim.Muon, "stacks": muon.StackedMuon}.items()
-    }
-    kept, muon.SMALL = muon.SMALL, small
-    try:
-        return harness.measure(steps, device, seconds=seconds)
-    finally:
-        muon.SMALL = kept
+    """Rows of torch's and of the stacked one."""
+    classes = {"torch": torch.optim.Muon, "stacks": stacked}
+    steps = {name: step_of(optimizer_class, shapes, device, seed) for name, optimizer_class in classes.items()}
+    return harness.measure(steps, device, seconds=seconds)
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def main() -> None:
     options = parser.parse_args()
     options.dtype = "fp32"
     device = harness.settle(options, "muon")
-    result: dict[str, Any] = harness.head("muon", device, options.dtype, options.seed) | {"small": muon.SMALL}
+    result: dict[str, Any] = harness.head("muon", device, options.dtype, options.seed) | {"small": StackedMuon.small}
     result["rows"] = {}
     cases = {size: shapes_of(size) for size in SIZES}
     for width in WIDTHS:
@@ -74,8 +74,8 @@ def main() -> None:
             cases[f"{COUNT} of {rows} x {width}"] = [torch.Size((rows, width))] * COUNT
     bar = harness.progress("muon", len(cases))
     for done, (case, shapes) in enumerate(cases.items(), 1):
-        small = muon.SMALL if case in SIZES else 1 << 62
-        rows = run(shapes, device, small=small, seconds=options.seconds, seed=options.seed)
+        stacked = StackedMuon if case in SIZES else AllStacked
+        rows = run(stacked, shapes, device, seconds=options.seconds, seed=options.seed)
         result["rows"][case] = rows
         print(f"{case}\n{harness.lines(rows)}\n", flush=True)
         bar.update(done)

@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from attnres.errors import UserError
 from attnres.forward import POSITIONS, log_probs
+from attnres.models.context import text_config
 
 LOGIT_BYTES = 1 << 30
 """What the logits of one batch may take, unless it is a single sequence: a large vocabulary makes them the largest
@@ -183,8 +184,7 @@ def _batches(rows: Sequence[_Row], batch_tokens: int, vocabulary: int) -> Iterat
 
 
 def _vocabulary(model: nn.Module) -> int:
-    config = getattr(model.config, "text_config", None) or model.config
-    return int(getattr(config, "vocab_size", 0) or 0)
+    return int(getattr(text_config(model.config), "vocab_size", 0) or 0)
 
 
 def _score_row(logits: Tensor, continuations: list[Sequence[int]]) -> list[Scored]:

@@ -31,13 +31,15 @@ from attnres.models.context import context_of, text_config
 from attnres.models.families import refuse_own_reads
 from attnres.models.foreign import formats_of
 from attnres.models.foreign.weights import assemble, foreign_config
-from attnres.models.place import BESIDE, config_place, fields_of, place_of, refuse_fetched_code
+from attnres.models.place import BESIDE, config_place, fields_of, place_of
 from attnres.models.weight_files import AGAIN, WeightFiles
 from attnres.paths import user_path
 from attnres.progress import quiet_transformers
-from attnres.reading import read_json
+from attnres.reading import MAX_DEPTH, read_json
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
+_IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
+"""Of attention and experts, in Transformers and torch themselves."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ class Checkpoint:
                 f"{self.name} is of type '{kind}', which this version of Transformers does not know: upgrade it"
             )
         if not self.trusted:
-            refuse_fetched_code(self.name, self.fields)
+            _refuse_fetched_code(self.name, self.fields)
         with foreign(f"config.json of {self.name} makes no config", "fetch or copy it again"):
             return AutoConfig.from_pretrained(self.folder, trust_remote_code=bool(self.code))
 
@@ -311,3 +313,16 @@ def _named_class(config: Any) -> Any:
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
     cls = getattr(classes, name, None) or getattr(transformers, name, None)
     return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
+
+
+def _refuse_fetched_code(name: str, fields: Any, depth: int = 0) -> None:
+    """Refuse with a UserError a config that names an implementation which Transformers would fetch and run."""
+    if isinstance(fields, dict) and depth < MAX_DEPTH:
+        for key, value in fields.items():
+            named = value.values() if isinstance(value, dict) else [value]
+            if "_implementation" in key and (code := [part for part in named if part not in _IMPLEMENTATIONS]):
+                raise UserError(
+                    f"config.json of {name} names the {key.lstrip('_')} {code[0]!r}, which may be fetched and run: "
+                    "remove that line, or read the code and pass trust_remote_code (--trust-remote-code)"
+                )
+            _refuse_fetched_code(name, value, depth + 1)

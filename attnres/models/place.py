@@ -10,14 +10,11 @@ from attnres.hub import fetch, is_hub_name
 from attnres.models.foreign import formats_of
 from attnres.models.weight_files import AGAIN, INDEX, weight_names
 from attnres.paths import user_path
-from attnres.reading import MAX_DEPTH, read_json
+from attnres.reading import read_json
 from attnres.typed import checked
 
 BESIDE = (*TOKENIZER_FILES, "chat_template*", "generation_config.json", "LICENSE*")
 """Files that go along with a model."""
-
-_IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
-"""Of attention and experts, in Transformers and torch themselves."""
 
 
 class Fields(TypedDict, total=False):
@@ -49,9 +46,7 @@ def config_place(name: str) -> Path:
     """Folder of a model of which no more than config.json need be there or is fetched. Raises UserError."""
     path = user_path(name)
     if _is_remote(name, path):
-        folder = fetch(name, ["config.json"])
-        _check_fetched(name, folder)
-        return folder
+        return _described(name, ["config.json"])
     return path if (path / "config.json").is_file() else _on_disk(name, path)[0]
 
 
@@ -96,24 +91,13 @@ def fields_of(name: str, folder: Path) -> dict[str, Any]:
 @functools.cache
 def _fetched(name: str, *, code: bool) -> Path:
     """The folder of a model of the hub, which is asked once: first for what says which files are the weights."""
-    folder = fetch(name, [*BESIDE, "config.json", INDEX, *(["*.py"] if code else [])])
-    _check_fetched(name, folder)
+    folder = _described(name, [*BESIDE, "config.json", INDEX, *(["*.py"] if code else [])])
     return fetch(name, weight_names(folder))
 
 
-def _check_fetched(name: str, folder: Path) -> None:
+def _described(name: str, patterns: list[str]) -> Path:
+    """Fetch files of a model of the hub, config.json among them. Raises UserError where it has none."""
+    folder = fetch(name, patterns)
     if not (folder / "config.json").is_file():
         raise UserError(f"{name} on the hub holds no model: it has no config.json")
-
-
-def refuse_fetched_code(name: str, fields: Any, depth: int = 0) -> None:
-    """Refuse with a UserError a config that names an implementation which Transformers would fetch and run."""
-    if isinstance(fields, dict) and depth < MAX_DEPTH:
-        for key, value in fields.items():
-            named = value.values() if isinstance(value, dict) else [value]
-            if "_implementation" in key and (code := [part for part in named if part not in _IMPLEMENTATIONS]):
-                raise UserError(
-                    f"config.json of {name} names the {key.lstrip('_')} {code[0]!r}, which may be fetched and run: "
-                    "remove that line, or read the code and pass trust_remote_code (--trust-remote-code)"
-                )
-            refuse_fetched_code(name, value, depth + 1)
+    return folder

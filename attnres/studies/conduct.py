@@ -40,7 +40,6 @@ from attnres.studies.rows import MEASURES, Measures, medians, rows_of, to_csv
 from attnres.studies.variants import parse_variants
 from attnres.studies.work import Computation, function
 from attnres.training.branch import branch, branch_step
-from attnres.training.config import TrainConfig
 from attnres.typed import checked
 
 VERSION = 1
@@ -272,13 +271,8 @@ def _read(arms: Sequence[Arm], setting: Setting, folder: Path, before: Measured)
         more, times = rows_of(arm, folder / arm.name, finished[arm.name])
         rows += more
         step_s |= {(arm.name, label): seconds for label, seconds in medians(times).items()}
-    recipe = frozenset(arm.name for arm in arms if arm.compare and _is_recipe(arm.compare.base, setting))
+    recipe = frozenset(arm.name for arm in arms if arm.compare and setting.is_recipe(arm.compare.base))
     return dataclasses.replace(before, rows=rows, planned=planned, finished=finished, step_s=step_s, recipe=recipe)
-
-
-def _is_recipe(run: TrainConfig, setting: Setting) -> bool:
-    """Whether a run is the preset's but for its steps."""
-    return run == setting.config(steps=run.steps)
 
 
 def _noises(setting: Setting) -> dict[int, Noise]:

@@ -61,8 +61,7 @@ class Contrast:
         if open_ones := self.verdicts("undecided"):
             parts.append(f"not to be told from {self.baseline}: {listed(open_ones)}")
         sentence = "; ".join(parts)
-        floor = f"sigma {self.noise.sigma:.4f} with {self.noise.degrees} degrees of freedom"
-        return f"{sentence[0].upper()}{sentence[1:]} (noise: {floor}, {len(self.others)} compared)."
+        return f"{sentence[0].upper()}{sentence[1:]} (noise: {self.noise}, {len(self.others)} compared)."
 
     def table(self, title: str, published: Mapping[str, str] | None = None) -> Table:
         """A row a variant; `published`: what others have for it."""
@@ -81,18 +80,14 @@ class Contrast:
                 ratio = self.ratios.get(label, math.nan)
                 row = [*row, "" if one is None else _percent(rate.saved_time(one.mean, self.steps, ratio))]
             rows.append([*row, *([published.get(label, "")] if published is not None else [])])
-        notes = []
+        notes = [self.noise.note]
         if self.noise.degrees:
             n = max(one.seeds for one in self.others) if self.others else 1
             least = self.noise.detectable(n, self.base_seeds, max(1, len(self.others)))
-            notes.append(
-                f"Noise: sigma {self.noise.sigma:.4f} with {self.noise.degrees} degrees of freedom "
-                f"({self.noise.source}). A difference has to exceed max(3, Student's t at 5 % over "
-                f"{len(self.others)} comparisons) standard errors; a true one of {least:.4f} "
-                "would be seen in four of five such studies."
+            notes[0] += (
+                f" A difference has to exceed max(3, Student's t at 5 % over {len(self.others)} comparisons) standard "
+                f"errors; a true one of {least:.4f} would be seen in four of five such studies."
             )
-        else:
-            notes.append("No noise is known: one seed each, and attnres study noise was not run for this recipe.")
         if rate is not None:
             notes.append(
                 "Steps and time saved: how much less than the standard model needs to be as good (attnres study "
@@ -166,7 +161,7 @@ def contrast(
             Against(label, statistics.fmean(losses), len(losses), difference, noise.threshold(*sizes), verdict)
         )
     mean = statistics.fmean(base) if base else math.nan
-    curve = measured.curve if quantity == "loss" and arm in measured.recipe else {}
+    curve = measured.curve if measured.at_recipe(arm, quantity) else {}
     seconds = {label: measured.step_s.get((arm, label), math.nan) for label in (baseline, *values)}
     ratios = {label: value / seconds[baseline] for label, value in seconds.items() if math.isfinite(value)}
     return Contrast(baseline, mean, len(base), noise, others, measured.steps(arm, baseline), curve, ratios)

@@ -123,12 +123,16 @@ class Measured:
         values = list(self.finals(arm, label, quantity).values())
         return sum(values) / len(values) if values else math.nan
 
+    def at_recipe(self, arm: str, quantity: str) -> bool:
+        """Whether that is what the noises and the curve are of."""
+        return quantity == "loss" and arm in self.recipe
+
     def noise(self, arm: str, quantity: str = "loss") -> Noise:
         """The noise of an arm's runs: that of its own seeds and, where the recipe trains it, that which the study of
         noise has at as many steps, in which the standard model's runs of this arm are counted already."""
         labels = self.labels(arm)
-        at_recipe = quantity == "loss" and arm in self.recipe and bool(labels)
-        known = self.noises.get(self.steps(arm, labels[0]), UNKNOWN) if at_recipe else UNKNOWN
+        steps = self.steps(arm, labels[0]) if labels else 0
+        known = self.noises.get(steps, UNKNOWN) if self.at_recipe(arm, quantity) else UNKNOWN
         groups = [
             list(self.finals(arm, label, quantity).values())
             for label in labels
@@ -198,6 +202,10 @@ class Setting:
         if self.source is not None:
             base = dataclasses.replace(base, data=dataclasses.replace(base.data, source=self.source))
         return from_dict(values, base)
+
+    def is_recipe(self, run: TrainConfig) -> bool:
+        """Whether a run is the preset's but for its steps."""
+        return run == self.config(steps=run.steps)
 
     def arm(
         self, name: str, variants: Sequence[str], seeds: Sequence[int] | None = None, *, of: TrainConfig, **more: Any

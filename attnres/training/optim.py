@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attnres.training.config import READ_RATE, OptimConfig
-from attnres.training.muon import OwnedMuon, StackedMuon
+from attnres.training.muon import StackedMuon
+from attnres.training.muon_shares import OwnedMuon
 from attnres.training.regimes import is_adapter
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")

@@ -70,7 +70,7 @@ def test_a_block_of_reads_is_the_same_in_two_phases_and_read_by_read():
 
 
 def test_muon_times_stacks_beside_one_matrix_after_the_other():
-    rows = muon.run([torch.Size((24, 8))] * 3, CPU, small=1 << 10, seconds=0.0, seed=0)
+    rows = muon.run(muon.AllStacked, [torch.Size((24, 8))] * 3, CPU, seconds=0.0, seed=0)
     assert rows["torch"]["ratio"] == 1.0 and rows["stacks"]["rounds"] == rows["torch"]["rounds"]
     shapes = muon.shapes_of("nano")
     assert len(shapes) == 7 * 12 and set(shapes) == {(128, 128), (64, 128), (384, 128), (128, 384)}

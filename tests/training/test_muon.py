@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnres.training.muon import SMALL, StackedMuon
+from attnres.training.muon import StackedMuon
 
 SHAPES = [(16, 16)] * 3 + [(48, 16)] * 2 + [(16, 48)] * 2 + [(8, 24), (300, 300)]
 
@@ -35,7 +35,7 @@ def stepped(
     ],
 )
 def test_a_stack_is_updated_as_each_matrix_alone(options: dict[str, Any]) -> None:
-    assert {torch.Size(shape).numel() <= SMALL for shape in SHAPES} == {True, False}
+    assert {torch.Size(shape).numel() <= StackedMuon.small for shape in SHAPES} == {True, False}
     (ours, stacked), (theirs, alone) = stepped(StackedMuon, **options), stepped(torch.optim.Muon, **options)
     for one, other, start in zip(ours, theirs, stepped(StackedMuon, steps=0)[0], strict=True):
         assert (one - start).abs().max() > 1e-3

@@ -40,6 +40,16 @@ class Noise:
     degrees: int
     source: str = ""
 
+    def __str__(self) -> str:
+        return f"sigma {self.sigma:.4f} with {self.degrees} degrees of freedom"
+
+    @property
+    def note(self) -> str:
+        """Of which runs it is, as a sentence below a table."""
+        if not self.degrees:
+            return "No noise is known: one seed each, and attnres study noise was not run for this recipe."
+        return f"Noise: {self} ({self.source})."
+
     def error(self, n1: int, n2: int) -> float:
         """Standard error of the difference of means over n1 and n2 seeds."""
         return self.sigma * math.sqrt(1 / n1 + 1 / n2)

@@ -1,6 +1,7 @@
 """Whether the gap lasts: standard and Block at half, one, two and four times a budget, by branches of one long run."""
 
 import dataclasses
+import functools
 import statistics
 
 from attnres.figures.chart import Curves, Line
@@ -55,9 +56,10 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         for label in VARIANTS[:2]
     }
     noise = pooled([values for each in losses.values() for values in each.values()], "seeds at all budgets")
-    stand_in = "" if noise.degrees else ", which stands in for that of these runs: they have one seed"
-    for known in measured.noises.values() if stand_in else ():
-        noise = combined(noise, known)
+    notes = []
+    if not noise.degrees and measured.noises:
+        noise = functools.reduce(combined, measured.noises.values())
+        notes = ["These runs have one seed each: the noise is that of the recipe, whose rate decays otherwise."]
     base, other = losses["standard"], losses["block"]
     result = trend(other, base, noise)
     rows = []
@@ -74,12 +76,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             ]
         )
     head = ["budget", "tokens", "standard", "block", "gap", "standard error"]
-    notes = [
-        f"Noise: sigma {noise.sigma:.4f} with {noise.degrees} degrees of freedom ({noise.source}{stand_in})."
-        if noise.degrees
-        else "No noise is known: one seed each, and attnres study noise was not run."
-    ]
-    table = Table("The gap by budget", head, rows, notes)
+    table = Table("The gap by budget", head, rows, [noise.note, *notes])
     if len(rows) < 2:
         return Result("Too few budgets have finished.", [table])
     answer = {
