@@ -97,9 +97,11 @@ def read_config(path: Path) -> dict[str, Any]:
         _check_depth(values, where)
     else:
         values = parse_json(text, where) if path.suffix == ".json" else parse_yaml(text, where)
-    if values is not None and not isinstance(values, dict):
+    if values in (None, {}):
+        raise UserError(f"{where} is empty: expected keys and values; without --config the defaults are taken")
+    if not isinstance(values, dict):
         raise UserError(f"{where} holds a {type(values).__name__}: expected keys and values")
-    return values or {}
+    return values
 
 
 # ------------------------------------------------------------------ limits

@@ -88,6 +88,15 @@ def test_toml_that_cannot_be_read_is_refused(tmp_path: Path, text: str, message:
         read_config(tmp_path / "a.toml")
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("a.yaml", ""), ("a.yaml", "# steps: 5\n"), ("a.toml", "\n"), ("a.json", "{}")]
+)
+def test_a_configuration_without_values_is_refused(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=rf"{name} is empty: expected keys and values; without --config the defaults"):
+        read_config(tmp_path / name)
+
+
 def test_only_files_are_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.json")
     with pytest.raises(UserError, match=r"a\.json is a pipe: expected a file"):
