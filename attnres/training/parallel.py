@@ -131,10 +131,14 @@ def _first_to_notice() -> bool:
 def _leave() -> None:
     """End the group before the interpreter: a gloo thread that still frees a tensor of Python's after it would abort.
 
-    The group's threads are joined when nothing refers to it any more, and a wrapped model does, in a cycle.
+    The group's threads are joined when nothing refers to it any more, and a wrapped model does, in a cycle. The last
+    reference has to be Python's own, which is let go without the interpreter's lock: a model's is let go with it, and
+    a thread that needs it to free a tensor would be waited for without end.
     """
+    group = dist.group.WORLD
     dist.destroy_process_group()
     gc.collect()
+    del group
 
 
 def _meet() -> tuple[dist.Store, int]:

@@ -20,7 +20,8 @@ from attnres.training.metrics import read
 from attnres.training.parallel import join_processes
 
 SCRIPT = """
-import json, os, signal, sys
+import faulthandler, json, os, signal, sys
+faulthandler.dump_traceback_later(240)  # where each one waits, before the test's own patience ends
 from attnres.errors import Interrupted
 from attnres.training import from_dict, train, validate
 from attnres.training.run import Run
@@ -78,6 +79,29 @@ def test_two_processes_are_one_run(configure: Callable[..., TrainConfig], tmp_pa
     left, right = (np.load(tmp_path / out / "val" / "000006.npy") for out in ("one", "two"))
     assert left.shape == (5,) and np.allclose(left, right, rtol=2e-5)
     assert parts == two  # stopped by a signal to one process and resumed: bit for bit
+
+
+LEAVE = """
+import faulthandler
+import torch.distributed as dist
+from torch import nn
+from attnres.training import parallel
+
+faulthandler.dump_traceback_later(120, exit=True)
+held = []
+parallel.gc.collect = held.clear  # lets the wrapped model go where the collector would, in microseconds
+for _ in range(400):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    held.append(nn.parallel.DistributedDataParallel(nn.Linear(4, 4)))
+    dist.all_gather_object([None], "a tensor that only a thread of gloo still has")
+    parallel._leave()
+"""
+
+
+def test_leaving_the_group_waits_for_no_thread_that_waits_for_python() -> None:
+    """Without the reference that `_leave` holds, one of some hundred times hangs."""
+    left = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True)
+    assert left.returncode == 0, left.stderr
 
 
 def test_one_process_needs_no_group() -> None:
