@@ -13,6 +13,7 @@ from attnres.studies.rows import MEASURES, Measures, measures_of
 from attnres.training.checkpoint import kept, reconfigure
 from attnres.training.config import TrainConfig, differences, to_dict
 from attnres.training.records import ADVICE, RunConfig
+from attnres.training.run_folder import DIVERGED, ended
 from attnres.typed import checked
 
 PLACES = ("images",)
@@ -32,7 +33,7 @@ def runs_in(folders: Iterable[Path], *, unfinished: bool = False) -> dict[Path, 
     for folder in folders:
         if not folder.is_dir():
             raise UserError(f"{folder} is not a folder: give one with the run folders to adopt, or a file runs.jsonl")
-        for name in ("summary.json", *(["checkpoint"] if unfinished else [])):
+        for name in ("summary.json", DIVERGED, *(["checkpoint"] if unfinished else [])):
             for path in _inside(folder, name):
                 if (path.parent / "config.json").is_file():
                     config = path.parent / "config.json"
@@ -74,7 +75,7 @@ def adopt(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) ->
         if there is None:
             continue
         left_out = [".*", *([] if run.keep_at else ["kept"])]
-        left_out += ["checkpoint"] if (there / "summary.json").is_file() else []
+        left_out += ["checkpoint"] if ended(there) else []
         with locked(there), replaced_folder(folder) as temporary:
             shutil.copytree(there, temporary, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)
             reconfigure(temporary, to_dict(run))

@@ -1,8 +1,8 @@
 """The finished runs of a study in one file, runs.jsonl, without weights: what a repository keeps and `--adopt` takes.
 
-A line is a run. Of a trained one it holds config.json, data.json, environment.json and summary.json, the held-out
-losses (of each window at the end) and the last measurements by depth; of a computed one its function, its arguments and
-what that returned. Where text and images lay is left out.
+A line is a run. Of a trained one it holds config.json, data.json, environment.json and summary.json, or diverged.json,
+the held-out losses (of each window at the end) and the last measurements by depth; of a computed one its function, its
+arguments and what that returned. Where text and images lay is left out.
 """
 
 import json
@@ -21,11 +21,12 @@ from attnres.run_names import label_and_seed
 from attnres.studies.adopt import PLACES
 from attnres.studies.rows import MEASURES
 from attnres.training import metrics
+from attnres.training.run_folder import DIVERGED
 from attnres.training.validate import read_windows, save_windows, windows_files
 from attnres.typed import checked
 
 ARCHIVE = "runs.jsonl"
-_FILES = ("config.json", "data.json", "environment.json", "summary.json", MEASURES)
+_FILES = ("config.json", "data.json", "environment.json", "summary.json", DIVERGED, MEASURES)
 _ADVICE = "take it from where it was written again"
 
 

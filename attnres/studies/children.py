@@ -26,6 +26,7 @@ from attnres.progress import STEPS, Bar, Bars
 from attnres.residuals.registry import PLUGINS, plugins
 from attnres.text import duration
 from attnres.training.interrupt import PARENT, Signals, caught_signals
+from attnres.training.run_folder import DIVERGED
 
 POLL_S = 0.2
 PATIENCE_S = 10.0
@@ -45,6 +46,7 @@ class Child:
     process: subprocess.Popen | None = None
     log: Path | None = None
     began: float = 0.0
+    may_diverge: bool = False  # and the others go on
 
     def variables(self) -> dict[str, str]:
         """Return what the environment of its process has besides, on whatever machine."""
@@ -89,6 +91,11 @@ class Child:
         """Return the words of the command that does the run; `quiet` for one whose output nobody watches."""
         command = [sys.executable, "-m", "attnres", "train", "--config", str(self.config), "--resume"]
         return [*command, "--no-progress"] if quiet else command
+
+    @property
+    def has_diverged(self) -> bool:
+        """Whether it ended so where it may."""
+        return self.may_diverge and (self.folder / DIVERGED).is_file()
 
     @property
     def running(self) -> bool:
@@ -183,7 +190,8 @@ def train_all(
             walls.append(time.monotonic() - child.began)
             bars_of.pop(child.folder).remove()
             if jobs > 1:
-                say.print(f"{child.name} finished in {duration(walls[-1])}", highlight=False)
+                how = "diverged" if child.has_diverged else "finished"
+                say.print(f"{child.name} {how} in {duration(walls[-1])}", highlight=False)
             if left:
                 on_end()
                 if bars.progress.disable and (table := standing()) is not None:
@@ -235,7 +243,8 @@ def run_children(
     """Run all of them, `jobs` at once; none begins after the moment `until`. On several GPUs each has one to itself.
 
     Raises:
-        UserError: one failed or could not be started; the others were told to save and stop.
+        UserError: one failed, but for one that may diverge, or could not be started; the others were told to save and
+            stop.
         Interrupted: Ctrl-C or SIGTERM; the running ones saved and stopped.
     """
     waiting, running = list(children), []
@@ -258,7 +267,7 @@ def run_children(
                 on_poll(running)
                 for child in [child for child in running if not child.running]:
                     running.remove(child)
-                    if child.code == 0:
+                    if child.code == 0 or child.has_diverged:
                         on_end(child)
                     elif not signal_sent:
                         failed = child

@@ -137,7 +137,7 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
         if config.timing_s > 0 and config.base.finetune.init_from is not None:
             say.print("no timing in turn for a pretrained model: the table has each run's own step time")
         elif config.timing_s > 0:
-            _time(work.out, work.plan, work.vocabulary, config.timing_s, say)
+            time_steps(work, config.timing_s, say)
         return show(work.out, out=work.out)
 
 
@@ -216,8 +216,9 @@ PLAIN = "plain"
 """In a timing: the family's own model in Transformers, without depth reads."""
 
 
-def _time(out: Path, plan: Plan, vocabulary: int, seconds: float, say: Console) -> None:
+def time_steps(work: Work, seconds: float, say: Console) -> None:
     """Write OUT/speed.json unless it is there for the same variants, shape and machine settings."""
+    out, plan, vocabulary = work.out, work.plan, work.vocabulary
     run = next(iter(plan.runs.values()))
     # A learning rate changes no time: variants that differ only in it are timed once.
     kinds: dict[str, str] = {}

@@ -31,15 +31,16 @@ from attnres.studies.adopt import adopt, alike, computed_in, runs_in, same_compu
 from attnres.studies.analyses.noise import Noise
 from attnres.studies.archive import ARCHIVE, archive
 from attnres.studies.children import Child, Runner, train_all
-from attnres.studies.compare import opened
+from attnres.studies.compare import Work, opened, time_steps
 from attnres.studies.design import Arm, Design, Measured, Result, Setting
 from attnres.studies.lab import STUDIES
 from attnres.studies.plan import Plan, make_plan
 from attnres.studies.presets import PRESETS
-from attnres.studies.rows import MEASURES, Measures, medians, rows_of, to_csv
+from attnres.studies.rows import MEASURES, Measures, rows_of, step_ratios, to_csv
 from attnres.studies.variants import parse_variants
 from attnres.studies.work import Computation, function
 from attnres.training.branch import branch, branch_step
+from attnres.training.run_folder import DIVERGED, ended
 from attnres.typed import checked
 
 VERSION = 1
@@ -167,7 +168,7 @@ def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[t
         if arm.computed is not None:
             runs = arm.computed.runs
             missing = {name for name in missing if elsewhere.computed_as(arm.computed.function, runs[name]) is None}
-        trained = {path: run for path, run in elsewhere.trained_for(arm).items() if (path / "summary.json").is_file()}
+        trained = {path: run for path, run in elsewhere.trained_for(arm).items() if ended(path)}
         if arm.compare is not None and missing and trained:
             base = dataclasses.replace(arm.compare.base, device="cpu")  # that of the runs need not be here
             plan = make_plan(dataclasses.replace(arm.compare, base=base, out=str(folder / arm.name)))
@@ -260,19 +261,22 @@ def _asked(design: Design, setting: Setting) -> Asked:
 
 
 def _read(arms: Sequence[Arm], setting: Setting, folder: Path, before: Measured) -> Measured:
-    rows, step_s = [], dict[tuple[str, str], float]()
+    rows, ratios = [], dict[tuple[str, str], float]()
     planned, finished = dict[str, list[str]](), dict[str, list[str]]()
     for arm in arms:
         planned[arm.name] = names_of(arm)
-        needs = [MEASURES] if arm.computed is not None else ["summary.json", *([MEASURES] if arm.measure else [])]
-        finished[arm.name] = [
-            name for name in planned[arm.name] if all((folder / arm.name / name / file).is_file() for file in needs)
-        ]
-        more, times = rows_of(arm, folder / arm.name, finished[arm.name])
-        rows += more
-        step_s |= {(arm.name, label): seconds for label, seconds in medians(times).items()}
+        finished[arm.name] = [name for name in planned[arm.name] if _is_finished(arm, folder / arm.name / name)]
+        rows += rows_of(arm, folder / arm.name, finished[arm.name])
+        ratios |= {(arm.name, label): ratio for label, ratio in step_ratios(folder / arm.name).items()}
     recipe = frozenset(arm.name for arm in arms if arm.compare and setting.is_recipe(arm.compare.base))
-    return dataclasses.replace(before, rows=rows, planned=planned, finished=finished, step_s=step_s, recipe=recipe)
+    return dataclasses.replace(before, rows=rows, planned=planned, finished=finished, step_ratios=ratios, recipe=recipe)
+
+
+def _is_finished(arm: Arm, run: Path) -> bool:
+    """Whether a run of an arm has given all that it will: what was measured of it, or that it diverged."""
+    if arm.computed is not None:
+        return (run / MEASURES).is_file()
+    return (run / DIVERGED).is_file() or (ended(run) and (not arm.measure or (run / MEASURES).is_file()))
 
 
 def _noises(setting: Setting) -> dict[int, Noise]:
@@ -313,7 +317,7 @@ def _carry_out(
 ) -> None:
     """Run the unfinished runs of these arms, all arms together, and measure them."""
     quiet = Console(quiet=True)
-    children, walls, most = list[Child](), list[float](), list[int]()
+    children, walls, most, timed = list[Child](), list[float](), list[int](), list[tuple[Work, float]]()
     elsewhere = dataclasses.replace(elsewhere, trained=elsewhere.trained | runs_in([folder]))
     with ExitStack() as stack:
         for arm in arms:
@@ -330,11 +334,20 @@ def _carry_out(
                     _branch(plan, folder / arm.trunk)
 
             work = stack.enter_context(opened(config, quiet if children else say, fill))
-            children += [dataclasses.replace(child, name=f"{arm.name}/{child.name}") for child in work.children]
+            children += [
+                dataclasses.replace(child, name=f"{arm.name}/{child.name}", may_diverge=True)
+                for child in work.children
+                if not ended(child.folder)
+            ]
             walls += work.walls
             most.append(work.jobs)
+            if arm.compare.timing_s > 0:
+                timed.append((work, arm.compare.timing_s))
         children.sort(key=_seed)  # what is there first is one whole study of one seed
         train_all(children, walls, jobs=jobs or max(most, default=cores()), say=say, run=run, until=until)
+        for work, seconds in timed:
+            if all(ended(work.out / name) for name in work.plan.runs):
+                time_steps(work, seconds, say)
         for arm in arms:
             for name in names_of(arm) if arm.measure else []:
                 path = folder / arm.name / name

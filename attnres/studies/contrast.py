@@ -7,36 +7,56 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnres.figures.chart import Differences
-from attnres.studies.analyses.exchange import exchange
-from attnres.studies.analyses.noise import Noise, Verdict
+from attnres.studies.analyses.exchange import Exchange, exchange
+from attnres.studies.analyses.noise import Noise, Spread, Verdict
 from attnres.studies.design import Measured, Table
 from attnres.text import UNKNOWN, listed, number
 
 
 @dataclass(frozen=True)
 class Against:
-    """One variant against the baseline."""
+    """One variant against the baseline, over the seeds that both have.
+
+    Attributes:
+        mean: of the baseline with the difference added, so that all are of the baseline's seeds.
+        error: standard error of the differences seed by seed; NaN of one.
+        noise: by which it was judged. threshold: what the difference had to exceed.
+    """
 
     label: str
     mean: float
     seeds: int
     difference: float
+    error: float
+    noise: Noise
     threshold: float
     verdict: Verdict
 
 
 @dataclass(frozen=True)
 class Contrast:
-    """All variants of an arm against one of them."""
+    """All variants of an arm against one of them.
+
+    Attributes:
+        spread: the noise that they have in common, and that of those which vary more.
+        comparisons: how many were to be compared, finished or not.
+        diverged: of how many seeds, by label. curve: the standard model's losses by steps, in the recipe's arms.
+        ratios: time of a step over the baseline's, where that was measured.
+    """
 
     baseline: str
     base: float
     base_seeds: int
-    noise: Noise
+    spread: Spread
+    comparisons: int
     others: list[Against]
-    steps: int
+    diverged: Mapping[str, int]
     curve: Mapping[int, float]
     ratios: Mapping[str, float]
+
+    @property
+    def noise(self) -> Noise:
+        return self.spread.shared
 
     def verdicts(self, which: Verdict) -> list[str]:
         """Labels with that verdict, the largest difference first."""
@@ -60,14 +80,18 @@ class Contrast:
         ]
         if open_ones := self.verdicts("undecided"):
             parts.append(f"not to be told from {self.baseline}: {listed(open_ones)}")
+        if self.diverged:
+            seeds = [f"{label} ({count} seed{'s' * (count > 1)})" for label, count in self.diverged.items()]
+            parts.append(f"diverged: {listed(seeds)}")
         sentence = "; ".join(parts)
-        return f"{sentence[0].upper()}{sentence[1:]} (noise: {self.noise}, {len(self.others)} compared)."
+        of = f" of {self.comparisons}" * (self.comparisons > len(self.others))
+        return f"{sentence[0].upper()}{sentence[1:]} (noise: {self.noise}, {len(self.others)}{of} compared)."
 
     def table(self, title: str, published: Mapping[str, str] | None = None) -> Table:
         """A row a variant; `published`: what others have for it."""
         head = ["variant", "loss", "seeds", "difference", "needed", "verdict"]
         rate = exchange(list(self.curve), list(self.curve.values())) if len(self.curve) > 1 else None
-        timed = rate is not None and bool(self.ratios)
+        timed = rate is not None and len(self.ratios) > 1
         head += ["steps saved"] * (rate is not None) + ["time saved"] * timed + ["published"] * (published is not None)
         rows = []
         base = [self.baseline, number(self.base, 4), str(self.base_seeds), "", "", "baseline"]
@@ -75,34 +99,52 @@ class Contrast:
             label = self.baseline if one is None else one.label
             row = base if one is None else _cells(one)
             if rate is not None:
-                row = [*row, "" if one is None else _percent(rate.saved(one.mean, self.steps))]
+                row = [*row, "" if one is None else self._saved(one, rate)]
             if rate is not None and timed:
-                ratio = self.ratios.get(label, math.nan)
-                row = [*row, "" if one is None else _percent(rate.saved_time(one.mean, self.steps, ratio))]
+                row = [*row, "" if one is None else self._saved(one, rate, self.ratios.get(label, math.nan))]
             rows.append([*row, *([published.get(label, "")] if published is not None else [])])
+        for label, count in self.diverged.items():
+            blank = [""] * (len(head) - 3)
+            rows.append([label, "diverged", str(count), *blank])
         notes = [self.noise.note]
         if self.noise.degrees:
-            n = max(one.seeds for one in self.others) if self.others else 1
-            least = self.noise.detectable(n, self.base_seeds, max(1, len(self.others)))
+            n = min((one.seeds for one in self.others), default=1)
+            least = self.noise.detectable(n, n, self.comparisons)
             notes[0] += (
-                f" A difference has to exceed max(3, Student's t at 5 % over {len(self.others)} comparisons) standard "
-                f"errors; a true one of {least:.4f} would be seen in four of five such studies."
+                f" A difference has to exceed max(3, Student's t at 5 % over {self.comparisons} comparisons) standard "
+                f"errors; with {n} seed{'s' * (n > 1)} a true one of {least:.4f} would be seen in four of five such "
+                "studies."
             )
+        notes += [f"{label} varies more than the others and is judged by its own: {own}." for label, own in self._own()]
+        notes.append("Differences are over the seeds that both have; ± is the standard error of them seed by seed.")
         if rate is not None:
             notes.append(
-                "Steps and time saved: how much less than the standard model needs to be as good (attnres study "
-                "exchange); time by medians of each run's own steps, which other work may have shared the machine with."
+                f"Steps saved: how many fewer than {self.baseline} it needs to be as good, by the standard model's own "
+                "losses at several lengths (attnres study exchange), none where nothing is decided."
+                + " Time: with the time of a step, taken in turn."
+                * timed
             )
         return Table(title, head, rows, notes)
+
+    def _own(self) -> list[tuple[str, Noise]]:
+        labels = [self.baseline, *(one.label for one in self.others)]
+        return [(label, self.spread.own[label]) for label in labels if label in self.spread.own]
+
+    def _saved(self, one: Against, rate: Exchange, ratio: float = 1.0) -> str:
+        """What a decided difference is worth; a bound where it lies beyond the lengths that were trained."""
+        if one.verdict == "undecided" or math.isnan(ratio):
+            return UNKNOWN
+        base, loss = rate.within(self.base), rate.within(one.mean)
+        saved = rate.saved(loss, base, ratio)
+        if math.isnan(saved) or base != self.base:
+            return UNKNOWN
+        sign = "" if loss == one.mean else "> " if loss > one.mean else "< "
+        return f"{sign}{100 * saved:.0f} %"
 
     def chart(self, name: str, title: str) -> Differences:
         """Differences with their standard errors over the band of the threshold."""
         rows = [
-            (
-                one.label,
-                one.difference,
-                self.noise.error(one.seeds, self.base_seeds) if self.noise.degrees else math.nan,
-            )
+            (one.label, one.difference, one.noise.error(one.seeds, one.seeds) if one.noise.degrees else math.nan)
             for one in self.others
         ]
         caption = (
@@ -124,6 +166,7 @@ class Contrast:
                     "loss": _plain(one.mean),
                     "seeds": one.seeds,
                     "difference": _plain(one.difference),
+                    "error": _plain(one.error),
                     "needed": _plain(one.threshold),
                     "verdict": one.verdict,
                 }
@@ -140,40 +183,46 @@ def contrast(
     *,
     quantity: str = "loss",
     higher_is_better: bool = False,
+    comparisons: int = 0,
+    floor: float = 0.0,
 ) -> Contrast:
-    """Hold the finished variants of an arm against the baseline; those without a value are left out.
+    """Hold the finished variants of an arm against the baseline; those that share no seed with it are left out.
 
     Args:
         quantity: of the last step; accuracies are `higher_is_better`.
+        comparisons: how many are made in all; by default all variants that were asked for.
+        floor: sigma is no smaller.
     """
     sign = -1.0 if higher_is_better else 1.0
-    base = list(measured.finals(arm, baseline, quantity).values())
+    base = measured.finals(arm, baseline, quantity)
     names = [label for label in labels or measured.labels(arm) if label != baseline]
-    values = {label: list(measured.finals(arm, label, quantity).values()) for label in names}
-    values = {label: losses for label, losses in values.items() if losses} if base else {}
-    noise = measured.noise(arm, quantity)
-    others = []
-    for label, losses in values.items():
-        difference = statistics.fmean(losses) - statistics.fmean(base)
-        sizes = (len(losses), len(base), max(1, len(values)))
-        verdict = noise.verdict(sign * difference, *sizes)
-        others.append(
-            Against(label, statistics.fmean(losses), len(losses), difference, noise.threshold(*sizes), verdict)
-        )
-    mean = statistics.fmean(base) if base else math.nan
+    mean = statistics.fmean(base.values()) if base else math.nan
+    asked = [label for label in labels or measured.asked_for(arm) if label != baseline]
+    comparisons = comparisons or max(1, len(asked), len(names))
+    spread, others = measured.spread(arm, quantity, floor), []
+    for label in names:
+        values = measured.finals(arm, label, quantity)
+        gaps = [value - base[seed] for seed, value in values.items() if seed in base]
+        if not gaps:
+            continue
+        difference, n = statistics.fmean(gaps), len(gaps)
+        error = statistics.stdev(gaps) / math.sqrt(n) if n > 1 else math.nan
+        noise = spread.between(label, n, baseline, n)
+        threshold = noise.threshold(n, n, comparisons)
+        verdict = noise.verdict(sign * difference, n, n, comparisons)
+        others.append(Against(label, mean + difference, n, difference, error, noise, threshold, verdict))
+    diverged = {label: len(seeds) for label in (baseline, *names) if (seeds := measured.diverged(arm, label))}
     curve = measured.curve if measured.at_recipe(arm, quantity) else {}
-    seconds = {label: measured.step_s.get((arm, label), math.nan) for label in (baseline, *values)}
-    ratios = {label: value / seconds[baseline] for label, value in seconds.items() if math.isfinite(value)}
-    return Contrast(baseline, mean, len(base), noise, others, measured.steps(arm, baseline), curve, ratios)
+    steps = {one: measured.step_ratios[arm, one] for one in (baseline, *names) if (arm, one) in measured.step_ratios}
+    ratios = {label: value / steps[baseline] for label, value in steps.items()} if baseline in steps else {}
+    return Contrast(baseline, mean, len(base), spread, comparisons, others, diverged, curve, ratios)
 
 
 def _cells(one: Against) -> list[str]:
     needed = number(one.threshold, 4) if math.isfinite(one.threshold) else UNKNOWN
-    return [one.label, number(one.mean, 4), str(one.seeds), number(one.difference, 4, signed=True), needed, one.verdict]
-
-
-def _percent(share: float) -> str:
-    return UNKNOWN if math.isnan(share) else f"{100 * share:.0f} %"
+    error = f" ± {number(one.error, 4)}" if math.isfinite(one.error) else ""
+    difference = f"{number(one.difference, 4, signed=True)}{error}"
+    return [one.label, number(one.mean, 4), str(one.seeds), difference, needed, one.verdict]
 
 
 def _plain(value: float) -> float | None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from attnres.studies.analyses.noise import UNKNOWN, Noise, combined, pooled
+from attnres.run_names import label_and_seed
+from attnres.studies.analyses.noise import UNKNOWN, Noise, Spread, spread_of
 from attnres.studies.plan import CompareConfig
 from attnres.training.config import TrainConfig, from_dict
 
@@ -87,7 +88,7 @@ class Measured:
 
     Attributes:
         planned: names of the runs of each arm asked for so far, and finished ones of them.
-        step_s: median seconds of a step, by (arm, label).
+        step_ratios: time of a step over the plain model's, taken in turn, by (arm, label); of timed arms.
         recipe: the arms that are trained by the preset's recipe, whatever their steps and variants.
         noises: of the recipe by its steps, as the study of noise has them; none where that was not run.
         curve: the recipe's standard model's final losses by its steps, as the study of the exchange rate has them.
@@ -96,7 +97,7 @@ class Measured:
     rows: list[Row] = field(default_factory=list)
     planned: dict[str, list[str]] = field(default_factory=dict)
     finished: dict[str, list[str]] = field(default_factory=dict)
-    step_s: dict[tuple[str, str], float] = field(default_factory=dict)
+    step_ratios: dict[tuple[str, str], float] = field(default_factory=dict)
     recipe: frozenset[str] = frozenset()
     noises: Mapping[int, Noise] = field(default_factory=dict)
     curve: Mapping[int, float] = field(default_factory=dict)
@@ -106,8 +107,8 @@ class Measured:
         return arm in self.planned and set(self.planned[arm]) <= set(self.finished.get(arm, []))
 
     def of(self, arm: str, label: str | None = None, quantity: str = "loss") -> list[Row]:
-        """Rows of an arm, of one label if one is given, in order of seed and step."""
-        rows = [row for row in self.rows if row.arm == arm and row.quantity == quantity]
+        """Rows of an arm, of one label if one is given, in order of seed and step; of what diverged none."""
+        rows = [row for row in self.rows if row.arm == arm and row.quantity == quantity and math.isfinite(row.value)]
         return sorted((row for row in rows if label in (None, row.label)), key=lambda row: (row.seed, row.step))
 
     def labels(self, arm: str) -> list[str]:
@@ -115,7 +116,7 @@ class Measured:
         return list(dict.fromkeys(row.label for row in self.rows if row.arm == arm))
 
     def finals(self, arm: str, label: str, quantity: str = "loss") -> dict[int, float]:
-        """The last value of each seed."""
+        """The last value of each seed that did not diverge."""
         return {row.seed: row.value for row in self.of(arm, label, quantity)}
 
     def mean(self, arm: str, label: str, quantity: str = "loss") -> float:
@@ -123,23 +124,36 @@ class Measured:
         values = list(self.finals(arm, label, quantity).values())
         return sum(values) / len(values) if values else math.nan
 
+    def diverged(self, arm: str, label: str) -> list[int]:
+        """The seeds whose loss did not stay finite."""
+        rows = (row for row in self.rows if (row.arm, row.label) == (arm, label))
+        return [row.seed for row in rows if not math.isfinite(row.value)]
+
+    def asked_for(self, arm: str) -> list[str]:
+        """All labels of an arm, finished or not."""
+        named = (label_and_seed(name) for name in self.planned.get(arm, []))
+        return list(dict.fromkeys(taken[0] for taken in named if taken))
+
     def at_recipe(self, arm: str, quantity: str) -> bool:
         """Whether that is what the noises and the curve are of."""
         return quantity == "loss" and arm in self.recipe
 
     def noise(self, arm: str, quantity: str = "loss") -> Noise:
+        """The noise that an arm's runs have in common."""
+        return self.spread(arm, quantity).shared
+
+    def spread(self, arm: str, quantity: str = "loss", floor: float = 0.0) -> Spread:
         """The noise of an arm's runs: that of its own seeds and, where the recipe trains it, that which the study of
         noise has at as many steps, in which the standard model's runs of this arm are counted already."""
         labels = self.labels(arm)
-        steps = self.steps(arm, labels[0]) if labels else 0
+        steps = max((self.steps(arm, label) for label in labels), default=0)
         known = self.noises.get(steps, UNKNOWN) if self.at_recipe(arm, quantity) else UNKNOWN
-        groups = [
-            list(self.finals(arm, label, quantity).values())
+        groups = {
+            label: list(self.finals(arm, label, quantity).values())
             for label in labels
             if not (known.degrees and label == "standard")
-        ]
-        seeds = max(map(len, groups), default=0)
-        return combined(known, pooled(groups, f"{len(groups)} variants of {seeds} seeds"))
+        }
+        return spread_of(groups, known, floor)
 
     def flops(self, arm: str, label: str) -> float:
         """What one run of a label spent."""
@@ -208,11 +222,19 @@ class Setting:
         return run == self.config(steps=run.steps)
 
     def arm(
-        self, name: str, variants: Sequence[str], seeds: Sequence[int] | None = None, *, of: TrainConfig, **more: Any
+        self,
+        name: str,
+        variants: Sequence[str],
+        seeds: Sequence[int] | None = None,
+        *,
+        of: TrainConfig,
+        timed: bool = False,
+        **more: Any,
     ) -> Arm:
-        """An arm of variants, each with every seed."""
+        """An arm of variants, each with every seed; if `timed` their steps are timed in turn once all have ended."""
         which = range(self.seeds) if seeds is None else seeds
-        return Arm(name, CompareConfig(list(variants), list(which), base=of, timing_s=0), **more)
+        seconds = self.preset.timing_s if timed else 0
+        return Arm(name, CompareConfig(list(variants), list(which), base=of, timing_s=seconds), **more)
 
     def some(self, variants: Sequence[str]) -> list[str]:
         """As many of a long list of variants as the preset takes, the first ones."""

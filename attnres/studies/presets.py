@@ -41,6 +41,7 @@ class Preset:
         small: of studies that train no decoder: a factor on their steps.
         flops_per_s: assumed of one run where this machine lacks the preset's device.
         most: variants of a long list; none is all.
+        timing_s: seconds for which an arm's mechanisms are timed in turn.
     """
 
     about: str
@@ -56,6 +57,7 @@ class Preset:
     small: float
     flops_per_s: float
     most: int | None = None
+    timing_s: float = 60.0
 
     @property
     def steps(self) -> int:
@@ -108,6 +110,7 @@ SECONDS = Preset(
     small=0.0002,
     flops_per_s=1e9,
     most=2,
+    timing_s=0.01,
 )
 
 NANO = Preset(

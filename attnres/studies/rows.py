@@ -2,7 +2,7 @@
 
 import csv
 import io
-import statistics
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
@@ -12,7 +12,8 @@ from attnres.report.runs import load_run
 from attnres.run_names import label_and_seed
 from attnres.studies.cost import flops_a_token
 from attnres.studies.design import Arm, Row
-from attnres.training.records import ADVICE, Finished
+from attnres.training.records import ADVICE, Finished, Timing
+from attnres.training.run_folder import DIVERGED
 from attnres.typed import checked
 
 COLUMNS = ("arm", "label", "seed", "step", "tokens", "flops", "quantity", "value")
@@ -36,9 +37,10 @@ class Measures(TypedDict):
     arguments: NotRequired[dict[str, Any]]
 
 
-def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> tuple[list[Row], dict[str, list[float]]]:
-    """Read the finished ones of these runs of an arm: their rows, and by label the seconds of a step of each."""
-    rows, times = list[Row](), dict[str, list[float]]()
+def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> list[Row]:
+    """Read the finished ones of these runs of an arm. A run that diverged has one row: an infinite loss at its last
+    step."""
+    rows = list[Row]()
     for name in names:
         if arm.computed is not None:
             taken = label_and_seed(name)
@@ -46,10 +48,11 @@ def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> tuple[list[Row], di
             rows += [_row(arm.name, *taken, one) for one in measures_of(folder / name)["rows"]]
             continue
         run = load_run(folder / name)
+        if run.summary is None and (folder / name / DIVERGED).is_file():
+            rows.append(Row(arm.name, run.label, run.seed, run.steps or 0, 0, 0.0, "loss", math.inf))
         if run.summary is None:
             continue
         summary = checked(run.summary, Finished, folder / name / "summary.json", ADVICE)
-        times.setdefault(run.label, []).append(summary["step_s"])
         each = _flops(run.config, int(run.data.get("vocab_size") or 0), summary)
         for line in run.val:
             step = int(line["step"])
@@ -67,7 +70,14 @@ def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> tuple[list[Row], di
                         Row(arm.name, run.label, run.seed, last["step"], 0, 0.0, f"{quantity}/{place}", float(value))
                     )
         rows += [_row(arm.name, run.label, run.seed, one) for one in measures_of(folder / name)["rows"]]
-    return rows, times
+    return rows
+
+
+def step_ratios(folder: Path) -> dict[str, float]:
+    """The time of a step of each variant over the plain model's, of a comparison that timed them in turn; else none."""
+    path = folder / "speed.json"
+    variants = checked(read_json(path), Timing, path, ADVICE)["variants"] if path.is_file() else {}
+    return {label: one["ratio"] for label, one in variants.items()}
 
 
 def measures_of(folder: Path) -> Measures:
@@ -101,8 +111,3 @@ def to_csv(rows: Sequence[Row]) -> str:
     ]
     writer.writerows(sorted(lines))
     return out.getvalue()
-
-
-def medians(times: dict[str, list[float]]) -> dict[str, float]:
-    """The median of each label."""
-    return {label: statistics.median(values) for label, values in times.items()}

@@ -79,7 +79,7 @@ class Slurm:
                     on_poll([child for child, _ in running])
                     for child, job in [pair for pair in running if pair[1].done()]:
                         running.remove((child, job))
-                        if job.exception() is None:
+                        if job.exception() is None or child.has_diverged:
                             on_end(child)
                         elif failed is None:
                             failed = child.failure(f"failed as job {job.job_id}", job.paths.stderr)

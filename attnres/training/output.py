@@ -13,7 +13,7 @@ from attnres.training import checkpoint, environment
 from attnres.training.config import TrainConfig, to_dict
 from attnres.training.metrics import Metrics, Tracker
 from attnres.training.parallel import Processes
-from attnres.training.run_folder import forget_after, free_beside
+from attnres.training.run_folder import DIVERGED, forget_after, free_beside
 
 
 class Output:
@@ -53,6 +53,7 @@ class Output:
         for name, content in records.items():
             write_json(folder / name, content)
         environment.record(folder / "environment.json", described, resumed=kept > 0)
+        (folder / DIVERGED).unlink(missing_ok=True)
         forget_after(folder, kept)
         if self.gone is None and kept in config.keep_at and not checkpoint.kept(folder, kept).exists():
             checkpoint.keep(folder, kept)  # killed after it was saved

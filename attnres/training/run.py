@@ -40,7 +40,7 @@ from attnres.training.optim import kinds, optimizers_of, set_learning_rate
 from attnres.training.output import Output
 from attnres.training.parallel import Processes
 from attnres.training.past import Past, past_of
-from attnres.training.run_folder import same_data
+from attnres.training.run_folder import DIVERGED, same_data
 from attnres.training.schedule import fraction_of_peak, residual_fraction
 
 UNTIMED = 3
@@ -410,6 +410,9 @@ class Run:
         return self.config.batch_size // self.config.accumulation // self.layout.shares
 
     def _diverged(self, step: int, loss: float, norm: float) -> UserError:
+        """What is said of a loss or gradient that is not finite; the folder says at which step that was."""
+        if self.who.first:
+            write_json(self.output.folder / DIVERGED, {"step": step})
         kept = f"the checkpoint of step {self.saved} is kept" if self.saved else "no checkpoint was made yet"
         return UserError(
             f"step {step}: the loss is {loss} and the gradient norm {norm}, the training has diverged; {kept} in "

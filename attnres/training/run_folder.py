@@ -12,6 +12,14 @@ from attnres.training.records import ADVICE, Finished, RunConfig
 from attnres.training.validate import windows_files
 from attnres.typed import checked
 
+DIVERGED = "diverged.json"
+"""In the folder of a run whose loss or gradient was not finite: the step at which that was seen."""
+
+
+def ended(folder: Path) -> bool:
+    """Whether a run of this folder is finished, or diverged and would again."""
+    return any((folder / name).is_file() for name in ("summary.json", DIVERGED))
+
 
 def claim(folder: str | Path, config: dict[str, Any], *, resume: bool) -> dict[str, Any] | None:
     """Whether a run of `config` may be (re)started in `folder`; returns the summary if it is finished already.

@@ -9,7 +9,7 @@ from attnres.stats import t_975
 from attnres.studies.analyses.budgets import trend
 from attnres.studies.analyses.exchange import exchange, falling
 from attnres.studies.analyses.halving import at_best, beyond, rungs, survivors
-from attnres.studies.analyses.noise import RULE, UNKNOWN, Noise, combined, pooled, t_quantile
+from attnres.studies.analyses.noise import RULE, UNKNOWN, Noise, combined, f_tail, pooled, spread_of, t_quantile
 from attnres.studies.analyses.optimum import optimum
 from attnres.studies.analyses.scaling import Fit, fit, fitted, multiplier, multiplier_interval
 
@@ -71,6 +71,32 @@ def test_noise_is_pooled_within_groups():
     assert Noise(1.0, 1000).threshold(1, 1) == pytest.approx(RULE * math.sqrt(2))
 
 
+def test_fishers_f_is_that_of_the_table():
+    for first, second, point in ((2, 8, 4.459), (7, 7, 3.787), (1, 10, 4.965), (20, 5, 4.558), (3, 30, 2.922)):
+        assert f_tail(point, first, second) == pytest.approx(0.05, abs=1e-4)  # NIST, 1.3.6.7.3
+    assert f_tail(1e9, 2, 8) == pytest.approx(0, abs=1e-6) and f_tail(0.0, 2, 8) == 1
+
+
+def test_one_mechanism_that_varies_more_spoils_no_other():
+    draw = np.random.default_rng(0)
+    groups = {str(i): draw.normal(3.0, 0.01, 3).tolist() for i in range(12)} | {"wild": [3.0, 3.5, 4.0]}
+    spread = spread_of(groups)
+    assert set(spread.own) == {"wild"} and 0.006 < spread.shared.sigma < 0.014 and spread.shared.degrees == 24
+    assert spread.between("1", 3, "2", 3) == spread.shared
+    apart = spread.between("wild", 3, "1", 3)
+    assert (
+        apart.error(3, 3) == pytest.approx(math.hypot(0.5, spread.shared.sigma) / math.sqrt(3)) and apart.degrees == 2
+    )
+    assert spread_of({"a": [3.0, 3.5, 4.0]}).own == {}, "with nothing beside it nothing is known to vary less"
+    assert spread_of({"a": [1.0, 1.0]}, floor=0.01).shared.sigma == 0.01
+
+
+def test_steady_mechanisms_are_seldom_taken_for_wild_ones():
+    draw = np.random.default_rng(1)
+    taken = [bool(spread_of({str(i): draw.normal(size=3) for i in range(13)}).own) for _ in range(300)]
+    assert np.mean(taken) < 0.03
+
+
 # ------------------------------------------------------------------ exchange rate
 
 
@@ -80,9 +106,11 @@ def test_the_exchange_rate_of_a_known_curve():
     for other in (600, 1000, 3000, 6000, 200):
         assert rate.equal(4 - math.log(other) / 10) == pytest.approx(other)
     loss = 4 - math.log(2500) / 10
-    assert rate.saved(loss, 2000) == pytest.approx(0.2)
-    assert rate.saved_time(loss, 2000, 1.25) == pytest.approx(0)
-    assert rate.extrapolates(3.0) and not rate.extrapolates(loss)
+    base = 4 - math.log(2000) / 10
+    assert rate.saved(loss, base) == pytest.approx(0.2)
+    assert rate.saved(loss, base, 1.25) == pytest.approx(0)
+    assert rate.saved(loss, loss) == 0, "nothing is saved against a baseline that is as good"
+    assert rate.within(3.0) == rate.losses[-1] and rate.within(9.0) == rate.losses[0] and rate.within(loss) == loss
 
 
 def test_noise_makes_no_longer_run_worse():
@@ -161,6 +189,10 @@ def test_whether_a_gap_shrinks():
     assert trend({n: [2.96 + 1e-4 * math.log2(n)] * 2 for n in base}, base, noise).answer == "undecided"
     assert trend({n: [2.9 + 0.1 * n] for n in base}, base, UNKNOWN).answer == "undecided"
     assert trend({1: [2.9]}, base, noise).answer == "undecided"
+    across = {n: [3.0005 + gap] * 2 for n, gap in zip(base, (0.02, 0.0, -0.03, -0.06))}
+    assert trend(across, base, noise).answer == "changes its sign"
+    hardly = {n: [3.0005 + gap] * 2 for n, gap in zip(base, (0.002, -0.02, -0.04, -0.06))}
+    assert trend(hardly, base, noise).answer == "grows"
 
 
 def test_halving_keeps_the_planted_best():

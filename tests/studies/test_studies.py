@@ -23,7 +23,7 @@ from attnres.studies.archive import ARCHIVE, unpacked
 from attnres.studies.conduct import conduct, left_of, names_of, outcome_in, survey
 from attnres.studies.contrast import contrast
 from attnres.studies.cost import CALL, Cost, cost_of, flops_a_token, hours
-from attnres.studies.design import Measured, Row, Setting
+from attnres.studies.design import Design, Measured, Result, Row, Setting
 from attnres.studies.lab import STUDIES
 from attnres.studies.lab.ablations import PUBLISHED
 from attnres.studies.page import report_page
@@ -387,10 +387,61 @@ def test_higher_accuracy_is_better():
     assert one.others[0].verdict == "better"
 
 
-def test_steps_saved_are_in_the_table():
-    curve = {5: 3.1, 10: 3.0, 20: 2.9}
-    table = contrast(measured_of({"standard": [3.0], "good": [2.9]}, curve=curve), "arm", "standard").table("t")
-    assert table.head[-1] == "steps saved" and table.rows[1][-1] == "50 %"
+def test_steps_saved_are_in_the_table_where_a_difference_is_one():
+    curve, noises = {5: 3.1, 10: 3.0, 20: 2.9}, {10: Noise(0.001, 7, "n")}
+    losses = {"standard": [3.0], "good": [2.9], "best": [2.5], "bad": [3.05], "worst": [4.0], "same": [3.0001]}
+    measured = measured_of(losses, noises, curve)
+    table = contrast(measured, "arm", "standard").table("t")
+    cells = {row[0]: row[-1] for row in table.rows}
+    assert table.head[-1] == "steps saved"
+    assert cells == {"standard": "", "good": "50 %", "best": "> 50 %", "bad": "-41 %", "worst": "< -100 %", "same": "–"}
+    ratios = {("arm", "standard"): 1.1, ("arm", "good"): 1.65}
+    timed = contrast(dataclasses.replace(measured, step_ratios=ratios), "arm", "standard").table("t")
+    cells = {row[0]: row[-1] for row in timed.rows}
+    assert timed.head[-1] == "time saved" and cells["good"] == "25 %" and cells["best"] == "–"
+
+
+def test_a_difference_is_over_the_seeds_that_both_have():
+    rows = rows_of({"standard": [(0, 3.01), (1, 3.0), (2, 2.99)], "good": [(0, 2.96)]})
+    one = contrast(
+        Measured(rows=rows, planned={"arm": ["standard-seed0", "good-seed0", "other-seed0"]}), "arm", "standard"
+    )
+    assert one.others[0].difference == pytest.approx(-0.05) and one.others[0].seeds == 1 and one.base_seeds == 3
+    assert one.comparisons == 2, "one that has not finished counts too"
+    rows = rows_of({"standard": [(0, 3.1), (1, 3.0)], "good": [(0, 3.0), (1, 2.92)], "late": [(7, 3.0)]})
+    one = contrast(Measured(rows=rows), "arm", "standard")
+    assert [other.label for other in one.others] == ["good"] and one.others[0].error == pytest.approx(0.01)
+
+
+def test_what_diverged_is_said_and_judged_by_nothing():
+    rows = rows_of({"standard": [(0, 3.0), (1, 3.01)], "good": [(0, 2.0), (1, math.inf)], "lost": [(0, math.inf)]})
+    measured = Measured(rows=rows)
+    one = contrast(measured, "arm", "standard")
+    assert [other.label for other in one.others] == ["good"] and one.others[0].seeds == 1
+    assert "diverged: good (1 seed) and lost (1 seed)" in one.sentence()
+    assert [row[:3] for row in one.table("t").rows[2:]] == [["good", "diverged", "1"], ["lost", "diverged", "1"]]
+    assert math.isnan(measured.mean("arm", "lost")) and measured.diverged("arm", "good") == [1]
+
+
+def test_a_run_that_diverges_ends_no_study(setting, noise, tmp_path):
+    def arms(setting, measured):
+        return [setting.arm("rates", ["standard", "standard@lr=1e30", "block"], of=wild, timed=True)]
+
+    wild = setting.config(optim={"optimizer": "adamw", "clip": 0.0, "warmup": 0.0})
+    design = Design("noise", "", "", "", arms, lambda s, m: Result(contrast(m, "rates", "standard").sentence()))
+    other = dataclasses.replace(setting, out=tmp_path)
+    outcome = conduct(design, other, say=QUIET, jobs=1)
+    assert outcome.counts == (3, 3) and not outcome.measured.finals("rates", "standard-lr1e+30")
+    assert outcome.measured.diverged("rates", "standard-lr1e+30") == [0]
+    assert set(outcome.measured.step_ratios) == {("rates", label) for label in ("standard", "standard-lr1e+30", "block")}
+    assert "rates,standard-lr1e+30,0,4,0,0,loss,inf" in (outcome.folder / "runs.csv").read_text()
+    runner = Here()
+    conduct(design, other, say=QUIET, jobs=1, run=runner)
+    with unpacked([outcome.folder / ARCHIVE]) as folders:
+        elsewhere = dataclasses.replace(setting, out=tmp_path / "elsewhere")
+        again = conduct(design, elsewhere, say=QUIET, jobs=1, run=runner, adopted=folders)
+    assert runner.names == [], "it would diverge again"
+    assert again.measured.rows == outcome.measured.rows
 
 
 def test_several_studies_are_counted_in_the_order_given(setting, tmp_path, capsys):

@@ -22,8 +22,12 @@ class Trend:
         """In words, of a gap that is negative where the mechanism is better."""
         if not abs(self.slope) > self.margin:
             return "undecided"
-        first = next(iter(self.gaps.values()))
-        return "shrinks" if self.slope * first < 0 else "grows"
+        gaps = list(self.gaps.values())
+        middle = math.fsum(gaps) / len(gaps)
+        half = (math.log2(max(self.gaps)) - math.log2(min(self.gaps))) / 2
+        if (abs(self.slope) - self.margin) * half > abs(middle):
+            return "changes its sign"
+        return "shrinks" if self.slope * middle < 0 else "grows"
 
 
 def trend(losses: Mapping[float, Sequence[float]], base: Mapping[float, Sequence[float]], noise: Noise) -> Trend:

@@ -12,7 +12,7 @@ class Exchange:
     """Final losses of the standard model over how long it was trained, each with a whole schedule of its own.
 
     Between the lengths that were trained the loss is a line in the logarithm of the steps, and beyond them its last
-    piece goes on.
+    piece goes on: `within` says where that is.
 
     Attributes:
         steps: lengths, ascending. losses: means over seeds, falling; lengths whose losses
@@ -31,17 +31,14 @@ class Exchange:
         slope = (where[piece] - where[piece - 1]) / (losses[piece] - losses[piece - 1])
         return float(math.exp(where[piece] + slope * (loss - losses[piece])))
 
-    def extrapolates(self, loss: float) -> bool:
-        """Whether a loss lies outside those that were trained."""
-        return not self.losses[-1] <= loss <= self.losses[0]
+    def within(self, loss: float) -> float:
+        """The nearest loss that was trained."""
+        return min(max(loss, self.losses[-1]), self.losses[0])
 
-    def saved(self, loss: float, steps: float) -> float:
-        """The share of steps that a run with this loss after so many steps saves: 0.2 is 20 % fewer."""
-        return 1 - steps / self.equal(loss)
-
-    def saved_time(self, loss: float, steps: float, step_ratio: float) -> float:
-        """The share of wall-clock that it saves, where a step takes `step_ratio` times the standard model's."""
-        return 1 - steps * step_ratio / self.equal(loss)
+    def saved(self, loss: float, base: float, step_ratio: float = 1.0) -> float:
+        """The share of steps that a mechanism with this loss saves against one with the loss `base` after as many: 0.2
+        is 20 % fewer. Of wall-clock, where a step of it takes `step_ratio` times as long."""
+        return 1 - step_ratio * self.equal(base) / self.equal(loss)
 
 
 def exchange(steps: Sequence[float], losses: Sequence[float]) -> Exchange:

@@ -7,12 +7,16 @@ standard error sigma sqrt(1/n1 + 1/n2), and is called one where it exceeds
 
 for m differences looked at together (Bonferroni). Three sigma is the rule of modded-nanogpt's and other small
 laboratories' noise floors; Student's t takes over where sigma is of few seeds or many things are compared.
+
+Runs of one seed share their data and most of their start, so that a difference over the same seeds varies less than
+that says: the rule errs on the careful side. sigma is one for all mechanisms but those whose seeds vary more than the
+others' (`spread_of`), which are judged by their own.
 """
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import Literal
 
@@ -22,6 +26,8 @@ ALPHA = 0.05
 RULE = 3.0
 """Standard errors below which no difference is called one, however well sigma is known."""
 POWER = 0.8
+STEADY = 0.01
+"""How unlikely, over all groups, the variance of the one that varies most has to be for it to be taken out."""
 
 Verdict = Literal["better", "worse", "undecided"]
 
@@ -49,6 +55,11 @@ class Noise:
         if not self.degrees:
             return "No noise is known: one seed each, and attnres study noise was not run for this recipe."
         return f"Noise: {self} ({self.source})."
+
+    @property
+    def wide(self) -> float:
+        """The standard deviation of a normal distribution with the 95 % interval that Student's t has here."""
+        return self.sigma * t_quantile(0.975, self.degrees) / NormalDist().inv_cdf(0.975)
 
     def error(self, n1: int, n2: int) -> float:
         """Standard error of the difference of means over n1 and n2 seeds."""
@@ -97,7 +108,61 @@ def combined(first: Noise, second: Noise) -> Noise:
     return Noise(math.sqrt(squares / degrees), degrees, f"{first.source}; {second.source}".strip("; "))
 
 
+@dataclass(frozen=True)
+class Spread:
+    """The noise that mechanisms have in common, and that of each whose seeds vary more."""
+
+    shared: Noise = UNKNOWN
+    own: Mapping[str, Noise] = field(default_factory=dict)
+
+    def between(self, label: str, n1: int, base: str, n2: int) -> Noise:
+        """The noise by which n1 seeds of one are held against n2 of the other; of unequal ones Welch's."""
+        first, second = self.own.get(label, self.shared), self.own.get(base, self.shared)
+        if first is second or not first.degrees or not second.degrees:
+            return first if not first.degrees else second
+        parts = first.sigma**2 / n1, second.sigma**2 / n2
+        degrees = sum(parts) ** 2 / (parts[0] ** 2 / first.degrees + parts[1] ** 2 / second.degrees)
+        source = "; ".join(dict.fromkeys(filter(None, (first.source, second.source))))
+        return Noise(math.sqrt(sum(parts) / (1 / n1 + 1 / n2)), max(1, math.floor(degrees)), source)
+
+
+def spread_of(groups: Mapping[str, Sequence[float]], known: Noise = UNKNOWN, floor: float = 0.0) -> Spread:
+    """The noise of groups of runs that differ in nothing but their seed, pooled with what is `known` of it.
+
+    A group whose variance is beyond the others' (F-test, at 1 % over all groups) is taken out, the worst first.
+
+    Args:
+        floor: sigma is no smaller, e.g. an accuracy's that so many problems can tell.
+    """
+    within, own = {label: values for label, values in groups.items() if len(values) > 1}, dict[str, Noise]()
+    while True:
+        source = f"{len(within)} variants of {max(map(len, within.values()), default=0)} seeds" if within else ""
+        together = combined(known, pooled(within.values(), source))
+        worst = max(within, key=lambda label: pooled([within[label]]).sigma, default=None)
+        if worst is None:
+            break
+        alone = pooled([within[worst]], f"{len(within[worst])} seeds of {worst}")
+        others = combined(known, pooled(values for label, values in within.items() if label != worst))
+        if not others.degrees:
+            break
+        ratio = alone.sigma**2 / max(others.sigma, floor, 1e-12) ** 2
+        if f_tail(ratio, alone.degrees, others.degrees) > STEADY / len(within):
+            break
+        own[worst] = alone
+        del within[worst]
+    sigma = max(together.sigma, floor) if together.degrees else together.sigma
+    return Spread(replace(together, sigma=sigma), own)
+
+
 @functools.cache
+def _arcs(first: int, second: int) -> tuple[np.ndarray, np.ndarray]:
+    """Angles, and the share of the integral of sin^(first - 1) cos^(second - 1) up to each."""
+    grid = np.linspace(0, math.pi / 2, 20001)
+    density = np.sin(grid) ** (first - 1) * np.cos(grid) ** (second - 1)
+    area = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
+    return grid, area / area[-1]
+
+
 def t_quantile(probability: float, degrees: int) -> float:
     """Student's t: the point below which it lies with a probability of at least one half.
 
@@ -106,8 +171,17 @@ def t_quantile(probability: float, degrees: int) -> float:
     >>> round(t_quantile(0.975, 2), 3), round(t_quantile(0.5, 9), 3)
     (4.303, 0.0)
     """
-    grid = np.linspace(0, math.pi / 2, 20001)
-    density = np.cos(grid) ** (degrees - 1)
-    area = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    angle = float(np.interp((probability - 0.5) * 2, area / area[-1], grid))
-    return math.sqrt(degrees) * math.tan(angle)
+    grid, share = _arcs(1, degrees)
+    return math.sqrt(degrees) * math.tan(float(np.interp((probability - 0.5) * 2, share, grid)))
+
+
+def f_tail(ratio: float, first: int, second: int) -> float:
+    """Fisher's F: the probability that two variances of so many degrees of freedom have at least this ratio.
+
+    With ratio = second / first tan^2 a an integral of sin^(first - 1) a cos^(second - 1) a.
+
+    >>> round(f_tail(4.46, 2, 8), 3)
+    0.05
+    """
+    grid, share = _arcs(first, second)
+    return 1 - float(np.interp(math.atan(math.sqrt(ratio * first / second)), grid, share))

@@ -34,8 +34,9 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     if len(curve) < 2:
         return Result("Too few lengths have finished.", [table], [], {"curve": {}})
     rate, steps = exchange(list(curve), list(curve.values())), setting.preset.steps
-    worth = rate.saved(curve[steps] - 0.01, steps) if steps in curve else math.nan
-    verdict = f"At {steps:,} steps a loss lower by 0.01 is worth {number(100 * worth, 1)} % of the steps."
+    worth = rate.saved(curve[steps] - 0.01, curve[steps]) if steps in curve else math.nan
+    worth_text = "not known yet" if math.isnan(worth) else f"worth {number(100 * worth, 1)} % of the steps"
+    verdict = f"At {steps:,} steps a loss lower by 0.01 is {worth_text}."
     line = Line("standard", rate.steps, rate.losses)
     caption = "Held-out loss at the end of runs of different lengths, each with a whole schedule; mean over seeds."
     chart = Curves("exchange", "Loss by length", caption, "steps", "loss (nats)", {"": [line]}, log_x=True)

@@ -9,16 +9,17 @@ from torch.nn import functional as F
 
 from attnres.figures.chart import Curves, Line
 from attnres.run_names import run_name
-from attnres.studies.analyses.noise import pooled
+from attnres.studies.analyses.noise import spread_of
 from attnres.studies.design import Arm, Computed, Design, Measured, Result, Setting, Table
 from attnres.studies.lab.mlp import Mlps
-from attnres.text import number
+from attnres.text import UNKNOWN, number
 
 WIDTH, SAMPLES = 32, 512
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 RATES = (0.001, 0.003, 0.01, 0.03)
 TEMPERATURES = (0.01, 1.0, 100.0)
 MECHANISMS = ("standard", "rescaled", "full")
+DIVERGED = 1e9
 OPERATIONS = 30
 """Of PyTorch in a step, forward and backward, for a sublayer and its read."""
 
@@ -44,7 +45,7 @@ def taught(residual: str, layers: int, temperature: float, steps: int, seed: int
     """Train on what a random Full network with queries drawn at 1 / temperature gives, at each rate of Adam.
 
     Returns:
-        Rows `loss/RATE`, as `mixture` has them; infinity, where a run diverged, as 1e9.
+        Rows `loss/RATE`, as `mixture` has them; `DIVERGED` of one that diverged.
     """
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(SAMPLES, WIDTH, generator=draw)
@@ -70,11 +71,11 @@ def _fit(
             group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / steps))
         loss = F.mse_loss(net(x) @ head, y) / scale
         if not torch.isfinite(loss):
-            return 1e9
+            return DIVERGED
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return min(1e9, float(loss.detach()))
+    return min(DIVERGED, float(loss.detach()))
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
@@ -137,20 +138,20 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             base, other = logs[ours[0]][place], logs[last][place]
             if not base or not other:
                 continue
-            noise = pooled([many[place] for many in logs.values()])
+            spread = spread_of({name: many[place] for name, many in logs.items()})
+            noise = spread.between(last, len(other), ours[0], len(base))
             gap = statistics.fmean(other) - statistics.fmean(base)
             verdict = noise.verdict(gap, len(other), len(base), tested)
-            rows.append([kind, f"{alpha:g}", number(math.exp(gap), 2), verdict])
+            needed = noise.threshold(len(other), len(base), tested)
+            cell = f"{number(math.exp(-needed), 2)} or {number(math.exp(needed), 2)}" if needed < 10 else UNKNOWN
+            rows.append([kind, f"{alpha:g}", number(math.exp(gap), 2), cell, verdict])
             values[f"{kind}/{alpha:g}"] = {"ratio": math.exp(gap), "verdict": verdict}
-    head = ["network", "alpha (1: structure)", "loss over standard's", "verdict"]
+    head = ["network", "alpha (1: structure)", "loss over standard's", "needed", "verdict"]
     tables.append(Table(f"{ours[-1] if ours else 'full'} against standard, best of four rates", head, rows))
-    for what in ("norm", "no norm"):
-        verdicts = {
-            row[1]: row[3] for row in rows if row[0].endswith(f", {what}") or row[0].endswith(f"layers, {what}")
-        }
+    for kind in kinds:
+        verdicts = [f"{row[1]}: {row[-1]}" for row in rows if row[0] == kind]
         if verdicts:
-            listing = ", ".join(f"{alpha}: {verdict}" for alpha, verdict in verdicts.items())
-            sentences.append(f"Deepest network, {what} (alpha: {ours[-1]} is): {listing}.")
+            sentences.append(f"{kind} (alpha: {ours[-1]} is): {', '.join(verdicts)}.")
     if any(panels.values()):
         caption = (
             "Training loss at the end over the variance of the labels, best of four rates; mean over seeds of its log."
@@ -159,10 +160,18 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         charts.append(Curves("mixtures", "Structure to memorisation", caption, "alpha", "loss", drawn, log_y=True))
     taught_rows = []
     for label in measured.labels("teachers"):
-        cells = [_logs(measured, "teachers", label, f"{rate:g}") for rate in RATES]
-        taught_rows.append([label, *(f"{math.exp(statistics.fmean(many)):.2g}" if many else "–" for many in cells)])
+        taught_rows.append([label, *(_taught_cell(measured, label, rate) for rate in RATES)])
     tables.append(Table("Taught by a random Full network", ["student, teacher's T", *map(str, RATES)], taught_rows))
     return Result(" ".join(sentences) or "Nothing has run yet.", tables, charts, values)
+
+
+def _taught_cell(measured: Measured, label: str, rate: float) -> str:
+    """The mean loss of the students that did not diverge, and how many did."""
+    logs = _logs(measured, "teachers", label, f"{rate:g}")
+    kept = [one for one in logs if one < math.log(DIVERGED)]
+    lost = f"{len(logs) - len(kept)} of {len(logs)} diverged" if len(kept) < len(logs) else ""
+    mean = f"{math.exp(statistics.fmean(kept)):.2g}" if kept else ""
+    return ", ".join(filter(None, (mean, lost))) or UNKNOWN
 
 
 def _logs(measured: Measured, arm: str, label: str, place: str) -> list[float]:

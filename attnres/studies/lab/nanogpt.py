@@ -1,5 +1,7 @@
 """The nanoGPT study's six configurations, and what its closing gates do without a model."""
 
+import math
+
 from attnres.figures.chart import Chart, Curves, Line
 from attnres.studies.contrast import contrast
 from attnres.studies.design import Arm, Computed, Design, Measured, Result, Setting, Table
@@ -61,9 +63,11 @@ def analyse(setting: Setting, measured: Measured) -> Result:
 
 
 def _closes(measured: Measured) -> bool | None:
-    """Whether the sum of the published variant's gates falls below a tenth of its target of 4."""
-    counts = [row.value for row in measured.of(NULL, "as published", "count")]
-    return min(counts) < 0.4 if counts else None
+    """Whether the sum of the published variant's gates falls below a tenth of its target of 4, with every seed."""
+    least: dict[int, float] = {}
+    for row in measured.of(NULL, "as published", "count"):
+        least[row.seed] = min(row.value, least.get(row.seed, math.inf))
+    return all(one < 0.4 for one in least.values()) if least else None
 
 
 STUDY = Design(

@@ -29,7 +29,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         steps, mean = measured.steps(arm, "standard"), statistics.fmean(losses.values())
         if noise.degrees:
             by_steps[steps] = {"sigma": noise.sigma, "degrees": noise.degrees}
-        needed = number(noise.threshold(3, len(losses)), 4) if noise.degrees else "–"
+        needed = number(noise.threshold(3, 3), 4) if noise.degrees else "–"
         rows.append([f"{steps:,}", str(len(losses)), number(mean, 4), number(noise.sigma, 4), needed])
         spread = {
             step: [row.value for row in measured.of(arm, "standard") if row.step == step]
@@ -45,13 +45,15 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         gap = statistics.fmean(control.values()) - statistics.fmean(base.values())
         inside = noise.verdict(gap, len(control), len(base)) == "undecided" if noise.degrees else None
         where = {True: "inside the noise", False: "OUTSIDE the noise", None: "not to be judged: one seed"}[inside]
-        sentence = f"rescaled, the same function, is {where} ({number(gap, 4, signed=True)} with {len(control)} seeds)."
-    table = Table("Noise of one run", ["steps", "seeds", "mean loss", "sigma", "a win needs (3 seeds)"], rows)
+        limit = f", where {number(noise.threshold(len(control), len(base)), 4)} would not be" if noise.degrees else ""
+        gaps = f"{number(gap, 4, signed=True)} with {len(control)} seeds"
+        sentence = f"rescaled, the same function, is {where} ({gaps}{limit})."
+    table = Table("Noise of one run", ["steps", "seeds", "mean loss", "sigma", "a win needs (3 seeds against 3)"], rows)
     known = ", ".join(f"{number(one['sigma'], 4)} at {steps:,} steps" for steps, one in by_steps.items())
     caption = "Standard deviation over seeds of the held-out loss, nats per token."
     chart = Curves("noise", "Noise over training", caption, "step", "sigma (nats)", {"": lines}) if lines else None
     return Result(
-        f"Two runs of one function differ by sigma {known}. {sentence}" if known else "Too few seeds have finished.",
+        f"Runs of one function scatter with sigma {known}. {sentence}" if known else "Too few seeds have finished.",
         [table],
         [chart] if chart else [],
         {"by_steps": {str(steps): one for steps, one in by_steps.items()}, "control_inside": inside},

@@ -1,15 +1,20 @@
 """Loss against compute at a fixed number of tokens a parameter: Figure 5's fits and the compute multiplier."""
 
+import functools
 import math
 
 from attnres.figures.chart import Curves, Line
+from attnres.studies.analyses.noise import UNKNOWN, Noise, combined
 from attnres.studies.analyses.scaling import Fitted, fitted, multiplier, multiplier_interval
 from attnres.studies.cost import flops_a_token, vocabulary_of
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
+from attnres.text import UNKNOWN as UNKNOWN_TEXT
 from attnres.text import number
 from attnres.training.config import TrainConfig
 
 VARIANTS = ("standard", "block", "full")
+ENOUGH = 5
+"""Degrees of freedom of the noise below which nothing is decided."""
 
 
 def steps_for(setting: Setting, run: TrainConfig) -> int:
@@ -44,7 +49,10 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     complete = {label: each for label, each in points.items() if len(each) >= 3}
     if "standard" not in complete:
         return Result("Too few sizes have finished for a fit.", tables)
-    sigma = _sigma(setting, measured)
+    noise, sigma = _noise(measured), None
+    if noise.degrees:
+        fewest = min(len(measured.finals(arm, label)) for arm in measured.planned for label in measured.labels(arm))
+        sigma = noise.wide / math.sqrt(max(1, fewest))
     floor = None if len(complete["standard"]) >= 4 else 0.0
     fits = {label: fitted(list(each), list(each.values()), sigma, floor) for label, each in complete.items()}
     largest = max(complete["standard"])
@@ -68,14 +76,17 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         ratio = multiplier(fits["standard"].fit, fits[label].fit, largest)
         low, high = multiplier_interval(fits["standard"], fits[label], largest)
         decided = "" if low > 1 or high < 1 else ", which does not exclude 1"
-        sentences.append(f"{label}: {number(ratio, 2)} times the compute (95 %: {_bounds(low, high)}){decided}.")
+        if noise.degrees < ENOUGH:
+            decided = f", not decided: the noise is known by {noise.degrees} degrees of freedom, expected {ENOUGH}"
+        where = "" if largest in complete[label] else ", beyond the sizes that it has finished"
+        sentences.append(f"{label}: {number(ratio, 2)} times the compute (95 %: {_bounds(low, high)}){decided}{where}.")
         values[label] = {"multiplier": _plain(ratio), "interval": [_plain(low), _plain(high)]}
     return Result(" ".join(sentences), tables, charts, {"largest_flops": largest, **values})
 
 
-def _sigma(setting: Setting, measured: Measured) -> float | None:
-    noises = [noise for arm in measured.planned if (noise := measured.noise(arm)).degrees]
-    return max((noise.sigma for noise in noises), default=None)
+def _noise(measured: Measured) -> Noise:
+    """That of all sizes together."""
+    return functools.reduce(combined, (measured.noise(arm) for arm in measured.planned), UNKNOWN)
 
 
 def _row(label: str, fits: dict[str, Fitted], largest: float) -> list[str]:
@@ -94,6 +105,8 @@ def _note(floor: float | None, largest: float) -> str:
 
 
 def _bounds(low: float, high: float) -> str:
+    if math.isnan(low):
+        return UNKNOWN_TEXT
     return f"{number(low, 3)} to {number(high, 3)}" if high < 1e6 else f"{number(low, 3)} upward"
 
 
