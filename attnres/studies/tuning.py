@@ -1,6 +1,7 @@
 """Several mechanisms, each at its own best rate: all candidates at one seed, then the best of each with all seeds."""
 
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 
 from attnres.residuals import make_residual
 from attnres.studies.analyses.halving import at_best
@@ -13,24 +14,21 @@ from attnres.training.optim import QUERY
 
 COARSE, BEST = "coarse", "best"
 CHOSEN = (
-    "Each mechanism's rate is the best of three by seed 0, which counts here too: where the three are level that "
-    "flatters it, the standard model as well, by up to 0.3 sigma."
+    "Each mechanism is at the best of its rates by seed 0, which counts here too: where they are level that flatters "
+    "it, the standard model as well, by 0.3 sigma or so. One with parameters of its own had four to choose from, one "
+    "without three."
 )
 
 
 def candidates(setting: Setting, variant: str) -> list[str]:
-    """Three ways to train a mechanism, the recipe's first.
-
-    One with parameters of its own gets them at its default rate (of queries and gains a tenth of AdamW's, of others the
-    whole) and at the other of the two, and all rates doubled; one without gets half, one and two times the recipe's.
-    """
+    """The ways to train a mechanism: at the recipe's rates, at half of them and at twice, and one with parameters of
+    its own with these at the other of AdamW's rate and a tenth of it, which is the default of queries and gains."""
     lr, parsed = setting.config().optim.lr, parse_variant(variant)
     residual = make_residual(parsed.residual, 4, 16, **_small(parsed.settings))
     names = [name.rpartition(".")[2] for name, _ in residual.named_parameters()]
-    if not names:
-        return [variant, f"{variant}@lr={lr / 2:g}", f"{variant}@lr={2 * lr:g}"]
+    ways = [variant, f"{variant}@lr={lr / 2:g}", f"{variant}@lr={2 * lr:g}"]
     other = lr if QUERY in names else READ_RATE * lr
-    return [variant, f"{variant}@residual_lr={other:g}", f"{variant}@lr={2 * lr:g}"]
+    return [*ways, f"{variant}@residual_lr={other:g}"] if names else ways
 
 
 def _small(settings: dict) -> dict:
@@ -52,8 +50,8 @@ def tuned_study(name: str, question: str, about: str, source: str, published: Ma
     def arms(setting: Setting, measured: Measured) -> list[Arm]:
         variants, config = setting.some(list(published)), setting.config(steps=setting.preset.many)
         # Every mechanism's first way before any other's second: a study that is stopped compares them all.
-        ways = zip(*(candidates(setting, variant) for variant in variants), strict=True)
-        all_candidates = [one for way in ways for one in way]
+        ways = zip_longest(*(candidates(setting, variant) for variant in variants))
+        all_candidates = [one for way in ways for one in way if one is not None]
         coarse = setting.arm(COARSE, all_candidates, [0], of=config)
         if not measured.complete(COARSE):
             return [coarse]

@@ -30,7 +30,7 @@ from attnres.training.muon_shares import OwnedMuon
 from attnres.training.regimes import is_adapter
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
-QUERY, GAIN = "query", "gain"
+QUERY, GAIN, QUERY_WEIGHT = "query", "gain", "query_weight"
 """The last part of the names of pseudo-queries and of the gains of their keys, in every mechanism that has them."""
 
 
@@ -115,7 +115,7 @@ def _adamw_rate(kind: str, name: str, names: Sequence[str], config: OptimConfig)
     if config.residual_lr is not None:
         return config.residual_lr
     module, dot, last = name.rpartition(".")
-    of_reads = last in (QUERY, GAIN) and f"{module}{dot}{QUERY}" in names
+    of_reads = last == QUERY_WEIGHT or (last in (QUERY, GAIN) and f"{module}{dot}{QUERY}" in names)
     return config.lr * READ_RATE if of_reads else config.lr
 
 

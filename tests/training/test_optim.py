@@ -53,6 +53,21 @@ def test_adamw_decays_matrices_only() -> None:
     assert adamw.defaults["fused"]
 
 
+@pytest.mark.parametrize(
+    ("residual", "settings", "tenths"),
+    [
+        ("full", {"query": "input"}, {"query", "gain", "weighting.query_weight"}),
+        ("lr_attnres", {"rank": 2}, {"query"}),
+        ("denseformer", {}, set()),
+    ],
+)
+def test_what_chooses_trains_at_a_tenth_of_the_rate(residual, settings, tenths):
+    model = build(NARROW, residual, settings=settings, vocab_size=32, max_positions=16)
+    (adamw,) = build_optimizers(model, OptimConfig(lr=0.1))
+    slow = [name for group in adamw.param_groups if group["lr"] == pytest.approx(0.01) for name in group["names"]]
+    assert {name.partition("residual.")[2] for name in slow} == tenths
+
+
 def test_each_optimizer_is_scaled_from_its_own_peak() -> None:
     optimizers = build_optimizers(model_of(NARROW), OptimConfig(optimizer="muon", lr=0.1, muon_lr=0.4, residual_lr=0.1))
     set_learning_rate(optimizers, 0.5)

@@ -15,7 +15,7 @@ RIVALS = {
     "dca": "",
     "ancre": "",
     "delta_attnres": "perplexity 36.83 where standard has 38.71 (220 M, its own layout)",
-    "lr_attnres": "",
+    "lr_attnres:rank=8": "",
     "inkling2": "",
     "mrla_light": "",
     "laurel": "",
@@ -33,8 +33,8 @@ RIVALS = {
     "deepnorm": "",
     "postnorm": "",
     "completep": "",
-    "cumulative": "",
-    "boundary": "3.474 where standard has 3.478 (GPT-2, 124 M)",
+    "cumulative:recency_bias=0,query_std=0.02": "",
+    "boundary:num_blocks=4": "3.474 where standard has 3.478 (GPT-2, 124 M)",
 }
 """Variant -> what was published beside a standard model, where it was."""
 
@@ -42,7 +42,8 @@ RIVALS = {
 STUDY = tuned_study(
     "rivals",
     "Do depth reads beat the other ways to connect a network?",
-    "Thirty-two mechanisms, each at the best of three rates, the standard model too.",
+    "Thirty-two mechanisms, the standard model too, each at the best of its rates: the recipe's, half, twice, and its "
+    "own parameters at another.",
     "arXiv 2603.15031, Tables 2 and 4; 'Most Transformer Modifications Still Do Not Transfer' (2605.20798): 2 of 20 "
     "modifications pass a noise floor at 1.2 B.",
     RIVALS,
