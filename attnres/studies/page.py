@@ -80,6 +80,8 @@ def _sections(outcome: "Outcome") -> list[str]:
     floor = ", ".join(
         f"sigma {one.sigma:.4f} at {steps:,} steps ({one.degrees + 1} seeds)" for steps, one in known.items()
     )
+    if known and not outcome.measured.recipe:
+        floor = f"of their own seeds; the preset's recipe, which none of these runs is, has {floor}"
     facts = [
         ["what is done", design.about],
         ["published", design.published],
