@@ -48,9 +48,9 @@ def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> list[Row]:
             rows += [_row(arm.name, *taken, one) for one in measures_of(folder / name)["rows"]]
             continue
         run = load_run(folder / name)
-        if run.summary is None and (folder / name / DIVERGED).is_file():
-            rows.append(Row(arm.name, run.label, run.seed, run.steps or 0, 0, 0.0, "loss", math.inf))
         if run.summary is None:
+            if (folder / name / DIVERGED).is_file():
+                rows.append(Row(arm.name, run.label, run.seed, run.steps or 0, 0, 0.0, "loss", math.inf))
             continue
         summary = checked(run.summary, Finished, folder / name / "summary.json", ADVICE)
         each = _flops(run.config, int(run.data.get("vocab_size") or 0), summary)

@@ -99,13 +99,18 @@ def pooled(groups: Iterable[Sequence[float]], source: str = "") -> Noise:
     return Noise(math.sqrt(squares / degrees), degrees, source) if degrees else UNKNOWN
 
 
-def combined(first: Noise, second: Noise) -> Noise:
-    """Two estimates of one noise, pooled."""
-    degrees = first.degrees + second.degrees
-    if not first.degrees or not second.degrees:
-        return first if first.degrees else second
-    squares = first.sigma**2 * first.degrees + second.sigma**2 * second.degrees
-    return Noise(math.sqrt(squares / degrees), degrees, f"{first.source}; {second.source}".strip("; "))
+def combined(*noises: Noise) -> Noise:
+    """Estimates of one noise, pooled; those that know nothing count for nothing."""
+    known = [noise for noise in noises if noise.degrees]
+    if len(known) < 2:
+        return known[0] if known else UNKNOWN
+    degrees = sum(noise.degrees for noise in known)
+    squares = sum(noise.sigma**2 * noise.degrees for noise in known)
+    return Noise(math.sqrt(squares / degrees), degrees, _sources(known))
+
+
+def _sources(noises: Iterable[Noise]) -> str:
+    return "; ".join(dict.fromkeys(noise.source for noise in noises if noise.source))
 
 
 @dataclass(frozen=True)
@@ -122,8 +127,8 @@ class Spread:
             return first if not first.degrees else second
         parts = first.sigma**2 / n1, second.sigma**2 / n2
         degrees = sum(parts) ** 2 / (parts[0] ** 2 / first.degrees + parts[1] ** 2 / second.degrees)
-        source = "; ".join(dict.fromkeys(filter(None, (first.source, second.source))))
-        return Noise(math.sqrt(sum(parts) / (1 / n1 + 1 / n2)), max(1, math.floor(degrees)), source)
+        sigma = math.sqrt(sum(parts) / (1 / n1 + 1 / n2))
+        return Noise(sigma, max(1, math.floor(degrees)), _sources((first, second)))
 
 
 def spread_of(groups: Mapping[str, Sequence[float]], known: Noise = UNKNOWN, floor: float = 0.0) -> Spread:

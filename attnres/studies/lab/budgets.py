@@ -1,7 +1,6 @@
 """Whether the gap lasts: standard and Block at half, one, two and four times a budget, by branches of one long run."""
 
 import dataclasses
-import functools
 import statistics
 
 from attnres.figures.chart import Curves, Line
@@ -58,7 +57,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     noise = pooled([values for each in losses.values() for values in each.values()], "seeds at all budgets")
     notes = []
     if not noise.degrees and measured.noises:
-        noise = functools.reduce(combined, measured.noises.values())
+        noise = combined(*measured.noises.values())
         notes = ["These runs have one seed each: the noise is that of the recipe, whose rate decays otherwise."]
     base, other = losses["standard"], losses["block"]
     result = trend(other, base, noise)

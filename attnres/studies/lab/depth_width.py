@@ -46,16 +46,16 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     arms_of = [f"layers{layers}" for layers in setting.preset.layers]
     noise = [n.sigma for arm in arms_of if (n := measured.noise(arm)).degrees]
     counts = [n for arm in arms_of for label in VARIANTS if (n := len(measured.finals(arm, label)))]
-    sigma = max(noise) / math.sqrt(min(counts)) if noise and counts else None
+    sigma = max(noise) / math.sqrt(min(counts)) if noise else None
     best, sentences = {}, []
     for label, losses in panels.items():
         known = [(ratio, loss) for ratio, loss in zip(ratios, losses) if math.isfinite(loss)]
         if len(known) < 3:
             continue
         best[label] = one = optimum(*zip(*known, strict=True), sigma=sigma)
-        interval = f" (95 %: {number(one.low, 1)} to {number(one.high, 1)})" if math.isfinite(one.low) else ""
+        bounded = one.inside and math.isfinite(one.low)
+        interval = f" (95 %: {number(one.low, 1)} to {number(one.high, 1)})" if bounded else ""
         where = "" if one.inside else ", the edge of the grid, or beyond"
-        interval = interval if one.inside else ""
         sentences.append(f"{label} is best at d / layers = {number(one.at, 1)}{interval}{where}.")
     if len(best) == 2:
         base, other = best["standard"], best["block"]

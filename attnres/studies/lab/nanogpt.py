@@ -1,7 +1,5 @@
 """The nanoGPT study's six configurations, and what its closing gates do without a model."""
 
-import math
-
 from attnres.figures.chart import Chart, Curves, Line
 from attnres.studies.contrast import contrast
 from attnres.studies.design import Arm, Computed, Design, Measured, Result, Setting, Table
@@ -71,10 +69,9 @@ def analyse(setting: Setting, measured: Measured) -> Result:
 
 def _closes(measured: Measured) -> bool | None:
     """Whether the sum of the published variant's gates falls below a tenth of its target of 4, with every seed."""
-    least: dict[int, float] = {}
-    for row in measured.of(NULL, "as published", "count"):
-        least[row.seed] = min(row.value, least.get(row.seed, math.inf))
-    return all(one < 0.4 for one in least.values()) if least else None
+    seeds = measured.finals(NULL, "as published", "count")
+    closed = {row.seed for row in measured.of(NULL, "as published", "count") if row.value < 0.4}
+    return closed == set(seeds) if seeds else None
 
 
 STUDY = Design(

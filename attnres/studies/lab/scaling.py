@@ -1,15 +1,13 @@
 """Loss against compute at a fixed number of tokens a parameter: Figure 5's fits and the compute multiplier."""
 
-import functools
 import math
 
 from attnres.figures.chart import Curves, Line
-from attnres.studies.analyses.noise import UNKNOWN, Noise, combined
+from attnres.studies.analyses.noise import combined
 from attnres.studies.analyses.scaling import Fitted, fitted, multiplier, multiplier_interval
 from attnres.studies.cost import flops_a_token, vocabulary_of
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
-from attnres.text import UNKNOWN as UNKNOWN_TEXT
-from attnres.text import number
+from attnres.text import UNKNOWN, number
 from attnres.training.config import TrainConfig
 
 VARIANTS = ("standard", "block", "full")
@@ -49,7 +47,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     complete = {label: each for label, each in points.items() if len(each) >= 3}
     if "standard" not in complete:
         return Result("Too few sizes have finished for a fit.", tables)
-    noise, sigma = _noise(measured), None
+    noise, sigma = combined(*(measured.noise(arm) for arm in measured.planned)), None
     if noise.degrees:
         fewest = min(len(measured.finals(arm, label)) for arm in measured.planned for label in measured.labels(arm))
         sigma = noise.wide / math.sqrt(max(1, fewest))
@@ -84,11 +82,6 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     return Result(" ".join(sentences), tables, charts, {"largest_flops": largest, **values})
 
 
-def _noise(measured: Measured) -> Noise:
-    """That of all sizes together."""
-    return functools.reduce(combined, (measured.noise(arm) for arm in measured.planned), UNKNOWN)
-
-
 def _row(label: str, fits: dict[str, Fitted], largest: float) -> list[str]:
     one = fits[label]
     cells = [f"{number(getattr(one.fit, n), 3)} ({_bounds(*one.interval(n))})" for n in ("floor", "scale", "exponent")]
@@ -106,7 +99,7 @@ def _note(floor: float | None, largest: float) -> str:
 
 def _bounds(low: float, high: float) -> str:
     if math.isnan(low):
-        return UNKNOWN_TEXT
+        return UNKNOWN
     return f"{number(low, 3)} to {number(high, 3)}" if high < 1e6 else f"{number(low, 3)} upward"
 
 
