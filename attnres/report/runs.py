@@ -21,7 +21,7 @@ from attnres.reading import read_json
 from attnres.residuals import Traits, traits_of
 from attnres.run_names import label_and_seed, run_name
 from attnres.training import metrics
-from attnres.training.records import ADVICE, Compared, Environment, RunConfig, RunData, Summary, Timing
+from attnres.training.records import ADVICE, TIMES, Compared, Environment, RunConfig, RunData, Summary, Timing
 from attnres.training.validate import read_windows, windows_files
 from attnres.typed import checked
 
@@ -180,7 +180,7 @@ def _load_folder(folder: Path) -> Study:
         labels=planned + rest,
         runs=runs,
         baseline=_baseline(runs, planned + rest, plan.get("baseline")),
-        speed=_read(folder / "speed.json", Timing) or None,
+        speed=_read(folder / TIMES, Timing) or None,
         missing=[
             run_name(label, seed)
             for label in plan.get("labels", [])

@@ -87,7 +87,10 @@ def unpacked(paths: Iterable[Path]) -> Generator[list[Path]]:
 
 
 def _unpack(path: Path, folder: Path) -> None:
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    lines = read_text(path).splitlines()
+    if not lines:
+        raise UserError(f"{path} is empty: expected a run a line, as a study writes them to {ARCHIVE}")
+    for number, line in enumerate(lines, 1):
         where = f"line {number} of {path}"
         run = checked(parse_json(line, where), ArchivedRun, where, _ADVICE)
         for name in (run["arm"], run["run"], *run["files"]):

@@ -32,7 +32,7 @@ from attnres.studies.variants import Variant
 from attnres.text import duration
 from attnres.training.config import size_of, to_dict
 from attnres.training.data import data_record, held_out, prepare_from
-from attnres.training.records import Compared
+from attnres.training.records import TIMES, Compared
 from attnres.training.run_folder import claim, same_data
 from attnres.training.start import find_start
 from attnres.typed import checked
@@ -239,7 +239,7 @@ def time_steps(work: Work, seconds: float, say: Console) -> None:
             "compile": run.compile,
         },
     }
-    path = out / "speed.json"
+    path = out / TIMES
     before = read_json(path) if path.is_file() else None
     if isinstance(before, dict) and before.get("key") == key:
         return

@@ -40,6 +40,7 @@ from attnres.studies.rows import MEASURES, Measures, rows_of, step_ratios, to_cs
 from attnres.studies.variants import parse_variants
 from attnres.studies.work import Computation, function
 from attnres.training.branch import branch, branch_step
+from attnres.training.records import TIMES
 from attnres.training.run_folder import DIVERGED, ended
 from attnres.typed import checked
 
@@ -141,7 +142,7 @@ def conduct(
     with locked(folder), _begun(folder):
         write_json(folder / "study.json", _asked(design, setting))
         arms, measured = survey(design, setting)
-        while left := [arm for arm in arms if not measured.complete(arm.name)]:
+        while left := [arm for arm in arms if not measured.complete(arm.name) or _is_untimed(arm, folder)]:
             before = measured.finished
             _carry_out(left, folder, say, jobs, until, run, elsewhere)
             arms, measured = survey(design, setting)
@@ -279,6 +280,11 @@ def _is_finished(arm: Arm, run: Path) -> bool:
     return (run / DIVERGED).is_file() or (ended(run) and (not arm.measure or (run / MEASURES).is_file()))
 
 
+def _is_untimed(arm: Arm, folder: Path) -> bool:
+    """Whether the steps of an arm's variants are to be timed and were not, as where it stopped after its last run."""
+    return arm.compare is not None and arm.compare.timing_s > 0 and not (folder / arm.name / TIMES).is_file()
+
+
 def _noises(setting: Setting) -> dict[int, Noise]:
     """The noise of this preset and text as its study has it, by the steps of a run."""
     source = f"the study of noise at {setting.name}"
@@ -346,7 +352,7 @@ def _carry_out(
         children.sort(key=_seed)  # what is there first is one whole study of one seed
         train_all(children, walls, jobs=jobs or max(most, default=cores()), say=say, run=run, until=until)
         for work, seconds in timed:
-            if all(ended(work.out / name) for name in work.plan.runs):
+            if time.monotonic() < until and all(ended(work.out / name) for name in work.plan.runs):
                 time_steps(work, seconds, say)
         for arm in arms:
             for name in names_of(arm) if arm.measure else []:

@@ -12,7 +12,7 @@ from attnres.report.runs import load_run
 from attnres.run_names import label_and_seed
 from attnres.studies.cost import flops_a_token
 from attnres.studies.design import Arm, Row
-from attnres.training.records import ADVICE, Finished, Timing
+from attnres.training.records import ADVICE, TIMES, Finished, Timing
 from attnres.training.run_folder import DIVERGED
 from attnres.typed import checked
 
@@ -75,7 +75,7 @@ def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> list[Row]:
 
 def step_ratios(folder: Path) -> dict[str, float]:
     """The time of a step of each variant over the plain model's, of a comparison that timed them in turn; else none."""
-    path = folder / "speed.json"
+    path = folder / TIMES
     variants = checked(read_json(path), Timing, path, ADVICE)["variants"] if path.is_file() else {}
     return {label: one["ratio"] for label, one in variants.items()}
 

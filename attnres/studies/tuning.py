@@ -1,18 +1,20 @@
-"""Several mechanisms, each at its own best rate: all candidates at one seed, then the best of each with all seeds."""
+"""Several mechanisms at the recipe's rates, and then each at its own best: all seeds, one, and all again."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 from attnres.residuals import make_residual
 from attnres.studies.analyses.halving import at_best
-from attnres.studies.contrast import contrast
-from attnres.studies.design import Arm, Design, Measured, Result, Setting
+from attnres.studies.contrast import Contrast, contrast
+from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.studies.variants import parse_variant
 from attnres.text import listed
 from attnres.training.config import READ_RATE
 from attnres.training.optim import QUERY
 
-COARSE, BEST = "coarse", "best"
+RECIPE, COARSE, BEST = "recipe", "coarse", "best"
 CHOSEN = (
     "Each mechanism is at the best of its rates by seed 0, which counts here too: where they are level that flatters "
     "it, the standard model as well, by 0.3 sigma or so. One with parameters of its own had four to choose from, one "
@@ -38,51 +40,90 @@ def _small(settings: dict) -> dict:
     }
 
 
-def tuned_study(name: str, question: str, about: str, source: str, published: Mapping[str, str], title: str) -> Design:
-    """A study of variants that each train at their own best rate: all candidates at one seed, and once these have
-    finished the best of each with all seeds (the coarse seed is taken over).
+def tuned_study(
+    name: str, question: str, about: str, source: str, published: Mapping[str, str], title: str, best_title: str
+) -> Design:
+    """A study of variants: all at the recipe's rates with all seeds, then their other rates at one seed, then each at
+    the best of its rates with all seeds. A run that two of these ask for is made once.
 
     Args:
         published: variant -> what others have for it, "" for nothing.
-        title: of its table.
+        title, best_title: of the tables at the recipe's rates and at their best.
     """
 
     def arms(setting: Setting, measured: Measured) -> list[Arm]:
         variants, config = setting.some(list(published)), setting.config(steps=setting.preset.many)
-        # Every mechanism's first way before any other's second: a study that is stopped compares them all.
+        recipe = setting.arm(RECIPE, variants, of=config)
+        if not measured.complete(RECIPE):
+            return [recipe]
+        # Every mechanism's second way before any other's third: what is stopped has tried as much of each.
         ways = zip_longest(*(candidates(setting, variant) for variant in variants))
-        all_candidates = [one for way in ways for one in way if one is not None]
-        coarse = setting.arm(COARSE, all_candidates, [0], of=config)
+        coarse = setting.arm(COARSE, [one for way in ways for one in way if one is not None], [0], of=config)
         if not measured.complete(COARSE):
-            return [coarse]
+            return [recipe, coarse]
         best = chosen_rates(setting, measured, variants)
-        return [coarse, setting.arm(BEST, list(best.values()), of=config, timed=True)]
+        return [recipe, coarse, setting.arm(BEST, list(best.values()), of=config, timed=True)]
 
     def analyse(setting: Setting, measured: Measured) -> Result:
         variants = setting.some(list(published))
+        if "standard" not in measured.labels(RECIPE):
+            return Result("Too few runs have finished.")
+        plain = _held_beside(measured, RECIPE, {variant: variant for variant in variants}, title, published)
+        values, sentence = {RECIPE: plain.values}, f"At one rate for all: {plain.verdict}"
         best = chosen_rates(setting, measured, variants)
         if "standard" not in best or not measured.labels(BEST):
-            return _coarse(measured, title, len(variants) - 1)
-        one = contrast(measured, BEST, label_of(best["standard"]))
-        others = {label_of(candidate): published.get(variant, "") for variant, candidate in best.items()}
-        table = one.table(title, others)
-        table.notes.append(CHOSEN)
+            plain.tables[0].notes.append("No mechanism has been given a rate of its own yet.")
+            return Result(sentence, plain.tables, [plain.contrasts[0].chart(name, title)], values)
+        own = _held_beside(measured, BEST, best, best_title, published)
+        own.tables[0].notes.append(CHOSEN)
         if edge := [label_of(chosen) for chosen in best.values() if "@lr=" in chosen]:
-            table.notes.append(f"Best at an end of the rates that were tried, and maybe better beyond: {listed(edge)}.")
+            own.tables[0].notes.append(
+                f"Best at an end of the rates that were tried, and maybe better beyond: {listed(edge)}."
+            )
         lost = [variant for variant in variants if variant not in best]
-        sentence = one.sentence() + (f" Diverged at every rate: {listed(lost)}." if lost else "")
-        return Result(sentence, [table], [one.chart(name, title)], {name: one.values(), "rates": best})
+        sentence = f"At their own best rates: {own.verdict} {sentence}"
+        sentence += f" Diverged at every rate: {listed(lost)}." if lost else ""
+        values |= {BEST: own.values, "rates": best}
+        chart = own.contrasts[0].chart(name, best_title)
+        return Result(sentence, [*own.tables, *plain.tables], [chart], values)
 
     return Design(name, question, about, source, arms, analyse)
 
 
-def _coarse(measured: Measured, title: str, comparisons: int) -> Result:
-    """What may be said before every mechanism has its best rate."""
-    if "standard" not in measured.labels(COARSE):
-        return Result("Too few runs have finished: the coarse rates come first.")
-    one = contrast(measured, COARSE, "standard", comparisons=comparisons)
-    note = "One seed each, and not every rate has been tried: no mechanism is at its best here. "
-    return Result(note + one.sentence(), [one.table(f"{title}, so far")], [], {COARSE: one.values()})
+@dataclass(frozen=True)
+class _Beside:
+    """All variants of an arm beside the standard model, and those with settings beside their mechanism without."""
+
+    contrasts: list[Contrast]
+    tables: list[Table]
+
+    @property
+    def verdict(self) -> str:
+        return " ".join(one.sentence() for one in self.contrasts)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {one.baseline: one.values() for one in self.contrasts}
+
+
+def _held_beside(
+    measured: Measured, arm: str, ways: Mapping[str, str], title: str, published: Mapping[str, str]
+) -> _Beside:
+    """Contrasts, the standard model's first, and their tables; `ways`: how each variant was trained in this arm."""
+    groups = {"standard": [variant for variant in ways if variant != "standard"]}
+    for variant in ways:
+        if (base := parse_variant(variant).residual) != variant and base in ways:
+            groups.setdefault(base, []).append(variant)
+    comparisons = sum(map(len, groups.values()))
+    texts = {label_of(way): published[variant] for variant, way in ways.items()}
+    contrasts, tables = [], []
+    for base, members in groups.items():
+        labels = [label_of(ways[variant]) for variant in members]
+        one = contrast(measured, arm, label_of(ways[base]), labels, comparisons=comparisons)
+        if one.others or base == "standard":
+            contrasts.append(one)
+            tables.append(one.table(title if base == "standard" else f"{title}: {base}'s, beside it", texts))
+    return _Beside(contrasts, tables)
 
 
 def chosen_rates(setting: Setting, measured: Measured, variants: Sequence[str]) -> dict[str, str]:

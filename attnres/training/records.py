@@ -157,8 +157,12 @@ class Compared(TypedDict, total=False):
     kernels: str | None
 
 
+TIMES = "speed.json"
+"""Of a comparison's folder: its variants' steps, timed in turn."""
+
+
 class Speed(TypedDict):
-    """Of one variant in speed.json."""
+    """Of one variant in `TIMES`."""
 
     median_s: Positive
     ratio: Positive
@@ -167,7 +171,7 @@ class Speed(TypedDict):
 
 
 class Timing(TypedDict, total=False):
-    """speed.json."""
+    """`TIMES`."""
 
     key: dict[str, Any]
     device: str | None

@@ -35,6 +35,7 @@ from attnres.studies.work import Computation, function, work
 from attnres.training import from_dict, train
 from attnres.training.checkpoint import kept
 from attnres.training.config import differences, to_dict
+from attnres.training.records import TIMES
 
 QUIET = Console(quiet=True)
 
@@ -218,15 +219,16 @@ def test_when_the_time_is_over_the_rest_is_left_for_later(setting, tmp_path):
     assert outcome.counts == (0, 4) and outcome.result.verdict == "Too few lengths have finished."
 
 
-def test_a_search_of_rates_that_is_stopped_has_every_mechanism_once(setting, noise, tmp_path):
+def test_a_search_of_rates_that_is_stopped_has_every_mechanism_at_the_recipes(setting, noise, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     count = len(other.some(list(PUBLISHED)))
     with pytest.raises(Interrupted):
         conduct(STUDIES["ablations"], other, say=QUIET, jobs=1, run=Here(most=count + 1))
     result = outcome_in(other.folder("ablations")).result
-    assert result.verdict.startswith("One seed each, and not every rate has been tried")
+    assert result.verdict.startswith("At one rate for all: ")
+    assert result.tables[0].notes[-1] == "No mechanism has been given a rate of its own yet."
     (table,) = result.tables
-    assert {label_of(variant) for variant in other.some(list(PUBLISHED))} < {row[0] for row in table.rows}
+    assert {label_of(variant) for variant in other.some(list(PUBLISHED))} == {row[0] for row in table.rows}
 
 
 def test_one_page_of_all_studies(setting, noise):
@@ -438,7 +440,11 @@ def test_a_run_that_diverges_ends_no_study(setting, noise, tmp_path):
     }
     assert "rates,standard-lr1e+30,0,4,0,0,loss,inf" in (outcome.folder / "runs.csv").read_text()
     runner = Here()
-    conduct(design, other, say=QUIET, jobs=1, run=runner)
+    (outcome.folder / "rates" / TIMES).unlink()
+    late = conduct(design, other, say=QUIET, jobs=1, run=runner, until=time.monotonic())
+    assert not late.measured.step_ratios, "nothing begins when the time is over"
+    late = conduct(design, other, say=QUIET, jobs=1, run=runner)
+    assert late.measured.step_ratios.keys() == outcome.measured.step_ratios.keys(), "stopped before it was timed"
     with unpacked([outcome.folder / ARCHIVE]) as folders:
         elsewhere = dataclasses.replace(setting, out=tmp_path / "elsewhere")
         again = conduct(design, elsewhere, say=QUIET, jobs=1, run=runner, adopted=folders)
@@ -458,6 +464,7 @@ def test_several_studies_are_counted_in_the_order_given(setting, tmp_path, capsy
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        ("", r"runs.jsonl is empty: expected a run a line"),
         ("{", r"line 1 of .*runs.jsonl is not valid JSON"),
         ('{"arm": "x"}', r"line 1 of .*runs.jsonl is damaged \(files is None: expected it to be there\)"),
         ('{"arm": "..", "run": "a-seed0", "files": {}}', "names '..', which is no name of a file or folder"),
@@ -466,6 +473,6 @@ def test_several_studies_are_counted_in_the_order_given(setting, tmp_path, capsy
     ],
 )
 def test_a_file_of_runs_that_is_none_is_refused(tmp_path, line, message):
-    (tmp_path / ARCHIVE).write_text(line + "\n")
+    (tmp_path / ARCHIVE).write_text(f"{line}\n" if line else "")
     with pytest.raises(UserError, match=message), unpacked([tmp_path / ARCHIVE]):
         pass

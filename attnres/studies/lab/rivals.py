@@ -1,4 +1,4 @@
-"""The other ways to connect a network's depth, each at its own best rate."""
+"""The other ways to connect a network's depth, at one rate and each at its own best."""
 
 from attnres.studies.tuning import tuned_study
 
@@ -42,10 +42,11 @@ RIVALS = {
 STUDY = tuned_study(
     "rivals",
     "Do depth reads beat the other ways to connect a network?",
-    "Thirty-two mechanisms, the standard model too, each at the best of its rates: the recipe's, half, twice, and its "
-    "own parameters at another.",
+    "Thirty-two mechanisms, the standard model too, at the recipe's rates and then each at the best of its own: the "
+    "recipe's, half, twice, and its own parameters at another.",
     "arXiv 2603.15031, Tables 2 and 4; 'Most Transformer Modifications Still Do Not Transfer' (2605.20798): 2 of 20 "
     "modifications pass a noise floor at 1.2 B.",
     RIVALS,
+    "Mechanisms at the recipe's rates",
     "Mechanisms at their own best rate",
 )
