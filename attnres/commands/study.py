@@ -172,14 +172,18 @@ def _dry_run(designs: "list[Design]", setting: "Setting", options: Study, adopte
 
     from attnres.studies.conduct import left_of
     from attnres.studies.cost import cost_of, hours, measured_speed
+    from attnres.studies.design import Measured
     from attnres.terminal import grid, say, wide
 
     out = wide(Console())
     speed = measured_speed(setting.config())
     table = grid("study", "arm", right=("runs", "left", "tokens", "FLOPs", "hours"))
-    total = 0.0
+    total, without = 0.0, []
     for design in designs:
-        for arm, left in left_of(design, setting, adopted):
+        arms = left_of(design, setting, adopted)
+        if not arms:
+            without.append(f"{design.name}: {design.analyse(setting, Measured()).verdict}")
+        for arm, left in arms:
             whole = cost_of(arm, setting.config())
             cost = whole.of(left)
             time_h = hours([cost], speed or setting.preset.flops_per_s)
@@ -187,6 +191,8 @@ def _dry_run(designs: "list[Design]", setting: "Setting", options: Study, adopte
             counts = f"{whole.runs}", f"{cost.runs}"
             table.add_row(design.name, arm.name, *counts, f"{cost.tokens:,.0f}", f"{cost.flops:.2e}", f"{time_h:.2f}")
     out.print(table)
+    for line in without:
+        say(out, line)
     what = "measured by a few steps here" if speed else "assumed: the preset's device is not here"
     unit = "one core" if setting.config().device in ("auto", "cpu") else "one GPU"
     say(out, f"{total:.1f} hours of {unit} at {speed or setting.preset.flops_per_s:.2g} FLOP/s, {what}.")

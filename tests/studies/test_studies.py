@@ -458,6 +458,8 @@ def test_several_studies_are_counted_in_the_order_given(setting, tmp_path, capsy
     rows = capsys.readouterr().out.splitlines()
     first = [row.split()[0] for row in rows if row.split()[:1] in (["growth"], ["noise"])]
     assert first == sorted(first, reverse=True) and set(first) == {"growth", "noise"}
+    study.run(["resnet", *options, "--dry-run"])
+    assert "resnet: Not run: it needs images, give --images" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 
