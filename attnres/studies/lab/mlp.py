@@ -34,7 +34,7 @@ class Mlps(nn.Module):
 
         self.first, self.second = matrix(), matrix()
         self.residual: Any = make_residual(residual, layers, width, **settings)
-        self.norm, self.layers = norm, layers
+        self.norm = norm
         self.reads: list[float] = []
         self.streams: list[float] = []
 
@@ -43,9 +43,9 @@ class Mlps(nn.Module):
         and of the state as one vector after each write."""
         self.reads, self.streams = [], []
         state = self.residual("start", x)
-        for index in range(self.layers):
+        for index, (first, second) in enumerate(zip(self.first, self.second, strict=True)):  # one stack in backward
             read, state = self.residual("read", state, index, self._norm)
-            output = F.relu(read @ self.first[index]) @ self.second[index]
+            output = F.relu(read @ first) @ second
             state = self.residual("write", state, index, output)
             if not torch.is_grad_enabled():
                 self.streams.append(_rms(self.residual.hidden_state(state)))
