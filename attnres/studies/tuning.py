@@ -122,7 +122,7 @@ def _held_beside(
         one = contrast(measured, arm, label_of(ways[base]), labels, comparisons=comparisons)
         if one.others or base == "standard":
             contrasts.append(one)
-            tables.append(one.table(title if base == "standard" else f"{title}: {base}'s, beside it", texts))
+            tables.append(one.table(title if base == "standard" else f"{title}, beside {base}", texts))
     return _Beside(contrasts, tables)
 
 
