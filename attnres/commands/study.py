@@ -31,7 +31,7 @@ class Study:
     name: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = ()
     """Which, one after the other; --list names them. `all` is all of them."""
     preset: str = "nano"
-    """The size: seconds, demo, micro, nano or 100m."""
+    """The size: seconds, pico, micro, demo, nano or 100m."""
     seeds: int | None = None
     """Runs of a group; none is the preset's number. The study of noise takes more."""
     source: str | None = None
@@ -56,7 +56,8 @@ class Study:
     list: bool = False
     """Print the studies and what they ask."""
     report: bool = False
-    """Make OUT/report.html of all studies in OUT, analysed again; nothing is run."""
+    """Make OUT/report.html of all studies in OUT, analysed again, from their runs.jsonl where their runs are gone;
+    nothing is run."""
 
 
 def run(arguments: list[str]) -> None:
@@ -157,13 +158,16 @@ def _list(designs: "list[Design]") -> None:
 
 def _report(out: Path) -> None:
     from attnres.files import write_text
+    from attnres.studies.archive import restored
     from attnres.studies.conduct import outcome_in
     from attnres.studies.page import report_page
 
-    folders = sorted(path.parent for path in out.glob("*/*/study.json"))
-    if not folders:
-        raise UserError(f"{out} holds no studies: expected OUT/PRESET/NAME/study.json, as attnres study writes it")
-    write_text(out / "report.html", report_page([outcome_in(folder) for folder in folders]))
+    with restored(out) as studies:
+        folders = sorted(path.parent for path in studies.glob("*/*/study.json"))
+        if not folders:
+            raise UserError(f"{out} holds no studies: expected OUT/PRESET/NAME/study.json, as attnres study writes it")
+        page = report_page([outcome_in(folder) for folder in folders])
+    write_text(out / "report.html", page)
     print(out / "report.html")
 
 

@@ -6,6 +6,7 @@ arguments and what that returned. Where text and images lay is left out.
 """
 
 import json
+import shutil
 import tempfile
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager
@@ -84,6 +85,30 @@ def unpacked(paths: Iterable[Path]) -> Generator[list[Path]]:
                 _unpack(path, folder)
             folders.append(folder)
         yield folders
+
+
+@contextmanager
+def restored(out: Path) -> Generator[Path]:
+    """The folder OUT of studies, or where one has no run folders, as in a repository, a copy of all with those that its
+    runs.jsonl gives, which is removed afterwards. Raises UserError: a runs.jsonl that is none."""
+    studies = sorted(path.parent for path in out.glob("*/*/study.json"))
+    without = [one for one in studies if (one / ARCHIVE).is_file() and not any(path.is_dir() for path in one.iterdir())]
+    if not without:
+        yield out
+        return
+    with tempfile.TemporaryDirectory(prefix="attnres-studies-") as temporary:
+        copy = Path(temporary)
+        for one in studies:
+            there = copy / one.relative_to(out)
+            if one in without:
+                _unpack(one / ARCHIVE, there)
+                for name in ("study.json", "result.json"):
+                    if (one / name).is_file():
+                        shutil.copy2(one / name, there)
+            else:
+                there.parent.mkdir(parents=True, exist_ok=True)
+                there.symlink_to(one.resolve(), target_is_directory=True)
+        yield copy
 
 
 def _unpack(path: Path, folder: Path) -> None:

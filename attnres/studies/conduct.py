@@ -21,7 +21,7 @@ from typing import Any, TypedDict
 from rich.console import Console
 
 from attnres.device import cores
-from attnres.errors import UserError, unknown
+from attnres.errors import Interrupted, UserError, unknown
 from attnres.files import LOCK, locked, write_json, write_text
 from attnres.folders import kind_of, refuse_other
 from attnres.reading import read_json
@@ -144,7 +144,11 @@ def conduct(
         arms, measured = survey(design, setting)
         while left := [arm for arm in arms if not measured.complete(arm.name) or _is_untimed(arm, folder)]:
             before = measured.finished
-            _carry_out(left, folder, say, jobs, until, run, elsewhere)
+            try:
+                _carry_out(left, folder, say, jobs, until, run, elsewhere)
+            except Interrupted:
+                write(design, setting, survey(design, setting)[1])  # as far as it came
+                raise
             arms, measured = survey(design, setting)
             if measured.finished == before or time.monotonic() > until:
                 break

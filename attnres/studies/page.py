@@ -11,6 +11,7 @@ from attnres.figures.plot import COLUMN
 from attnres.report import theme
 from attnres.report.page import ZOOM
 from attnres.studies.design import Table
+from attnres.studies.sizes import at_sizes
 
 if TYPE_CHECKING:
     from attnres.studies.conduct import Outcome
@@ -24,13 +25,14 @@ def study_page(outcome: "Outcome") -> str:
 
 
 def report_page(outcomes: Sequence["Outcome"]) -> str:
-    """The page of several studies: a table of them, then each."""
+    """The page of several studies: a table of them, what holds at several sizes, then each."""
     rows = [
         [one.design.title, one.setting.name, "{} of {}".format(*one.counts), one.result.verdict] for one in outcomes
     ]
     parts = [
         f"<section>\n<h2>All studies</h2>\n{_table(Table('', ['study', 'preset', 'runs', 'verdict'], rows))}</section>"
     ]
+    parts += map(_section, at_sizes(outcomes))
     for one in outcomes:
         body = f'<p class="lead">{escape(one.result.verdict)}</p>' + "\n".join(_sections(one))
         parts.append(f"<section>\n<h2>{escape(one.design.title)} · {escape(one.setting.name)}</h2>\n{body}\n</section>")
@@ -63,7 +65,7 @@ def _kicker(outcome: "Outcome") -> str:
 def _sections(outcome: "Outcome") -> list[str]:
     design, result = outcome.design, outcome.result
     anchor = f"{outcome.setting.name}-{design.name}"
-    parts = [f"<section>\n<h2>{escape(table.title)}</h2>\n{_table(table)}\n</section>" for table in result.tables]
+    parts = [*map(_section, result.tables)]
     if result.charts:
         drawn = []
         for chart in result.charts:
@@ -99,6 +101,10 @@ def command(outcome: "Outcome") -> str:
     setting = outcome.setting
     words = ["attnres study", outcome.design.name, "--preset", setting.name, "--seeds", str(setting.seeds)]
     return " ".join([*words, *(["--source", setting.source] if setting.source else [])])
+
+
+def _section(table: Table) -> str:
+    return f"<section>\n<h2>{escape(table.title)}</h2>\n{_table(table)}\n</section>"
 
 
 def _table(table: Table, kind: str = "numbers") -> str:

@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,10 +18,11 @@ from attnres.errors import Interrupted, UserError
 from attnres.files import write_json
 from attnres.flags import config_file
 from attnres.reading import read_json
+from attnres.stats import plain
 from attnres.studies.adopt import alike, runs_in
 from attnres.studies.analyses.noise import Noise
-from attnres.studies.archive import ARCHIVE, unpacked
-from attnres.studies.conduct import conduct, left_of, names_of, outcome_in, survey
+from attnres.studies.archive import ARCHIVE, restored, unpacked
+from attnres.studies.conduct import Outcome, conduct, left_of, names_of, outcome_in, survey
 from attnres.studies.contrast import contrast
 from attnres.studies.cost import CALL, Cost, cost_of, flops_a_token, hours
 from attnres.studies.design import Design, Measured, Result, Row, Setting
@@ -29,6 +31,8 @@ from attnres.studies.lab.ablations import PUBLISHED
 from attnres.studies.page import report_page
 from attnres.studies.plan import CompareConfig, make_plan
 from attnres.studies.presets import PRESETS, shape
+from attnres.studies.rows import to_csv
+from attnres.studies.sizes import at_sizes
 from attnres.studies.slurm import Slurm
 from attnres.studies.tuning import label_of
 from attnres.studies.work import Computation, function, work
@@ -143,6 +147,7 @@ def test_a_stopped_study_goes_on_and_ends_with_the_same_table(setting, noise, tm
     first, again = Here(most=2), Here()
     with pytest.raises(Interrupted):
         conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=first)
+    assert read_json(other.folder("noise") / "result.json")["finished"] == len(first.names) == 2
     outcome = conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=again)
     assert not set(first.names) & set(again.names) and outcome.counts[0] == len(first.names + again.names)
     assert (outcome.folder / "runs.csv").read_bytes() == (noise.folder / "runs.csv").read_bytes()
@@ -246,6 +251,63 @@ def test_one_page_of_all_studies(setting, noise):
         with pytest.raises(UserError, match=message):
             outcome_in(folder)
     shutil.rmtree(folder.parent)
+
+
+def test_the_page_of_a_repository_is_that_of_the_runs_that_made_it(setting, noise, tmp_path, capsys):
+    """Where the run folders are gone, runs.jsonl gives the same tables, figures and sentences."""
+    kept, other = tmp_path / "seconds" / "noise", tmp_path / "seconds" / "growth"
+    kept.mkdir(parents=True)
+    for name in ("study.json", "result.json", ARCHIVE):
+        shutil.copy2(noise.folder / name, kept)
+    conduct(STUDIES["growth"], dataclasses.replace(setting, out=tmp_path), say=QUIET, jobs=1, run=Here())
+    with restored(tmp_path) as copy:
+        assert copy != tmp_path
+        assert outcome_in(copy / "seconds" / "noise").result == noise.result
+        assert outcome_in(copy / "seconds" / "growth").counts == outcome_in(other).counts
+        whole = report_page([outcome_in(copy / "seconds" / name) for name in ("growth", "noise")])
+    study.run(["--report", "--out", str(tmp_path)])
+    assert (tmp_path / "report.html").read_text() == whole
+    assert sorted(path.name for path in kept.iterdir()) == ["result.json", ARCHIVE, "study.json"]
+    (kept / ARCHIVE).write_text("")
+    with pytest.raises(UserError, match="is empty: expected a run a line"):
+        study.run(["--report", "--out", str(tmp_path)])
+
+
+DATA = Path(__file__).parents[2] / "docs" / "data" / "studies"
+
+
+def test_what_the_repository_says_of_its_studies_is_what_their_runs_give():
+    with restored(DATA) as studies:
+        for path in sorted(studies.glob("*/*/study.json")):
+            again, record = outcome_in(path.parent), read_json(path.parent / "result.json")
+            assert again.result.verdict == record["verdict"]
+            assert plain(again.result.values, digits=9) == record["values"]
+            assert to_csv(again.measured.rows) == (DATA / path.parent.relative_to(studies) / "runs.csv").read_text()
+
+
+def test_a_claim_needs_the_same_sign_at_two_sizes(setting):
+    def outcome(preset, **differences):
+        variants = {
+            label: {"difference": gap, "seeds": 3, "verdict": verdict} for label, (gap, verdict) in differences.items()
+        }
+        values = {"recipe": {"standard": {"baseline": "standard", "base": 3.0, "variants": variants}}}
+        at = dataclasses.replace(setting, name=preset)
+        return Outcome(STUDIES["ablations"], at, Measured(), Result("", values=values))
+
+    (table,) = at_sizes(
+        [
+            outcome("nano", block=(-0.06, "better"), full=(0.01, "undecided"), mhc=(-0.04, "better")),
+            outcome("pico", block=(-0.03, "better"), full=(-0.03, "better"), mhc=(0.03, "worse"), dca=(0.1, "worse")),
+        ]
+    )
+    assert table.head == ["variant", "of", "pico", "nano", "together"]
+    assert table.rows == [
+        ["block", "recipe standard minus standard", "−0.0300, better (3)", "−0.0600, better (3)", "better at 2 sizes"],
+        ["full", "recipe standard minus standard", "−0.0300, better (3)", "+0.0100, undecided (3)",
+         "better at one, not of one sign"],
+        ["mhc", "recipe standard minus standard", "+0.0300, worse (3)", "−0.0400, better (3)", "of both signs"],
+    ]  # fmt: skip
+    assert at_sizes([outcome("nano", block=(-0.06, "better"))]) == []
 
 
 @pytest.mark.parametrize(
