@@ -1,4 +1,4 @@
-"""`attnres figures`: figures of models and runs."""
+"""`attnres figures`: figures of models, runs and studies."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -12,13 +12,14 @@ from attnres.studies.look_config import LookConfig
 
 @dataclass
 class Figures(LookConfig):
-    """Write the figures of models, runs or saved inspections: attnres figures MODEL [MORE ...] OUT/.
+    """Write the figures of models, runs, saved inspections or studies: attnres figures MODEL [MORE ...] OUT/.
 
     Several are also set side by side, each in a folder of its own. A model is looked at first, as attnres inspect does.
     """
 
     paths: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="MODEL ... OUT")]
-    """Run folders, folders of runs, model folders, hub names or files of attnres inspect; last the folder to write."""
+    """Run folders, folders of runs, model folders, hub names, files of attnres inspect, folders of attnres study; last
+    the folder to write."""
     formats: tuple[str, ...] = ("pdf", "png")
     """Of pdf, png and svg."""
     by: Literal["contribution", "weight"] = "contribution"
@@ -29,7 +30,9 @@ def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
     options = parse("figures", Figures, arguments)
     if len(options.paths) < 2:
-        raise UserError("expected attnres figures MODEL [MORE ...] OUT: a model, run or inspection, then a folder")
+        raise UserError(
+            "expected attnres figures MODEL [MORE ...] OUT: a model, run, inspection or study, then a folder"
+        )
 
     from attnres.studies.draw import draw
 

@@ -1,4 +1,4 @@
-"""The figures of models, runs or saved inspections: what the command `attnres figures` does."""
+"""The figures of models, runs, saved inspections or studies: what the command `attnres figures` does."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +15,8 @@ from attnres.inspect.routing import By
 from attnres.paths import user_path
 from attnres.report.runs import load_study
 from attnres.report.variants import comparison_of
+from attnres.studies.archive import restored
+from attnres.studies.conduct import outcome_in
 from attnres.studies.look import look
 from attnres.studies.look_config import InspectConfig
 
@@ -29,9 +31,11 @@ def draw(
     """Write every figure that applies, and `captions.md`; print what was written and what does not apply, and why.
 
     Args:
-        sources: model folders, run folders, folders of runs, hub names, or files that `attnres inspect` wrote. Of a
-            folder of runs the first seed of each label is inspected; its dynamics are means over seeds.
-        out: folder; with several models each has a folder of its own in it, and what compares them lies above.
+        sources: model folders, run folders, folders of runs, hub names, files that `attnres inspect` wrote, or folders
+            of studies. Of a folder of runs the first seed of each label is inspected; its dynamics are means over
+            seeds.
+        out: folder; with several models each has a folder of its own in it, and what compares them lies above. Studies
+            beside anything else have folders of their own as well.
         formats: of pdf, png and svg.
         options: fields of `InspectConfig`, for those that are models.
         by: the numbers of sources that are shown.
@@ -43,8 +47,41 @@ def draw(
     if Path(out).suffix == ".json":
         raise UserError(f"the last argument is the folder to write figures into, it is the file {out}")
     out = refuse_other(out, "figures")
-    models, studies = _expand(sources)
-    inspections = [_inspection(name, options) for name in models]
+    questions = [name for name in sources if (user_path(name) / "study.json").is_file()]
+    console, written = Console(), list[Path]()
+    for folder in (user_path(name).resolve() for name in questions):
+        alone = len(sources) == 1
+        if not alone:
+            write_text(out / "captions.md", "")  # first: the folder is known by it
+        name = f"{folder.parent.name}-{folder.name}"
+        written += _write(console, name, _study(folder), out if alone else out / name, formats)
+    models, studies = _expand([name for name in sources if name not in questions])
+    if models:
+        written += _draw_models(models, studies, out, formats, options, by, console)
+    console.print(f"{len(written)} files in {out}", highlight=False, markup=False, soft_wrap=True)
+    return written
+
+
+def _study(folder: Path) -> Drawn:
+    """The charts of a study, of its runs.jsonl where its runs are gone."""
+    drawn = Drawn()
+    with restored(folder.parent.parent) as out:
+        for chart in outcome_in(out / folder.parent.name / folder.name).result.charts:
+            drawn.add(chart.name, chart.draw)
+    return drawn
+
+
+def _draw_models(
+    sources: Sequence[str],
+    studies: Sequence[Path],
+    out: Path,
+    formats: Sequence[str],
+    options: dict[str, object],
+    by: By,
+    console: Console,
+) -> list[Path]:
+    """Those of models, and of what training runs were read from."""
+    inspections = [_inspection(name, options) for name in sources]
     names = _distinct([str(inspection.model["name"]) for inspection in inspections])
     for inspection, name in zip(inspections, names, strict=True):
         inspection.model["name"] = name
@@ -54,8 +91,7 @@ def draw(
         models = models.without("dynamics")
     side_by_side = draw_comparison(models, by)
     training = draw_comparison(runs.without("inspections"))
-    console = Console()
-    written = []
+    written = list[Path]()
     if len(inspections) == 1:
         drawn = draw_model(inspections[0], by)
         written += _write(console, names[0], drawn + side_by_side + training, out, formats)
@@ -66,7 +102,6 @@ def draw(
         ):
             written += _write(console, name, draw_model(inspection, by), out / folder, formats)
         written += _write(console, "side by side", side_by_side + training, out, formats)
-    console.print(f"{len(written)} files in {out}", highlight=False, markup=False, soft_wrap=True)
     return written
 
 

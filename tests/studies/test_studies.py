@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from attnres.commands import study
+from attnres.commands import figures, study
 from attnres.errors import Interrupted, UserError
 from attnres.files import write_json
 from attnres.flags import config_file
@@ -267,6 +267,10 @@ def test_the_page_of_a_repository_is_that_of_the_runs_that_made_it(setting, nois
         whole = report_page([outcome_in(copy / "seconds" / name) for name in ("growth", "noise")])
     study.run(["--report", "--out", str(tmp_path)])
     assert (tmp_path / "report.html").read_text() == whole
+    figures.run([str(kept), str(tmp_path / "figures"), "--formats", "svg"])
+    assert sorted(path.name for path in (tmp_path / "figures").iterdir()) == ["captions.md", "noise.svg"]
+    figures.run([str(kept), str(other), str(tmp_path / "both"), "--formats", "svg"])
+    assert {path.name for path in (tmp_path / "both").glob("*/*.svg")} >= {"noise.svg", "growth.svg"}
     assert sorted(path.name for path in kept.iterdir()) == ["result.json", ARCHIVE, "study.json"]
     (kept / ARCHIVE).write_text("")
     with pytest.raises(UserError, match="is empty: expected a run a line"):
