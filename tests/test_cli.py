@@ -106,6 +106,7 @@ def compared(monkeypatch):
         (["study", "noize"], "unknown study 'noize': did you mean 'noise'?"),
         (["study", "noise", "--seeds", "x"], "Error parsing --seeds: 'x' is no INT"),
         (["study", "noise", "--preset", "seconds", "--source", "absent.txt"], "source 'absent.txt' does not exist"),
+        (["study", "noise", "--source", "absent.txt", "--dry-run"], "source 'absent.txt' does not exist"),
         (["study", "noise", "--preset", "seconds", "--source", "text.txt", "--jobs", "0"], "jobs is 0: expected 1 or"),
         (["study", "resnet", "--preset", "seconds", "--images", "absent"], "images 'absent' does not exist"),
         (

@@ -64,6 +64,7 @@ def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
     options = parse("study", Study, arguments)
 
+    from attnres.data.sources import open_source
     from attnres.studies.archive import unpacked
     from attnres.studies.design import Setting
     from attnres.studies.lab import STUDIES
@@ -102,6 +103,8 @@ def run(arguments: list[str]) -> None:
     designs = [STUDIES[name] for name in names]
     with unpacked(user_path(path) for path in options.adopt) as adopted:
         if options.dry_run:
+            if options.source is not None and "hub:" not in options.source:
+                open_source(options.source)  # a name that is wrong is refused here as it would be in earnest
             return _dry_run(designs, setting, options, adopted)
         _carry_out(designs, setting, options, adopted)
 
