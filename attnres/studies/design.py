@@ -217,6 +217,12 @@ class Setting:
             base = dataclasses.replace(base, data=dataclasses.replace(base.data, source=self.source))
         return from_dict(values, base)
 
+    def sized(self, size: dict[str, Any], **values: Any) -> TrainConfig:
+        """The preset's run of another size; to another width its rates are carried over (muP)."""
+        width = self.preset.width
+        carried = {} if size["hidden_size"] == width else {"optim": {"base_width": width}}
+        return self.config(model={"size": size}, **carried, **values)
+
     def is_recipe(self, run: TrainConfig) -> bool:
         """Whether a run is the preset's but for its steps."""
         return run == self.config(steps=run.steps)

@@ -52,7 +52,7 @@ class Preset:
     ladder: tuple[dict[str, Any], ...]
     tokens_a_parameter: float
     layers: tuple[int, ...]
-    deep: Size
+    deep: dict[str, Any]
     gpt2: Size
     small: float
     flops_per_s: float
@@ -70,9 +70,14 @@ class Preset:
         return int(self._fields["num_hidden_layers"])
 
     @property
+    def width(self) -> int:
+        """That of the recipe's model, at which its rates were found."""
+        return int(self._fields["hidden_size"])
+
+    @property
     def layer_parameters(self) -> float:
         """Parameters of all layers of the recipe's model, as `shape` counts them."""
-        return 12.0 * self.depth * int(self._fields["hidden_size"]) ** 2
+        return 12.0 * self.depth * self.width**2
 
     @property
     def _fields(self) -> dict[str, Any]:

@@ -96,6 +96,9 @@ class OptimConfig:
     """Decoupled weight decay of the pseudo-queries, towards the uniform mean."""
     muon_lr: float = 2e-3
     """Peak learning rate of Muon, scaled per matrix so that an update has the RMS of an AdamW update."""
+    base_width: int | None = None
+    """The width at which the rates were found: those of a new model of another, and its start values, are carried over
+    as muP has it (docs/models.md). None takes them as they are."""
     min_lr_ratio: float = 0.1
     """Last learning rate as a fraction of the peak."""
     schedule: Literal["cosine", "wsd"] = "cosine"
@@ -277,7 +280,8 @@ BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda value: 0 < value < math.inf,
         "steps batch_size accumulation parallel.dp parallel.shard parallel.pp parallel.pp_virtual parallel.pp_layers "
         "parallel.tp parallel.cp keep_at val_every log_every save_every data.seq_len data.val_windows data.limit "
-        "optim.lr optim.muon_lr optim.residual_lr finetune.lora_rank finetune.lora_alpha finetune.distill_temperature",
+        "optim.lr optim.muon_lr optim.residual_lr optim.base_width finetune.lora_rank finetune.lora_alpha "
+        "finetune.distill_temperature",
     ),
     (
         "it must be 0 or more",
@@ -329,6 +333,11 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
                 f"finetune.{name} is {getattr(finetune, name)} and the model is new: give init_from, the pretrained "
                 "model it is about"
             )
+    if finetune.init_from is not None and optim.base_width is not None:
+        raise UserError(
+            f"optim.base_width is {optim.base_width} and the model is {finetune.init_from}: it carries rates and start "
+            "values to new models alone, leave it out"
+        )
     if optim.schedule == "wsd" and optim.warmup + optim.decay > 1:
         raise UserError(
             f"optim.warmup {optim.warmup} and optim.decay {optim.decay} together exceed the run: "

@@ -28,10 +28,11 @@ from attnres.training.config import READ_RATE, OptimConfig
 from attnres.training.muon import StackedMuon
 from attnres.training.muon_shares import OwnedMuon
 from attnres.training.regimes import is_adapter
+from attnres.training.transfer import QUERY, QUERY_WEIGHT, Transfer
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
-QUERY, GAIN, QUERY_WEIGHT = "query", "gain", "query_weight"
-"""The last part of the names of pseudo-queries and of the gains of their keys, in every mechanism that has them."""
+GAIN = "gain"
+"""The last part of the names of the gains of keys, in every mechanism that has pseudo-queries."""
 
 
 def kinds(model: nn.Module) -> dict[str, list[str]]:
@@ -67,13 +68,15 @@ def kinds(model: nn.Module) -> dict[str, list[str]]:
 
 def build_optimizers(model: nn.Module, config: OptimConfig) -> list[torch.optim.Optimizer]:
     """AdamW over every group of a model's parameters, or AdamW and Muon; see `optimizers_of`."""
-    return optimizers_of(dict(model.named_parameters()), kinds(model), config)
+    transfer = Transfer.of(model, config.base_width)
+    return optimizers_of(dict(model.named_parameters()), kinds(model), config, transfer)
 
 
 def optimizers_of(
-    parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Sequence[str]], config: OptimConfig
+    parameters: Mapping[str, nn.Parameter], kinds: Mapping[str, Sequence[str]], config: OptimConfig, transfer: Transfer
 ) -> list[torch.optim.Optimizer]:
-    """AdamW, or AdamW and Muon, over those of the named `kinds` that are among `parameters`.
+    """AdamW, or AdamW and Muon, over those of the named `kinds` that are among `parameters`, with what the model's
+    width does to their rates.
 
     Each group holds `kind`, `names` (of its parameters, in order) and `peak_lr`, which `set_learning_rate` scales.
     AdamW is fused where PyTorch has it for the model's device. Muon's updates are scaled to the RMS of AdamW's
@@ -89,10 +92,13 @@ def optimizers_of(
         for name in [name for name in names if name not in orthogonal]:
             # Pseudo-queries are decayed where that is asked for, back to the uniform mean.
             pull = config.residual_decay if kind == "residual" and name.endswith(QUERY) else decay
-            plain.setdefault((_adamw_rate(kind, name, every, config), pull), []).append(name)
+            divisor = transfer.divisor(kind, name)
+            rates = (_adamw_rate(kind, name, every, config) / divisor, pull * divisor)
+            plain.setdefault(rates, []).append(name)
+        divisor = transfer.divisor(kind, "", muon=True)
         for groups, members, lr, pull in (
             *((adamw, members, *rates) for rates, members in plain.items()),
-            (muon, orthogonal, config.muon_lr, decay),
+            (muon, orthogonal, config.muon_lr / divisor, decay * divisor),
         ):
             for alike in _alike(members, parameters):
                 group = {"params": [parameters[name] for name in alike], "names": alike, "kind": kind}

@@ -42,6 +42,7 @@ from attnres.training.parallel import Processes
 from attnres.training.past import Past, past_of
 from attnres.training.run_folder import DIVERGED, same_data
 from attnres.training.schedule import fraction_of_peak, residual_fraction
+from attnres.training.transfer import Transfer
 
 UNTIMED = 3
 """Steps at the start of a run or of its resumption that are not timed: they warm caches and compile."""
@@ -85,11 +86,12 @@ class Run:
         peak = peak_flops(who.device, config.dtype)
         self.peak = None if peak is None else peak * who.world_size  # a second
         groups = kinds(self.model)  # of the whole model: a stage has no embedding beside its head to tell by
+        transfer = Transfer.of(self.model, config.optim.base_width)
         objective = Objective(self.model, self.kind, self.cast, self.teacher, compiled=config.compile)
         with who.alike():
             self.model = self.layout.place(objective)
         _seed(config.seed + who.rank)  # after building, which may draw more for one residual than another
-        self.optimizers = optimizers_of(dict(self.layout.named_parameters()), groups, config.optim)
+        self.optimizers = optimizers_of(dict(self.layout.named_parameters()), groups, config.optim, transfer)
         if state:
             self._restore(here, state)
         recorded = (state or {}).get("arithmetic") or {}

@@ -28,6 +28,8 @@ from attnres.paths import user_path
 from attnres.residuals import make_residual
 from attnres.residuals import settings_of as settings_with_defaults
 from attnres.training.config import ModelConfig, TrainConfig, size_of, tokenizer_of
+from attnres.training.optim import kinds
+from attnres.training.transfer import carry_start
 
 if TYPE_CHECKING:
     from attnres.data import Prepared
@@ -206,6 +208,7 @@ def _new(config: TrainConfig, prepared: "Prepared") -> Any:
         seed=config.seed,
         settings=config.model.settings,
     )
+    carry_start(model, config.optim.base_width, kinds(model))
     for described in (model.config, model.generation_config):
         if described is not None:
             described.bos_token_id = described.eos_token_id = prepared.eos_id

@@ -26,7 +26,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     for depth in layers:
         size = shape(depth, parameters)
         steps = max(2, round(budget / flops_a_token(size, length, vocabulary)))
-        run = setting.config(model={"size": size}, steps=steps)
+        run = setting.sized(size, steps=steps)
         parts.append(setting.arm(f"layers{depth}", VARIANTS, of=run))
     return parts
 
@@ -79,7 +79,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
 STUDY = Design(
     "depth-width",
     "Do depth reads want deeper models?",
-    "Models of equal compute from wide and shallow to narrow and deep, standard and Block.",
+    "Models of equal compute from wide and shallow to narrow and deep, standard and Block, at the recipe's rates, "
+    "carried to each width as muP has it.",
     "arXiv 2603.15031, Figure 7 (6.5e19 FLOPs): baseline best at d / layers = 60 (1.847), Full at 45 (1.802).",
     arms,
     analyse,

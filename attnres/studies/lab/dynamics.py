@@ -13,7 +13,7 @@ VARIANTS = ("standard", "block", "full")
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """The recipe, and a model of many narrow layers."""
-    deep = setting.config(model={"size": setting.preset.deep}, steps=setting.preset.many)
+    deep = setting.sized(setting.preset.deep, steps=setting.preset.many)
     depth = tuple(QUANTITIES)
     seeds = range(min(2, setting.seeds))
     return [

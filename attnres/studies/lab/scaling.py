@@ -26,8 +26,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """An arm a size of the preset's ladder."""
     parts = []
     for size in setting.preset.ladder:
-        run = setting.config(model={"size": size})
-        run = setting.config(model={"size": size}, steps=steps_for(setting, run))
+        run = setting.sized(size, steps=steps_for(setting, setting.sized(size)))
         name = f"d{size['hidden_size']}-layers{size['num_hidden_layers']}"
         parts.append(setting.arm(name, VARIANTS, range(min(2, setting.seeds)), of=run))
     return parts
@@ -110,7 +109,8 @@ def _plain(value: float) -> float | None:
 STUDY = Design(
     "scaling",
     "How much compute does depth attention save?",
-    "Standard, Block and Full at a ladder of sizes, each with the same tokens a parameter.",
+    "Standard, Block and Full at a ladder of sizes, each with the same tokens a parameter and the recipe's rates, "
+    "carried to its width as muP has it.",
     "arXiv 2603.15031: 1.891 C^-.057, Block 1.870 C^-.058, Full 1.865 C^-.057 (C in PFLOP/s-days, 194 M to 528 M "
     "active), 1.25 times the compute at 5.6. marin, data-matched: 1.06 at d = 512, 1.17 at d = 768.",
     arms,
