@@ -98,7 +98,7 @@ class OptimConfig:
     """Peak learning rate of Muon, scaled per matrix so that an update has the RMS of an AdamW update."""
     base_width: int | None = None
     """The width at which the rates were found: those of a new model of another, and its start values, are carried over
-    as muP has it (docs/models.md). None takes them as they are."""
+    as muP has it (docs/architecture.md). None takes them as they are."""
     min_lr_ratio: float = 0.1
     """Last learning rate as a fraction of the peak."""
     schedule: Literal["cosine", "wsd"] = "cosine"
