@@ -12,6 +12,9 @@ from attnres.studies.analyses.noise import Noise, Spread, Verdict
 from attnres.studies.design import Measured, Table
 from attnres.text import UNKNOWN, listed, number
 
+LARGER = 0.01
+"""Share of a model's parameters above which those of a mechanism are said."""
+
 
 @dataclass(frozen=True)
 class Against:
@@ -42,6 +45,7 @@ class Contrast:
         comparisons: how many were to be compared, finished or not.
         diverged: of how many seeds, by label. curve: the standard model's losses by steps, in the recipe's arms.
         ratios: time of a step over the baseline's, where that was measured.
+        shares: of the parameters that the residual itself has, by label; of trained models.
     """
 
     baseline: str
@@ -53,6 +57,7 @@ class Contrast:
     diverged: Mapping[str, int]
     curve: Mapping[int, float]
     ratios: Mapping[str, float]
+    shares: Mapping[str, float]
 
     @property
     def noise(self) -> Noise:
@@ -90,6 +95,8 @@ class Contrast:
     def table(self, title: str, published: Mapping[str, str] | None = None) -> Table:
         """A row a variant; `published`: what others have for it."""
         head = ["variant", "loss", "seeds", "difference", "needed", "verdict"]
+        larger = any(share > LARGER for share in self.shares.values())
+        head += ["parameters"] * larger
         rate = exchange(list(self.curve), list(self.curve.values())) if len(self.curve) > 1 else None
         timed = rate is not None and len(self.ratios) > 1
         head += ["steps saved"] * (rate is not None) + ["time saved"] * timed + ["published"] * (published is not None)
@@ -98,6 +105,8 @@ class Contrast:
         for one in [None, *self.others]:
             label = self.baseline if one is None else one.label
             row = base if one is None else _cells(one)
+            if larger:
+                row = [*row, _larger(self.shares.get(label, math.nan))]
             if rate is not None:
                 row = [*row, "" if one is None else self._saved(one, rate)]
             if rate is not None and timed:
@@ -117,6 +126,11 @@ class Contrast:
             )
         notes += [f"{label} varies more than the others and is judged by its own: {own}." for label, own in self._own()]
         notes.append("Differences are over the seeds that both have; ± is the standard error of them seed by seed.")
+        if larger:
+            notes.append(
+                "Parameters: how many more a mechanism has than the model without it. A larger model is better by "
+                "itself; no other has been made smaller for it."
+            )
         if rate is not None:
             notes.append(
                 f"Steps saved: how many fewer than {self.baseline} it needs to be as good, by the standard model's own "
@@ -215,7 +229,18 @@ def contrast(
     curve = measured.curve if measured.at_recipe(arm, quantity) else {}
     steps = {one: measured.step_ratios[arm, one] for one in (baseline, *names) if (arm, one) in measured.step_ratios}
     ratios = {label: value / steps[baseline] for label, value in steps.items()} if baseline in steps else {}
-    return Contrast(baseline, mean, len(base), spread, comparisons, others, diverged, curve, ratios)
+    shares = {label: _own_share(measured, arm, label) for label in (baseline, *names)}
+    return Contrast(baseline, mean, len(base), spread, comparisons, others, diverged, curve, ratios, shares)
+
+
+def _own_share(measured: Measured, arm: str, label: str) -> float:
+    """The residual's parameters over those of the model without them; NaN where nothing was trained."""
+    own, every = (measured.mean(arm, label, name) for name in ("own_parameters", "parameters"))
+    return own / (every - own)
+
+
+def _larger(share: float) -> str:
+    return UNKNOWN if math.isnan(share) else f"{number(100 * share, 1, signed=True)} %" if share else ""
 
 
 def _cells(one: Against) -> list[str]:

@@ -448,6 +448,26 @@ def test_the_recipes_noise_and_curve_judge_its_own_arms_alone():
     assert "steps saved" in heads[0] and "steps saved" not in heads[1]
 
 
+def test_a_mechanism_that_makes_the_model_larger_is_said_to():
+    def measured(**own):
+        rows = measured_of({"standard": [3.0], **{label: [2.9] for label in own}}).rows
+        counts = {"own_parameters": own, "parameters": {label: 1000 + many for label, many in own.items()}}
+        return Measured(
+            rows=rows
+            + [
+                dataclasses.replace(row, quantity=quantity, value=each[row.label])
+                for quantity, each in counts.items()
+                for row in rows
+                if row.label in each
+            ]
+        )
+
+    table = contrast(measured(small=4, large=180, none=0), "arm", "standard").table("t")
+    assert [row[table.head.index("parameters")] for row in table.rows] == ["–", "+0.4 %", "+18.0 %", ""]
+    assert any(note.startswith("Parameters: how many more") for note in table.notes)
+    assert "parameters" not in contrast(measured(small=4, none=0), "arm", "standard").table("t").head
+
+
 def test_higher_accuracy_is_better():
     losses = {"standard": [0.5, 0.51, 0.49], "good": [0.9, 0.91, 0.89]}
     rows = [dataclasses.replace(row, quantity="accuracy") for row in measured_of(losses).rows]
