@@ -438,6 +438,24 @@ def test_a_contrast_says_no_more_than_the_noise_allows():
     assert known.others[0].verdict == "better"
 
 
+def test_when_a_seeds_luck_falls(setting):
+    """What is drawn by step 20 and kept is seen there; before it nothing is."""
+    draw = np.random.default_rng(0)
+    luck, early = draw.normal(0, 0.01, 200), draw.normal(0, 0.03, 200)
+    rows = [
+        Row("recipe", "standard", seed, step, 0, 0.0, "loss", 3.0 + gap)
+        for step, gaps in ((10, early), (20, luck), (40, 2 * luck))
+        for seed, gap in enumerate(gaps)
+    ]
+    table = STUDIES["noise"].analyse(setting, Measured(rows=rows)).tables[1]
+    assert [row[:2] for row in table.rows] == [["40", "10"], ["40", "20"], ["40", "40"]]
+    assert [float(row[2]) for row in table.rows] == pytest.approx([0.03, 0.01, 0.02], rel=0.15)
+    assert [abs(float(row[3].replace("−", "-"))) < 0.2 for row in table.rows] == [True, False, False]
+    assert table.rows[1][3] == table.rows[2][3] == "1.00"
+    few = [row for row in rows if row.seed < 4]
+    assert len(STUDIES["noise"].analyse(setting, Measured(rows=few)).tables) == 1
+
+
 def test_the_recipes_noise_and_curve_judge_its_own_arms_alone():
     curve, noises = {5: 3.1, 10: 3.0, 20: 2.9}, {10: Noise(0.005, 7, "n")}
     known = measured_of({"standard": [3.0, 3.02], "good": [2.9, 2.92]}, noises, curve)

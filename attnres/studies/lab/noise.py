@@ -7,6 +7,9 @@ from attnres.studies.analyses.noise import pooled
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.text import number
 
+ENOUGH = 5
+"""Seeds below which no correlation over them is given."""
+
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """The standard model with the preset's number of seeds, at both lengths that studies have; its control with two."""
@@ -20,7 +23,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 def analyse(setting: Setting, measured: Measured) -> Result:
     """sigma over training and at the end of each length, and whether the control lies inside it."""
-    rows, by_steps, lines = [], {}, []
+    rows, by_steps, lines, when = [], {}, [], []
     for arm in ("recipe", "many"):
         losses = measured.finals(arm, "standard")
         if not losses:
@@ -38,6 +41,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         curve = [(step, pooled([values]).sigma) for step, values in spread.items() if len(values) > 1]
         if curve:
             lines.append(Line.through(f"{steps:,} steps", curve))
+        when += [[f"{steps:,}", *row] for row in _when(spread)]
     control, base = measured.finals("control", "rescaled"), measured.finals("recipe", "standard")
     sentence, inside = "The control was not run.", None
     if control and base:
@@ -49,15 +53,33 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         gaps = f"{number(gap, 4, signed=True)} with {len(control)} seeds"
         sentence = f"rescaled, the same function, is {where} ({gaps}{limit})."
     table = Table("Noise of one run", ["steps", "seeds", "mean loss", "sigma", "a win needs (3 seeds against 3)"], rows)
+    tables = [table]
+    if when:
+        note = "Over seeds, with the loss at the end: where it is high, luck has fallen, and only more seeds help."
+        head = ["steps", "after", "sigma", "correlation with the end"]
+        tables.append(Table("When a seed's luck falls", head, when, [note]))
     known = ", ".join(f"{number(one['sigma'], 4)} at {steps:,} steps" for steps, one in by_steps.items())
     caption = "Standard deviation over seeds of the held-out loss, nats per token."
     chart = Curves("noise", "Noise over training", caption, "step", "sigma (nats)", {"": lines}) if lines else None
     return Result(
         f"Runs of one function scatter with sigma {known}. {sentence}" if known else "Too few seeds have finished.",
-        [table],
+        tables,
         [chart] if chart else [],
         {"by_steps": {str(steps): one for steps, one in by_steps.items()}, "control_inside": inside},
     )
+
+
+def _when(spread: dict[int, list[float]]) -> list[list[str]]:
+    """Rows of the step, its sigma and how its losses go with the last ones, seed by seed; none of few seeds."""
+    end = spread[max(spread)]
+    if len(end) < ENOUGH:
+        return []
+    sigmas = {step: statistics.stdev(values) for step, values in spread.items() if len(values) == len(end)}
+    return [
+        [f"{step:,}", number(sigma, 4), number(statistics.correlation(spread[step], end), 2)]
+        for step, sigma in sigmas.items()
+        if sigma > 0 and sigmas[max(spread)] > 0
+    ]
 
 
 STUDY = Design(
