@@ -12,7 +12,7 @@ from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.studies.variants import parse_variant
 from attnres.text import listed
 from attnres.training.config import READ_RATE
-from attnres.training.optim import QUERY
+from attnres.training.transfer import QUERY
 
 RECIPE, COARSE, BEST = "recipe", "coarse", "best"
 CHOSEN = (

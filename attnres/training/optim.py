@@ -28,11 +28,9 @@ from attnres.training.config import READ_RATE, OptimConfig
 from attnres.training.muon import StackedMuon
 from attnres.training.muon_shares import OwnedMuon
 from attnres.training.regimes import is_adapter
-from attnres.training.transfer import QUERY, QUERY_WEIGHT, Transfer
+from attnres.training.transfer import GAIN, QUERY, QUERY_WEIGHT, Transfer
 
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
-GAIN = "gain"
-"""The last part of the names of the gains of keys, in every mechanism that has pseudo-queries."""
 
 
 def kinds(model: nn.Module) -> dict[str, list[str]]:

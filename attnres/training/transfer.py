@@ -29,8 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-QUERY, QUERY_WEIGHT = "query", "query_weight"
-"""The last part of the names of pseudo-queries, and of the weights that make them of the input, in every mechanism."""
+QUERY, GAIN, QUERY_WEIGHT = "query", "gain", "query_weight"
+"""The last part of the names of pseudo-queries, of the gains of their keys and of the weights that make queries of the
+input, in every mechanism that has them."""
 
 
 @dataclass(frozen=True)
