@@ -29,13 +29,15 @@ def report_page(outcomes: Sequence["Outcome"]) -> str:
     rows = [
         [one.design.title, one.setting.name, "{} of {}".format(*one.counts), one.result.verdict] for one in outcomes
     ]
-    parts = [
-        f"<section>\n<h2>All studies</h2>\n{_table(Table('', ['study', 'preset', 'runs', 'verdict'], rows))}</section>"
-    ]
+    table = _table(
+        Table("", ["study", "preset", "runs", "verdict"], rows), "verdicts", [_anchor(one) for one in outcomes]
+    )
+    parts = [f"<section>\n<h2>All studies</h2>\n{table}</section>"]
     parts += map(_section, at_sizes(outcomes))
     for one in outcomes:
         body = f'<p class="lead">{escape(one.result.verdict)}</p>' + "\n".join(_sections(one))
-        parts.append(f"<section>\n<h2>{escape(one.design.title)} · {escape(one.setting.name)}</h2>\n{body}\n</section>")
+        title = f"{escape(one.design.title)} · {escape(one.setting.name)}"
+        parts.append(f'<section id="{_anchor(one)}">\n<h2>{title}</h2>\n{body}\n</section>')
     finished = sum(one.counts[0] == one.counts[1] for one in outcomes)
     return _page("Studies of depth reads", f"{len(outcomes)} studies", f"{finished} of them are complete", "", parts)
 
@@ -64,7 +66,7 @@ def _kicker(outcome: "Outcome") -> str:
 
 def _sections(outcome: "Outcome") -> list[str]:
     design, result = outcome.design, outcome.result
-    anchor = f"{outcome.setting.name}-{design.name}"
+    anchor = _anchor(outcome)
     parts = [*map(_section, result.tables)]
     if result.charts:
         drawn = []
@@ -103,17 +105,23 @@ def command(outcome: "Outcome") -> str:
     return " ".join([*words, *(["--source", setting.source] if setting.source else [])])
 
 
+def _anchor(outcome: "Outcome") -> str:
+    return f"{outcome.setting.name}-{outcome.design.name}"
+
+
 def _section(table: Table) -> str:
     return f"<section>\n<h2>{escape(table.title)}</h2>\n{_table(table)}\n</section>"
 
 
-def _table(table: Table, kind: str = "numbers") -> str:
+def _table(table: Table, kind: str = "numbers", anchors: Sequence[str] = ()) -> str:
+    """A table; with `anchors` each row's first cell leads to one."""
+    firsts = [escape(row[0]) for row in table.rows]
+    if anchors:
+        firsts = [f'<a href="#{anchor}">{first}</a>' for anchor, first in zip(anchors, firsts, strict=True)]
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.head)
     body = "".join(
-        f'<tr><th scope="row">{escape(row[0])}</th>'
-        + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:])
-        + "</tr>\n"
-        for row in table.rows
+        f'<tr><th scope="row">{first}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>\n"
+        for first, row in zip(firsts, table.rows, strict=True)
     )
     notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
     top = f"<thead><tr>{head}</tr></thead>" if any(table.head) else ""

@@ -23,23 +23,23 @@ def at_sizes(outcomes: Sequence["Outcome"]) -> list[Table]:
     """
     by_study: dict[str, dict[str, Mapping[str, Any]]] = {}
     for one in sorted(outcomes, key=lambda one: list(PRESETS).index(one.setting.name)):
-        by_study.setdefault(one.design.name, {})[one.setting.name] = one.result.values
+        by_study.setdefault(one.design.title, {})[one.setting.name] = one.result.values
     tables = []
-    for study, presets in by_study.items():
+    for title, presets in by_study.items():
         answers: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
         for preset, values in presets.items():
             for where, contrast in contrasts(values):
-                question = f"{where} minus {contrast['baseline']}"
+                question = f"{where.removesuffix(contrast['baseline'])} minus {contrast['baseline']}".replace("  ", " ")
                 for label, one in contrast["variants"].items():
                     answers.setdefault((label, question), {})[preset] = one
         shared = {question: each for question, each in answers.items() if len(each) > 1}
         if shared:
-            head = ["variant", "of", *presets, "together"]
+            head = ["variant", "difference", *presets, "together"]
             rows = [
                 [*question, *(_cell(each.get(preset)) for preset in presets), together(list(each.values()))]
                 for question, each in shared.items()
             ]
-            tables.append(Table(f"{study} at several sizes", head, rows, [RULE]))
+            tables.append(Table(f"{title} · several sizes", head, rows, [RULE]))
     return tables
 
 

@@ -304,12 +304,12 @@ def test_a_claim_needs_the_same_sign_at_two_sizes(setting):
             outcome("pico", block=(-0.03, "better"), full=(-0.03, "better"), mhc=(0.03, "worse"), dca=(0.1, "worse")),
         ]
     )
-    assert table.head == ["variant", "of", "pico", "nano", "together"]
+    assert table.head == ["variant", "difference", "pico", "nano", "together"]
     assert table.rows == [
-        ["block", "recipe standard minus standard", "−0.0300, better (3)", "−0.0600, better (3)", "better at 2 sizes"],
-        ["full", "recipe standard minus standard", "−0.0300, better (3)", "+0.0100, undecided (3)",
+        ["block", "recipe minus standard", "−0.0300, better (3)", "−0.0600, better (3)", "better at 2 sizes"],
+        ["full", "recipe minus standard", "−0.0300, better (3)", "+0.0100, undecided (3)",
          "better at one, not of one sign"],
-        ["mhc", "recipe standard minus standard", "+0.0300, worse (3)", "−0.0400, better (3)", "of both signs"],
+        ["mhc", "recipe minus standard", "+0.0300, worse (3)", "−0.0400, better (3)", "of both signs"],
     ]  # fmt: skip
     assert at_sizes([outcome("nano", block=(-0.06, "better"))]) == []
 
