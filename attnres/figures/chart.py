@@ -14,6 +14,10 @@ COLOURS = ("#4a5260", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", *st
 """Of a chart's lines, in order (Okabe & Ito, then the house's others)."""
 
 
+FEW = 8
+"""Places on a logarithmic axis up to which each has its number."""
+
+
 @dataclass(frozen=True)
 class Line:
     """One curve. `low` and `high` make a band; `joined` is False for points that no line joins."""
@@ -68,6 +72,9 @@ class Curves:
             if self.log_x:
                 ax.set_xscale("log")
                 ax.xaxis.set_minor_formatter(NullFormatter())
+                places = sorted({x for line in lines if not line.dashed for x in line.x})
+                if len(places) <= FEW and places and places[-1] < 1e9:
+                    ax.set_xticks(places, [_amount(x) for x in places])
             if self.log_y:
                 ax.set_yscale("log")
                 ax.yaxis.set_minor_formatter(NullFormatter())
@@ -161,3 +168,12 @@ class Grid:
 
 
 Chart = Curves | Differences | Grid
+
+
+def _amount(number: float) -> str:
+    """A number below a thousand million with three digits, in millions from one on.
+
+    >>> _amount(12), _amount(22937600), _amount(2.5)
+    ('12', '22.9 M', '2.5')
+    """
+    return f"{number / 1e6:.3g} M" if number >= 1e6 else f"{number:,.3g}" if number < 1000 else f"{number:,.0f}"
