@@ -48,6 +48,7 @@ def draw(
         raise UserError(f"the last argument is the folder to write figures into, it is the file {out}")
     out = refuse_other(out, "figures")
     questions = [name for name in sources if (user_path(name) / "study.json").is_file()]
+    models, studies = _expand([name for name in sources if name not in questions])  # before anything is written
     console, written = Console(), list[Path]()
     for folder in (user_path(name).resolve() for name in questions):
         alone = len(sources) == 1
@@ -55,7 +56,6 @@ def draw(
             write_text(out / "captions.md", "")  # first: the folder is known by it
         name = f"{folder.parent.name}-{folder.name}"
         written += _write(console, name, _study(folder), out if alone else out / name, formats)
-    models, studies = _expand([name for name in sources if name not in questions])
     if models:
         written += _draw_models(models, studies, out, formats, options, by, console)
     console.print(f"{len(written)} files in {out}", highlight=False, markup=False, soft_wrap=True)

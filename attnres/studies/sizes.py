@@ -29,7 +29,8 @@ def at_sizes(outcomes: Sequence["Outcome"]) -> list[Table]:
         answers: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
         for preset, values in presets.items():
             for where, contrast in contrasts(values):
-                question = f"{where.removesuffix(contrast['baseline'])} minus {contrast['baseline']}".replace("  ", " ")
+                baseline = contrast["baseline"]
+                question = f"{where.removesuffix(baseline).strip()} minus {baseline}".strip()
                 for label, one in contrast["variants"].items():
                     answers.setdefault((label, question), {})[preset] = one
         shared = {question: each for question, each in answers.items() if len(each) > 1}
