@@ -88,11 +88,13 @@ def unpacked(paths: Iterable[Path]) -> Generator[list[Path]]:
 
 
 @contextmanager
-def restored(out: Path) -> Generator[Path]:
+def restored(out: Path, study: Path | None = None) -> Generator[Path]:
     """The folder OUT of studies, or where one has no run folders, as in a repository, a copy of all with those that its
-    runs.jsonl gives, which is removed afterwards. Raises UserError: a runs.jsonl that is none."""
+    runs.jsonl gives, which is removed afterwards. `study` is the only one whose runs are wanted; none is all. Raises
+    UserError: a runs.jsonl that is none."""
     studies = sorted(path.parent for path in out.glob("*/*/study.json"))
-    without = [one for one in studies if (one / ARCHIVE).is_file() and not any(path.is_dir() for path in one.iterdir())]
+    wanted = [one for one in studies if study in (None, one)]
+    without = [one for one in wanted if (one / ARCHIVE).is_file() and not any(path.is_dir() for path in one.iterdir())]
     if not without:
         yield out
         return

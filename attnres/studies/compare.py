@@ -64,8 +64,8 @@ def opened(
 ) -> Generator[Work]:
     """Claim a comparison's folder, prepare its data and write its plan; other processes are kept out meanwhile.
 
-    How many runs train at once, and on how many threads each, is settled the first time and kept in compare.json: with
-    other threads a sum is rounded differently, and a resumed run would not be the same.
+    How many runs train at once, and on how many threads each, is settled the first time and kept in compare.json until
+    `config.jobs` says otherwise: with other threads a sum is rounded differently.
 
     Args:
         fill: may put run folders into it that were trained elsewhere on the same data (which it is told, as data.json
@@ -193,9 +193,12 @@ def _kernels(before: Compared, plan: Plan) -> str | None:
 
 
 def _share(before: Compared, jobs_option: int | None, plan: Plan, vocabulary: int) -> tuple[int, int]:
-    """How many runs train at once and with how many threads each: as before if this continues a comparison."""
+    """How many runs train at once and with how many threads each: as before if this continues a comparison. With
+    another number of runs at once new ones get their share of the threads, and those that were begun keep theirs: more
+    threads than cores wait for each other at a multiple of the time."""
     jobs = jobs_option or before.get("jobs") or _jobs(plan, vocabulary)
-    return jobs, before.get("threads") or max(1, torch.get_num_threads() // jobs)
+    threads = before.get("threads") if jobs == before.get("jobs") else None
+    return jobs, threads or max(1, torch.get_num_threads() // jobs)
 
 
 def _jobs(plan: Plan, vocabulary: int) -> int:

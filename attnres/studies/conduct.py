@@ -146,8 +146,9 @@ def conduct(
             before = measured.finished
             try:
                 _carry_out(left, folder, say, jobs, until, run, elsewhere)
-            except Interrupted:
-                write(design, setting, survey(design, setting)[1])  # as far as it came
+            except (Interrupted, UserError):
+                if any((measured := survey(design, setting)[1]).finished.values()):
+                    write(design, setting, measured)  # as far as it came
                 raise
             arms, measured = survey(design, setting)
             if measured.finished == before or time.monotonic() > until:

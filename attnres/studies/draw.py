@@ -65,7 +65,7 @@ def draw(
 def _study(folder: Path) -> Drawn:
     """The charts of a study, of its runs.jsonl where its runs are gone."""
     drawn = Drawn()
-    with restored(folder.parent.parent) as out:
+    with restored(folder.parent.parent, folder) as out:
         for chart in outcome_in(out / folder.parent.name / folder.name).result.charts:
             drawn.add(chart.name, chart.draw)
     return drawn

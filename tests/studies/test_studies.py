@@ -45,15 +45,15 @@ QUIET = Console(quiet=True)
 
 
 class Here:
-    """Runs children in this process, one after the other, as many as are allowed."""
+    """Runs children in this process, one after the other, as many as are allowed before `end` is raised."""
 
-    def __init__(self, most=10**6):
-        self.most, self.names = most, []
+    def __init__(self, most=10**6, end=None):
+        self.most, self.end, self.names = most, end or Interrupted("stopped", 130), []
 
     def __call__(self, children, *, on_start, on_end, **_):
         for child in children:
             if len(self.names) == self.most:
-                raise Interrupted("stopped", 130)
+                raise self.end
             on_start(child)
             self.names.append(child.name)
             if isinstance(child, Computation):
@@ -142,10 +142,14 @@ def test_noise_is_known_to_the_studies_after_it(setting, noise):
     assert arms[0].name == "x4"
 
 
-def test_a_stopped_study_goes_on_and_ends_with_the_same_table(setting, noise, tmp_path):
+@pytest.mark.parametrize("end", [Interrupted("stopped", 130), UserError("the disk is full")])
+def test_a_stopped_study_goes_on_and_ends_with_the_same_table(setting, noise, tmp_path, end):
     other = dataclasses.replace(setting, out=tmp_path)
-    first, again = Here(most=2), Here()
-    with pytest.raises(Interrupted):
+    first, again = Here(most=2, end=end), Here()
+    with pytest.raises(type(end)):
+        conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=Here(most=0, end=end))
+    assert not (other.folder("noise") / "result.json").exists(), "nothing has come of it yet"
+    with pytest.raises(type(end)):
         conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=first)
     assert read_json(other.folder("noise") / "result.json")["finished"] == len(first.names) == 2
     outcome = conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=again)
@@ -273,6 +277,7 @@ def test_the_page_of_a_repository_is_that_of_the_runs_that_made_it(setting, nois
     assert {path.name for path in (tmp_path / "both").glob("*/*.svg")} >= {"noise.svg", "growth.svg"}
     assert sorted(path.name for path in kept.iterdir()) == ["result.json", ARCHIVE, "study.json"]
     (kept / ARCHIVE).write_text("")
+    figures.run([str(other), str(tmp_path / "alone"), "--formats", "svg"])  # and its neighbours are left alone
     with pytest.raises(UserError, match="is empty: expected a run a line"):
         study.run(["--report", "--out", str(tmp_path)])
 
