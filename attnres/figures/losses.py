@@ -71,7 +71,10 @@ def difference(comparison: Comparison) -> Plot:
     ax.set_ylabel("difference, nats per token")
     legend(figure, ax)
     over = " or ".join(sorted({one.differences[-1].basis for one in comparison.variants if one.differences}))
-    caption = f"Below the line is better than {base}. Bands: 95 % interval of the paired difference, over {over}."
+    caption = (
+        f"Below the line is better than {base}. Bands: interval of the paired difference, 95 % over all variants "
+        f"together, from {over}."
+    )
     if len(noise) > 1:
         caption += f" Grey: one standard deviation of the difference of two runs of {base} with other seeds."
     return Plot("difference", f"Difference to {base} over training", caption, figure)
@@ -103,7 +106,10 @@ def final_difference(comparison: Comparison) -> Plot:
     ax.spines["left"].set_visible(False)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
     ax.set_xlabel("difference in held-out loss, nats per token")
-    caption = "Left of the line is better. Bars: 95 % interval of the paired difference; hollow: within the error."
+    caption = (
+        "Left of the line is better. Bars: interval of the paired difference, 95 % over all variants together; hollow: "
+        "within the error."
+    )
     if any(one.traits.is_control and one.traits.starts_standard for one in shown):
         caption += " Square: the baseline's own function, which shows what chance does to a run."
     if any(math.isnan(one.differences[-1].margin) for one in shown):

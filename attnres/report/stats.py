@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnres.report.runs import Run, Study
-from attnres.stats import standard_error, t_975
+from attnres.stats import standard_error, t_quantile
 from attnres.typed import leaves
 
 SEEDS_FOR_SEED_ERROR = 3
@@ -37,7 +37,8 @@ OWN = (
 class Paired:
     """A variant's loss minus another's on the same held-out windows, in nats per token; negative is better.
 
-    `se` and the 95 % interval `mean +- margin` (Student's t) are over windows, and from three seeds on over seeds;
+    `se` and the interval `mean +- margin` (Student's t, 95 % over all variants that are held against the baseline,
+    as Bonferroni has it) are over windows, and from three seeds on over seeds;
     there the interval over windows is kept where it is the wider one, since a few seeds may agree by luck and all of
     them were measured on the same windows. `basis` says which.
     """
@@ -54,8 +55,13 @@ class Paired:
 
     @property
     def decided(self) -> bool:
-        """Whether the 95 % interval excludes no difference (NaN, from a single window, excludes nothing)."""
+        """Whether the interval excludes no difference (NaN, from a single window, excludes nothing)."""
         return abs(self.mean) > self.margin
+
+    @property
+    def over_seeds(self) -> bool:
+        """Whether there are seeds enough to say anything of another one."""
+        return len(self.per_seed) >= SEEDS_FOR_SEED_ERROR
 
 
 def unequal(a: Run, b: Run) -> list[str]:
@@ -128,22 +134,30 @@ def common_steps(matched: list[tuple[Run, Run]]) -> list[int]:
     return sorted(set.intersection(*(a.windows.keys() & b.windows.keys() for a, b in matched)))
 
 
-def interval(se_windows: float, windows: int, se_seeds: float, seeds: int) -> tuple[str, float, float]:
-    """What an error is over, it, and half of its 95 % interval: over seeds from three on, unless that over windows is
-    the wider one."""
-    margin = t_975(windows - 1) * se_windows if windows > 1 else math.nan
-    if seeds >= SEEDS_FOR_SEED_ERROR and not t_975(seeds - 1) * se_seeds < margin:
-        return "seeds", se_seeds, t_975(seeds - 1) * se_seeds
+def interval(
+    se_windows: float, windows: int, se_seeds: float, seeds: int, comparisons: int = 1
+) -> tuple[str, float, float]:
+    """What an error is over, it, and half of its interval, 95 % over so many comparisons together: over seeds from
+    three on, unless that over windows is the wider one."""
+    point = 1 - 0.025 / comparisons
+    margin = t_quantile(point, windows - 1) * se_windows if windows > 1 else math.nan
+    if seeds >= SEEDS_FOR_SEED_ERROR and not (by_seeds := t_quantile(point, seeds - 1) * se_seeds) < margin:
+        return "seeds", se_seeds, by_seeds
     return "windows", se_windows, margin
 
 
-def paired_at(matched: list[tuple[Run, Run]], step: int) -> Paired:
-    """The difference of matched runs at a step that all of them have."""
+def compared(study: Study) -> int:
+    """How many variants a study holds against its baseline."""
+    return max(1, len(study.labels) - 1)
+
+
+def paired_at(matched: list[tuple[Run, Run]], step: int, comparisons: int = 1) -> Paired:
+    """The difference of matched runs at a step that all of them have, one of so many that are looked at together."""
     diffs = np.stack([a.windows[step] - b.windows[step] for a, b in matched])  # (seeds, windows)
     per_seed = diffs.mean(axis=1)
     se_windows, se_seeds = standard_error(diffs.mean(axis=0)), standard_error(per_seed)
     seeds, windows = diffs.shape
-    basis, se, margin = interval(se_windows, windows, se_seeds, seeds)
+    basis, se, margin = interval(se_windows, windows, se_seeds, seeds, comparisons)
     return Paired(
         mean=float(diffs.mean()),
         se=se,
@@ -163,13 +177,13 @@ def paired(study: Study, label: str, other: str) -> Paired | None:
         return None
     matched = pairs(study.of(label), study.of(other))
     steps = common_steps(matched)
-    return paired_at(matched, steps[-1]) if steps else None
+    return paired_at(matched, steps[-1], compared(study)) if steps else None
 
 
 def paired_curve(study: Study, label: str, other: str) -> list[Paired]:
     """The same at every step that both have."""
     matched = pairs(study.of(label), study.of(other))
-    return [paired_at(matched, step) for step in common_steps(matched)]
+    return [paired_at(matched, step, compared(study)) for step in common_steps(matched)]
 
 
 def final_loss(run: Run) -> float:

@@ -10,6 +10,7 @@ from attnres.report.runs import Run, Study
 from attnres.report.stats import (
     SEEDS_FOR_SEED_ERROR,
     Paired,
+    compared,
     kind_name,
     mean_loss,
     paired,
@@ -195,7 +196,7 @@ def _notes(study: Study, rows: list[Row], baseline: str | None, interleaved: boo
     notes = _what_the_losses_error_is(rows)
     pairs = [row.paired for row in rows if row.paired is not None]
     if pairs:
-        notes.append(_what_the_error_is(pairs, baseline or ""))
+        notes.append(_what_the_error_is(pairs, baseline or "", compared(study)))
         early = [row for row in rows if row.paired and row.paired.step < max(row.step, _last(study, baseline))]
         if early:
             steps = ", ".join(f"{row.label} at step {row.paired.step:,}" for row in early if row.paired)
@@ -263,18 +264,20 @@ def _what_the_losses_error_is(rows: list[Row]) -> list[str]:
     return [f"Held-out loss: ± is its standard error over {over}{shared}."]
 
 
-def _what_the_error_is(pairs: list[Paired], baseline: str) -> str:
+def _what_the_error_is(pairs: list[Paired], baseline: str, comparisons: int) -> str:
+    together = f", over {comparisons} comparisons together" if comparisons > 1 else ""
     windows = listed([str(count) for count in sorted({pair.windows for pair in pairs})])
     what = f"Difference: loss minus that of {baseline} on the same {windows} held-out windows, seed by seed. "
     seeds = sorted({len(pair.per_seed) for pair in pairs})
     if seeds[-1] < SEEDS_FOR_SEED_ERROR:
         return what + (
             "± is its standard error over windows; it does not include what other seeds would change "
-            f"(that takes {SEEDS_FOR_SEED_ERROR} seeds)."
+            f"(that takes {SEEDS_FOR_SEED_ERROR} seeds); bold is beyond its 95 % interval{together}."
         )
     counts = listed([str(count) for count in seeds])
     by_windows = [pair for pair in pairs if pair.basis == "windows"]
     if len(by_windows) == len(pairs):
-        return what + f"± is its standard error over windows, wider here than that over {counts} seeds."
+        what += f"± is its standard error over windows, wider here than that over {counts} seeds; "
+        return what + f"95 % intervals by Student's t{together}."
     exception = " (over windows where that interval is wider, or seeds are fewer than three)" if by_windows else ""
-    return what + f"± is its standard error over {counts} seeds{exception}; 95 % intervals by Student's t."
+    return what + f"± is its standard error over {counts} seeds{exception}; 95 % intervals by Student's t{together}."

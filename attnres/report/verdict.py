@@ -66,10 +66,13 @@ def _apart(pairs: Iterable[tuple[str, Paired | None]]) -> tuple[Pairs, Pairs, Pa
 
 
 def _against_baseline(rows: list[Row], base: str) -> str:
-    """`full beats standard by 0.116 ± 0.004 nats per token, block by ...; rescaled is within its error ...`"""
+    """`full beats standard by 0.116 ± 0.004 nats per token, block by ...; rescaled is within its error ...`; of fewer
+    seeds than say anything of another `full ends below standard by ...`, and that they do not."""
     better, worse, tied = _apart((row.label, row.paired) for row in rows)
+    many = all(row.paired.over_seeds for row in rows if row.paired is not None)
+    beats, loses = ("beats", "is worse than") if many else ("ends below", "ends above")
     clauses = []
-    for verb, group in (("beats", better), ("is worse than", worse)):
+    for verb, group in ((beats, better), (loses, worse)):
         for label, pair in group[:1]:
             parts = [f"{label} {verb} {base} by {_size(pair)} nats per token"]
             clauses.append(", ".join(parts + [f"{label} by {_size(pair)}" for label, pair in group[1:]]))
@@ -78,7 +81,9 @@ def _against_baseline(rows: list[Row], base: str) -> str:
         clauses.append(
             f"{listed(names)} {'is within its error' if _one(names) else 'are within their errors'} of {base}"
         )
-    return "; ".join(clauses) + "."
+    fewest = min(len(row.paired.per_seed) for row in rows if row.paired is not None)
+    unseen = f" From {fewest} seed{'s' * (fewest > 1)}: what another would change is in none of these errors."
+    return "; ".join(clauses) + "." + ("" if many else unseen)
 
 
 def _chance(row: Row, base: str) -> str:
@@ -145,7 +150,7 @@ def _at_equal_rates(study: Study, rows: list[Row], base: str) -> list[str]:
     if not counts:
         return []
     (name, share), *rest = counts
-    parts = [f"{name} beats {kind_name(study, base)} {share}", *(f"{name} {share}" for name, share in rest)]
+    parts = [f"{name} is below {kind_name(study, base)} {share}", *(f"{name} {share}" for name, share in rest)]
     return [f"At equal learning rates {', '.join(parts)}."]
 
 

@@ -123,6 +123,8 @@ def _unpack(path: Path, folder: Path) -> None:
         for name in (run["arm"], run["run"], *run["files"]):
             if not name or name != Path(name).name or name.startswith("."):
                 raise UserError(f"{where} names '{name}', which is no name of a file or folder: {_ADVICE}")
+        if "summary.json" in run["files"] and "metrics" not in run:
+            raise UserError(f"{where} has no metrics of the trained run {run['run']}: {_ADVICE}")
         if label_and_seed(run["run"]) is None:
             raise UserError(f"{where} has the run '{run['run']}': expected LABEL-seedK; {_ADVICE}")
         there = folder / run["arm"] / run["run"]

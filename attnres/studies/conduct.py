@@ -40,6 +40,7 @@ from attnres.studies.rows import MEASURES, Measures, rows_of, step_ratios, to_cs
 from attnres.studies.variants import parse_variants
 from attnres.studies.work import Computation, function
 from attnres.training.branch import branch, branch_step
+from attnres.training.checkpoint import kept
 from attnres.training.records import TIMES
 from attnres.training.run_folder import DIVERGED, ended
 from attnres.typed import checked
@@ -203,8 +204,6 @@ def survey(design: Design, setting: Setting) -> tuple[list[Arm], Measured]:
         if {arm.name for arm in arms} <= set(measured.planned):
             return arms, measured
         measured = _read(arms, setting, setting.folder(design.name), measured)
-        if not all(measured.complete(arm.name) for arm in arms):
-            return arms, measured
 
 
 def write(design: Design, setting: Setting, measured: Measured) -> Outcome:
@@ -373,10 +372,13 @@ def _seed(child: Child) -> int:
 
 
 def _branch(plan: Plan, trunk: Path) -> None:
-    """Begin the runs of a plan that have no folder yet at the checkpoints that their trunks kept."""
+    """Begin the runs of a plan that have no folder yet at the checkpoints that their trunks kept. One whose trunk
+    diverged before that is trained from its start, and diverges as it did."""
     for name, run in plan.runs.items():
-        if not Path(run.out or ".").exists():
-            branch(trunk / name, branch_step(run), run)
+        step = branch_step(run)
+        lost = (trunk / name / DIVERGED).is_file() and not kept(trunk / name, step).is_dir()
+        if not lost and not Path(run.out or ".").exists():
+            branch(trunk / name, step, run)
 
 
 def _computations(arm: Arm, folder: Path, elsewhere: Elsewhere) -> list[Child]:

@@ -70,8 +70,9 @@ class Contrast:
 
     def sentence(self) -> str:
         """What may be said, in one sentence."""
+        seeds = [f"{label} ({count} seed{'s' * (count > 1)})" for label, count in self.diverged.items()]
         if not self.others:
-            return "Nothing can be compared yet."
+            return f"Nothing can be compared{f'; diverged: {listed(seeds)}' if seeds else ' yet'}."
         if self.noise.degrees < 1:
             return (
                 f"Nothing is decided: with one seed each and no study of noise, no difference to {self.baseline} "
@@ -85,8 +86,7 @@ class Contrast:
         ]
         if open_ones := self.verdicts("undecided"):
             parts.append(f"not to be told from {self.baseline}: {listed(open_ones)}")
-        if self.diverged:
-            seeds = [f"{label} ({count} seed{'s' * (count > 1)})" for label, count in self.diverged.items()]
+        if seeds:
             parts.append(f"diverged: {listed(seeds)}")
         sentence = "; ".join(parts)
         of = f" of {self.comparisons}" * (self.comparisons > len(self.others))
@@ -213,6 +213,7 @@ def contrast(
     mean = statistics.fmean(base.values()) if base else math.nan
     asked = [label for label in labels or measured.asked_for(arm) if label != baseline]
     comparisons = comparisons or max(1, len(asked), len(names))
+    diverged = {label: len(seeds) for label in (baseline, *names) if (seeds := measured.diverged(arm, label))}
     spread, others = measured.spread(arm, quantity, floor), []
     for label in names:
         values = measured.finals(arm, label, quantity)
@@ -224,8 +225,9 @@ def contrast(
         noise = spread.between(label, n, baseline, n)
         threshold = noise.threshold(n, n, comparisons)
         verdict = noise.verdict(sign * difference, n, n, comparisons)
+        if verdict == "better" and diverged.get(label, 0) > diverged.get(baseline, 0):
+            verdict = "undecided"  # those that are left are the lucky ones
         others.append(Against(label, mean + difference, n, difference, error, noise, threshold, verdict))
-    diverged = {label: len(seeds) for label in (baseline, *names) if (seeds := measured.diverged(arm, label))}
     curve = measured.curve if measured.at_recipe(arm, quantity) else {}
     steps = {one: measured.step_ratios[arm, one] for one in (baseline, *names) if (arm, one) in measured.step_ratios}
     ratios = {label: value / steps[baseline] for label, value in steps.items()} if baseline in steps else {}

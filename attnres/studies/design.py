@@ -2,7 +2,7 @@
 
 A study asks for arms. An arm is a comparison (`attnres.studies.compare`: variants by seeds, a run folder each) or a
 number of computations (a function of that file, a folder each). Which arms there are may depend on what earlier ones
-gave: `Design.arms` is called again whenever all that it asked for has finished, until it asks for nothing new.
+gave: `Design.arms` is called again with whatever has finished, until it asks for nothing new.
 """
 
 import dataclasses
@@ -127,7 +127,7 @@ class Measured:
     def diverged(self, arm: str, label: str) -> list[int]:
         """The seeds whose loss did not stay finite."""
         rows = (row for row in self.rows if (row.arm, row.label) == (arm, label))
-        return [row.seed for row in rows if not math.isfinite(row.value)]
+        return sorted({row.seed for row in rows if not math.isfinite(row.value)})
 
     def asked_for(self, arm: str) -> list[str]:
         """All labels of an arm, finished or not."""

@@ -22,10 +22,10 @@ MEASURES = "measures.json"
 
 
 class Measure(TypedDict):
-    """One of its rows."""
+    """One of its rows; None is a value that is not finite."""
 
     quantity: str
-    value: float
+    value: float | None
     step: NotRequired[int]
 
 
@@ -89,7 +89,8 @@ def measures_of(folder: Path) -> Measures:
 
 
 def _row(arm: str, label: str, seed: int, one: Measure) -> Row:
-    return Row(arm, label, seed, one.get("step", 0), 0, 0.0, one["quantity"], one["value"])
+    value = math.inf if one["value"] is None else one["value"]
+    return Row(arm, label, seed, one.get("step", 0), 0, 0.0, one["quantity"], value)
 
 
 def _flops(config: dict[str, Any], vocabulary: int, summary: Finished) -> float:

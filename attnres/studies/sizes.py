@@ -1,6 +1,6 @@
 """What studies of one question say at several sizes: a claim has to have the same sign at two of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attnres.studies.design import Table
@@ -19,13 +19,15 @@ RULE = (
 def at_sizes(outcomes: Sequence["Outcome"]) -> list[Table]:
     """A table a study that was carried out at several presets: each difference at each, and what they say together.
 
-    Only what was held against the same baseline, in the same arm and under the same name, is one question.
+    Only what was held against the same baseline, in the same arm and under the same name, is one question. Two presets
+    with one model are one size, for which the longer one stands.
     """
     by_study: dict[str, dict[str, Mapping[str, Any]]] = {}
     for one in sorted(outcomes, key=lambda one: list(PRESETS).index(one.setting.name)):
         by_study.setdefault(one.design.title, {})[one.setting.name] = one.result.values
     tables = []
-    for title, presets in by_study.items():
+    for title, of_presets in by_study.items():
+        presets = {name: values for name, values in of_presets.items() if name == _longest(name, of_presets)}
         answers: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
         for preset, values in presets.items():
             for where, contrast in contrasts(values):
@@ -42,6 +44,12 @@ def at_sizes(outcomes: Sequence["Outcome"]) -> list[Table]:
             ]
             tables.append(Table(f"{title} · several sizes", head, rows, [RULE]))
     return tables
+
+
+def _longest(name: str, presets: Iterable[str]) -> str:
+    """Of the presets with the model of this one, which are one size, that with the most steps."""
+    size = PRESETS[name].train["model"]
+    return max((one for one in presets if PRESETS[one].train["model"] == size), key=lambda one: PRESETS[one].steps)
 
 
 def contrasts(values: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:

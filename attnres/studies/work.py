@@ -14,6 +14,7 @@ from typing import Any
 from attnres.errors import UserError
 from attnres.files import write_json
 from attnres.reading import read_json
+from attnres.stats import plain
 from attnres.studies.children import ERROR_FILE, Child
 from attnres.studies.rows import MEASURES
 
@@ -40,7 +41,7 @@ def function(name: str) -> Any:
 def work(path: Path) -> None:
     """Compute the run that a file names and write RUN/measures.json. Raises UserError."""
     run = read_json(path)
-    rows = function(run["function"])(**run["arguments"])
+    rows = plain(function(run["function"])(**run["arguments"]), digits=17)
     write_json(Path(run["folder"]) / MEASURES, {key: run[key] for key in ("function", "arguments")} | {"rows": rows})
 
 

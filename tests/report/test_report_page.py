@@ -62,7 +62,7 @@ def page_of(folder):
 
 def test_a_comparison_makes_a_whole_page(tmp_path):
     text = page_of(write_study(tmp_path, layers=3))
-    for part in ("full beats standard by", "Held-out loss", "Difference to standard over training", "Environment"):
+    for part in ("full ends below standard by", "Held-out loss", "Difference to standard over training", "Environment"):
         assert part in text
     assert "block: weights of reads" in text and "full: weights of reads" in text
     assert text.count(">before attention</text>") == text.count(">before the MLP</text>") == 2

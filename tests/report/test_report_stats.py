@@ -19,7 +19,7 @@ from attnres.report.page import write_report
 from attnres.report.stats import paired, paired_curve, strongest_baseline
 from attnres.report.table import build_table
 from attnres.report.verdict import verdict
-from attnres.stats import standard_error, t_975
+from attnres.stats import standard_error, t_quantile
 
 
 def both(folder):
@@ -35,7 +35,7 @@ def test_one_seed_has_its_error_over_windows(tmp_path):
     diff = study.of("block")[0].windows[1000] - study.of("standard")[0].windows[1000]
     assert pair.mean == pytest.approx(diff.mean())
     assert pair.se == pytest.approx(diff.std(ddof=1) / 8)
-    assert pair.margin == pytest.approx(t_975(63) * pair.se)
+    assert pair.margin == pytest.approx(t_quantile(0.975, 63) * pair.se)
     assert pair.basis == "windows"
 
 
@@ -57,7 +57,16 @@ def test_three_seeds_have_their_error_over_seeds(tmp_path):
     assert pair.per_seed == pytest.approx(tuple(per_seed))
     assert (pair.basis, pair.mean) == ("seeds", pytest.approx(np.mean(per_seed)))
     assert pair.se == pytest.approx(np.std(per_seed, ddof=1) / math.sqrt(3))
-    assert pair.margin == pytest.approx(4.303 * pair.se)
+    assert pair.margin == pytest.approx(4.3027 * pair.se, rel=1e-4)
+
+
+def test_what_is_said_of_three_seeds_is_held_against_all_that_were_compared(tmp_path):
+    """The interval is 95 % over all three variants, not over each."""
+    study, table = both(write_study(tmp_path, ("standard", "block", "full", "rescaled"), seeds=3, noise=0.0001))
+    assert verdict(study, table).startswith("full beats standard by")
+    pair = paired(study, "block", "standard")
+    assert pair is not None and pair.margin == pytest.approx(7.649 * pair.se, rel=1e-3)  # t at 1 - 0.025 / 3, NIST
+    assert any("over 3 comparisons together" in note for note in table.notes)
 
 
 def test_seeds_that_agree_by_luck_do_not_hide_the_error_over_windows(tmp_path):
@@ -112,9 +121,9 @@ def test_runs_under_other_conditions_are_never_paired(tmp_path, place, value):
     assert table.row("block").paired is None
     assert table.row("full").paired is not None
     text = verdict(study, table)
-    assert text.startswith("full beats standard by")
+    assert text.startswith("full ends below standard by")
     assert f"block stands beside standard without a verdict: they differ in {place}." in text
-    assert "block beats" not in text
+    assert "block ends below" not in text
 
 
 @pytest.mark.parametrize(
@@ -160,7 +169,7 @@ def test_an_unfinished_run_is_paired_at_the_last_common_step_and_claims_nothing(
     assert pair is not None
     assert pair.step == 400
     assert len(paired_curve(study, "block", "standard")) == 4
-    assert "beats" not in verdict(study, table)
+    assert "ends below" not in verdict(study, table)
     assert any("block at step 430 of 1,000" in note for note in table.notes)
 
 
@@ -176,7 +185,7 @@ def test_a_seed_on_its_way_leaves_the_finished_ones_as_they_are(tmp_path):
     assert row.paired is not None and was.paired is not None
     assert (row.loss, row.paired.mean, row.paired.step) == (was.loss, was.paired.mean, 1000)
     assert len(paired_curve(study, "block", "standard")) == 10
-    assert not row.complete and "beats" not in verdict(study, table)
+    assert not row.complete and "ends below" not in verdict(study, table)
     assert "Unfinished, so preliminary: block (2 of 3 seeds finished, whose numbers these are)." in table.notes
 
 
@@ -195,7 +204,7 @@ def test_a_loss_that_is_no_number_is_refused(tmp_path):
 
 def test_the_verdict_names_winners_the_control_and_ties(tmp_path):
     text = verdict(*both(write_study(tmp_path)))
-    assert text.startswith("full beats standard by 0.1")
+    assert text.startswith("full ends below standard by 0.1")
     assert ", block by 0.1" in text
     assert "rescaled, the control, computes what standard computes: its" in text
     assert "rescaled is" not in text and "than rescaled" not in text
@@ -206,7 +215,7 @@ def test_a_control_that_is_another_function_is_judged_as_others_are(tmp_path):
     for residual, gain in (("standard", 0.0), ("rescaled", 0.001), ("completep", -0.1), ("full", -0.2)):
         write_run(tmp_path, residual, gain=gain)
     text = verdict(*both(tmp_path))
-    assert text.startswith("full beats standard by 0.2") and ", completep by 0.0" in text
+    assert text.startswith("full ends below standard by 0.2") and ", completep by 0.0" in text
     assert "rescaled, the control, computes what standard computes" in text
     assert "completep, the control, computes" not in text
     assert "Over completep, the control, the gain is 0.1" in text
@@ -225,8 +234,8 @@ def test_no_win_is_claimed_inside_the_error(tmp_path):
         write_run(tmp_path, residual, gain=gain, noise=0.05)
     study, table = both(tmp_path)
     text = verdict(study, table)
-    assert "beats" not in text
-    assert "deepnorm is worse than standard by" in text
+    assert "ends below" not in text
+    assert "deepnorm ends above standard by" in text
     assert not any(row.paired.decided for row in table.rows if row.paired and row.label in ("block", "full"))
 
 
@@ -237,7 +246,7 @@ def test_whatever_is_claimed_is_decided(tmp_path, seed):
     study, table = both(tmp_path)
     headline = verdict(study, table).split(";")[0].split(". ")[0]
     for row in table.rows:
-        if row.paired is not None and "beats" in headline and row.label in headline.split(" nats")[0].split()[:1]:
+        if row.paired is not None and "ends below" in headline and row.label in headline.split(" nats")[0].split()[:1]:
             assert row.paired.decided
             assert row.paired.mean < 0
 
@@ -264,8 +273,8 @@ def test_in_a_sweep_the_opponent_is_the_best_tuned_one(tmp_path):
     study, table = both(tmp_path)
     assert strongest_baseline(study) == table.baseline == "standard-lr0.003"
     text = verdict(study, table)
-    assert text.startswith("block-lr0.003 beats standard-lr0.003 by")
-    assert "At equal learning rates block beats standard at 3 of 3." in text
+    assert text.startswith("block-lr0.003 ends below standard-lr0.003 by")
+    assert "At equal learning rates block is below standard at 3 of 3." in text
     assert any("the best of the standard runs" in note for note in table.notes)
     last = [row for row in csv.DictReader(io.StringIO(curves_csv(study))) if row["step"] == "1000"]
     assert [row["label"] for row in last if not row["difference"]] == ["standard-lr0.003"]
@@ -282,7 +291,7 @@ def test_the_planned_baseline_stays_where_another_setting_is_better(tmp_path):
     (tmp_path / "compare.json").write_text(json.dumps(plan))
     study, table = both(tmp_path)
     assert table.baseline == "block-num_blocks2"
-    assert verdict(study, table).startswith("block-num_blocks6 beats block-num_blocks2 by 0.")
+    assert verdict(study, table).startswith("block-num_blocks6 ends below block-num_blocks2 by 0.")
 
 
 def test_in_a_sweep_each_setting_is_a_variant_of_its_own(tmp_path):
@@ -293,9 +302,9 @@ def test_in_a_sweep_each_setting_is_a_variant_of_its_own(tmp_path):
             folder = write_run(tmp_path, "block", label=label, lr=lr, gain=-0.05 * blocks + 20 * lr)
             change(folder / "config.json", "model.settings", {"num_blocks": blocks})
     text = verdict(*both(tmp_path))
-    assert text.startswith("block-num_blocks6-lr0.001 beats standard-lr0.001 by 0.")
+    assert text.startswith("block-num_blocks6-lr0.001 ends below standard-lr0.001 by 0.")
     assert ", block-num_blocks2-lr0.001 by 0." in text
-    assert "At equal learning rates block-num_blocks2 beats standard at 2 of 2, block-num_blocks6 at 2 of 2." in text
+    assert "At equal learning rates block-num_blocks2 is below standard at 2 of 2, block-num_blocks6 at 2 of 2." in text
 
 
 def test_at_equal_rates_the_control_wins_nothing_and_another_rate_of_the_queries_is_another_variant(tmp_path):
@@ -305,7 +314,7 @@ def test_at_equal_rates_the_control_wins_nothing_and_another_rate_of_the_queries
     folder = write_run(tmp_path, "block", label="block-residual_lr0.004-lr0.004", lr=0.004, gain=-0.1)
     change(folder / "config.json", "optim.residual_lr", 0.004)
     text = verdict(*both(tmp_path))
-    assert "At equal learning rates block beats standard at 2 of 2, block-residual_lr0.004 at 1 of 1." in text
+    assert "At equal learning rates block is below standard at 2 of 2, block-residual_lr0.004 at 1 of 1." in text
 
 
 def test_a_variant_worse_than_the_control_is_called_that(tmp_path):
@@ -341,7 +350,7 @@ def test_a_single_window_decides_nothing(tmp_path):
     pair = table.row("block").paired
     assert pair is not None
     assert math.isnan(pair.margin)
-    assert "beats" not in verdict(study, table)
+    assert "ends below" not in verdict(study, table)
 
 
 # ------------------------------------------------------------------ table

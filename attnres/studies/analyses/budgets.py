@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attnres.studies.analyses.noise import Noise, t_quantile
+from attnres.studies.analyses.noise import Noise
 
 
 @dataclass(frozen=True)
 class Trend:
-    """gap = a + slope log2(budget): `slope` is what a doubling of the budget adds, with its 95 % margin."""
+    """gap = a + slope log2(budget): `slope` is what a doubling of the budget adds, `margin` what that has to exceed."""
 
     slope: float
     margin: float
@@ -46,4 +46,4 @@ def trend(losses: Mapping[float, Sequence[float]], base: Mapping[float, Sequence
         return Trend(slope, math.inf, gaps)
     errors = np.array([noise.error(len(losses[budget]), len(base[budget])) for budget in budgets])
     error = float(np.sqrt(((x / (x @ x)) ** 2 * errors**2).sum()))
-    return Trend(slope, t_quantile(0.975, noise.degrees) * error, gaps)
+    return Trend(slope, noise.factor() * error, gaps)

@@ -14,21 +14,6 @@ def survivors(losses: Mapping[str, float], keep: int) -> list[str]:
     return sorted(finite, key=finite.__getitem__)[:keep]
 
 
-def rungs(candidates: int, steps: int, least: int = 1) -> list[tuple[int, int]]:
-    """Successive halving's plan: how many candidates train for how many steps, the last rung to the end.
-
-    Half as many go on each time, for twice as long, so that each rung costs the same (Jamieson and Talwalkar 2016).
-
-    >>> rungs(8, 4000)
-    [(8, 500), (4, 1000), (2, 2000), (1, 4000)]
-    """
-    plan = [(candidates, steps)]
-    while plan[-1][0] > least:
-        plan.append((max(least, math.ceil(plan[-1][0] / 2)), steps))
-    last = len(plan) - 1
-    return [(count, max(1, round(steps / 2 ** (last - place)))) for place, (count, _) in enumerate(plan)]
-
-
 def beyond(losses: Mapping[float, float], factor: float, most: float) -> float | None:
     """The next rate to try where the best of those tried is the highest or the lowest: `factor` times that or a
     `factor`-th of it, from 1 / `most` up to `most`; else None.

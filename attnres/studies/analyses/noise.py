@@ -13,7 +13,6 @@ that says: the rule errs on the careful side. sigma is one for all mechanisms bu
 others' (`spread_of`), which are judged by their own.
 """
 
-import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,8 @@ from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
+
+from attnres.stats import f_tail, t_quantile
 
 ALPHA = 0.05
 RULE = 3.0
@@ -131,6 +132,13 @@ class Spread:
         return Noise(sigma, max(1, math.floor(degrees)), _sources((first, second)))
 
 
+def widest(spreads: Sequence[Spread]) -> Noise:
+    """One noise for groups of several arms: what they share, pooled, or that of a mechanism which varies more."""
+    shared = combined(*(one.shared for one in spreads))
+    own = [noise for one in spreads for noise in one.own.values()]
+    return max([shared, *own], key=lambda noise: noise.sigma) if own else shared
+
+
 def spread_of(groups: Mapping[str, Sequence[float]], known: Noise = UNKNOWN, floor: float = 0.0) -> Spread:
     """The noise of groups of runs that differ in nothing but their seed, pooled with what is `known` of it.
 
@@ -157,36 +165,3 @@ def spread_of(groups: Mapping[str, Sequence[float]], known: Noise = UNKNOWN, flo
         del within[worst]
     sigma = max(together.sigma, floor) if together.degrees else together.sigma
     return Spread(replace(together, sigma=sigma), own)
-
-
-@functools.cache
-def _arcs(first: int, second: int) -> tuple[np.ndarray, np.ndarray]:
-    """Angles, and the share of the integral of sin^(first - 1) cos^(second - 1) up to each."""
-    grid = np.linspace(0, math.pi / 2, 20001)
-    density = np.sin(grid) ** (first - 1) * np.cos(grid) ** (second - 1)
-    area = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    return grid, area / area[-1]
-
-
-def t_quantile(probability: float, degrees: int) -> float:
-    """Student's t: the point below which it lies with a probability of at least one half.
-
-    From its distribution function, which with x = sqrt(degrees) tan(a) is an integral of cos^(degrees - 1) a.
-
-    >>> round(t_quantile(0.975, 2), 3), round(t_quantile(0.5, 9), 3)
-    (4.303, 0.0)
-    """
-    grid, share = _arcs(1, degrees)
-    return math.sqrt(degrees) * math.tan(float(np.interp((probability - 0.5) * 2, share, grid)))
-
-
-def f_tail(ratio: float, first: int, second: int) -> float:
-    """Fisher's F: the probability that two variances of so many degrees of freedom have at least this ratio.
-
-    With ratio = second / first tan^2 a an integral of sin^(first - 1) a cos^(second - 1) a.
-
-    >>> round(f_tail(4.46, 2, 8), 3)
-    0.05
-    """
-    grid, share = _arcs(first, second)
-    return 1 - float(np.interp(math.atan(math.sqrt(ratio * first / second)), grid, share))

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 EXPONENTS = (0.005, 2.0)
-DRAWS = 400
+DRAWS = 2000
 PERCENT = (2.5, 97.5)
+SURE = (0.135, 99.865)
+"""Percentiles at three standard errors of a normal distribution."""
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,15 @@ def multiplier(base: Fit, other: Fit, compute: float) -> float:
     return base.compute(other.loss(compute)) / compute
 
 
-def multiplier_interval(base: Fitted, other: Fitted, compute: float) -> tuple[float, float]:
-    """Its 95 % interval, over fits of both that were redrawn independently."""
-    return _interval([multiplier(one, two, compute) for one, two in zip(base.draws, other.draws[::-1])])
+def multiplier_interval(
+    base: Fitted, other: Fitted, compute: float, percent: tuple[float, float] = PERCENT
+) -> tuple[float, float]:
+    """Its interval between two percentiles, over fits of both that were redrawn independently."""
+    return _interval([multiplier(one, two, compute) for one, two in zip(base.draws, other.draws[::-1])], percent)
 
 
-def _interval(values: Sequence[float]) -> tuple[float, float]:
-    if not values:
+def _interval(values: Sequence[float], percent: tuple[float, float] = PERCENT) -> tuple[float, float]:
+    if not values or np.isnan(values).any():
         return math.nan, math.nan
-    low, high = np.percentile(np.nan_to_num(np.asarray(values, dtype=float), posinf=1e12), PERCENT)
+    low, high = np.percentile(np.minimum(np.asarray(values, dtype=float), 1e12), percent)
     return float(low), float(high)

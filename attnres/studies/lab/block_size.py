@@ -25,15 +25,16 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     points = [(size, rows[f"block-block_size{size}"]) for size in sizes(setting) if f"block-block_size{size}" in rows]
     if not points:
         return Result("Nothing has finished yet.")
-    noise = measured.noise("sizes")
     means = [other.mean for _, other in points]
-    best = points[means.index(min(means))]
-    count = len(points) * (len(points) - 1) // 2
-    apart = max(means) - min(means) > noise.threshold(best[1].seeds, best[1].seeds, max(1, count))
+    best, worst = points[means.index(min(means))], points[means.index(max(means))]
+    noise = one.spread.between(best[1].label, best[1].seeds, worst[1].label, worst[1].seeds)
+    count = len(sizes(setting)) * (len(sizes(setting)) - 1) // 2
+    apart = max(means) - min(means) > noise.threshold(best[1].seeds, worst[1].seeds, max(1, count))
     spread = number(max(means) - min(means), 4)
     tell = "differ beyond the noise" if apart else "cannot be told apart"
     verdict = f"{one.sentence()} Sizes 1 to {points[-1][0]} {tell} (they span {spread}); lowest: S = {best[0]}."
-    error = [noise.sigma / other.seeds**0.5 if noise.degrees else 0.0 for _, other in points]
+    noises = [one.spread.own.get(other.label, one.noise) for _, other in points]
+    error = [n.sigma / other.seeds**0.5 if n.degrees else 0.0 for n, (_, other) in zip(noises, points, strict=True)]
     low, high = [m - 2 * e for m, e in zip(means, error)], [m + 2 * e for m, e in zip(means, error)]
     x = [size for size, _ in points]
     lines = [Line("block", x, means, low, high), Line("standard", [x[0], x[-1]], [one.base] * 2, dashed=True)]

@@ -4,6 +4,7 @@ import dataclasses
 import statistics
 
 from attnres.figures.chart import Curves, Line
+from attnres.run_names import run_name
 from attnres.studies.analyses.budgets import trend
 from attnres.studies.analyses.noise import combined, pooled
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
@@ -31,29 +32,29 @@ def config(setting: Setting, budget: float) -> TrainConfig:
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """The longest run of each seed, which keeps checkpoints; then the others' decays."""
+    """The longest run of each seed, which keeps checkpoints; then the others' decays, of the seeds that have it."""
     *shorter, longest = BUDGETS
     variants = [*VARIANTS[:2]]
     steps = tuple(sorted({branch_step(config(setting, budget)) for budget in shorter}))
     trunk = dataclasses.replace(config(setting, longest), keep_at=steps)
     first = setting.arm(f"x{longest:g}", variants, of=trunk)
-    if not measured.complete(first.name):
+    ended = measured.finished.get(first.name, [])
+    seeds = [seed for seed in range(setting.seeds) if all(run_name(label, seed) in ended for label in variants)]
+    if not seeds:
         return [first]
-    return [
-        first,
-        *(setting.arm(f"x{budget:g}", variants, of=config(setting, budget), trunk=first.name) for budget in shorter),
-    ]
+    branches = {f"x{budget:g}": config(setting, budget) for budget in shorter}
+    return [first, *(setting.arm(name, variants, seeds, of=run, trunk=first.name) for name, run in branches.items())]
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
     """The gap to the standard model at each budget, and its slope."""
     tokens_a_step = setting.config().batch_size * setting.config().data.seq_len
-    losses = {
-        label: {
-            budget: values for budget in BUDGETS if (values := list(measured.finals(f"x{budget:g}", label).values()))
-        }
-        for label in VARIANTS[:2]
-    }
+    losses = {label: dict[float, list[float]]() for label in VARIANTS[:2]}
+    for budget in BUDGETS:
+        finals = {label: measured.finals(f"x{budget:g}", label) for label in losses}
+        if seeds := sorted(set.intersection(*map(set, finals.values()))):
+            for label, values in finals.items():
+                losses[label][budget] = [values[seed] for seed in seeds]
     noise = pooled([values for each in losses.values() for values in each.values()], "seeds at all budgets")
     notes = []
     if not noise.degrees and measured.noises:
@@ -81,12 +82,14 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     answer = {
         "shrinks": "The gap shrinks as training goes on",
         "grows": "The gap grows as training goes on",
+        "changes its sign": "The gap changes its sign as training goes on",
         "undecided": "Whether the gap changes as training goes on is undecided",
     }
     margin = number(result.margin, 4) if result.margin < float("inf") else "unknown"
     verdict = (
         f"{answer[result.answer]}: a doubling of the budget adds {number(result.slope, 4, signed=True)} "
-        f"(± {margin}, 95 %) to a gap of {number(list(result.gaps.values())[-1], 4, signed=True)} at the longest."
+        f"(it has to exceed {margin}) to a gap of {number(list(result.gaps.values())[-1], 4, signed=True)} at the "
+        "longest."
     )
     x = [budget * unit(setting) * tokens_a_step for budget in result.gaps]
     errors = [noise.error(len(other[b]), len(base[b])) if noise.degrees else 0.0 for b in result.gaps]

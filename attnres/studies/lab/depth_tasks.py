@@ -1,12 +1,13 @@
 """Tasks whose answers take several steps in a row: whether a mechanism makes more steps in the same depth."""
 
+import dataclasses
 import math
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attnres.data.tasks import STEPS, problems
+from attnres.data.tasks import DOCUMENTS, STEPS, documents, problems
 from attnres.figures.chart import Curves, Line
 from attnres.studies.contrast import contrast
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
@@ -16,6 +17,8 @@ NAMES = ("composition", "arithmetic")
 VARIANTS = ("standard", "rescaled", "block", "full", "denseformer", "hyper_connections", "mhc_lite", "muddformer")
 PROBLEMS = 400
 """Of each number of steps."""
+EPOCHS = 2
+"""Passes over the documents at most: more would be learned by heart."""
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
@@ -23,11 +26,19 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     small = setting.preset.small < 0.01
     parts = []
     for name in NAMES:
-        data = {"source": f"task:{name}:200" if small else f"task:{name}", "tokenizer": "bpe:257", "held_out": 0.05}
+        data = {"tokenizer": "bpe:257", "held_out": 0.05}
         run = setting.config(data=data, steps=setting.preset.many)
+        count = 200 if small else documents_for(name, run.steps * run.batch_size * run.data.seq_len)
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, source=f"task:{name}:{count}"))
         variants = [*setting.some(VARIANTS)] if not small else ["standard", "block"]
         parts.append(setting.arm(name, variants, of=run, measure=f"{__name__}:answers"))
     return parts
+
+
+def documents_for(name: str, tokens: int) -> int:
+    """How many documents of a task are read at most `EPOCHS` times in so many tokens, a character and an end each."""
+    some = list(documents(f"task:{name}:100")())
+    return max(DOCUMENTS, math.ceil(tokens / EPOCHS / (sum(map(len, some)) / len(some) + 1)))
 
 
 def answers(folder: Path) -> list[dict[str, Any]]:
@@ -75,7 +86,15 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         tables.append(Table(f"{name}: share of right answers by steps", ["variant", "1", "2", "3", "4"], rows))
         # An accuracy over so many problems tells no less than this, whatever its seeds have in common.
         floor = 0.5 / math.sqrt(STEPS * PROBLEMS)
-        one = contrast(measured, name, "standard", quantity="accuracy", higher_is_better=True, floor=floor)
+        one = contrast(
+            measured,
+            name,
+            "standard",
+            quantity="accuracy",
+            higher_is_better=True,
+            comparisons=sum(len(measured.asked_for(task)) - 1 for task in measured.planned),
+            floor=floor,
+        )
         tables.append(one.table(f"{name}: share of right answers"))
         sentences.append(f"{name}, accuracy: {one.sentence()}")
         values[name] = one.values()

@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from attnres.figures.chart import Chart, Curves, Grid, Line
+from attnres.studies.analyses.noise import widest
 from attnres.studies.analyses.optimum import optimum
 from attnres.studies.cost import flops_a_token, vocabulary_of
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
@@ -44,9 +45,9 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         rows.append([str(layers), f"{ratio:.1f}", *(number(loss, 4) for loss in losses)])
     table = Table("Loss by shape at equal FLOPs", ["layers", "d / layers", *VARIANTS], rows)
     arms_of = [f"layers{layers}" for layers in setting.preset.layers]
-    noise = [n.sigma for arm in arms_of if (n := measured.noise(arm)).degrees]
+    noise = widest([measured.spread(arm) for arm in arms_of])
     counts = [n for arm in arms_of for label in VARIANTS if (n := len(measured.finals(arm, label)))]
-    sigma = max(noise) / math.sqrt(min(counts)) if noise else None
+    sigma = noise.wide / math.sqrt(min(counts)) if noise.degrees else None
     best, sentences = {}, []
     for label, losses in panels.items():
         known = [(ratio, loss) for ratio, loss in zip(ratios, losses) if math.isfinite(loss)]

@@ -22,6 +22,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+EXPLODES = 10
+"""Times as much growth as another's, from which on the difference is called an explosion."""
+
+
 def grow(
     residual: str, norm: bool, layers: int, width: int, seed: int, query: float = 0.0, **settings: Any
 ) -> list[dict]:
@@ -91,13 +95,20 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         return Result("Nothing has run yet.")
     zero = [values[label]["from_standard"] for label in ("full", "block") if label in values]
     exact = bool(zero) and max(zero) < 1e-6
-    grown = {label: f"{one['growth']:.3g}" for label, one in values.items()}
-    verdict = (
-        f"Without a norm the plain sum grows {grown.get('standard, no norm', '–')} times over the depth; with the norm "
-        f"before each sublayer {grown.get('standard', '–')} times, so it is the missing norm that explodes. "
-        f"Zero queries {'are' if exact else 'are not'} the standard model: Full and Block start "
-        f"{max(zero, default=float('nan')):.0e} from it."
-    )
+    sentences = []
+    if "standard, no norm" in values and "standard" in values:
+        without, with_norm = (values[label]["growth"] for label in ("standard, no norm", "standard"))
+        so = ", so it is the missing norm that explodes" if without > EXPLODES * with_norm else ""
+        sentences.append(
+            f"Without a norm the plain sum grows {without:.3g} times over the depth; with the norm before each "
+            f"sublayer {with_norm:.3g} times{so}."
+        )
+    if zero:
+        sentences.append(
+            f"Zero queries {'are' if exact else 'are not'} the standard model: Full and Block start {max(zero):.0e} "
+            "from it."
+        )
+    verdict = " ".join(sentences) or "Too few variants have run."
     caption = "RMS of the stream after each sublayer of a network of random weights; mean over seeds."
     chart = Curves("growth", "Growth of the stream", caption, "sublayer", "RMS", {"": lines}, log_y=True)
     return Result(verdict, [table], [chart], {"variants": values, "zero_start_exact": exact})

@@ -122,7 +122,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     labels = measured.labels("mixtures")
     kinds = list(dict.fromkeys(label.partition(", ")[2] for label in labels))
     rows, panels = [], dict[str, list[Line]]()
-    tested = len(kinds) * len(ALPHAS)
+    tested = len({label.partition(", ")[2] for label in measured.asked_for("mixtures")}) * len(ALPHAS)
     ours = [name for name in MECHANISMS if any(label.startswith(f"{name},") for label in labels)]
     for kind in kinds:
         logs = {

@@ -12,7 +12,8 @@ from attnres.training.config import READ_RATE
 
 OWN = (READ_RATE, 1.0, 1 / 30, 1 / 3, 0.01)
 """Of AdamW's rate, for the residual's own parameters, the default first; recipes/lasting_rates.yaml has the same."""
-MODEL = (0.5, 1.0, 2.0)
+MODEL = (0.5, 2.0)
+"""Of the recipe's rates, for the standard model, beside the recipe's own."""
 MOST = 16.0
 """The highest rate of the standard model that is tried, in multiples of the recipe's; the lowest is one over it."""
 
@@ -42,6 +43,12 @@ def _also(variant: str, change: str) -> str:
     return f"{variant}{',' if '@' in variant else '@'}{change}"
 
 
+def _best(setting: Setting, measured: Measured) -> list[str]:
+    """Block at the two of its own rates with the lowest losses at the coarse seed, the better one first."""
+    variants = setting.some([_own(setting, factor) for factor in OWN])
+    return survivors({one: measured.mean("own", _label(one)) for one in variants}, 2) or variants[:1]
+
+
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """Coarse at one seed; the standard model up or down until it turns; then the best with all seeds, both residuals
     at the standard model's best rate, and what is near."""
@@ -52,14 +59,14 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     if not all(measured.complete(arm.name) for arm in parts):
         return parts
     losses = {factor: measured.mean("model", _label(_at(setting, factor))) for factor in MODEL}
+    losses[1.0] = measured.mean("own", "standard")
     while (further := beyond(losses, 2.0, MOST)) is not None:
         one = setting.arm(f"model-x{further:g}", [_at(setting, further)], [0], of=recipe)
         parts.append(one)
         if not measured.complete(one.name):
             return parts
         losses[further] = measured.mean(one.name, _label(_at(setting, further)))
-    by_variant = {variant: measured.mean("own", _label(variant)) for variant in variants}
-    best = survivors(by_variant, 2) or variants[:1]
+    best = _best(setting, measured)
     rate = best[0].removeprefix("block")
     whole = f"full@residual_lr={recipe.optim.lr:g}"
     layers = setting.preset.depth
@@ -74,6 +81,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
             "knobs",
             setting.some(
                 [
+                    best[0],
                     *(_also(best[0], f"residual_{knob}") for knob in ("warmup=0.05", "hold=0.05", "decay=0.01")),
                     f"block:read_temperature=4{rate}",
                 ]
@@ -105,7 +113,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     optim = setting.config().optim
     loss_by_factor = {f: measured.mean("own", _label(_own(setting, f))) for f in sorted(OWN)}
     loss_by_factor = {factor: loss for factor, loss in loss_by_factor.items() if math.isfinite(loss)}
-    model = {}
+    base = measured.mean("own", "standard")
+    model = {1.0: base} if math.isfinite(base) else {}
     for row in measured.rows:
         if row.arm.startswith("model") and row.quantity == "loss":
             rate = float(row.label.rpartition("lr")[2])
@@ -137,16 +146,20 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         sentences.append(f"The standard model is best at {best:g} times the recipe's rate, {where}.")
         values["best_model"], values["turned"] = best, turned
     titles = {
-        "tuned": "Both at the best rate of the standard model",
-        "best": "The best rates with all seeds",
-        "knobs": "What else holds queries back",
+        "tuned": ("Both at the best rate of the standard model", _tuned_baseline(measured)),
+        "best": ("The best rates with all seeds", "standard"),
+        "knobs": ("What else holds queries back", _label(_best(setting, measured)[0])),
     }
-    for arm, title in titles.items():
-        labels = measured.labels(arm)
-        if labels:
-            baseline = "standard" if "standard" in labels else labels[0]
-            one = contrast(measured, arm, baseline)
-            tables.append(one.table(title))
+    for arm, (title, baseline) in titles.items():
+        if measured.labels(arm):
+            one = contrast(measured, arm, baseline, comparisons=len(OWN) if arm == "best" else 0)
+            table = one.table(title)
+            if arm == "best":
+                table.notes.append(
+                    f"The best two of {len(OWN)} own rates by seed 0, which counts here too: where they are level that "
+                    "flatters them. The standard model is at the recipe's rate."
+                )
+            tables.append(table)
             values[arm] = one.values()
             if arm in ("tuned", "best"):
                 sentences.append(one.sentence())
@@ -159,6 +172,11 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     if lines_of:
         tables.append(Table("Depth, optimizer, Full", ["arm", "variant", "loss", "seeds"], lines_of))
     return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
+
+
+def _tuned_baseline(measured: Measured) -> str:
+    """The standard model at the rate at which both are."""
+    return next((label for label in measured.asked_for("tuned") if label.startswith("standard")), "standard")
 
 
 def _over_training(setting: Setting, measured: Measured) -> Curves | None:

@@ -196,17 +196,33 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     if setting.images is None:
         return Result("Not run: it needs images, give --images with a folder or archive of train/CLASS/*.jpg.")
     tables, charts, sentences, values = [], [], [], {}
-    labels = measured.labels("cifar10")
-    for layers in sorted({_named(label)[1] for label in labels}):
-        here = [label for label in labels if _named(label)[1] == layers]
+    asked = measured.asked_for("cifar10")
+    depths = sorted({_named(label)[1] for label in measured.labels("cifar10")})
+    twice = "standard" in {_named(label)[0] for label in asked}  # depth reads are held against two networks
+    comparisons = len(asked) - (0 if twice else len({_named(label)[1] for label in asked}))
+    for layers in depths:
+        here = [label for label in asked if _named(label)[1] == layers]
         baseline = f"resnet-{layers}" if f"resnet-{layers}" in here else here[0]
-        one = contrast(measured, "cifar10", baseline, here, quantity="error")
+        one = contrast(measured, "cifar10", baseline, here, quantity="error", comparisons=comparisons)
         tables.append(one.table(f"{layers} layers: test error, percent", PUBLISHED))
         charts.append(
             dataclasses.replace(one.chart(f"resnet-{layers}", f"{layers} layers"), caption=CAPTION, x_label=AXIS)
         )
         sentences.append(f"{layers} layers: {one.sentence()}")
         values[str(layers)] = one.values()
+        if f"standard-{layers}" in here:  # the same network but for its reads
+            reads = contrast(
+                measured,
+                "cifar10",
+                f"standard-{layers}",
+                [f"full-{layers}"],
+                quantity="error",
+                comparisons=comparisons,
+            )
+            if reads.others:
+                tables.append(reads.table(f"{layers} layers, beside the same network without depth reads"))
+                sentences.append(f"{layers} layers, of one layout: {reads.sentence()}")
+                values[f"{layers}, reads"] = reads.values()
     return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
 
 

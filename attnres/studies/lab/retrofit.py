@@ -20,7 +20,7 @@ SHARE, COOLER = 0.1, 0.1
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """A standard model, trained once; then its continuations."""
     first = setting.arm("pretrained", ["standard"], [0], of=setting.config(), started_from=True)
-    if not measured.complete(first.name):
+    if not measured.complete(first.name) or measured.diverged(first.name, "standard"):
         return [first]
     start = setting.folder("retrofit") / first.name / run_name("standard", 0)
     optim = setting.config().optim
@@ -35,12 +35,14 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     return [
         first,
         setting.arm("layouts", setting.some(LAYOUTS), of=run),
-        setting.arm("regimes", setting.some(REGIMES), [0], of=run),
+        setting.arm("regimes", setting.some(REGIMES), of=run),
     ]
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
     """Each continuation against that of the standard model."""
+    if measured.diverged("pretrained", "standard"):
+        return Result("The model to continue diverged: there is nothing to put depth reads on.")
     tables, charts, sentences, values = [], [], [], {}
     for arm, title in (("layouts", "Continued in each layout"), ("regimes", "Ways to continue")):
         one = contrast(measured, arm, "standard")
@@ -55,8 +57,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
 STUDY = Design(
     "retrofit",
     "Does a finished model gain by depth reads?",
-    "A standard model trained at the recipe, then continued for a tenth of it at a tenth of the rates: as it is, with "
-    "the paper's layout (whose first logits are its own), and with open-attention-residuals' (whose are not).",
+    "One standard model trained at the recipe, then continued for a tenth of it at a tenth of the rates: as it is, "
+    "with the paper's layout (whose first logits are its own), and with open-attention-residuals' (whose are not).",
     "open-attention-residuals: Qwen3-0.6B 2.571 to 2.550 (Block) and 2.549 (Full) after 10,000 steps, 1.7B 2.343 to "
     "2.340.",
     arms,

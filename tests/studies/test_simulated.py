@@ -1,0 +1,172 @@
+"""What studies say of runs with known answers: finished in part, diverged, of one function, wild."""
+
+import math
+
+import pytest
+
+from attnres.studies.analyses.noise import Noise
+from attnres.studies.conduct import Outcome
+from attnres.studies.design import Measured, Result
+from attnres.studies.lab import STUDIES
+from attnres.studies.lab.depth_tasks import documents_for
+from attnres.studies.sizes import at_sizes
+from tests.studies.simulated import at, chance, draw, simulated
+
+KNOWN = {steps: Noise(0.01, 7, "the study of noise") for steps in (500, 1000, 2000, 4000, 5000)}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("preset", ["seconds", "micro"])
+def test_a_study_speaks_of_whatever_has_finished(name, preset):
+    """Nothing to all of it, some diverged: no analysis fails, no sentence holds a number that is none."""
+    for world, share in enumerate((0.0, 0.2, 0.6, 0.9, 1.0)):
+        noises = KNOWN if world % 2 else {}
+
+        def finished(arm, run, world=world, share=share):
+            return draw(world, arm, run).uniform() < share
+
+        def loss(arm, label, seed, world=world):
+            return math.inf if draw(world, arm.name, label, seed).uniform() < 0.1 else chance(arm, label, seed, world)
+
+        measured = simulated(STUDIES[name], at(preset, 1 + world % 3), loss, finished, noises=noises)
+        result = STUDIES[name].analyse(at(preset, 1 + world % 3), measured)
+        assert result.verdict and "nan" not in result.verdict.lower() and "inf" not in result.verdict.split()
+
+
+def test_a_gap_that_changes_its_sign_is_said():
+    def loss(arm, label, seed):
+        budget = float(arm.name.removeprefix("x"))
+        return 3 + 0.001 * seed + (label == "block") * (0.03 - 0.03 * math.log2(2 * budget))
+
+    setting = at("micro")
+    result = STUDIES["budgets"].analyse(setting, simulated(STUDIES["budgets"], setting, loss))
+    assert "The gap changes its sign as training goes on" in result.verdict
+
+
+def test_a_further_seed_does_not_hide_what_the_first_one_gave():
+    setting, done = at("micro", 2), {"standard-seed0", "block-seed0", "standard-seed1"}
+    measured = simulated(STUDIES["budgets"], setting, finished=lambda arm, run: run in done)
+    assert {arm: len(names) for arm, names in measured.planned.items()} == {"x4": 4, "x0.5": 2, "x1": 2, "x2": 2}
+    assert set(STUDIES["budgets"].analyse(setting, measured).values["gaps"]) == {"0.5", "1", "2", "4"}
+
+
+def test_what_one_seed_says_of_a_trend_has_to_exceed_three_standard_errors():
+    """The committed pair at micro, 2.5 of them."""
+    gaps = {"x0.5": -0.027, "x1": -0.0857, "x2": -0.0791, "x4": -0.074}
+
+    def loss(arm, label, seed):
+        return 4 + (label == "block") * gaps[arm.name]
+
+    setting = at("micro", 1)
+    noises = {2000: Noise(0.0083, 14, "")}
+    measured = simulated(STUDIES["budgets"], setting, loss, noises=noises)
+    assert "is undecided" in STUDIES["budgets"].analyse(setting, measured).verdict
+
+
+def test_a_size_that_diverged_decides_nothing_about_scaling():
+    setting = at("micro", 2)
+
+    def loss(arm, label, seed, lost=("full",)):
+        width = int(arm.name.partition("-")[0].removeprefix("d"))
+        broken = label in lost and width == 48
+        return math.inf if broken else 3 + 20 / width + 0.001 * draw(arm.name, label, seed).standard_normal()
+
+    design = STUDIES["scaling"]
+    result = design.analyse(setting, simulated(design, setting, loss))
+    assert "full: " in result.verdict and "0.000 to 0.000" not in result.verdict
+    assert all("nan" not in cell for table in result.tables for row in table.rows for cell in row)
+    measured = simulated(design, setting, lambda arm, label, seed: loss(arm, label, seed, ("standard",)))
+    sentences = design.analyse(setting, measured).verdict.split(". ")
+    assert all("does not exclude 1" in one or "not decided" in one for one in sentences), sentences
+
+
+def test_scaling_finds_a_planted_multiplier_and_none_where_there_is_none():
+    setting, design, found = at("micro", 2), STUDIES["scaling"], {"block": 0, "full": 0}
+    for world in range(12):
+
+        def loss(arm, label, seed, world=world):
+            width = int(arm.name.partition("-")[0].removeprefix("d"))
+            return 2 + 40 / width - 0.06 * (label == "block") + 0.004 * draw(world, arm.name, label, seed).normal()
+
+        for sentence in design.analyse(setting, simulated(design, setting, loss)).verdict.split(". "):
+            found[sentence.partition(":")[0]] += "not" not in sentence
+    assert found["block"] >= 11 and found["full"] <= 1
+
+
+def test_rates_hold_each_arm_against_what_it_is_named_for():
+    design, setting = STUDIES["rates"], at("micro")
+
+    def loss(arm, label, seed):
+        return chance(arm, label, seed) - 0.2 * (label == "standard-lr0.008") - 0.2 * (label == "block")
+
+    measured = simulated(design, setting, loss)
+    values = design.analyse(setting, measured).values
+    assert values["knobs"]["baseline"] == "block" and len(values["knobs"]["variants"]) == 4
+    assert values["best"]["baseline"] == "standard"
+    assert values["tuned"]["baseline"] == "standard-lr0.008"
+    without = simulated(design, setting, loss, lambda arm, run: arm != "tuned" or not run.startswith("standard"))
+    assert design.analyse(setting, without).values["tuned"]["variants"] == {}
+    runs = [(arm, run) for arm in ("own", "model") for run in measured.planned[arm]]
+    assert len({run for _, run in runs}) == len(runs) and ("model", "standard-lr0.004-seed0") not in runs
+
+
+def test_block_sizes_of_one_function_are_told_apart_seldom_even_if_one_is_wild():
+    design, setting, apart = STUDIES["block-size"], at("micro"), 0
+    for world in range(60):
+
+        def loss(arm, label, seed, world=world):
+            wild = 6 if label == "block-block_size4" else 1
+            return 3 + 0.01 * wild * draw(world, label, seed).standard_normal()
+
+        apart += "differ beyond the noise" in design.analyse(setting, simulated(design, setting, loss)).verdict
+    assert apart <= 12  # of 33 if all are judged by the noise that the others share
+
+
+def test_a_mechanism_whose_lucky_seeds_are_left_is_not_better():
+    design, setting = STUDIES["block-size"], at("micro")
+
+    def loss(arm, label, seed):
+        lost = label == "block-block_size2" and seed > 0
+        return math.inf if lost else chance(arm, label, seed) - 0.2 * (label != "standard")
+
+    result = design.analyse(setting, simulated(design, setting, loss, noises=KNOWN))
+    verdicts = {label: one["verdict"] for label, one in result.values["sizes"]["variants"].items()}
+    assert verdicts["block-block_size2"] == "undecided" and verdicts["block-block_size4"] == "better"
+    assert "diverged: block-block_size2 (2 seeds)" in result.verdict
+
+    design = STUDIES["nanogpt"]
+    lost = simulated(design, setting, lambda *run: math.inf if run[1] == "standard" else chance(*run))
+    assert "Nothing can be compared; diverged: standard (3 seeds)" in design.analyse(setting, lost).verdict
+
+
+def test_depth_reads_in_a_resnet_are_held_against_the_same_network_without_them():
+    design, setting = STUDIES["resnet"], at("micro")
+    result = design.analyse(setting, simulated(design, setting))
+    reads = result.values["20, reads"]
+    assert reads["baseline"] == "standard-20" and list(reads["variants"]) == ["full-20"]
+    assert "of 8 compared" in result.verdict, "four kinds at two depths, and depth reads against two of them"
+
+
+def test_a_retrofit_of_a_model_that_diverged_ends():
+    design, setting = STUDIES["retrofit"], at("micro")
+    measured = simulated(design, setting, lambda arm, label, seed: math.inf)
+    assert set(measured.planned) == {"pretrained"}
+    assert "diverged" in design.analyse(setting, measured).verdict
+
+
+def test_two_presets_of_one_model_are_one_size():
+    def outcome(preset, difference):
+        variants = {"block": {"difference": difference, "seeds": 3, "verdict": "better"}}
+        values = {"recipe": {"standard": {"baseline": "standard", "base": 3.0, "variants": variants}}}
+        return Outcome(STUDIES["ablations"], at(preset), Measured(), Result("", values=values))
+
+    assert at_sizes([outcome("demo", -0.2), outcome("nano", -0.06)]) == []
+    (table,) = at_sizes([outcome("demo", -0.2), outcome("nano", -0.06), outcome("micro", -0.04)])
+    assert "better at 2 sizes" in table.rows[0] and "demo" not in table.head
+
+
+def test_no_text_of_a_task_is_learned_by_heart():
+    for name in ("composition", "arithmetic"):
+        assert documents_for(name, 4_096_000) == 40_000
+        long = documents_for(name, 655_360_000)
+        assert 2_000_000 < long < 10_000_000
