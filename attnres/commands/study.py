@@ -37,7 +37,7 @@ class Study:
     source: str | None = None
     """The text: a file, a folder or hub:NAME; none is the preset's."""
     images: str | None = None
-    """CIFAR-10 for the study resnet: a folder or an archive of JPEGs, split/class/*.jpg."""
+    """CIFAR-10 for the study resnet: a folder or an archive with train/CLASS/*.jpg and test/CLASS/*.jpg."""
     out: str = "runs/studies"
     """OUT/PRESET/NAME is the study's folder."""
     jobs: int | None = None
@@ -90,7 +90,7 @@ def run(arguments: list[str]) -> None:
         raise UserError(f"budget is {options.budget}: expected hours, a number above 0")
     images = None if options.images is None else str(user_path(options.images).resolve())
     if images is not None and not Path(images).exists():
-        raise UserError(f"images '{options.images}' does not exist: give a folder or an archive, split/class/*.jpg")
+        raise UserError(f"images '{options.images}' does not exist: give a folder or an archive with train/CLASS/*.jpg")
     setting = Setting(
         options.preset,
         preset,
@@ -99,6 +99,8 @@ def run(arguments: list[str]) -> None:
         user_path(options.out),
         images,
     )
+    if "resnet" in options.name and images is None:
+        raise UserError("the study resnet needs --images: a folder or an archive with train/CLASS/*.jpg and test/...")
     names = STUDIES if "all" in options.name else dict.fromkeys(options.name)
     designs = [STUDIES[name] for name in names]
     with unpacked(user_path(path) for path in options.adopt) as adopted:
@@ -114,11 +116,11 @@ def _carry_out(designs: "list[Design]", setting: "Setting", options: Study, adop
 
     from attnres.studies.conduct import conduct
     from attnres.studies.slurm import Slurm
-    from attnres.terminal import say
+    from attnres.terminal import say, wide
 
     until = math.inf if options.budget is None else time.monotonic() + 3600 * options.budget
     executor = Slurm(setting.out, options.slurm) if options.executor == "slurm" else None
-    out = Console(highlight=False)
+    out = wide(Console(highlight=False))
     for design in designs:
         outcome = conduct(
             design,
@@ -203,7 +205,12 @@ def _dry_run(designs: "list[Design]", setting: "Setting", options: Study, adopte
     what = "measured by a few steps here" if speed else "assumed: the preset's device is not here"
     unit = "one core" if setting.config().device in ("auto", "cpu") else "one GPU"
     say(out, f"{total:.1f} hours of {unit} at {speed or setting.preset.flops_per_s:.2g} FLOP/s, {what}.")
-    say(out, "Left are runs that are neither finished nor the same as finished ones of --adopt and of other studies.")
+    say(out, "Every mechanism counts as the standard model, of whatever depth: expect up to three times as much.")
+    say(out, "Left are runs that are neither finished nor the same as finished ones of --adopt and of other studies,")
+    say(out, "provided that these were of the same text, which is not looked at here.")
     say(out, "Arms that depend on what earlier ones give are not counted before those have run.")
     if options.jobs:
-        say(out, f"{total / options.jobs:.1f} hours with {options.jobs} runs at once.")
+        say(
+            out,
+            f"{total / options.jobs:.1f} hours with {options.jobs} runs at once, if there are as many cores or GPUs.",
+        )

@@ -47,13 +47,12 @@ def _inside(folder: Path, name: str) -> list[Path]:
 
 
 def alike(run: TrainConfig, runs: dict[Path, dict[str, Any]]) -> Iterator[Path]:
-    """The folders of those runs that are trained as this one, elsewhere, whatever text they call theirs, and have the
-    checkpoints that it is to keep."""
+    """The folders of those runs that are trained as this one, elsewhere, whatever text they call theirs; first those
+    which have the checkpoints that it is to keep."""
     folder, ours = Path(run.out or "."), to_dict(run)
-    for there, theirs in runs.items():
-        if there.resolve() == folder.resolve() or not all(kept(there, step).is_dir() for step in run.keep_at):
-            continue
-        if set(differences(ours, theirs)) <= {"data.source"}:
+    lacking = {there: not all(kept(there, step).is_dir() for step in run.keep_at) for there in runs}
+    for there in sorted(runs, key=lacking.__getitem__):
+        if there.resolve() != folder.resolve() and set(differences(ours, runs[there])) <= {"data.source"}:
             yield there
 
 

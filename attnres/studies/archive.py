@@ -49,9 +49,17 @@ class ArchivedRun(TypedDict):
 
 
 def archive(folder: Path, names: Mapping[str, Iterable[str]]) -> str:
-    """Return these runs of a study as lines of JSON; `names` are those of the finished ones by arm."""
-    runs = (_archived(folder / arm / name, arm) for arm in sorted(names) for name in sorted(names[arm]))
+    """Return these runs of a study as lines of JSON, and what its runs.jsonl has of arms that are not asked for yet;
+    `names` are those of the finished ones by arm."""
+    runs = [_archived(folder / arm / name, arm) for arm in sorted(names) for name in sorted(names[arm])]
+    if (folder / ARCHIVE).is_file():
+        runs += [run for run in archived_in(folder / ARCHIVE) if run["arm"] not in names]
     return "".join(f"{json.dumps(run, sort_keys=True)}\n" for run in runs)
+
+
+def is_alone(study: Path) -> bool:
+    """Whether a study's folder has its runs.jsonl and no folder of a run, as in a repository."""
+    return (study / ARCHIVE).is_file() and not any(path.is_dir() for path in study.iterdir())
 
 
 def _archived(folder: Path, arm: str) -> ArchivedRun:
@@ -71,7 +79,8 @@ def _archived(folder: Path, arm: str) -> ArchivedRun:
 
 @contextmanager
 def unpacked(paths: Iterable[Path]) -> Generator[list[Path]]:
-    """Folders of runs, of folders and of files that `archive` made; what comes of these is removed afterwards.
+    """Folders of runs, of folders, of files that `archive` made and of studies that have such a file alone; what comes
+    of files is removed afterwards.
 
     Raises:
         UserError: a file that is none.
@@ -79,11 +88,12 @@ def unpacked(paths: Iterable[Path]) -> Generator[list[Path]]:
     with ExitStack() as stack:
         folders = []
         for path in paths:
-            folder = path
-            if path.is_file():
+            files = [path] if path.is_file() else [one for one in sorted(path.rglob(ARCHIVE)) if is_alone(one.parent)]
+            folders += [path] if path.is_dir() or not files else []
+            for file in files:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="attnres-runs-")))
-                _unpack(path, folder)
-            folders.append(folder)
+                _unpack(file, folder)
+                folders.append(folder)
         yield folders
 
 
@@ -94,7 +104,7 @@ def restored(out: Path, study: Path | None = None) -> Generator[Path]:
     UserError: a runs.jsonl that is none."""
     studies = sorted(path.parent for path in out.glob("*/*/study.json"))
     wanted = [one for one in studies if study in (None, one)]
-    without = [one for one in wanted if (one / ARCHIVE).is_file() and not any(path.is_dir() for path in one.iterdir())]
+    without = [one for one in wanted if is_alone(one)]
     if not without:
         yield out
         return
@@ -113,11 +123,10 @@ def restored(out: Path, study: Path | None = None) -> Generator[Path]:
         yield copy
 
 
-def _unpack(path: Path, folder: Path) -> None:
-    lines = read_text(path).splitlines()
-    if not lines:
-        raise UserError(f"{path} is empty: expected a run a line, as a study writes them to {ARCHIVE}")
-    for number, line in enumerate(lines, 1):
+def archived_in(path: Path) -> list[ArchivedRun]:
+    """The runs of such a file, checked. Raises UserError."""
+    runs = []
+    for number, line in enumerate(read_text(path).splitlines(), 1):
         where = f"line {number} of {path}"
         run = checked(parse_json(line, where), ArchivedRun, where, _ADVICE)
         for name in (run["arm"], run["run"], *run["files"]):
@@ -127,6 +136,15 @@ def _unpack(path: Path, folder: Path) -> None:
             raise UserError(f"{where} has no metrics of the trained run {run['run']}: {_ADVICE}")
         if label_and_seed(run["run"]) is None:
             raise UserError(f"{where} has the run '{run['run']}': expected LABEL-seedK; {_ADVICE}")
+        runs.append(run)
+    return runs
+
+
+def _unpack(path: Path, folder: Path) -> None:
+    runs = archived_in(path)
+    if not runs:
+        raise UserError(f"{path} is empty: expected a run a line, as a study writes them to {ARCHIVE}")
+    for run in runs:
         there = folder / run["arm"] / run["run"]
         (there / "val").mkdir(parents=True, exist_ok=True)
         for name, values in run["files"].items():

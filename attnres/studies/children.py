@@ -47,6 +47,7 @@ class Child:
     log: Path | None = None
     began: float = 0.0
     may_diverge: bool = False  # and the others go on
+    saves: bool = True  # what it has when it is stopped
 
     def variables(self) -> dict[str, str]:
         """Return what the environment of its process has besides, on whatever machine."""
@@ -138,7 +139,8 @@ class Child:
             cause = " (out of memory?)" if -self.code == signal.SIGKILL else ""
             how = f"was ended by {signal.Signals(-self.code).name}{cause}"
         how = how or f"ended with exit status {self.code}"
-        return UserError(f"{self.name} {how}, {where}; the same command continues from its last checkpoint")
+        again = "continues from its last checkpoint" if self.saves else "tries again"
+        return UserError(f"{self.name} {how}, {where}; the same command {again}")
 
     @property
     def _error_file(self) -> Path:
@@ -279,7 +281,8 @@ def run_children(
             _end(running)
         if signals.interrupts or signals.terminations:
             code = 130 if signals.interrupts else 143
-            raise Interrupted("stopped, every run saved: give the same command again to continue", code)
+            saved = "every run saved" if all(child.saves for child in children) else "what was finished is kept"
+            raise Interrupted(f"stopped, {saved}: give the same command again to continue", code)
     if failed is not None:
         if failed.code in (130, 143):
             raise Interrupted(f"{failed.name} was stopped and saved: give the same command to continue", failed.code)

@@ -11,8 +11,9 @@ Finished runs are skipped and interrupted ones resumed: the same command continu
 
 import dataclasses
 import math
+import shutil
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,13 +24,13 @@ from rich.console import Console
 from attnres.device import cores
 from attnres.errors import Interrupted, UserError, unknown
 from attnres.files import LOCK, locked, write_json, write_text
-from attnres.folders import kind_of, refuse_other
+from attnres.folders import refuse_other
 from attnres.reading import read_json
 from attnres.run_names import label_and_seed, run_name
 from attnres.stats import plain
 from attnres.studies.adopt import adopt, alike, computed_in, runs_in, same_computation
 from attnres.studies.analyses.noise import Noise
-from attnres.studies.archive import ARCHIVE, archive
+from attnres.studies.archive import ARCHIVE, archive, archived_in, is_alone, unpacked
 from attnres.studies.children import Child, Runner, train_all
 from attnres.studies.compare import Work, opened, time_steps
 from attnres.studies.design import Arm, Design, Measured, Result, Setting
@@ -139,14 +140,18 @@ def conduct(
         Interrupted: Ctrl-C or SIGTERM; the same command continues.
     """
     folder = refuse_other(setting.folder(design.name), "study")
-    elsewhere = _elsewhere(folder, adopted)
-    with locked(folder), _begun(folder):
-        write_json(folder / "study.json", _asked(design, setting))
+    with ExitStack() as stack:
+        own = folder / ARCHIVE if folder.is_dir() and is_alone(folder) else None
+        elsewhere = _elsewhere(folder, [*adopted, *stack.enter_context(unpacked([own] if own else []))])
+        stack.enter_context(locked(folder))
+        _same_material(folder, design, setting)
+        begin = stack.enter_context(_begun(folder, _asked(design, setting)))
+        archived = [] if own is None else [(run["arm"], run["run"]) for run in archived_in(own)]
         arms, measured = survey(design, setting)
         while left := [arm for arm in arms if not measured.complete(arm.name) or _is_untimed(arm, folder)]:
             before = measured.finished
             try:
-                _carry_out(left, folder, say, jobs, until, run, elsewhere)
+                _carry_out(left, folder, say, jobs, until, run, elsewhere, archived, begin)
             except (Interrupted, UserError):
                 if any((measured := survey(design, setting)[1]).finished.values()):
                     write(design, setting, measured)  # as far as it came
@@ -154,7 +159,29 @@ def conduct(
             arms, measured = survey(design, setting)
             if measured.finished == before or time.monotonic() > until:
                 break
+        begin()
         return write(design, setting, measured)
+
+
+def _same_material(folder: Path, design: Design, setting: Setting) -> None:
+    """Refuse to go on with other text or images than a study was begun with, as far as their names tell and the study
+    has a use for them: UserError."""
+    path = folder / "study.json"
+    if not path.is_file():
+        return
+    before = checked(read_json(path), Asked, path, "carry the study out again")
+    arms, text = design.arms(setting, Measured()), setting.config().data.source
+    uses = {
+        "source": any(arm.compare is not None and arm.compare.base.data.source == text for arm in arms),
+        "images": setting.images is not None and before["images"] is not None,
+    }
+    for name, used in uses.items():
+        there, here = before[name], getattr(setting, name)  # type: ignore
+        if used and Path(there or "").name != Path(here or "").name:
+            raise UserError(
+                f"the study in {folder} was carried out with --{name} {there or 'of the preset'}, not "
+                f"{here or 'of the preset'}: give the same, or choose another --out"
+            )
 
 
 def _elsewhere(folder: Path, adopted: Sequence[Path]) -> Elsewhere:
@@ -185,14 +212,26 @@ def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[t
 
 
 @contextmanager
-def _begun(folder: Path) -> Generator[None]:
-    """Leave no study where one was refused before there was anything but its name."""
-    new = kind_of(folder) is None
+def _begun(folder: Path, asked: Asked) -> Generator[Callable[[], None]]:
+    """Give what writes study.json, to be called once nothing can be refused any more; a new folder has it at once, to
+    be known by. Where something is refused before that, the folder is left as it was."""
+    record, before = folder / "study.json", {path.name for path in folder.iterdir()}
+    began = False
+
+    def begin() -> None:
+        nonlocal began
+        began = True
+        write_json(record, asked)
+
+    if not record.is_file():
+        write_json(record, asked)
     try:
-        yield
+        yield begin
     except UserError:
-        if new and {path.name for path in folder.iterdir()} - {LOCK} == {"study.json"}:
-            (folder / "study.json").unlink()
+        if not began:
+            for path in folder.iterdir():
+                if path.name not in before | {LOCK}:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         raise
 
 
@@ -324,8 +363,11 @@ def _carry_out(
     until: float,
     run: Runner | None,
     elsewhere: Elsewhere,
+    archived: Sequence[tuple[str, str]],
+    begin: Callable[[], None],
 ) -> None:
-    """Run the unfinished runs of these arms, all arms together, and measure them."""
+    """Run the unfinished runs of these arms, all arms together, and measure them. Of what the folder's runs.jsonl alone
+    had, all has to be there by then (UserError), but for runs that others start from: it is written anew."""
     quiet = Console(quiet=True)
     children, walls, most, timed = list[Child](), list[float](), list[int](), list[tuple[Work, float]]()
     elsewhere = dataclasses.replace(elsewhere, trained=elsewhere.trained | runs_in([folder]))
@@ -353,6 +395,15 @@ def _carry_out(
             most.append(work.jobs)
             if arm.compare.timing_s > 0:
                 timed.append((work, arm.compare.timing_s))
+        names = {arm.name for arm in arms if not arm.started_from}
+        lost = [f"{arm}/{name}" for arm, name in archived if arm in names and not _has_ended(folder / arm / name)]
+        if lost:
+            raise UserError(
+                f"{folder / ARCHIVE} has {len(lost)} runs that this command does not take ({lost[0]}, for one: of "
+                "other data, another configuration or a seed that was not asked for) and would lose: choose another "
+                "--out"
+            )
+        begin()
         children.sort(key=_seed)  # what is there first is one whole study of one seed
         train_all(children, walls, jobs=jobs or max(most, default=cores()), say=say, run=run, until=until)
         for work, seconds in timed:
@@ -366,18 +417,21 @@ def _carry_out(
                     write_json(path / MEASURES, {"function": arm.measure, "rows": rows})
 
 
+def _has_ended(run: Path) -> bool:
+    return ended(run) or (run / MEASURES).is_file()
+
+
 def _seed(child: Child) -> int:
     taken = label_and_seed(child.folder.name)
     return taken[1] if taken else 0
 
 
 def _branch(plan: Plan, trunk: Path) -> None:
-    """Begin the runs of a plan that have no folder yet at the checkpoints that their trunks kept. One whose trunk
-    diverged before that is trained from its start, and diverges as it did."""
+    """Begin the runs of a plan that have no folder yet at the checkpoints that their trunks kept. One whose trunk has
+    none, for it diverged before that or came from a runs.jsonl, is trained from its start: it is the same run."""
     for name, run in plan.runs.items():
         step = branch_step(run)
-        lost = (trunk / name / DIVERGED).is_file() and not kept(trunk / name, step).is_dir()
-        if not lost and not Path(run.out or ".").exists():
+        if kept(trunk / name, step).is_dir() and not Path(run.out or ".").exists():
             branch(trunk / name, step, run)
 
 

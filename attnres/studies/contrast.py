@@ -58,6 +58,7 @@ class Contrast:
     curve: Mapping[int, float]
     ratios: Mapping[str, float]
     shares: Mapping[str, float]
+    quantity: str = "loss"
 
     @property
     def noise(self) -> Noise:
@@ -94,7 +95,7 @@ class Contrast:
 
     def table(self, title: str, published: Mapping[str, str] | None = None) -> Table:
         """A row a variant; `published`: what others have for it."""
-        head = ["variant", "loss", "seeds", "difference", "needed", "verdict"]
+        head = ["variant", self.quantity, "seeds", "difference", "needed", "verdict"]
         larger = any(share > LARGER for share in self.shares.values())
         head += ["parameters"] * larger
         rate = exchange(list(self.curve), list(self.curve.values())) if len(self.curve) > 1 else None
@@ -126,6 +127,11 @@ class Contrast:
             )
         notes += [f"{label} varies more than the others and is judged by its own: {own}." for label, own in self._own()]
         notes.append("Differences are over the seeds that both have; ± is the standard error of them seed by seed.")
+        if any(one.seeds != self.base_seeds for one in self.others):
+            notes.append(
+                f"With fewer seeds than {self.baseline} has, what stands under {self.quantity} is its mean and that "
+                "difference."
+            )
         if larger:
             notes.append(
                 "Parameters: how many more a mechanism has than the model without it. A larger model is better by "
@@ -232,7 +238,7 @@ def contrast(
     steps = {one: measured.step_ratios[arm, one] for one in (baseline, *names) if (arm, one) in measured.step_ratios}
     ratios = {label: value / steps[baseline] for label, value in steps.items()} if baseline in steps else {}
     shares = {label: _own_share(measured, arm, label) for label in (baseline, *names)}
-    return Contrast(baseline, mean, len(base), spread, comparisons, others, diverged, curve, ratios, shares)
+    return Contrast(baseline, mean, len(base), spread, comparisons, others, diverged, curve, ratios, shares, quantity)
 
 
 def _own_share(measured: Measured, arm: str, label: str) -> float:

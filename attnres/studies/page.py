@@ -85,7 +85,7 @@ def _sections(outcome: "Outcome") -> list[str]:
         f"sigma {one.sigma:.4f} at {steps:,} steps ({one.degrees + 1} seeds)" for steps, one in known.items()
     )
     if known and not outcome.measured.recipe:
-        floor = f"of their own seeds; the preset's recipe, which none of these runs is, has {floor}"
+        floor = f"as the tables say; the preset's recipe, which none of these runs is, has {floor}"
     facts = [
         ["what is done", design.about],
         ["published", design.published],
@@ -102,7 +102,8 @@ def command(outcome: "Outcome") -> str:
     """The command that carries the study out again."""
     setting = outcome.setting
     words = ["attnres study", outcome.design.name, "--preset", setting.name, "--seeds", str(setting.seeds)]
-    return " ".join([*words, *(["--source", setting.source] if setting.source else [])])
+    words += ["--source", setting.source] if setting.source else []
+    return " ".join([*words, *(["--images", setting.images] if setting.images else [])])
 
 
 def _anchor(outcome: "Outcome") -> str:

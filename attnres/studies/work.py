@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ HOME = "attnres.studies.lab."
 """Where the functions are: a file names no others."""
 
 
+@dataclass
 class Computation(Child):
     """A run that is one function call; its `config` names the function, its arguments and its folder."""
+
+    saves: bool = False
 
     def command(self, *, quiet: bool) -> list[str]:
         """Return the words of the command that computes it."""

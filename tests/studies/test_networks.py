@@ -1,6 +1,7 @@
 """The small networks of studies that train no decoder: MLPs connected by any mechanism, and ResNets."""
 
 import math
+import shutil
 import tarfile
 
 import numpy as np
@@ -93,6 +94,14 @@ def test_images_come_from_a_folder_or_an_archive(tmp_path, monkeypatch):
     for name, message in (("nothing", "there are no images in"), ("cache", "holds no images")):
         with pytest.raises(UserError, match=message):
             load_images(str(tmp_path / name))
+    more = tmp_path / "cifar" / "test" / "bird" / "0.jpg"
+    more.parent.mkdir()
+    shutil.copy2(tmp_path / "cifar" / "test/a/0.jpg", more)
+    with pytest.raises(UserError, match="test images of a class that no training image has: bird"):
+        load_images(str(tmp_path / "cifar"))  # and not what the cache has of fewer images
+    more.write_bytes(more.read_bytes()[:40])
+    with pytest.raises(UserError, match=r"of class bird, in .* cannot be read"):
+        load_images(str(tmp_path / "cifar"))
     (tmp_path / "broken.tar").write_text("no")
     with pytest.raises(UserError, match="is no archive of images"):
         load_images(str(tmp_path / "broken.tar"))

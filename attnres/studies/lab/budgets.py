@@ -1,6 +1,7 @@
 """Whether the gap lasts: standard and Block at half, one, two and four times a budget, by branches of one long run."""
 
 import dataclasses
+import math
 import statistics
 
 from attnres.figures.chart import Curves, Line
@@ -85,10 +86,12 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         "changes its sign": "The gap changes its sign as training goes on",
         "undecided": "Whether the gap changes as training goes on is undecided",
     }
-    margin = number(result.margin, 4) if result.margin < float("inf") else "unknown"
+    margin = (
+        f"it has to exceed {number(result.margin, 4)}" if math.isfinite(result.margin) else "its noise is not known"
+    )
     verdict = (
         f"{answer[result.answer]}: a doubling of the budget adds {number(result.slope, 4, signed=True)} "
-        f"(it has to exceed {margin}) to a gap of {number(list(result.gaps.values())[-1], 4, signed=True)} at the "
+        f"({margin}) to a gap of {number(list(result.gaps.values())[-1], 4, signed=True)} at the "
         "longest."
     )
     x = [budget * unit(setting) * tokens_a_step for budget in result.gaps]

@@ -30,8 +30,9 @@ def load_images(source: str) -> dict[str, np.ndarray]:
         raise UserError(
             f"there are no images in {path}: give a folder or an archive with train/CLASS/*.jpg and test/..."
         )
-    stat = path.stat()
-    key = hashlib.sha256(f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:16]
+    files = sorted(path.rglob("*.jpg")) if path.is_dir() else [path]
+    stats = [(str(file), stat.st_size, stat.st_mtime_ns) for file in files for stat in [file.stat()]]
+    key = hashlib.sha256(f"{path.resolve()} {stats}".encode()).hexdigest()[:16]
     kept = cache_dir() / "images" / f"{key}.npz"
     kept.parent.mkdir(parents=True, exist_ok=True)
     with lock(kept.with_suffix(".lock"), wait=True):
@@ -44,9 +45,17 @@ def load_images(source: str) -> dict[str, np.ndarray]:
 def _decoded(path: Path) -> bytes:
     parts: dict[str, list[tuple[str, np.ndarray]]] = {"train": [], "test": []}
     for split, label, data in _files(path):
-        with Image.open(io.BytesIO(data)) as image:
-            parts[split].append((label, np.asarray(image.convert("RGB")).transpose(2, 0, 1)))
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                parts[split].append((label, np.asarray(image.convert("RGB")).transpose(2, 0, 1)))
+        except (OSError, SyntaxError) as error:
+            raise UserError(
+                f"image {len(parts[split]) + 1} of {split}, of class {label}, in {path} cannot be read ({error}): "
+                "restore or remove it"
+            ) from error
     labels = sorted({label for label, _ in parts["train"]})
+    if unknown := sorted({label for label, _ in parts["test"]} - set(labels)):
+        raise UserError(f"{path} has test images of a class that no training image has: {unknown[0]}")
     if not labels or not parts["test"]:
         raise UserError(f"{path} holds no images: expected train/CLASS/*.jpg and test/CLASS/*.jpg")
     if len(shapes := {image.shape for many in parts.values() for _, image in many}) > 1:
