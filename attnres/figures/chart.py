@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from attnres.figures import style
 from attnres.figures.plot import COLUMN, PAGE, SMALL, Plot, canvas, head, legend, plain
@@ -78,6 +78,10 @@ class Curves:
             if self.log_y:
                 ax.set_yscale("log")
                 ax.yaxis.set_minor_formatter(NullFormatter())
+                low, high = ax.get_ylim()
+                if high < 100 * low:  # there may be no power of ten in it
+                    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(5))
+                    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             ax.set_xlabel(self.x_label)
         axes[0, 0].set_ylabel(self.y_label)
         legend(figure, *axes[0])

@@ -135,7 +135,7 @@ class Contrast:
         if larger:
             notes.append(
                 "Parameters: how many more a mechanism has than the model without it. A larger model is better by "
-                "itself; no other has been made smaller for it."
+                "itself, and nothing here is corrected for that."
             )
         if rate is not None:
             notes.append(

@@ -48,7 +48,7 @@ class Noise:
     source: str = ""
 
     def __str__(self) -> str:
-        return f"sigma {self.sigma:.4f} with {self.degrees} degrees of freedom"
+        return f"sigma {self.sigma:.4f} with {self.degrees} degree{'s' * (self.degrees != 1)} of freedom"
 
     @property
     def note(self) -> str:
@@ -149,7 +149,8 @@ def spread_of(groups: Mapping[str, Sequence[float]], known: Noise = UNKNOWN, flo
     """
     within, own = {label: values for label, values in groups.items() if len(values) > 1}, dict[str, Noise]()
     while True:
-        source = f"{len(within)} variants of {max(map(len, within.values()), default=0)} seeds" if within else ""
+        several = f"variant{'s' * (len(within) != 1)}"
+        source = f"{len(within)} {several} of {max(map(len, within.values()))} seeds" if within else ""
         together = combined(known, pooled(within.values(), source))
         worst = max(within, key=lambda label: pooled([within[label]]).sigma, default=None)
         if worst is None:
