@@ -13,7 +13,7 @@ import dataclasses
 import math
 import shutil
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +153,7 @@ def conduct(
             try:
                 _carry_out(left, folder, say, jobs, until, run, elsewhere, archived, begin)
             except (Interrupted, UserError):
-                if any((measured := survey(design, setting)[1]).finished.values()):
+                if begin.done and any((measured := survey(design, setting)[1]).finished.values()):
                     write(design, setting, measured)  # as far as it came
                 raise
             arms, measured = survey(design, setting)
@@ -211,24 +211,28 @@ def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[t
     return counts
 
 
+class _Begin:
+    """Writes study.json, once nothing can be refused any more; a new folder has it at once, to be known by."""
+
+    def __init__(self, record: Path, asked: Asked) -> None:
+        self.record, self.asked, self.done = record, asked, False
+        if not record.is_file():
+            write_json(record, asked)
+
+    def __call__(self) -> None:
+        self.done = True
+        write_json(self.record, self.asked)
+
+
 @contextmanager
-def _begun(folder: Path, asked: Asked) -> Generator[Callable[[], None]]:
-    """Give what writes study.json, to be called once nothing can be refused any more; a new folder has it at once, to
-    be known by. Where something is refused before that, the folder is left as it was."""
-    record, before = folder / "study.json", {path.name for path in folder.iterdir()}
-    began = False
-
-    def begin() -> None:
-        nonlocal began
-        began = True
-        write_json(record, asked)
-
-    if not record.is_file():
-        write_json(record, asked)
+def _begun(folder: Path, asked: Asked) -> Generator[_Begin]:
+    """Leave the folder as it was where something is refused before the study has begun."""
+    before = {path.name for path in folder.iterdir()}
+    begin = _Begin(folder / "study.json", asked)
     try:
         yield begin
     except UserError:
-        if not began:
+        if not begin.done:
             for path in folder.iterdir():
                 if path.name not in before | {LOCK}:
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -364,7 +368,7 @@ def _carry_out(
     run: Runner | None,
     elsewhere: Elsewhere,
     archived: Sequence[tuple[str, str]],
-    begin: Callable[[], None],
+    begin: _Begin,
 ) -> None:
     """Run the unfinished runs of these arms, all arms together, and measure them. Of what the folder's runs.jsonl alone
     had, all has to be there by then (UserError), but for runs that others start from: it is written anew."""
@@ -399,9 +403,8 @@ def _carry_out(
         lost = [f"{arm}/{name}" for arm, name in archived if arm in names and not _has_ended(folder / arm / name)]
         if lost:
             raise UserError(
-                f"{folder / ARCHIVE} has {len(lost)} runs that this command does not take ({lost[0]}, for one: of "
-                "other data, another configuration or a seed that was not asked for) and would lose: choose another "
-                "--out"
+                f"{folder / ARCHIVE} would lose what this command does not take of it ({len(lost)}, {lost[0]} for one: "
+                "of other data, another configuration or a seed that was not asked for): choose another --out"
             )
         begin()
         children.sort(key=_seed)  # what is there first is one whole study of one seed

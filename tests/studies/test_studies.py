@@ -180,8 +180,15 @@ def test_a_study_goes_on_from_its_own_file_of_runs_and_loses_none_of_it(setting,
     changed = tmp_path / corpus.name
     shutil.copytree(corpus, changed)
     (changed / "0.txt").write_text("Other numbers: " + ", ".join(map(str, range(900, 999))))
-    refused(dataclasses.replace(other, source=str(changed)), "has .* runs that this command does not take")
+    refused(dataclasses.replace(other, source=str(changed)), "would lose what this command does not take of it")
     assert not [path for path in folder.iterdir() if path.is_dir()], "nothing half-written"
+    one = json.loads(before[ARCHIVE].splitlines()[0]) | {"run": "standard-seed99"}
+    kept = before[ARCHIVE]
+    before[ARCHIVE] = kept + json.dumps(one).encode() + b"\n"
+    (folder / ARCHIVE).write_bytes(before[ARCHIVE])
+    refused(other, r"would lose .* \(1, .*standard-seed99")
+    before[ARCHIVE] = kept
+    (folder / ARCHIVE).write_bytes(kept)
     outcome = conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=runner)
     assert runner.names == [] and outcome.counts[0] == outcome.counts[1]
     assert (folder / ARCHIVE).read_bytes() == before[ARCHIVE]
