@@ -248,19 +248,20 @@ def test_what_another_study_has_trained_is_not_trained_again(setting, noise, tmp
     assert (adopted[1], alone[1]) == (0, 1)
 
 
-def test_a_run_that_others_branch_off_is_taken_with_the_checkpoints_that_they_need(setting, noise, tmp_path):
+def test_a_run_that_others_branch_off_is_taken_with_its_checkpoints_first(setting, noise, tmp_path):
     trunk = survey(STUDIES["budgets"], dataclasses.replace(setting, out=tmp_path))[0][0]
     assert trunk.compare is not None
     plan = make_plan(dataclasses.replace(trunk.compare, out=str(tmp_path / "ours")))
     run = next(iter(plan.runs.values()))
-    there = tmp_path / "theirs" / run.name
-    there.mkdir(parents=True)
-    write_json(there / "config.json", to_dict(run))
-    write_json(there / "summary.json", {})
-    assert list(alike(run, runs_in([there.parent]))) == [], "it has none of the checkpoints"
+    bare, there = tmp_path / "bare" / run.name, tmp_path / "theirs" / run.name
+    for folder in (bare, there):
+        folder.mkdir(parents=True)
+        write_json(folder / "config.json", to_dict(run))
+        write_json(folder / "summary.json", {})
     for step in run.keep_at:
         kept(there, step).mkdir(parents=True)
-    assert list(alike(run, runs_in([there.parent]))) == [there]
+    runs = runs_in([bare.parent, there.parent])
+    assert list(alike(run, runs)) == [there, bare], "without checkpoints its branches are trained from their start"
 
 
 def test_when_the_time_is_over_the_rest_is_left_for_later(setting, tmp_path):
