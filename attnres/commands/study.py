@@ -210,7 +210,4 @@ def _dry_run(designs: "list[Design]", setting: "Setting", options: Study, adopte
     say(out, "provided that these were of the same text, which is not looked at here.")
     say(out, "Arms that depend on what earlier ones give are not counted before those have run.")
     if options.jobs:
-        say(
-            out,
-            f"{total / options.jobs:.1f} hours with {options.jobs} runs at once, if there are as many cores or GPUs.",
-        )
+        say(out, f"{total / options.jobs:.1f} hours with {options.jobs} runs at once on as many cores or GPUs.")

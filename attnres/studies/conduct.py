@@ -11,7 +11,6 @@ Finished runs are skipped and interrupted ones resumed: the same command continu
 
 import dataclasses
 import math
-import shutil
 import time
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -23,7 +22,7 @@ from rich.console import Console
 
 from attnres.device import cores
 from attnres.errors import Interrupted, UserError, unknown
-from attnres.files import LOCK, locked, write_json, write_text
+from attnres.files import locked, write_json, write_text
 from attnres.folders import refuse_other
 from attnres.reading import read_json
 from attnres.run_names import label_and_seed, run_name
@@ -31,6 +30,7 @@ from attnres.stats import plain
 from attnres.studies.adopt import adopt, alike, computed_in, runs_in, same_computation
 from attnres.studies.analyses.noise import Noise
 from attnres.studies.archive import ARCHIVE, archive, archived_in, is_alone, unpacked
+from attnres.studies.begin import RECORD, Begin, asked, asked_in, begun, nothing_lost, same_material
 from attnres.studies.children import Child, Runner, train_all
 from attnres.studies.compare import Work, opened, time_steps
 from attnres.studies.design import Arm, Design, Measured, Result, Setting
@@ -45,19 +45,6 @@ from attnres.training.checkpoint import kept
 from attnres.training.records import TIMES
 from attnres.training.run_folder import DIVERGED, ended
 from attnres.typed import checked
-
-VERSION = 1
-
-
-class Asked(TypedDict):
-    """study.json: what was asked for."""
-
-    version: int
-    study: str
-    preset: str
-    seeds: int
-    source: str | None
-    images: str | None
 
 
 class Sigma(TypedDict):
@@ -141,12 +128,11 @@ def conduct(
     """
     folder = refuse_other(setting.folder(design.name), "study")
     with ExitStack() as stack:
-        own = folder / ARCHIVE if folder.is_dir() and is_alone(folder) else None
-        elsewhere = _elsewhere(folder, [*adopted, *stack.enter_context(unpacked([own] if own else []))])
+        archived = _archived(folder)
+        elsewhere = stack.enter_context(_elsewhere(folder, adopted))
         stack.enter_context(locked(folder))
-        _same_material(folder, design, setting)
-        begin = stack.enter_context(_begun(folder, _asked(design, setting)))
-        archived = [] if own is None else [(run["arm"], run["run"]) for run in archived_in(own)]
+        same_material(folder, design, setting)
+        begin = stack.enter_context(begun(folder, asked(design, setting)))
         arms, measured = survey(design, setting)
         while left := [arm for arm in arms if not measured.complete(arm.name) or _is_untimed(arm, folder)]:
             before = measured.finished
@@ -163,31 +149,19 @@ def conduct(
         return write(design, setting, measured)
 
 
-def _same_material(folder: Path, design: Design, setting: Setting) -> None:
-    """Refuse to go on with other text or images than a study was begun with, as far as their names tell and the study
-    has a use for them: UserError."""
-    path = folder / "study.json"
-    if not path.is_file():
-        return
-    before = checked(read_json(path), Asked, path, "carry the study out again")
-    arms, text = design.arms(setting, Measured()), setting.config().data.source
-    uses = {
-        "source": any(arm.compare is not None and arm.compare.base.data.source == text for arm in arms),
-        "images": setting.images is not None and before["images"] is not None,
-    }
-    for name, used in uses.items():
-        there, here = before[name], getattr(setting, name)  # type: ignore
-        if used and Path(there or "").name != Path(here or "").name:
-            raise UserError(
-                f"the study in {folder} was carried out with --{name} {there or 'of the preset'}, not "
-                f"{here or 'of the preset'}: give the same, or choose another --out"
-            )
+def _archived(folder: Path) -> list[tuple[str, str]]:
+    """Arm and name of the runs that a study's runs.jsonl alone has."""
+    return [(run["arm"], run["run"]) for run in archived_in(folder / ARCHIVE)] if is_alone(folder) else []
 
 
-def _elsewhere(folder: Path, adopted: Sequence[Path]) -> Elsewhere:
-    """What a study in `folder` may take."""
-    siblings = [path for path in sorted(folder.parent.glob("*")) if path != folder and (path / "study.json").is_file()]
-    return Elsewhere(runs_in(adopted, unfinished=True) | runs_in(siblings), computed_in(adopted))
+@contextmanager
+def _elsewhere(folder: Path, adopted: Sequence[Path]) -> Generator[Elsewhere]:
+    """What a study in `folder` may take: what is adopted, its own runs.jsonl where that is all there is, and the
+    finished runs of the studies beside it."""
+    siblings = [path for path in sorted(folder.parent.glob("*")) if path != folder and (path / RECORD).is_file()]
+    with unpacked([folder / ARCHIVE] if _archived(folder) else []) as own:
+        taken = [*adopted, *own]
+        yield Elsewhere(runs_in(taken, unfinished=True) | runs_in(siblings), computed_in(taken))
 
 
 def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[tuple[Arm, int]]:
@@ -195,48 +169,20 @@ def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[t
     nor to be had from `adopted` or from studies beside it, if their text is the same, which is not looked at."""
     folder = setting.folder(design.name)
     arms, measured = survey(design, setting)
-    elsewhere = _elsewhere(folder, adopted)
     counts = []
-    for arm in arms:
-        missing = set(measured.planned[arm.name]) - set(measured.finished[arm.name])
-        if arm.computed is not None:
-            runs = arm.computed.runs
-            missing = {name for name in missing if elsewhere.computed_as(arm.computed.function, runs[name]) is None}
-        trained = {path: run for path, run in elsewhere.trained_for(arm).items() if ended(path)}
-        if arm.compare is not None and missing and trained:
-            base = dataclasses.replace(arm.compare.base, device="cpu")  # that of the runs need not be here
-            plan = make_plan(dataclasses.replace(arm.compare, base=base, out=str(folder / arm.name)))
-            missing = {name for name in missing if next(alike(plan.runs[name], trained), None) is None}
-        counts.append((arm, len(missing)))
+    with _elsewhere(folder, adopted) as elsewhere:
+        for arm in arms:
+            missing = set(measured.planned[arm.name]) - set(measured.finished[arm.name])
+            if arm.computed is not None:
+                runs = arm.computed.runs
+                missing = {name for name in missing if elsewhere.computed_as(arm.computed.function, runs[name]) is None}
+            trained = {path: run for path, run in elsewhere.trained_for(arm).items() if ended(path)}
+            if arm.compare is not None and missing and trained:
+                base = dataclasses.replace(arm.compare.base, device="cpu")  # that of the runs need not be here
+                plan = make_plan(dataclasses.replace(arm.compare, base=base, out=str(folder / arm.name)))
+                missing = {name for name in missing if next(alike(plan.runs[name], trained), None) is None}
+            counts.append((arm, len(missing)))
     return counts
-
-
-class _Begin:
-    """Writes study.json, once nothing can be refused any more; a new folder has it at once, to be known by."""
-
-    def __init__(self, record: Path, asked: Asked) -> None:
-        self.record, self.asked, self.done = record, asked, False
-        if not record.is_file():
-            write_json(record, asked)
-
-    def __call__(self) -> None:
-        self.done = True
-        write_json(self.record, self.asked)
-
-
-@contextmanager
-def _begun(folder: Path, asked: Asked) -> Generator[_Begin]:
-    """Leave the folder as it was where something is refused before the study has begun."""
-    before = {path.name for path in folder.iterdir()}
-    begin = _Begin(folder / "study.json", asked)
-    try:
-        yield begin
-    except UserError:
-        if not begin.done:
-            for path in folder.iterdir():
-                if path.name not in before | {LOCK}:
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
-        raise
 
 
 def survey(design: Design, setting: Setting) -> tuple[list[Arm], Measured]:
@@ -256,7 +202,7 @@ def write(design: Design, setting: Setting, measured: Measured) -> Outcome:
     outcome = Outcome(design, setting, measured, design.analyse(setting, measured))
     done, planned = outcome.counts
     result = {
-        **_asked(design, setting),
+        **asked(design, setting),
         "finished": done,
         "planned": planned,
         "verdict": outcome.result.verdict,
@@ -272,10 +218,8 @@ def write(design: Design, setting: Setting, measured: Measured) -> Outcome:
 
 def outcome_in(folder: Path) -> Outcome:
     """Read a study's folder and analyse it again; nothing is run or written. Raises UserError if it is none."""
-    path = folder / "study.json"
-    record = checked(read_json(path), Asked, path, "carry the study out again")
-    if record["version"] != VERSION:
-        raise UserError(f"{path} is of version {record['version']}, expected {VERSION}: carry the study out again")
+    path = folder / RECORD
+    record = asked_in(path)
     for what, name, known in (("study", record["study"], STUDIES), ("preset", record["preset"], PRESETS)):
         if name not in known:
             raise unknown(what, str(name), known)
@@ -295,17 +239,6 @@ def names_of(arm: Arm) -> list[str]:
     assert arm.compare is not None
     labels = [variant.label for variant in parse_variants(arm.compare.variants, arm.compare.lrs)]
     return [run_name(label, seed) for seed in arm.compare.seeds for label in labels]
-
-
-def _asked(design: Design, setting: Setting) -> Asked:
-    return {
-        "version": VERSION,
-        "study": design.name,
-        "preset": setting.name,
-        "seeds": setting.seeds,
-        "source": setting.source,
-        "images": setting.images,
-    }
 
 
 def _read(arms: Sequence[Arm], setting: Setting, folder: Path, before: Measured) -> Measured:
@@ -368,7 +301,7 @@ def _carry_out(
     run: Runner | None,
     elsewhere: Elsewhere,
     archived: Sequence[tuple[str, str]],
-    begin: _Begin,
+    begin: Begin,
 ) -> None:
     """Run the unfinished runs of these arms, all arms together, and measure them. Of what the folder's runs.jsonl alone
     had, all has to be there by then (UserError), but for runs that others start from: it is written anew."""
@@ -399,13 +332,7 @@ def _carry_out(
             most.append(work.jobs)
             if arm.compare.timing_s > 0:
                 timed.append((work, arm.compare.timing_s))
-        names = {arm.name for arm in arms if not arm.started_from}
-        lost = [f"{arm}/{name}" for arm, name in archived if arm in names and not _has_ended(folder / arm / name)]
-        if lost:
-            raise UserError(
-                f"{folder / ARCHIVE} would lose what this command does not take of it ({len(lost)}, {lost[0]} for one: "
-                "of other data, another configuration or a seed that was not asked for): choose another --out"
-            )
+        nothing_lost(folder, arms, archived)
         begin()
         children.sort(key=_seed)  # what is there first is one whole study of one seed
         train_all(children, walls, jobs=jobs or max(most, default=cores()), say=say, run=run, until=until)
@@ -418,10 +345,6 @@ def _carry_out(
                 if (path / "summary.json").is_file() and not (path / MEASURES).is_file():
                     rows = function(arm.measure)(path)
                     write_json(path / MEASURES, {"function": arm.measure, "rows": rows})
-
-
-def _has_ended(run: Path) -> bool:
-    return ended(run) or (run / MEASURES).is_file()
 
 
 def _seed(child: Child) -> int:

@@ -91,8 +91,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     )
     verdict = (
         f"{answer[result.answer]}: a doubling of the budget adds {number(result.slope, 4, signed=True)} "
-        f"({margin}) to a gap of {number(list(result.gaps.values())[-1], 4, signed=True)} at the "
-        "longest."
+        f"({margin}) to a gap of {number(list(result.gaps.values())[-1], 4, signed=True)} at the longest."
     )
     x = [budget * unit(setting) * tokens_a_step for budget in result.gaps]
     errors = [noise.error(len(other[b]), len(base[b])) if noise.degrees else 0.0 for b in result.gaps]

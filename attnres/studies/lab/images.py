@@ -23,7 +23,8 @@ def load_images(source: str) -> dict[str, np.ndarray]:
     They are decoded once and kept in the cache. Classes are numbered in the order of their names.
 
     Raises:
-        UserError: nothing there, no such images, or images of several sizes.
+        UserError: nothing there, no such images, one that cannot be read, images of several sizes, or test images of a
+            class without training images.
     """
     path = user_path(source)
     if not path.exists():

@@ -197,10 +197,10 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         return Result("Not run: it needs images, give --images with a folder or archive of train/CLASS/*.jpg.")
     tables, charts, sentences, values = [], [], [], {}
     asked = measured.asked_for("cifar10")
-    depths = sorted({_named(label)[1] for label in measured.labels("cifar10")})
-    twice = "standard" in {_named(label)[0] for label in asked}  # depth reads are held against two networks
-    comparisons = len(asked) - (0 if twice else len({_named(label)[1] for label in asked}))
-    for layers in depths:
+    kinds, depths = {_named(label)[0] for label in asked}, {_named(label)[1] for label in asked}
+    # One baseline a depth; depth reads are held against a second one, the same network without them.
+    comparisons = len(asked) - (0 if "standard" in kinds else len(depths))
+    for layers in sorted({_named(label)[1] for label in measured.labels("cifar10")}):
         here = [label for label in asked if _named(label)[1] == layers]
         baseline = f"resnet-{layers}" if f"resnet-{layers}" in here else here[0]
         one = contrast(measured, "cifar10", baseline, here, quantity="error", comparisons=comparisons)
