@@ -182,6 +182,7 @@ PICO = dataclasses.replace(
     ladder=(qwen3(16, 6, 1, 48), qwen3(24, 8, 1, 72), qwen3(32, 12, 1, 96), qwen3(40, 15, 1, 120)),
     deep=qwen3(16, 48, 1, 48),
     gpt2=gpt2(32, 12, 1),
+    small=0.05,
     flops_per_s=2.5e10,
 )
 
