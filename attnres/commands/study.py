@@ -179,7 +179,7 @@ def _report(out: Path) -> None:
 def _dry_run(designs: "list[Design]", setting: "Setting", options: Study, adopted: list[Path]) -> None:
     from rich.console import Console
 
-    from attnres.studies.conduct import left_of
+    from attnres.studies.conduct import left_of, names_of
     from attnres.studies.cost import cost_of, hours, measured_speed
     from attnres.studies.design import Measured
     from attnres.terminal import grid, say, wide
@@ -193,11 +193,10 @@ def _dry_run(designs: "list[Design]", setting: "Setting", options: Study, adopte
         if not arms:
             without.append(f"{design.name}: {design.analyse(setting, Measured()).verdict}")
         for arm, left in arms:
-            whole = cost_of(arm, setting.config())
-            cost = whole.of(left)
+            cost = cost_of(arm, setting.config(), left)
             time_h = hours([cost], speed or setting.preset.flops_per_s)
             total += time_h
-            counts = f"{whole.runs}", f"{cost.runs}"
+            counts = f"{len(names_of(arm))}", f"{cost.runs}"
             table.add_row(design.name, arm.name, *counts, f"{cost.tokens:,.0f}", f"{cost.flops:.2e}", f"{time_h:.2f}")
     out.print(table)
     for line in without:

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -41,6 +41,7 @@ class Child:
     folder: Path
     config: Path
     steps: int
+    size: float = 1.0  # how much it computes, in any unit, beside the others
     threads: int = 1
     kernels: bool | None = None  # whether C kernels read on a CPU; None leaves it to the environment
     process: subprocess.Popen | None = None
@@ -149,7 +150,7 @@ class Child:
 
 def train_all(
     children: list[Child],
-    walls: list[float],
+    done: Sequence[tuple[float, float]],
     *,
     jobs: int,
     say: Console,
@@ -161,7 +162,7 @@ def train_all(
     """Run all of them, one line before each with the time left in all; of several at once there are bars.
 
     Args:
-        walls: seconds that finished runs like these took.
+        done: of finished runs like these the size, as a child has it, and the seconds that they took.
         run: what runs them; none is `run_children`.
         until: none begins after this moment (`time.monotonic`).
         standing: gives a table of how the runs stand: above the bars, or printed whenever one has ended.
@@ -170,30 +171,34 @@ def train_all(
     Raises:
         UserError, Interrupted: as `run_children`.
     """
-    total, first, left = len(walls) + len(children), len(walls), len(children)
+    total, first, left = len(done) + len(children), len(done), len(children)
     if first:
         say.print(f"{first} of {total} runs are finished already", highlight=False)
     if not children:
         return
-    started, walls = 0, list(walls)
+    started, sizes, seconds = 0, [size for size, _ in done], [wall for _, wall in done]
+    remaining = math.fsum(child.size for child in children)
     bars_of: dict[Path, Bar] = {}
     with Bars(STEPS, shown=jobs > 1, stays=False, above=standing, console=say) as bars:
 
         def on_start(child: Child) -> None:
             nonlocal started
             started += 1
-            remaining = f", about {duration(sum(walls) / len(walls) * left / jobs)} left in all" if walls else ""
-            say.print(f"run {first + started}/{total} {child.name}{remaining}", style="bold", highlight=False)
+            pace = sum(seconds) / sum(sizes) if seconds else math.nan
+            when = f", about {duration(pace * remaining / jobs)} left in all" if seconds else ""
+            say.print(f"run {first + started}/{total} {child.name}{when}", style="bold", highlight=False)
             bars_of[child.folder] = bars.add(child.name, child.steps, child.latest()[0])
 
         def ended(child: Child) -> None:
-            nonlocal left
-            left -= 1
-            walls.append(time.monotonic() - child.began)
+            nonlocal left, remaining
+            left, remaining = left - 1, remaining - child.size
+            wall = time.monotonic() - child.began
+            sizes.append(child.size)
+            seconds.append(wall)
             bars_of.pop(child.folder).remove()
             if jobs > 1:
                 how = "diverged" if child.has_diverged else "finished"
-                say.print(f"{child.name} {how} in {duration(walls[-1])}", highlight=False)
+                say.print(f"{child.name} {how} in {duration(wall)}", highlight=False)
             if left:
                 on_end()
                 if bars.progress.disable and (table := standing()) is not None:

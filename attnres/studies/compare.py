@@ -106,7 +106,14 @@ def opened(
             fill(plan, record)
             finished = _claim(out, plan)
         children = [
-            Child(name, out / name, out / "configs" / f"{name}.json", run.steps, threads, kernels is not None)
+            Child(
+                name,
+                out / name,
+                out / "configs" / f"{name}.json",
+                run.steps,
+                threads=threads,
+                kernels=kernels is not None,
+            )
             for name, run in plan.runs.items()
             if name not in finished
         ]
@@ -133,7 +140,8 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
                 page = write_report(load_study(work.out), work.out)[0]
                 say.print(f"{page} has the {len(standing.finished())} runs that are finished", highlight=False)
 
-        train_all(work.children, work.walls, jobs=work.jobs, say=say, standing=standing.table, on_end=report)
+        done = [(1.0, wall) for wall in work.walls]
+        train_all(work.children, done, jobs=work.jobs, say=say, standing=standing.table, on_end=report)
         if config.timing_s > 0 and config.base.finetune.init_from is not None:
             say.print("no timing in turn for a pretrained model: the table has each run's own step time")
         elif config.timing_s > 0:

@@ -12,7 +12,7 @@ Finished runs are skipped and interrupted ones resumed: the same command continu
 import dataclasses
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,8 @@ from attnres.studies.archive import ARCHIVE, archive, archived_in, is_alone, unp
 from attnres.studies.begin import RECORD, Begin, asked, asked_in, begun, nothing_lost, same_material
 from attnres.studies.children import Child, Runner, train_all
 from attnres.studies.compare import Work, opened, time_steps
-from attnres.studies.design import Arm, Design, Measured, Result, Setting
+from attnres.studies.cost import cost_of, hours
+from attnres.studies.design import Arm, Computed, Design, Measured, Result, Setting
 from attnres.studies.lab import STUDIES
 from attnres.studies.plan import Plan, make_plan
 from attnres.studies.presets import PRESETS
@@ -79,9 +80,10 @@ class Elsewhere:
         """The trained runs that will do for an arm's."""
         return {path: run for path, run in self.trained.items() if not arm.started_from or (path / "model").is_dir()}
 
-    def computed_as(self, function: str, arguments: dict[str, Any]) -> Measures | None:
-        """What this call gave there, if it is there."""
-        return next((one for one in self.computed if same_computation(one, function, arguments)), None)
+    def computed_as(self, runs: Computed, name: str) -> Measures | None:
+        """What the same call as this run's gave there, if it is there."""
+        ours = runs.function, runs.runs[name].arguments
+        return next((one for one in self.computed if same_computation(one, *ours)), None)
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,10 @@ def conduct(
         Interrupted: Ctrl-C or SIGTERM; the same command continues.
     """
     folder = refuse_other(setting.folder(design.name), "study")
+
+    def size(arm: Arm, name: str) -> float:
+        return hours([cost_of(arm, setting.config(), [name])], setting.preset.flops_per_s)
+
     with ExitStack() as stack:
         archived = _archived(folder)
         elsewhere = stack.enter_context(_elsewhere(folder, adopted))
@@ -137,7 +143,7 @@ def conduct(
         while left := [arm for arm in arms if not measured.complete(arm.name) or _is_untimed(arm, folder)]:
             before = measured.finished
             try:
-                _carry_out(left, folder, say, jobs, until, run, elsewhere, archived, begin)
+                _carry_out(left, folder, say, jobs, until, run, elsewhere, archived, begin, size)
             except (Interrupted, UserError):
                 if begin.done and any((measured := survey(design, setting)[1]).finished.values()):
                     write(design, setting, measured)  # as far as it came
@@ -164,25 +170,24 @@ def _elsewhere(folder: Path, adopted: Sequence[Path]) -> Generator[Elsewhere]:
         yield Elsewhere(runs_in(taken, unfinished=True) | runs_in(siblings), computed_in(taken))
 
 
-def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[tuple[Arm, int]]:
-    """The arms that a study asks for by now, each with how many of its runs are still to be trained: neither finished
-    nor to be had from `adopted` or from studies beside it, if their text is the same, which is not looked at."""
+def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[tuple[Arm, set[str]]]:
+    """The arms that a study asks for by now, each with its runs that are still to be trained: neither finished nor to
+    be had from `adopted` or from studies beside it, if their text is the same, which is not looked at."""
     folder = setting.folder(design.name)
     arms, measured = survey(design, setting)
-    counts = []
+    lefts = []
     with _elsewhere(folder, adopted) as elsewhere:
         for arm in arms:
             missing = set(measured.planned[arm.name]) - set(measured.finished[arm.name])
             if arm.computed is not None:
-                runs = arm.computed.runs
-                missing = {name for name in missing if elsewhere.computed_as(arm.computed.function, runs[name]) is None}
+                missing = {name for name in missing if elsewhere.computed_as(arm.computed, name) is None}
             trained = {path: run for path, run in elsewhere.trained_for(arm).items() if ended(path)}
             if arm.compare is not None and missing and trained:
                 base = dataclasses.replace(arm.compare.base, device="cpu")  # that of the runs need not be here
                 plan = make_plan(dataclasses.replace(arm.compare, base=base, out=str(folder / arm.name)))
                 missing = {name for name in missing if next(alike(plan.runs[name], trained), None) is None}
-            counts.append((arm, len(missing)))
-    return counts
+            lefts.append((arm, missing))
+    return lefts
 
 
 def survey(design: Design, setting: Setting) -> tuple[list[Arm], Measured]:
@@ -302,16 +307,21 @@ def _carry_out(
     elsewhere: Elsewhere,
     archived: Sequence[tuple[str, str]],
     begin: Begin,
+    size: Callable[[Arm, str], float],
 ) -> None:
     """Run the unfinished runs of these arms, all arms together, and measure them. Of what the folder's runs.jsonl alone
-    had, all has to be there by then (UserError), but for runs that others start from: it is written anew."""
+    had, all has to be there by then (UserError), but for runs that others start from: it is written anew. `size` of
+    a run tells the time left."""
     quiet = Console(quiet=True)
-    children, walls, most, timed = list[Child](), list[float](), list[int](), list[tuple[Work, float]]()
+    children, done, most, timed = list[Child](), list[tuple[float, float]](), list[int](), list[tuple[Work, float]]()
     elsewhere = dataclasses.replace(elsewhere, trained=elsewhere.trained | runs_in([folder]))
     with ExitStack() as stack:
         for arm in arms:
             if arm.computed is not None:
-                children += _computations(arm, folder / arm.name, elsewhere)
+                children += [
+                    dataclasses.replace(child, size=size(arm, child.folder.name))
+                    for child in _computations(arm, folder / arm.name, elsewhere)
+                ]
                 continue
             assert arm.compare is not None
             config = dataclasses.replace(arm.compare, out=str(folder / arm.name), jobs=jobs)
@@ -323,19 +333,20 @@ def _carry_out(
                     _branch(plan, folder / arm.trunk)
 
             work = stack.enter_context(opened(config, quiet if children else say, fill))
+            each = size(arm, names_of(arm)[0])
             children += [
-                dataclasses.replace(child, name=f"{arm.name}/{child.name}", may_diverge=True)
+                dataclasses.replace(child, name=f"{arm.name}/{child.name}", may_diverge=True, size=each)
                 for child in work.children
                 if not ended(child.folder)
             ]
-            walls += work.walls
+            done += [(each, wall) for wall in work.walls]
             most.append(work.jobs)
             if arm.compare.timing_s > 0:
                 timed.append((work, arm.compare.timing_s))
         nothing_lost(folder, arms, archived)
         begin()
         children.sort(key=_seed)  # what is there first is one whole study of one seed
-        train_all(children, walls, jobs=jobs or max(most, default=cores()), say=say, run=run, until=until)
+        train_all(children, done, jobs=jobs or max(most, default=cores()), say=say, run=run, until=until)
         for work, seconds in timed:
             if time.monotonic() < until and all(ended(work.out / name) for name in work.plan.runs):
                 time_steps(work, seconds, say)
@@ -365,14 +376,14 @@ def _computations(arm: Arm, folder: Path, elsewhere: Elsewhere) -> list[Child]:
     """The computed runs that are still to be made; what was computed elsewhere is written here."""
     assert arm.computed is not None
     children = []
-    for name, arguments in arm.computed.runs.items():
+    for name, call in arm.computed.runs.items():
         if (folder / name / MEASURES).is_file():
             continue
-        if known := elsewhere.computed_as(arm.computed.function, arguments):
+        if known := elsewhere.computed_as(arm.computed, name):
             write_json(folder / name / MEASURES, known)
             continue
         config = folder / "configs" / f"{name}.json"
-        run = {"function": arm.computed.function, "arguments": arguments, "folder": str(folder / name)}
+        run = {"function": arm.computed.function, "arguments": call.arguments, "folder": str(folder / name)}
         write_json(config, run)
         children.append(Computation(f"{arm.name}/{name}", folder / name, config, 1))
     return children

@@ -1,18 +1,15 @@
 """What the runs of a study cost: tokens, FLOPs, and hours at a speed that is measured or assumed."""
 
-import dataclasses
 import functools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Self
 
 import torch
 
 from attnres.errors import UserError
 from attnres.studies.design import Arm
-from attnres.studies.variants import parse_variants
 from attnres.training.branch import branch_step
 from attnres.training.config import TrainConfig, size_of, tokenizer_of
 
@@ -30,25 +27,18 @@ class Cost:
     flops: float
     calls: float = 0.0
 
-    def of(self, runs: int) -> Self:
-        """What so many of its runs cost."""
-        part = runs / self.runs
-        return dataclasses.replace(
-            self, runs=runs, tokens=part * self.tokens, flops=part * self.flops, calls=part * self.calls
-        )
 
-
-def cost_of(arm: Arm, model: TrainConfig) -> Cost:
-    """Count an arm's runs. `model`: the preset's run, whose size a pretrained model is taken to have.
+def cost_of(arm: Arm, model: TrainConfig, names: Collection[str]) -> Cost:
+    """What these runs of an arm cost. `model`: the preset's run, whose size a pretrained model is taken to have.
 
     Runs that branch off others train from there alone.
     """
+    runs = len(names)
     if arm.computed is not None:
-        runs = len(arm.computed.runs)
-        return Cost(arm.name, runs, 0.0, arm.computed.flops * runs, arm.computed.calls * runs)
+        calls = [arm.computed.runs[name] for name in names]
+        return Cost(arm.name, runs, 0.0, sum(one.flops for one in calls), sum(one.calls for one in calls))
     assert arm.compare is not None
     base = arm.compare.base
-    runs = len(parse_variants(arm.compare.variants, arm.compare.lrs)) * len(arm.compare.seeds)
     steps = base.steps - (branch_step(base) if arm.trunk else 0)
     tokens = float(runs * steps * base.batch_size * base.data.seq_len)
     size = base if base.finetune.init_from is None else model

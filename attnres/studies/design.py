@@ -23,21 +23,31 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class Call:
+    """A call of a function, and what it costs.
+
+    Attributes:
+        flops: about.
+        calls: of operations of PyTorch, forward and backward, where those are small; about.
+    """
+
+    arguments: dict[str, Any]
+    flops: float
+    calls: float = 0.0
+
+
+@dataclass(frozen=True)
 class Computed:
     """Runs that are one call each of a function that returns measurements.
 
     Attributes:
         function: "attnres.studies.lab.FILE:NAME", called with a run's arguments; it returns rows such as
             {"quantity": "loss", "value": 2.5, "step": 100}, the step being optional.
-        runs: arguments by the run's name, LABEL-seedK.
-        flops: of one run, about.
-        calls: of operations of PyTorch in one run, forward and backward, where those are small; about.
+        runs: by name, LABEL-seedK.
     """
 
     function: str
-    runs: dict[str, dict[str, Any]]
-    flops: float
-    calls: float = 0.0
+    runs: dict[str, Call]
 
 
 @dataclass(frozen=True)

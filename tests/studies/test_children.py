@@ -34,8 +34,8 @@ class Script(Child):
         return [sys.executable, "-S", "-c", self.source]
 
 
-def script(tmp_path, name, source, threads=1):
-    return Script(name, tmp_path / name, tmp_path / f"{name}.json", steps=10, threads=threads, source=source)
+def script(tmp_path, name, source, **fields):
+    return Script(name, tmp_path / name, tmp_path / f"{name}.json", steps=10, source=source, **fields)
 
 
 def run(children, jobs=1, until=math.inf, on_poll=lambda running: None, log_of=lambda child: None):
@@ -67,6 +67,14 @@ def test_what_stands_is_told_after_each_run_but_the_last(tmp_path, capsys):
         on_end=lambda: ends.append(len(ends)),
     )
     assert ends == [0, 1] and capsys.readouterr().out.count("as it stands") == 2
+
+
+def test_the_time_left_is_by_how_much_there_is_to_compute(tmp_path, capsys):
+    small, large = script(tmp_path, "a", "pass"), script(tmp_path, "b", "pass", size=100.0)
+    train_all([small, large], [(1.0, 60.0)], jobs=1, say=Console())
+    first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("run "))
+    assert first == "run 2/3 a, about 1 h 41 min left in all", "101 of what took a minute"
+    assert "run 3/3 b, about 5" in second, "a took no time: 100 at half a minute each"
 
 
 def test_none_begins_when_the_time_is_over(tmp_path):

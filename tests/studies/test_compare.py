@@ -147,7 +147,7 @@ def test_a_continued_comparison_keeps_its_threads_and_kernels(done, monkeypatch)
     calls = []
     monkeypatch.setattr(
         "attnres.studies.compare.train_all",
-        lambda children, walls, **given: calls.append(
+        lambda children, done, **given: calls.append(
             (given["jobs"], *{(child.threads, child.kernels) for child in children})
         ),
     )

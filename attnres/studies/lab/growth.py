@@ -7,7 +7,7 @@ import torch
 
 from attnres.figures.chart import Curves, Line
 from attnres.run_names import run_name
-from attnres.studies.design import Arm, Computed, Design, Measured, Result, Setting, Table
+from attnres.studies.design import Arm, Call, Computed, Design, Measured, Result, Setting, Table
 from attnres.studies.lab.mlp import Mlps
 from attnres.text import number
 
@@ -66,12 +66,13 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """Each variant with every seed: seconds at any size."""
     small = setting.preset.small < 0.01
     layers, width = (8, 16) if small else (48, 256)
+    flops = 64.0 * 4 * layers * width**2
     runs = {
-        run_name(label, seed): {**values, "layers": layers, "width": width, "seed": seed}
+        run_name(label, seed): Call({**values, "layers": layers, "width": width, "seed": seed}, flops)
         for seed in range(setting.seeds)
         for label, values in VARIANTS.items()
     }
-    return [Arm("growth", computed=Computed("attnres.studies.lab.growth:grow", runs, 64.0 * 4 * layers * width**2))]
+    return [Arm("growth", computed=Computed("attnres.studies.lab.growth:grow", runs))]
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from attnres.figures.chart import Curves, Line
 from attnres.run_names import run_name
 from attnres.studies.analyses.noise import spread_of
-from attnres.studies.design import Arm, Computed, Design, Measured, Result, Setting, Table
+from attnres.studies.design import Arm, Call, Computed, Design, Measured, Result, Setting, Table
 from attnres.studies.lab.mlp import Mlps
 from attnres.text import UNKNOWN, number
 
@@ -21,7 +21,9 @@ TEMPERATURES = (0.01, 1.0, 100.0)
 MECHANISMS = ("standard", "rescaled", "full")
 DIVERGED = 1e9
 OPERATIONS = 30
-"""Of PyTorch in a step, forward and backward, for a sublayer and its read."""
+"""Of PyTorch in a step, forward and backward, for a sublayer and its norm."""
+OPERATIONS_A_SOURCE = 3
+"""The same for each source of each read."""
 
 
 def mixture(residual: str, norm: bool, layers: int, steps: int, seed: int) -> list[dict[str, Any]]:
@@ -84,36 +86,36 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     small = setting.preset.small < 0.01
     depths, mechanisms = ((2,), MECHANISMS[:2]) if small else ((4, 10, 30), MECHANISMS)
     mixtures = {
-        run_name(f"{residual}, {layers} layers, {'norm' if norm else 'no norm'}", seed): {
-            "residual": residual,
-            "norm": norm,
-            "layers": layers,
-            "steps": steps,
-            "seed": seed,
-        }
+        run_name(f"{residual}, {layers} layers, {'norm' if norm else 'no norm'}", seed): _call(
+            len(ALPHAS),
+            {"residual": residual, "norm": norm, "layers": layers, "steps": steps, "seed": seed},
+        )
         for seed in range(setting.seeds)
         for layers in depths
         for norm in (True, False)
         for residual in mechanisms
     }
     teachers = {
-        run_name(f"{residual}, T {temperature:g}", seed): {
-            "residual": residual,
-            "layers": depths[-1],
-            "temperature": temperature,
-            "steps": steps,
-            "seed": seed,
-        }
+        run_name(f"{residual}, T {temperature:g}", seed): _call(
+            1,
+            {"residual": residual, "layers": depths[-1], "temperature": temperature, "steps": steps, "seed": seed},
+        )
         for seed in range(setting.seeds)
         for temperature in TEMPERATURES
         for residual in MECHANISMS
     }
-    updates, layers = steps * len(RATES), statistics.fmean(depths) * len(ALPHAS)
-    flops, calls = 6.0 * 2 * WIDTH**2 * SAMPLES * updates, OPERATIONS * updates  # of one sublayer
     return [
-        Arm("mixtures", computed=Computed(f"{__name__}:mixture", mixtures, flops * layers, calls * layers)),
-        Arm("teachers", computed=Computed(f"{__name__}:taught", teachers, flops * depths[-1], calls * depths[-1])),
+        Arm("mixtures", computed=Computed(f"{__name__}:mixture", mixtures)),
+        Arm("teachers", computed=Computed(f"{__name__}:taught", teachers)),
     ]
+
+
+def _call(fits: int, arguments: dict[str, Any]) -> Call:
+    """A run of so many fits at each rate."""
+    layers, steps = arguments["layers"], fits * len(RATES) * arguments["steps"]
+    sources = layers * (layers + 1) / 2 if arguments["residual"] == "full" else 0
+    calls = OPERATIONS * layers + OPERATIONS_A_SOURCE * sources
+    return Call(arguments, 6.0 * 2 * WIDTH**2 * SAMPLES * layers * steps, float(calls * steps))
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:

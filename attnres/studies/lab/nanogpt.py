@@ -29,7 +29,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """The configurations in GPT-2's shape, and the simulation of the gates."""
     run = setting.config(model={"size": setting.preset.gpt2}, steps=setting.preset.many)
     steps = max(20, round(STEPS * min(1.0, 10 * setting.preset.small)))
-    null = Computed("attnres.studies.lab.null_gates:simulate", runs(steps, setting.seeds), 0.0)
+    null = Computed("attnres.studies.lab.null_gates:simulate", runs(steps, setting.seeds))
     return [Arm(NULL, computed=null), setting.arm("configurations", setting.some(list(CONFIGURATIONS)), of=run)]
 
 

@@ -15,6 +15,7 @@ import torch
 
 from attnres.residuals.mechanisms.adaptive import Adaptive
 from attnres.run_names import run_name
+from attnres.studies.design import Call
 from attnres.training.schedule import fraction_of_peak
 
 LAYERS = 12
@@ -54,10 +55,17 @@ VARIANTS = {
 }
 
 
-def runs(steps: int, seeds: int) -> dict[str, dict[str, Any]]:
-    """Arguments of `simulate` by the run's name: noise at each seed, what has none once."""
+OPERATIONS = 80
+"""Of PyTorch in a step."""
+
+
+def runs(steps: int, seeds: int) -> dict[str, Call]:
+    """Calls of `simulate` by the run's name: noise at each seed, what has none once."""
+    every = max(1, steps // 100)
     return {
-        run_name(label, seed): {"label": label, "steps": steps, "every": max(1, steps // 100), "seed": seed}
+        run_name(label, seed): Call(
+            {"label": label, "steps": steps, "every": every, "seed": seed}, 0.0, float(OPERATIONS * steps)
+        )
         for label, variant in VARIANTS.items()
         for seed in range(seeds if variant.noise else 1)
     }
