@@ -204,7 +204,7 @@ def _dry_run(designs: "list[Design]", setting: "Setting", options: Study, adopte
     what = "measured by a few steps here" if speed else "assumed: the preset's device is not here"
     unit = "one core" if setting.config().device in ("auto", "cpu") else "one GPU"
     say(out, f"{total:.1f} hours of {unit} at {speed or setting.preset.flops_per_s:.2g} FLOP/s, {what}.")
-    say(out, "Every mechanism counts as the standard model, of whatever depth: expect up to three times as much.")
+    say(out, "A mechanism that is trained counts as the standard model: expect up to three times as much.")
     say(out, "Left are runs that are neither finished nor the same as finished ones of --adopt and of other studies,")
     say(out, "provided that these were of the same text, which is not looked at here.")
     say(out, "Arms that depend on what earlier ones give are not counted before those have run.")

@@ -19,15 +19,23 @@ from attnres.errors import UserError
 from attnres.files import write_json, write_text
 from attnres.reading import parse_json, read_json, read_text
 from attnres.run_names import label_and_seed
-from attnres.studies.adopt import PLACES
-from attnres.studies.rows import MEASURES
+from attnres.studies.adopt import PLACES, computed_in, runs_in
+from attnres.studies.rows import MEASURES, Measures
 from attnres.training import metrics
+from attnres.training.records import Environment, RunConfig, RunData, Summary
 from attnres.training.run_folder import DIVERGED
 from attnres.training.validate import read_windows, save_windows, windows_files
 from attnres.typed import checked
 
 ARCHIVE = "runs.jsonl"
-_FILES = ("config.json", "data.json", "environment.json", "summary.json", DIVERGED, MEASURES)
+_FILES: dict[str, Any] = {
+    "config.json": RunConfig,
+    "data.json": RunData,
+    "environment.json": Environment,
+    "summary.json": Summary,
+    DIVERGED: dict[str, Any],
+    MEASURES: Measures,
+}
 _ADVICE = "take it from where it was written again"
 
 
@@ -83,13 +91,15 @@ def unpacked(paths: Iterable[Path]) -> Generator[list[Path]]:
     of files is removed afterwards.
 
     Raises:
-        UserError: a file that is none.
+        UserError: a file that is none, a folder without any run.
     """
     with ExitStack() as stack:
         folders = []
         for path in paths:
             files = [path] if path.is_file() else [one for one in sorted(path.rglob(ARCHIVE)) if is_alone(one.parent)]
             folders += [path] if path.is_dir() or not files else []
+            if not files and not runs_in([path], unfinished=True) and not computed_in([path]):
+                raise UserError(f"{path} has no run to adopt: expected run folders, folders of them, or {ARCHIVE}")
             for file in files:
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="attnres-runs-")))
                 _unpack(file, folder)
@@ -132,6 +142,10 @@ def archived_in(path: Path) -> list[ArchivedRun]:
         for name in (run["arm"], run["run"], *run["files"]):
             if not name or name != Path(name).name or name.startswith("."):
                 raise UserError(f"{where} names '{name}', which is no name of a file or folder: {_ADVICE}")
+        for name in set(run["files"]) & set(_FILES):
+            checked(run["files"][name], _FILES[name], f"{name} in {where}", _ADVICE)
+        for line in run.get("metrics", []):
+            metrics.line_of(line, f"a measurement in {where}", _ADVICE)
         if "summary.json" in run["files"] and "metrics" not in run:
             raise UserError(f"{where} has no metrics of the trained run {run['run']}: {_ADVICE}")
         if label_and_seed(run["run"]) is None:

@@ -78,9 +78,14 @@ def read(path: str | Path) -> list[dict[str, Any]]:
     lines = []
     for number, text in enumerate(read_text(path).split("\n")[:-1], start=1):  # the last one may have been cut short
         where = f"line {number} of {path}"
-        line: dict[str, Any] = dict(checked(parse_json(text, where), Line, where, ADVICE))
-        lines.append(checked(line, LINES.get(line["kind"], Line), where, ADVICE))
+        lines.append(line_of(parse_json(text, where), where, ADVICE))
     return lines
+
+
+def line_of(value: Any, where: str, advice: str) -> dict[str, Any]:
+    """A line as its kind has to be. Raises UserError."""
+    line: dict[str, Any] = dict(checked(value, Line, where, advice))
+    return checked(line, LINES.get(line["kind"], Line), where, advice)
 
 
 class Tracker:

@@ -615,6 +615,10 @@ def test_several_studies_are_counted_in_the_order_given(setting, tmp_path, capsy
     assert first == sorted(first, reverse=True) and set(first) == {"growth", "noise"}
     with pytest.raises(UserError, match="the study resnet needs --images"):
         study.run(["resnet", *options, "--dry-run"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="empty has no run to adopt: expected run folders"):
+        study.run(["noise", *options, "--dry-run", "--adopt", str(tmp_path / "empty")])
+    (tmp_path / "empty").rmdir()
     assert not list(tmp_path.iterdir())
 
 
@@ -627,6 +631,14 @@ def test_several_studies_are_counted_in_the_order_given(setting, tmp_path, capsy
         ('{"arm": "..", "run": "a-seed0", "files": {}}', "names '..', which is no name of a file or folder"),
         ('{"arm": "x", "run": "a-seed0", "files": {"../a.json": {}}}', "names '../a.json', which is no name"),
         ('{"arm": "x", "run": "a", "files": {}}', "has the run 'a': expected LABEL-seedK"),
+        (
+            '{"arm": "x", "run": "a-seed0", "files": {"config.json": {"model": {"residual": 3}}}}',
+            r"config.json in line 1 of .*runs.jsonl is damaged \(model.residual is 3: expected text\)",
+        ),
+        (
+            '{"arm": "x", "run": "a-seed0", "files": {}, "metrics": [{"kind": "val", "step": 1}]}',
+            r"a measurement in line 1 of .*runs.jsonl is damaged \(loss is None: expected it to be there\)",
+        ),
     ],
 )
 def test_a_file_of_runs_that_is_none_is_refused(tmp_path, line, message):
