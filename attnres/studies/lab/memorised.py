@@ -12,7 +12,7 @@ from attnres.run_names import run_name
 from attnres.studies.analyses.noise import spread_of
 from attnres.studies.design import Arm, Call, Computed, Design, Measured, Result, Setting, Table
 from attnres.studies.lab.mlp import Mlps
-from attnres.text import UNKNOWN, number
+from attnres.text import UNKNOWN
 
 WIDTH, SAMPLES = 32, 512
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -119,52 +119,84 @@ def _call(fits: int, arguments: dict[str, Any]) -> Call:
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
-    """Full against standard at each alpha and depth: whether structure or memorisation favours either."""
-    tables, charts, sentences, values = [], [], [], {}
-    labels = measured.labels("mixtures")
-    kinds = list(dict.fromkeys(label.partition(", ")[2] for label in labels))
-    rows, panels = [], dict[str, list[Line]]()
-    tested = len({label.partition(", ")[2] for label in measured.asked_for("mixtures")}) * len(ALPHAS)
-    ours = [name for name in MECHANISMS if any(label.startswith(f"{name},") for label in labels)]
+    """Full and rescaled against standard: at each alpha and depth, whether structure or memorisation favours either;
+    beside a teacher, at each rate."""
+    kinds = list(dict.fromkeys(label.partition(", ")[2] for label in measured.labels("mixtures")))
+    panels = {"norm": dict[str, list[Line]](), "no norm": dict[str, list[Line]]()}
     for kind in kinds:
-        logs = {
-            name: [_logs(measured, "mixtures", f"{name}, {kind}", f"{alpha:g}") for alpha in ALPHAS] for name in ours
-        }
-        panels[kind] = [
-            Line(name, ALPHAS, [math.exp(statistics.fmean(many)) for many in each])
-            for name, each in logs.items()
-            if all(each)
-        ]
-        last = ours[-1]
-        for place, alpha in enumerate(ALPHAS):
-            base, other = logs[ours[0]][place], logs[last][place]
-            if not base or not other:
-                continue
-            spread = spread_of({name: many[place] for name, many in logs.items()})
-            noise = spread.between(last, len(other), ours[0], len(base))
-            gap = statistics.fmean(other) - statistics.fmean(base)
-            verdict = noise.verdict(gap, len(other), len(base), tested)
-            needed = noise.threshold(len(other), len(base), tested)
-            cell = f"{number(math.exp(-needed), 2)} or {number(math.exp(needed), 2)}" if needed < 10 else UNKNOWN
-            rows.append([kind, f"{alpha:g}", number(math.exp(gap), 2), cell, verdict])
-            values[f"{kind}/{alpha:g}"] = {"ratio": math.exp(gap), "verdict": verdict}
-    head = ["network", "alpha (1: structure)", "loss over standard's", "needed", "verdict"]
-    tables.append(Table(f"{ours[-1] if ours else 'full'} against standard, best of four rates", head, rows))
-    for kind in kinds:
-        verdicts = [f"{row[1]}: {row[-1]}" for row in rows if row[0] == kind]
-        if verdicts:
-            sentences.append(f"{kind} (alpha: {ours[-1]} is): {', '.join(verdicts)}.")
-    if any(panels.values()):
-        caption = (
-            "Training loss at the end over the variance of the labels, best of four rates; mean over seeds of its log."
+        lines = []
+        for name in MECHANISMS:
+            each = [_logs(measured, "mixtures", f"{name}, {kind}", f"{alpha:g}") for alpha in ALPHAS]
+            if all(each):
+                lines.append(Line(name, ALPHAS, [math.exp(statistics.fmean(many)) for many in each]))
+        if lines:
+            panels[kind.partition(", ")[2]][kind] = lines
+    caption = (
+        "Training loss at the end over the variance of the labels, best of four rates; mean over seeds of its log."
+    )
+    charts = [
+        Curves(f"mixtures-{norm}".replace(" ", "-"), title, caption, "alpha", "loss", drawn, log_y=True)
+        for (norm, drawn), title in zip(
+            panels.items(), ("Structure to memorisation", "The same without norms"), strict=True
         )
-        drawn = {kind: lines for kind, lines in panels.items() if lines and kind.endswith(", norm")}
-        charts.append(Curves("mixtures", "Structure to memorisation", caption, "alpha", "loss", drawn, log_y=True))
+        if drawn
+    ]
     taught_rows = []
     for label in measured.labels("teachers"):
         taught_rows.append([label, *(_taught_cell(measured, label, rate) for rate in RATES)])
-    tables.append(Table("Taught by a random Full network", ["student, teacher's T", *map(str, RATES)], taught_rows))
+    tables, sentences, values = [], [], {}
+    for arm, title, places in (("mixtures", "network", ALPHAS), ("teachers", "teacher", RATES)):
+        rows, decided = _beside(measured, arm, places, values)
+        sentences += decided
+        head = [title, "residual", *(f"{'alpha ' if arm == 'mixtures' else ''}{place:g}" for place in places)]
+        tables.append(Table(TITLES[arm], head, rows, [NOTE]))
+    tables.insert(1, Table("Taught by a random Full network", ["student, teacher's T", *map(str, RATES)], taught_rows))
     return Result(" ".join(sentences) or "Nothing has run yet.", tables, charts, values)
+
+
+TITLES = {
+    "mixtures": "Loss over standard's by alpha (1: structure, 0: memorisation), best of four rates",
+    "teachers": "Loss of students over standard's by rate",
+}
+NOTE = "In brackets the ratio that a verdict has to exceed, in that direction, by the noise of seeds there."
+
+
+def _beside(
+    measured: Measured, arm: str, places: tuple[float, ...], values: dict[str, Any]
+) -> tuple[list[list[str]], list[str]]:
+    """A row a network and mechanism with the loss over standard's at each place, and what may be said of each;
+    `values` gets ratios and verdicts."""
+    baseline, *others = MECHANISMS
+    asked = [label.partition(", ") for label in measured.asked_for(arm)]
+    tested = len(places) * sum(name != baseline for name, _, _ in asked)
+    rows, sentences = [], []
+    decided = {name: {"better": list[str](), "worse": list[str](), "undecided": list[str]()} for name in others}
+    for kind in dict.fromkeys(kind for _, _, kind in asked):
+        cells = {name: list[str]() for name in others}
+        for place in places:
+            logs = {name: _logs(measured, arm, f"{name}, {kind}", f"{place:g}") for name in MECHANISMS}
+            spread = spread_of(logs)
+            for name in others:
+                n, base = len(logs[name]), logs[baseline]
+                if not n or not base:
+                    cells[name].append(UNKNOWN)
+                    continue
+                noise = spread.between(name, n, baseline, len(base))
+                gap = statistics.fmean(logs[name]) - statistics.fmean(base)
+                needed = math.copysign(noise.threshold(n, len(base), tested), gap)
+                verdict = noise.verdict(gap, n, len(base), tested)
+                bound = f" ({math.exp(needed):.2g})" if abs(needed) < 10 else ""
+                cells[name].append(f"{math.exp(gap):.2g}{bound}{f' {verdict}' * (verdict != 'undecided')}")
+                decided[name][verdict].append(f"{kind} {place:g}")
+                values[f"{name}, {kind}/{place:g}"] = {"ratio": math.exp(gap), "verdict": verdict}
+        rows += [[kind, name, *cells[name]] for name in others if set(cells[name]) != {UNKNOWN}]
+    for name, by in decided.items():
+        if count := sum(map(len, by.values())):
+            parts = [f"{verdict} at {'; '.join(by[verdict]) or 'none'}" for verdict in ("better", "worse")]
+            sentences.append(
+                f"{name} beside {baseline}, {arm}: {', '.join(parts)}; undecided at {len(by['undecided'])} of {count}."
+            )
+    return rows, sentences
 
 
 def _taught_cell(measured: Measured, label: str, rate: float) -> str:
