@@ -2,6 +2,7 @@
 memory, and mixtures of these."""
 
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -28,6 +29,8 @@ _DESCRIPTIONS = (".json", ".csv")
 """Kinds of files that describe others as often as they hold text."""
 _SAVED, _SPLITS = "state.json", "dataset_dict.json"
 """Files of the folders that the library datasets saves: of one data set, of its splits in folders of their names."""
+_SAMPLE = 100
+"""Documents of a task by which it is known which version made them."""
 Rows = Iterable[Mapping[str, Any]]
 """A data set in memory: rows by column, such as a `datasets.Dataset`."""
 
@@ -127,7 +130,8 @@ def _unlimited(spec: str, column: str) -> Source:
             spool=True,
         )
     if spec.startswith("task:"):
-        return Source(spec, spec, None, documents(spec))
+        read = documents(spec)
+        return Source(spec, f"{spec} {_digest(itertools.islice(read(), _SAMPLE))[0]}", None, read)
     if spec == "stdlib":
         return _files("stdlib", stdlib_files(), column, sys.version)
     return _local(spec, column)
@@ -149,12 +153,18 @@ def _in_memory(rows: Rows, column: str, limit: int | None) -> Source:
         for number, row in enumerate(rows):
             yield from field_of(row, f"row {number} of the {kind}", column)
 
+    digest, size = _digest(_Documents(read(), limit))
+    return Source(f"{kind} {digest[:12]}", digest, size, read)
+
+
+def _digest(texts: Iterable[str]) -> tuple[str, int]:
+    """SHA-256 of documents and where they end, and their bytes."""
     state, size = hashlib.sha256(), 0
-    for text in _Documents(read(), limit):
+    for text in texts:
         data = text.encode()
         state.update(len(data).to_bytes(8, "big") + data)
         size += len(data)
-    return Source(f"{kind} {state.hexdigest()[:12]}", state.hexdigest(), size, read)
+    return state.hexdigest(), size
 
 
 def _mixture(spec: str, column: str) -> Source:

@@ -1,55 +1,71 @@
 """The made-up tasks: answers worked out again from the text alone, and text that is the same each time."""
 
+import re
+
 import pytest
 
 from attnres.data import prepare
-from attnres.data.tasks import ANSWER, QUESTIONS, STEPS, TASKS, documents, problems
+from attnres.data.tasks import LENGTH, LETTERS, PERMUTATIONS, STEPS, TASKS, documents, problems
 from attnres.errors import UserError
 
 
 def composed(text):
-    pairs, question = text.removesuffix(ANSWER).split(" | ")
-    images = {pair[0]: pair[1] for pair in pairs.split()}
-    assert sorted(images) == sorted(images.values())
-    letter = question[0]
-    for _ in range(int(question[1:])):
-        letter = images[letter]
-    return letter
+    """Answers by their place, of a document of compositions: what has to stand there."""
+    steps, letter, answers = int(text[0]), text[1], {}
+    for start in range(2, len(text), steps + 1):
+        for name in text[start : start + steps]:
+            letter = PERMUTATIONS[name][letter]
+        answers[start + steps] = letter
+    return answers
 
 
 def calculated(text):
-    return str(eval(text.removesuffix(ANSWER), {"__builtins__": {}}) % 10)
+    steps, answers = int(text[0]), {}
+    for found in re.finditer(r"[(][-+*()0-9]*?[)](?=[0-9]([(]|$)|$)", text[1:]):
+        assert found[0].count("(") == found[0].count(")") == steps
+        answers[1 + found.end()] = str(eval(found[0], {"__builtins__": {}}) % 5)
+    return answers
 
 
-@pytest.mark.parametrize(("name", "solve"), [("composition", composed), ("arithmetic", calculated)])
-def test_every_answer_is_right(name, solve):
+SOLVE = {"composition": composed, "arithmetic": calculated}
+
+
+@pytest.mark.parametrize("name", SOLVE)
+def test_every_answer_of_a_document_is_right(name):
+    seen = set()
+    for text in documents(f"task:{name}:60")():
+        answers = SOLVE[name](text)
+        assert len(answers) == LENGTH // int(text[0])
+        assert {place: text[place] for place in answers} == answers
+        seen.add(text[0])
+    assert seen == set(map(str, range(1, STEPS + 1)))
+    assert list(documents(f"task:{name}:3")()) == list(documents(f"task:{name}:3")())
+
+
+@pytest.mark.parametrize("name", SOLVE)
+def test_problems_end_before_an_answer(name):
     for steps in range(1, STEPS + 1):
         many = problems(name, steps, 50)
-        assert all(solve(text) == answer for text, answer in many)
+        assert all(text[0] == str(steps) and SOLVE[name](text + answer)[len(text)] == answer for text, answer in many)
         assert len({answer for _, answer in many}) > 3 and many == problems(name, steps, 50)
-        if name == "arithmetic":
-            assert all(text.count("(") == steps for text, _ in many)
-        else:
-            assert all(text[-2] == str(steps) for text, _ in many)
 
 
-def test_documents_hold_questions_with_their_answers():
-    for text in documents("task:arithmetic:20")():
-        assert len(text.split()) == QUESTIONS
-        assert all(calculated(one[:-1]) == one[-1] for one in text.split())
-    for text in documents("task:composition:20")():
-        pairs, questions = text.split(" | ")
-        assert all(composed(f"{pairs} | {one[:-1]}") == one[-1] for one in questions.split())
-    assert list(documents("task:composition:3")()) == list(documents("task:composition:3")())
+def test_each_name_is_a_permutation_of_its_own():
+    assert all(sorted(one) == sorted(one.values()) == list(LETTERS) for one in PERMUTATIONS.values())
+    assert len({tuple(one.values()) for one in PERMUTATIONS.values()}) == len(PERMUTATIONS)
 
 
 def test_a_task_is_a_source_of_characters(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTNRES_CACHE", str(tmp_path))
     prepared = prepare("task:composition:40", "bpe:257", held_out=0.2, progress=False)
-    text = next(documents("task:composition:40")())
+    texts = list(documents("task:composition:40")())
     splits = prepared.header["splits"]
     assert splits["train"]["documents"] + splits["val"]["documents"] == 40
-    assert splits["train"]["tokens"] + splits["val"]["tokens"] == 40 * (len(text) + 1), "a character is a token"
+    tokens = splits["train"]["tokens"] + splits["val"]["tokens"]
+    assert tokens == sum(len(text) + 1 for text in texts), "a character is a token"
+    monkeypatch.setattr("attnres.data.tasks.LENGTH", 12)  # another version of the task
+    again = prepare("task:composition:40", "bpe:257", held_out=0.2, progress=False)
+    assert again.header["splits"]["train"]["tokens"] < splits["train"]["tokens"], "not the text of before"
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from attnres.data.tasks import DOCUMENTS, STEPS, documents, problems
 from attnres.figures.chart import Curves, Line
 from attnres.studies.contrast import contrast
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
+from attnres.studies.presets import qwen3
 from attnres.text import number
 
 NAMES = ("composition", "arithmetic")
@@ -22,12 +23,13 @@ EPOCHS = 2
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """An arm a task, the same shape of run in both."""
-    small = setting.preset.small < 0.01
+    """An arm a task, the same shape of run in both: a third of the recipe's layers, so that depth is scarce."""
+    small, width = setting.preset.small < 0.01, setting.preset.width
+    size = qwen3(width, max(2, setting.preset.depth // 3), max(1, width // 32), 3 * width)
     parts = []
     for name in NAMES:
         data = {"tokenizer": "bpe:257", "held_out": 0.05}
-        run = setting.config(data=data, steps=setting.preset.many)
+        run = setting.sized(size, data=data, steps=setting.preset.many)
         count = 200 if small else documents_for(name, run.steps * run.batch_size * run.data.seq_len)
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, source=f"task:{name}:{count}"))
         variants = [*setting.some(VARIANTS)] if not small else ["standard", "block"]
@@ -75,7 +77,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     for name in NAMES:
         lines, rows = [], []
         for label in measured.labels(name):
-            curve = [(k, measured.mean(name, label, f"accuracy/{k}")) for k in range(1, 5)]
+            curve = [(k, measured.mean(name, label, f"accuracy/{k}")) for k in range(1, STEPS + 1)]
             curve = [(k, value) for k, value in curve if not math.isnan(value)]
             if curve:
                 lines.append(Line.through(label, curve))
@@ -83,7 +85,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         if not rows:
             continue
         panels[name] = lines
-        tables.append(Table(f"{name}: share of right answers by steps", ["variant", "1", "2", "3", "4"], rows))
+        head = ["variant", *map(str, range(1, STEPS + 1))]
+        tables.append(Table(f"{name}: share of right answers by steps", head, rows))
         # An accuracy over so many problems tells no less than this, whatever its seeds have in common.
         floor = 0.5 / math.sqrt(STEPS * PROBLEMS)
         one = contrast(
@@ -100,7 +103,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         values[name] = one.values()
     caption = (
         "Problems answered rightly, by how many steps an answer takes; mean over seeds. They are drawn apart from the "
-        "training text, which has nearly all arithmetic ones of one and two steps as well."
+        "training text, which has nearly all of one to four steps along permutations and of one to two of arithmetic "
+        "as well."
     )
     charts = [Curves("depth-tasks", "Steps in depth", caption, "steps", "accuracy", panels)] if panels else []
     return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
@@ -109,7 +113,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
 STUDY = Design(
     "depth-tasks",
     "Do depth reads make more steps in the same depth?",
-    "Two tasks with known answers, steps along a permutation and nested arithmetic modulo ten, answered at once.",
+    "Two tasks with known answers, steps along permutations and nested sums and products modulo five, answered at once by a "
+    "model of a third of the recipe's layers.",
     "Physics of Language Models 4.1 finds that such tasks tell architectures apart by more than seeds; nobody has "
     "published one for depth attention.",
     arms,
