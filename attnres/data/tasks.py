@@ -1,6 +1,6 @@
 """Two made-up tasks whose answers are known and take several steps in a row, as text that a model can be trained on.
 
-    task:composition    letters, and where named permutations lead from one to the next, two at a time:   2aPQcSPfRRb
+    task:composition    letters, and where named permutations lead from one to the next, two at a time:   2bPPePQdRPa
     task:arithmetic     nested sums and products modulo five with their values:   2((3+4)*2)4(1+(3*1))4
 
 A character is a token with the tokenizer bpe:257. A document begins with the number of steps that each of its answers

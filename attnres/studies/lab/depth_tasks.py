@@ -113,8 +113,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
 STUDY = Design(
     "depth-tasks",
     "Do depth reads make more steps in the same depth?",
-    "Two tasks with known answers, steps along permutations and nested sums and products modulo five, answered at once by a "
-    "model of a third of the recipe's layers.",
+    "Two tasks with known answers, steps along permutations and nested sums and products modulo five, answered at once "
+    "by a model of a third of the recipe's layers.",
     "Physics of Language Models 4.1 finds that such tasks tell architectures apart by more than seeds; nobody has "
     "published one for depth attention.",
     arms,
