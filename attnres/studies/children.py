@@ -148,6 +148,24 @@ class Child:
         return self.config.with_suffix(".error")
 
 
+@dataclass
+class Pace:
+    """What runs have taken, and how much is left, by their sizes."""
+
+    left: float
+    done: float = 0.0
+    seconds: float = 0.0
+
+    def ended(self, size: float, seconds: float) -> None:
+        """Count a run that has ended."""
+        self.left, self.done, self.seconds = self.left - size, self.done + size, self.seconds + seconds
+
+    @property
+    def seconds_left(self) -> float:
+        """Of one run after the other; something has to be done."""
+        return self.seconds / self.done * self.left
+
+
 def train_all(
     children: list[Child],
     done: Sequence[tuple[float, float]],
@@ -172,29 +190,29 @@ def train_all(
         UserError, Interrupted: as `run_children`.
     """
     total, first, left = len(done) + len(children), len(done), len(children)
+    pace = Pace(math.fsum(size for size, _ in done) + math.fsum(child.size for child in children))
+    for size, seconds in done:
+        pace.ended(size, seconds)
     if first:
         say.print(f"{first} of {total} runs are finished already", highlight=False)
     if not children:
         return
-    started, sizes, seconds = 0, [size for size, _ in done], [wall for _, wall in done]
-    remaining = math.fsum(child.size for child in children)
+    started = 0
     bars_of: dict[Path, Bar] = {}
     with Bars(STEPS, shown=jobs > 1, stays=False, above=standing, console=say) as bars:
 
         def on_start(child: Child) -> None:
             nonlocal started
             started += 1
-            pace = sum(seconds) / sum(sizes) if seconds else math.nan
-            when = f", about {duration(pace * remaining / jobs)} left in all" if seconds else ""
+            when = f", about {duration(pace.seconds_left / jobs)} left in all" if pace.done else ""
             say.print(f"run {first + started}/{total} {child.name}{when}", style="bold", highlight=False)
             bars_of[child.folder] = bars.add(child.name, child.steps, child.latest()[0])
 
         def ended(child: Child) -> None:
-            nonlocal left, remaining
-            left, remaining = left - 1, remaining - child.size
+            nonlocal left
+            left -= 1
             wall = time.monotonic() - child.began
-            sizes.append(child.size)
-            seconds.append(wall)
+            pace.ended(child.size, wall)
             bars_of.pop(child.folder).remove()
             if jobs > 1:
                 how = "diverged" if child.has_diverged else "finished"

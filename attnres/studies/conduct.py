@@ -12,7 +12,7 @@ Finished runs are skipped and interrupted ones resumed: the same command continu
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,10 +129,6 @@ def conduct(
         Interrupted: Ctrl-C or SIGTERM; the same command continues.
     """
     folder = refuse_other(setting.folder(design.name), "study")
-
-    def size(arm: Arm, name: str) -> float:
-        return hours([cost_of(arm, setting.config(), [name])], setting.preset.flops_per_s)
-
     with ExitStack() as stack:
         archived = _archived(folder)
         elsewhere = stack.enter_context(_elsewhere(folder, adopted))
@@ -143,7 +139,7 @@ def conduct(
         while left := [arm for arm in arms if not measured.complete(arm.name) or _is_untimed(arm, folder)]:
             before = measured.finished
             try:
-                _carry_out(left, folder, say, jobs, until, run, elsewhere, archived, begin, size)
+                _carry_out(left, setting, folder, say, jobs, until, run, elsewhere, archived, begin)
             except (Interrupted, UserError):
                 if begin.done and any((measured := survey(design, setting)[1]).finished.values()):
                     write(design, setting, measured)  # as far as it came
@@ -299,6 +295,7 @@ def _values(setting: Setting, study: str) -> Values:
 
 def _carry_out(
     arms: Sequence[Arm],
+    setting: Setting,
     folder: Path,
     say: Console,
     jobs: int | None,
@@ -307,21 +304,16 @@ def _carry_out(
     elsewhere: Elsewhere,
     archived: Sequence[tuple[str, str]],
     begin: Begin,
-    size: Callable[[Arm, str], float],
 ) -> None:
     """Run the unfinished runs of these arms, all arms together, and measure them. Of what the folder's runs.jsonl alone
-    had, all has to be there by then (UserError), but for runs that others start from: it is written anew. `size` of
-    a run tells the time left."""
+    had, all has to be there by then (UserError), but for runs that others start from: it is written anew."""
     quiet = Console(quiet=True)
     children, done, most, timed = list[Child](), list[tuple[float, float]](), list[int](), list[tuple[Work, float]]()
     elsewhere = dataclasses.replace(elsewhere, trained=elsewhere.trained | runs_in([folder]))
     with ExitStack() as stack:
         for arm in arms:
             if arm.computed is not None:
-                children += [
-                    dataclasses.replace(child, size=size(arm, child.folder.name))
-                    for child in _computations(arm, folder / arm.name, elsewhere)
-                ]
+                children += _computations(arm, setting, folder / arm.name, elsewhere)
                 continue
             assert arm.compare is not None
             config = dataclasses.replace(arm.compare, out=str(folder / arm.name), jobs=jobs)
@@ -333,13 +325,13 @@ def _carry_out(
                     _branch(plan, folder / arm.trunk)
 
             work = stack.enter_context(opened(config, quiet if children else say, fill))
-            each = size(arm, names_of(arm)[0])
+            size = _size(arm, setting, names_of(arm)[0])
             children += [
-                dataclasses.replace(child, name=f"{arm.name}/{child.name}", may_diverge=True, size=each)
+                dataclasses.replace(child, name=f"{arm.name}/{child.name}", may_diverge=True, size=size)
                 for child in work.children
                 if not ended(child.folder)
             ]
-            done += [(each, wall) for wall in work.walls]
+            done += [(size, wall) for wall in work.walls]
             most.append(work.jobs)
             if arm.compare.timing_s > 0:
                 timed.append((work, arm.compare.timing_s))
@@ -358,6 +350,11 @@ def _carry_out(
                     write_json(path / MEASURES, {"function": arm.measure, "rows": rows})
 
 
+def _size(arm: Arm, setting: Setting, run: str) -> float:
+    """How much a run of an arm computes: hours at the preset's speed."""
+    return hours([cost_of(arm, setting.config(), [run])], setting.preset.flops_per_s)
+
+
 def _seed(child: Child) -> int:
     taken = label_and_seed(child.folder.name)
     return taken[1] if taken else 0
@@ -372,7 +369,7 @@ def _branch(plan: Plan, trunk: Path) -> None:
             branch(trunk / name, step, run)
 
 
-def _computations(arm: Arm, folder: Path, elsewhere: Elsewhere) -> list[Child]:
+def _computations(arm: Arm, setting: Setting, folder: Path, elsewhere: Elsewhere) -> list[Child]:
     """The computed runs that are still to be made; what was computed elsewhere is written here."""
     assert arm.computed is not None
     children = []
@@ -385,5 +382,6 @@ def _computations(arm: Arm, folder: Path, elsewhere: Elsewhere) -> list[Child]:
         config = folder / "configs" / f"{name}.json"
         run = {"function": arm.computed.function, "arguments": call.arguments, "folder": str(folder / name)}
         write_json(config, run)
-        children.append(Computation(f"{arm.name}/{name}", folder / name, config, 1))
+        size = _size(arm, setting, name)
+        children.append(Computation(f"{arm.name}/{name}", folder / name, config, 1, size))
     return children

@@ -79,6 +79,10 @@ class Preset:
         """Parameters of all layers of the recipe's model, as `shape` counts them."""
         return 12.0 * self.depth * self.width**2
 
+    def of_depth(self, layers: int) -> dict[str, Any]:
+        """The recipe's model with so many layers."""
+        return {**self._fields, "num_hidden_layers": layers}
+
     @property
     def _fields(self) -> dict[str, Any]:
         from attnres.models.sizes import SIZES

@@ -21,9 +21,9 @@ def composed(text):
 
 def calculated(text):
     steps, answers = int(text[0]), {}
-    for found in re.finditer(r"[(][-+*()0-9]*?[)](?=[0-9]([(]|$)|$)", text[1:]):
-        assert found[0].count("(") == found[0].count(")") == steps
-        answers[1 + found.end()] = str(eval(found[0], {"__builtins__": {}}) % 5)
+    for match in re.finditer(r"[(][-+*()0-9]*?[)](?=[0-9]([(]|$)|$)", text[1:]):
+        assert match[0].count("(") == match[0].count(")") == steps
+        answers[1 + match.end()] = str(eval(match[0], {"__builtins__": {}}) % 5)
     return answers
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from attnres.data.tasks import STEPS
 from attnres.run_names import label_and_seed
 from attnres.studies.conduct import names_of
 from attnres.studies.cost import flops_a_token, vocabulary_of
@@ -81,7 +82,7 @@ def _rows(arm: Arm, name: str, loss: Callable[[Arm, str, int], float]) -> list[R
     more = {"parameters": 1000.0, "own_parameters": 3.0}
     more |= {f"{quantity}/{place}": 1.0 + place for quantity in arm.depth for place in range(8)}
     if arm.measure:
-        more |= {f"accuracy{k}": float(noise.uniform()) for k in (*(f"/{k}" for k in range(1, 7)), "")}
+        more |= {f"accuracy{k}": float(noise.uniform()) for k in (*(f"/{k}" for k in range(1, STEPS + 1)), "")}
     return [
         *rows,
         *(Row(arm.name, label, seed, run.steps, 0, 0.0, quantity, value) for quantity, value in more.items()),

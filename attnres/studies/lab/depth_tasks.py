@@ -11,7 +11,6 @@ from attnres.data.tasks import DOCUMENTS, STEPS, documents, problems
 from attnres.figures.chart import Curves, Line
 from attnres.studies.contrast import contrast
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
-from attnres.studies.presets import qwen3
 from attnres.text import number
 
 NAMES = ("composition", "arithmetic")
@@ -24,12 +23,12 @@ EPOCHS = 2
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """An arm a task, the same shape of run in both: a third of the recipe's layers, so that depth is scarce."""
-    small, width = setting.preset.small < 0.01, setting.preset.width
-    size = qwen3(width, max(2, setting.preset.depth // 3), max(1, width // 32), 3 * width)
+    small = setting.preset.small < 0.01
+    size = setting.preset.of_depth(max(2, setting.preset.depth // 3))
     parts = []
     for name in NAMES:
         data = {"tokenizer": "bpe:257", "held_out": 0.05}
-        run = setting.sized(size, data=data, steps=setting.preset.many)
+        run = setting.config(model={"size": size}, data=data, steps=setting.preset.many)
         count = 200 if small else documents_for(name, run.steps * run.batch_size * run.data.seq_len)
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, source=f"task:{name}:{count}"))
         variants = [*setting.some(VARIANTS)] if not small else ["standard", "block"]

@@ -1,7 +1,10 @@
 """Labels with a structure against labels to be memorised, with and without the norm, and at teachers' temperatures."""
 
+import itertools
 import math
 import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,7 +12,7 @@ from torch.nn import functional as F
 
 from attnres.figures.chart import Curves, Line
 from attnres.run_names import run_name
-from attnres.studies.analyses.noise import spread_of
+from attnres.studies.analyses.noise import Verdict, spread_of
 from attnres.studies.design import Arm, Call, Computed, Design, Measured, Result, Setting, Table
 from attnres.studies.lab.mlp import Mlps
 from attnres.text import UNKNOWN
@@ -145,58 +148,85 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     for label in measured.labels("teachers"):
         taught_rows.append([label, *(_taught_cell(measured, label, rate) for rate in RATES)])
     tables, sentences, values = [], [], {}
-    for arm, title, places in (("mixtures", "network", ALPHAS), ("teachers", "teacher", RATES)):
-        rows, decided = _beside(measured, arm, places, values)
-        sentences += decided
-        head = [title, "residual", *(f"{'alpha ' if arm == 'mixtures' else ''}{place:g}" for place in places)]
-        tables.append(Table(TITLES[arm], head, rows, [NOTE]))
+    for arm, (title, first, unit, places) in QUESTIONS.items():
+        cells = list(_cells(measured, arm, places))
+        head = [first, "residual", *(f"{unit}{place:g}" for place in places)]
+        tables.append(Table(title, head, _rows(cells, places), [NOTE]))
+        for name in dict.fromkeys(one.name for one in cells):
+            sentences.append(_sentence(arm, name, [one for one in cells if one.name == name]))
+        values |= {
+            f"{one.name}, {one.kind}/{one.place:g}": {"ratio": one.ratio, "verdict": one.verdict} for one in cells
+        }
     tables.insert(1, Table("Taught by a random Full network", ["student, teacher's T", *map(str, RATES)], taught_rows))
     return Result(" ".join(sentences) or "Nothing has run yet.", tables, charts, values)
 
 
-TITLES = {
-    "mixtures": "Loss over standard's by alpha (1: structure, 0: memorisation), best of four rates",
-    "teachers": "Loss of students over standard's by rate",
+QUESTIONS = {
+    "mixtures": (
+        "Loss over standard's by alpha (1: structure, 0: memorisation), best of four rates",
+        "network",
+        "alpha ",
+        ALPHAS,
+    ),
+    "teachers": ("Loss of students over standard's by rate", "teacher", "", RATES),
 }
+"""Of an arm: the title of its table, the heads of its first column and of the others, and what these are of."""
 NOTE = "In brackets the ratio that a verdict has to exceed, in that direction, by the noise of seeds there."
 
 
-def _beside(
-    measured: Measured, arm: str, places: tuple[float, ...], values: dict[str, Any]
-) -> tuple[list[list[str]], list[str]]:
-    """A row a network and mechanism with the loss over standard's at each place, and what may be said of each;
-    `values` gets ratios and verdicts."""
+@dataclass(frozen=True)
+class Cell:
+    """A mechanism beside the baseline in one network (`kind`) at one place, an alpha or a rate.
+
+    Attributes:
+        ratio: of their losses. needed: the logarithm of the ratio that a verdict has to exceed.
+    """
+
+    kind: str
+    name: str
+    place: float
+    ratio: float
+    needed: float
+    verdict: Verdict
+
+    def __str__(self) -> str:
+        bound = f" ({math.exp(self.needed):.2g})" if abs(self.needed) < 10 else ""
+        return f"{self.ratio:.2g}{bound}{f' {self.verdict}' * (self.verdict != 'undecided')}"
+
+
+def _cells(measured: Measured, arm: str, places: Sequence[float]) -> Iterator[Cell]:
+    """Every mechanism beside the baseline, wherever both have run."""
     baseline, *others = MECHANISMS
     asked = [label.partition(", ") for label in measured.asked_for(arm)]
     tested = len(places) * sum(name != baseline for name, _, _ in asked)
-    rows, sentences = [], []
-    decided = {name: {"better": list[str](), "worse": list[str](), "undecided": list[str]()} for name in others}
-    for kind in dict.fromkeys(kind for _, _, kind in asked):
-        cells = {name: list[str]() for name in others}
-        for place in places:
-            logs = {name: _logs(measured, arm, f"{name}, {kind}", f"{place:g}") for name in MECHANISMS}
-            spread = spread_of(logs)
-            for name in others:
-                n, base = len(logs[name]), logs[baseline]
-                if not n or not base:
-                    cells[name].append(UNKNOWN)
-                    continue
-                noise = spread.between(name, n, baseline, len(base))
-                gap = statistics.fmean(logs[name]) - statistics.fmean(base)
-                needed = math.copysign(noise.threshold(n, len(base), tested), gap)
-                verdict = noise.verdict(gap, n, len(base), tested)
-                bound = f" ({math.exp(needed):.2g})" if abs(needed) < 10 else ""
-                cells[name].append(f"{math.exp(gap):.2g}{bound}{f' {verdict}' * (verdict != 'undecided')}")
-                decided[name][verdict].append(f"{kind} {place:g}")
-                values[f"{name}, {kind}/{place:g}"] = {"ratio": math.exp(gap), "verdict": verdict}
-        rows += [[kind, name, *cells[name]] for name in others if set(cells[name]) != {UNKNOWN}]
-    for name, by in decided.items():
-        if count := sum(map(len, by.values())):
-            parts = [f"{verdict} at {'; '.join(by[verdict]) or 'none'}" for verdict in ("better", "worse")]
-            sentences.append(
-                f"{name} beside {baseline}, {arm}: {', '.join(parts)}; undecided at {len(by['undecided'])} of {count}."
-            )
-    return rows, sentences
+    for kind, place in itertools.product(dict.fromkeys(kind for _, _, kind in asked), places):
+        logs = {name: _logs(measured, arm, f"{name}, {kind}", f"{place:g}") for name in MECHANISMS}
+        spread, counts = spread_of(logs), {name: len(many) for name, many in logs.items()}
+        for name in others:
+            if not counts[name] or not counts[baseline]:
+                continue
+            seeds = counts[name], counts[baseline]
+            noise = spread.between(name, seeds[0], baseline, seeds[1])
+            gap = statistics.fmean(logs[name]) - statistics.fmean(logs[baseline])
+            needed = math.copysign(noise.threshold(*seeds, tested), gap)
+            yield Cell(kind, name, place, math.exp(gap), needed, noise.verdict(gap, *seeds, tested))
+
+
+def _rows(cells: Sequence[Cell], places: Sequence[float]) -> list[list[str]]:
+    """One of the table for each network and mechanism."""
+    by_place = {(one.kind, one.name, one.place): str(one) for one in cells}
+    names = dict.fromkeys((one.kind, one.name) for one in cells)
+    return [[*name, *(by_place.get((*name, place), UNKNOWN) for place in places)] for name in names]
+
+
+def _sentence(arm: str, name: str, cells: Sequence[Cell]) -> str:
+    """What may be said of a mechanism by its cells."""
+    parts = []
+    for verdict in ("better", "worse"):
+        places = [f"{one.kind} {one.place:g}" for one in cells if one.verdict == verdict]
+        parts.append(f"{verdict} at {'; '.join(places) or 'none'}")
+    left = sum(one.verdict == "undecided" for one in cells)
+    return f"{name} beside {MECHANISMS[0]}, {arm}: {', '.join(parts)}; undecided at {left} of {len(cells)}."
 
 
 def _taught_cell(measured: Measured, label: str, rate: float) -> str:

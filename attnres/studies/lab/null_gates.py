@@ -23,6 +23,8 @@ LAYERS = 12
 STEPS, RATE = 10_000, 6e-4
 WARMUP, FLOOR, BETAS, CLIP = 0.2, 0.1, (0.9, 0.95), 1.0
 """Of the study's optimizer: fractions of the steps and of the peak rate, AdamW's rates, the largest gradient norm."""
+OPERATIONS = 80
+"""Of PyTorch in a step, about."""
 QUANTITIES = ("count", "logit", "temperature", "penalty")
 
 
@@ -53,10 +55,6 @@ VARIANTS = {
     "noise of 0.001": Variant(noise=1e-3),
     "noise of 0.01": Variant(noise=1e-2),
 }
-
-
-OPERATIONS = 80
-"""Of PyTorch in a step."""
 
 
 def runs(steps: int, seeds: int) -> dict[str, Call]:
