@@ -179,32 +179,40 @@ def _report(out: Path) -> None:
 def _dry_run(designs: "list[Design]", setting: "Setting", options: Study, adopted: list[Path]) -> None:
     from rich.console import Console
 
+    from attnres.progress import Bars
     from attnres.studies.conduct import left_of, names_of
-    from attnres.studies.cost import cost_of, hours, measured_speed
+    from attnres.studies.cost import STANDARD, costs_of, hours, measured_speeds
     from attnres.studies.design import Measured
     from attnres.terminal import grid, say, wide
 
-    out = wide(Console())
-    speed = measured_speed(setting.config())
+    out, recipe, assumed = wide(Console()), setting.config(), setting.preset.flops_per_s
+    costs = [
+        (design, arm, costs_of(arm, recipe, left))
+        for design in designs
+        for arm, left in left_of(design, setting, adopted)
+    ]
+    mechanisms = dict.fromkeys([STANDARD, *(one.mechanism for *_, each in costs for one in each)])
+    with Bars(stays=False) as bars:
+        bar = bars.add("timing a few steps of each mechanism", len(mechanisms))
+        speeds = measured_speeds(recipe, mechanisms, bar.advance)
     table = grid("study", "arm", right=("runs", "left", "tokens", "FLOPs", "hours"))
-    total, without = 0.0, []
-    for design in designs:
-        arms = left_of(design, setting, adopted)
-        if not arms:
-            without.append(f"{design.name}: {design.analyse(setting, Measured()).verdict}")
-        for arm, left in arms:
-            cost = cost_of(arm, setting.config(), left)
-            time_h = hours([cost], speed or setting.preset.flops_per_s)
-            total += time_h
-            counts = f"{len(names_of(arm))}", f"{cost.runs}"
-            table.add_row(design.name, arm.name, *counts, f"{cost.tokens:,.0f}", f"{cost.flops:.2e}", f"{time_h:.2f}")
+    total = 0.0
+    for design, arm, each in costs:
+        time_h = hours(each, assumed, speeds)
+        total += time_h
+        runs, tokens, flops = (sum(getattr(one, what) for one in each) for what in ("runs", "tokens", "flops"))
+        counts = f"{len(names_of(arm))}", f"{runs}"
+        table.add_row(design.name, arm.name, *counts, f"{tokens:,.0f}", f"{flops:.2e}", f"{time_h:.2f}")
     out.print(table)
-    for line in without:
-        say(out, line)
-    what = "measured by a few steps here" if speed else "assumed: the preset's device is not here"
-    unit = "one core" if setting.config().device in ("auto", "cpu") else "one GPU"
-    say(out, f"{total:.1f} hours of {unit} at {speed or setting.preset.flops_per_s:.2g} FLOP/s, {what}.")
-    say(out, "A mechanism that is trained counts as the standard model: expect up to three times as much.")
+    for design in designs:
+        if design not in [one for one, *_ in costs]:
+            say(out, f"{design.name}: {design.analyse(setting, Measured()).verdict}")
+    unit = "one core" if recipe.device in ("auto", "cpu") else "one GPU"
+    if speeds:
+        say(out, f"{total:.1f} hours of {unit}, by a few steps of each mechanism here at the preset's size.")
+    else:
+        say(out, f"{total:.1f} hours of {unit} at {assumed:.2g} FLOP/s, assumed: the preset's device is not here.")
+        say(out, "Reads take longer than their FLOPs say: expect up to three times as much of a mechanism.")
     say(out, "Left are runs that are neither finished nor the same as finished ones of --adopt and of other studies,")
     say(out, "provided that these were of the same text, which is not looked at here.")
     say(out, "Arms that depend on what earlier ones give are not counted before those have run.")

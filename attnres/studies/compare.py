@@ -46,14 +46,14 @@ class Work:
 
     Attributes:
         children: runs that are not finished, in order.
-        walls: seconds that the finished ones took.
+        walls: seconds that the finished ones took, by name.
         jobs: runs to train at once.
     """
 
     out: Path
     plan: Plan
     children: list[Child]
-    walls: list[float]
+    walls: dict[str, float]
     jobs: int
     vocabulary: int
 
@@ -117,7 +117,7 @@ def opened(
             for name, run in plan.runs.items()
             if name not in finished
         ]
-        walls = [float(summary.get("wall_s") or 0) for summary in finished.values()]
+        walls = {name: float(summary.get("wall_s") or 0) for name, summary in finished.items()}
         yield Work(out, plan, children, walls, jobs, vocabulary)
 
 
@@ -140,7 +140,7 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
                 page = write_report(load_study(work.out), work.out)[0]
                 say.print(f"{page} has the {len(standing.finished())} runs that are finished", highlight=False)
 
-        done = [(1.0, wall) for wall in work.walls]
+        done = [(1.0, wall) for wall in work.walls.values()]
         train_all(work.children, done, jobs=work.jobs, say=say, standing=standing.table, on_end=report)
         if config.timing_s > 0 and config.base.finetune.init_from is not None:
             say.print("no timing in turn for a pretrained model: the table has each run's own step time")

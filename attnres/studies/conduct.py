@@ -33,7 +33,7 @@ from attnres.studies.archive import ARCHIVE, archive, archived_in, is_alone, unp
 from attnres.studies.begin import RECORD, Begin, asked, asked_in, begun, nothing_lost, same_material
 from attnres.studies.children import Child, Runner, train_all
 from attnres.studies.compare import Work, opened, time_steps
-from attnres.studies.cost import cost_of, hours
+from attnres.studies.cost import costs_of, hours
 from attnres.studies.design import Arm, Computed, Design, Measured, Result, Setting
 from attnres.studies.lab import STUDIES
 from attnres.studies.plan import Plan, make_plan
@@ -325,13 +325,17 @@ def _carry_out(
                     _branch(plan, folder / arm.trunk)
 
             work = stack.enter_context(opened(config, quiet if children else say, fill))
-            size = _size(arm, setting, names_of(arm)[0])
             children += [
-                dataclasses.replace(child, name=f"{arm.name}/{child.name}", may_diverge=True, size=size)
+                dataclasses.replace(
+                    child,
+                    name=f"{arm.name}/{child.name}",
+                    may_diverge=True,
+                    size=_size(arm, setting, child.folder.name),
+                )
                 for child in work.children
                 if not ended(child.folder)
             ]
-            done += [(size, wall) for wall in work.walls]
+            done += [(_size(arm, setting, name), wall) for name, wall in work.walls.items()]
             most.append(work.jobs)
             if arm.compare.timing_s > 0:
                 timed.append((work, arm.compare.timing_s))
@@ -352,7 +356,7 @@ def _carry_out(
 
 def _size(arm: Arm, setting: Setting, run: str) -> float:
     """How much a run of an arm computes: hours at the preset's speed."""
-    return hours([cost_of(arm, setting.config(), [run])], setting.preset.flops_per_s)
+    return hours(costs_of(arm, setting.config(), [run]), setting.preset.flops_per_s)
 
 
 def _seed(child: Child) -> int:

@@ -79,7 +79,7 @@ class Row:
 
     Attributes:
         label: the variant. step, tokens: when; 0 where there is no training.
-        flops: spent until then, 6 for each weight and token with attention's share; 0 where it is not counted.
+        flops: spent until then, 6 for each weight and token, attention's and reads' share; 0 where it is not counted.
     """
 
     arm: str

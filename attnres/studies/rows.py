@@ -2,6 +2,7 @@
 
 import csv
 import io
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +10,9 @@ from typing import Any, NotRequired, TypedDict
 
 from attnres.reading import read_json
 from attnres.report.runs import load_run
+from attnres.residuals.registry import ships
 from attnres.run_names import label_and_seed
-from attnres.studies.cost import flops_a_token
+from attnres.studies.cost import STANDARD, Mechanism, flops_a_token
 from attnres.studies.design import Arm, Row
 from attnres.training.records import ADVICE, TIMES, Finished, Timing
 from attnres.training.run_folder import DIVERGED
@@ -94,11 +96,14 @@ def _row(arm: str, label: str, seed: int, one: Measure) -> Row:
 
 
 def _flops(config: dict[str, Any], vocabulary: int, summary: Finished) -> float:
-    """FLOPs a token; of a pretrained model, whose size the run does not name, by its parameters."""
-    size, length = config["model"].get("size"), config.get("data", {}).get("seq_len")
-    if size is None or length is None:
+    """FLOPs a token; of a pretrained model, whose size the run does not name, by its parameters, and of a mechanism
+    that is not attnres' own without its reads."""
+    model, length = config["model"], config.get("data", {}).get("seq_len")
+    if model.get("size") is None or length is None:
         return 6.0 * summary["parameters"]
-    return flops_a_token(size, length, vocabulary)
+    settings = json.dumps(model.get("settings") or {}, sort_keys=True)
+    mechanism = Mechanism(model["residual"], settings) if ships(model["residual"]) else STANDARD
+    return flops_a_token(model["size"], length, vocabulary, mechanism)
 
 
 def to_csv(rows: Sequence[Row]) -> str:

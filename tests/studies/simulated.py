@@ -11,7 +11,7 @@ import numpy as np
 from attnres.data.tasks import STEPS
 from attnres.run_names import label_and_seed
 from attnres.studies.conduct import names_of
-from attnres.studies.cost import flops_a_token, vocabulary_of
+from attnres.studies.cost import costs_of
 from attnres.studies.design import Arm, Design, Measured, Row, Setting
 from attnres.studies.presets import PRESETS
 
@@ -75,7 +75,7 @@ def _rows(arm: Arm, name: str, loss: Callable[[Arm, str, int], float]) -> list[R
     if not math.isfinite(end):
         return [Row(arm.name, label, seed, run.steps, 0, 0.0, "loss", math.inf)]
     size = run.model.size
-    each = flops_a_token(size, run.data.seq_len, vocabulary_of(run)) if size is not None else 1e6
+    each = next(cost.flops / cost.tokens for cost in costs_of(arm, run, [name])) if size is not None else 1e6
     half, tokens = max(1, run.steps // 2), run.batch_size * run.data.seq_len
     points = {half: end + 1, run.steps: end}
     rows = [Row(arm.name, label, seed, n, n * tokens, each * n * tokens, "loss", value) for n, value in points.items()]

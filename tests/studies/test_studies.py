@@ -24,7 +24,7 @@ from attnres.studies.analyses.noise import Noise
 from attnres.studies.archive import ARCHIVE, restored, unpacked
 from attnres.studies.conduct import Outcome, conduct, left_of, names_of, outcome_in, survey
 from attnres.studies.contrast import contrast
-from attnres.studies.cost import CALL, Cost, cost_of, flops_a_token, hours
+from attnres.studies.cost import CALL, Cost, Mechanism, costs_of, flops_a_token, hours
 from attnres.studies.design import Design, Measured, Result, Row, Setting
 from attnres.studies.lab import STUDIES
 from attnres.studies.lab.ablations import PUBLISHED
@@ -418,20 +418,21 @@ def test_a_larger_size_is_data_alone(preset, tmp_path):
     one = Setting(preset, PRESETS[preset], 3, None, tmp_path, "images")
     small = Setting("seconds", PRESETS["seconds"], 1, None, tmp_path, "images")
     for name in ("noise", "rates", "block-size", "scaling", "depth-width", "budgets", "resnet"):
-        costs = [_cost(arm, one) for arm in survey(STUDIES[name], one)[0]]
-        few = [_cost(arm, small) for arm in survey(STUDIES[name], small)[0]]
-        assert sum(cost.flops for cost in costs) > 100 * sum(cost.flops for cost in few)
+        assert _flops(name, one) > 100 * _flops(name, small)
 
 
-def _cost(arm, setting):
-    return cost_of(arm, setting.config(), names_of(arm))
+def _flops(name, setting):
+    arms = survey(STUDIES[name], setting)[0]
+    return sum(cost.flops for arm in arms for cost in costs_of(arm, setting.config(), names_of(arm)))
 
 
 def test_shapes_of_one_size_cost_the_same(tmp_path):
     one = Setting("nano", PRESETS["nano"], 3, None, tmp_path)
     arms = survey(STUDIES["depth-width"], one)[0]
-    costs = [_cost(arm, one).flops for arm in arms]
+    costs = [costs_of(arm, one.config(), ["standard-seed0"])[0].flops for arm in arms]
     assert max(costs) / min(costs) < 1.01
+    deepest = costs_of(arms[-1], one.config(), ["block-seed0"])[0].flops
+    assert 1.01 < deepest / costs[-1] < 1.1, "Block's reads"
     assert [shape(layers, 12 * 12 * 128**2)["hidden_size"] for layers in (12, 48, 3)] == [128, 64, 256]
 
 
@@ -440,6 +441,17 @@ def test_flops_are_six_for_each_weight_and_attention():
     assert flops_a_token(size, 256, 4096) == pytest.approx(6 * 2_886_528 + 12 * 12 * 256 * 128, rel=0.01)
     assert hours([], 1.0) == 0
     assert hours([Cost("arm", 1, 0.0, 3600.0, calls=3600 / CALL)], 1.0) == pytest.approx(2)
+    block = Mechanism("block", '{"num_blocks": 4}')
+    assert hours([Cost("arm", 1, 0.0, 3600.0), Cost("arm", 1, 0.0, 3600.0, 0, block)], 1.0, {block: 0.5}) == 3
+
+
+def test_runs_of_an_arm_are_counted_by_mechanism(tmp_path):
+    one = Setting("seconds", PRESETS["seconds"], 2, None, tmp_path)
+    run = one.config()
+    arm = one.arm("some", ["standard", "full", "full@residual_lr=0.1"], of=run)
+    costs = costs_of(arm, run, names_of(arm))
+    assert [(cost.mechanism.residual, cost.runs) for cost in costs] == [("standard", 2), ("full", 4)]
+    assert costs[1].tokens == 2 * costs[0].tokens and costs[1].flops > 2 * costs[0].flops
 
 
 def test_the_recipe_of_issue_ten_is_expressed(tmp_path):

@@ -45,24 +45,27 @@ class Fitted:
         return _interval([getattr(fit, name) for fit in self.draws])
 
 
-def fit(compute: Sequence[float], losses: Sequence[float], floor: float | None = None) -> Fit:
+def fit(
+    compute: Sequence[float], losses: Sequence[float], floor: float | None = None, unit: float | None = None
+) -> Fit:
     """Fit by least squares, E and A >= 0: for each exponent of a fine grid E and A are linear.
 
     Args:
         compute, losses: at least three points, with a fixed `floor` two.
+        unit: of the compute; none is the middle of its logarithms.
 
     Source: the form of Kaplan et al. (2020) and Hoffmann et al. (2022); with floor 0 that of arXiv 2603.15031.
     """
-    return _fits(compute, np.asarray(losses, dtype=float)[None], floor)[0]
+    return _fits(compute, np.asarray(losses, dtype=float)[None], floor, unit)[0]
 
 
-def _fits(compute: Sequence[float], losses: np.ndarray, floor: float | None) -> list[Fit]:
+def _fits(compute: Sequence[float], losses: np.ndarray, floor: float | None, unit: float | None) -> list[Fit]:
     """`fit` of each row of losses (rows, points)."""
     x = np.asarray(compute, dtype=float)
     needed = 3 if floor is None else 2
     if len(set(x.tolist())) < needed:
         raise ValueError(f"{len(set(x.tolist()))} amounts of compute: a fit needs {needed}")
-    unit = float(np.exp(np.log(x).mean()))
+    unit = unit or float(np.exp(np.log(x).mean()))
     rows = np.arange(len(losses))
     low, high = np.full(len(losses), EXPONENTS[0]), np.full(len(losses), EXPONENTS[1])
     for _ in range(4):  # each time nearer
@@ -97,14 +100,16 @@ def fitted(
     losses: Sequence[float],
     sigma: float | None = None,
     floor: float | None = None,
+    unit: float | None = None,
     seed: int = 0,
 ) -> Fitted:
     """Fit, and fit again to losses redrawn around the curve with standard deviation `sigma`.
 
     Args:
         sigma: of one loss over seeds; none takes what the curve leaves, over the degrees of freedom.
+        floor, unit: as in `fit`.
     """
-    first = fit(compute, losses, floor)
+    first = fit(compute, losses, floor, unit)
     curve = np.array([first.loss(c) for c in compute])
     if sigma is None or not math.isfinite(sigma):
         free = len(losses) - (3 if floor is None else 2)
@@ -113,7 +118,7 @@ def fitted(
         return Fitted(first, ())
     draw = np.random.default_rng(seed)
     redrawn = curve + sigma * draw.standard_normal((DRAWS, len(curve)))
-    return Fitted(first, tuple(_fits(compute, redrawn, floor)))
+    return Fitted(first, tuple(_fits(compute, redrawn, floor, unit)))
 
 
 def multiplier(base: Fit, other: Fit, compute: float) -> float:

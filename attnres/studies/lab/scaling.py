@@ -1,10 +1,11 @@
 """Loss against compute at a fixed number of tokens a parameter: Figure 5's fits and the compute multiplier."""
 
 import math
+from typing import Any, NamedTuple
 
 from attnres.figures.chart import Curves, Line
 from attnres.studies.analyses.noise import widest
-from attnres.studies.analyses.scaling import SURE, Fitted, fitted, multiplier, multiplier_interval
+from attnres.studies.analyses.scaling import SURE, Fitted, fit, fitted, multiplier, multiplier_interval
 from attnres.studies.cost import flops_a_token, vocabulary_of
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.text import UNKNOWN, number
@@ -34,7 +35,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 def analyse(setting: Setting, measured: Measured) -> Result:
     """A fit a mechanism, and the compute that the standard model needs for the same loss at the largest size."""
-    points = {label: dict[float, float]() for label in VARIANTS}
+    points = {label: dict[str, tuple[float, float]]() for label in VARIANTS}  # by arm: FLOPs, loss
     rows = []
     for arm in measured.planned:
         for label in measured.labels(arm):
@@ -43,7 +44,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             if not seeds:
                 rows.append([arm, label, UNKNOWN, "diverged", str(seeds)])
                 continue
-            points[label][flops] = loss
+            points[label][arm] = flops, loss
             rows.append([arm, label, f"{flops:.2e}", number(loss, 4), str(seeds)])
     tables = [Table("Losses", ["size", "variant", "FLOPs", "loss", "seeds"], rows)]
     complete = {label: each for label, each in points.items() if len(each) >= 3}
@@ -51,58 +52,69 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     if "standard" not in complete or len(shared) < 3:
         return Result("Too few sizes have finished for a fit.", tables)
     # What a curve misses of the sizes that it is fitted to is the same for all only where these are.
-    complete = {label: {c: each[c] for c in sorted(shared)} for label, each in complete.items()}
+    sizes = sorted(shared, key=lambda arm: points["standard"][arm])
+    compute = {label: [each[arm][0] for arm in sizes] for label, each in complete.items()}
+    losses = {label: [each[arm][1] for arm in sizes] for label, each in complete.items()}
     noise, sigma = widest([measured.spread(arm) for arm in measured.planned]), None
     if noise.degrees:
         counts = (len(measured.finals(arm, label)) for arm in measured.planned for label in measured.labels(arm))
         sigma = noise.wide / math.sqrt(min(filter(None, counts)))
-    floor = None if len(complete["standard"]) >= 4 else 0.0
-    fits = {label: fitted(list(each), list(each.values()), sigma, floor) for label, each in complete.items()}
-    largest = max(complete["standard"])
-    head = ["variant", "E", "A", "a", "compute multiplier at the largest"]
-    tables.append(
-        Table("L = E + A C^-a", head, [_row(label, fits, largest) for label in fits], [_note(floor, largest)])
-    )
-    lines = []
-    for label, one in fits.items():
-        x = sorted(complete[label])
-        lines.append(Line(label, x, [complete[label][c] for c in x], joined=False))
-        curve = [x[0] * (x[-1] / x[0]) ** (i / 24) for i in range(25)]
-        lines.append(Line(label, curve, [one.fit.loss(c) for c in curve], dashed=True))
-    caption = (
-        "Held-out loss against the compute of a run (6 N D and attention, without depth reads: under a tenth more "
-        "where these are of many sources in a narrow model), with the fits."
-    )
-    panels = {"": lines}
-    charts = [Curves("scaling", "Scaling", caption, "FLOPs", "loss (nats)", panels, log_x=True)]
-    sentences, values = [], {}
-    for label in fits:
-        if label == "standard":
-            continue
-        ratio = multiplier(fits["standard"].fit, fits[label].fit, largest)
-        low, high = multiplier_interval(fits["standard"], fits[label], largest)
-        least, most = multiplier_interval(fits["standard"], fits[label], largest, SURE)
-        decided = "" if least > 1 or most < 1 else ", which does not exclude 1 by three standard errors"
+    floor = None if len(sizes) >= 4 else 0.0
+    unit = fit(compute["standard"], losses["standard"], floor).unit
+    fits = {label: fitted(compute[label], losses[label], sigma, floor, unit) for label in complete}
+    saved = {
+        label: _saved(fits["standard"], one, compute[label][-1]) for label, one in fits.items() if label != "standard"
+    }
+    head = ["variant", "E", "A", "a", f"compute multiplier at {sizes[-1]}"]
+    tables.append(Table("L = E + A C^-a", head, [_row(label, fits, saved) for label in fits], [_note(floor, unit)]))
+    sentences, values = [], dict[str, Any](largest_flops=compute["standard"][-1])
+    for label, one in saved.items():
+        decided = "" if one.least > 1 or one.most < 1 else ", which does not exclude 1 by three standard errors"
         if noise.degrees < ENOUGH:
             decided = f", not decided: the noise is known by {noise.degrees} degrees of freedom, expected {ENOUGH}"
-        sentences.append(f"{label}: {number(ratio, 2)} times the compute (95 %: {_bounds(low, high)}){decided}.")
-        values[label] = {"multiplier": _plain(ratio), "interval": [_plain(low), _plain(high)]}
-    return Result(" ".join(sentences), tables, charts, {"largest_flops": largest, **values})
+        sentences.append(
+            f"{label}: {number(one.ratio, 2)} times the compute (95 %: {_bounds(*one.interval)}){decided}."
+        )
+        values[label] = {"multiplier": _plain(one.ratio), "interval": [_plain(bound) for bound in one.interval]}
+    return Result(" ".join(sentences), tables, [_chart(compute, losses, fits)], values)
 
 
-def _row(label: str, fits: dict[str, Fitted], largest: float) -> list[str]:
+def _chart(compute: dict[str, list[float]], losses: dict[str, list[float]], fits: dict[str, Fitted]) -> Curves:
+    lines = []
+    for label, one in fits.items():
+        x = compute[label]
+        lines.append(Line(label, x, losses[label], joined=False))
+        curve = [x[0] * (x[-1] / x[0]) ** (i / 24) for i in range(25)]
+        lines.append(Line(label, curve, [one.fit.loss(c) for c in curve], dashed=True))
+    caption = "Held-out loss against the compute of a run (6 N D, attention and depth reads), with the fits."
+    return Curves("scaling", "Scaling", caption, "FLOPs", "loss (nats)", {"": lines}, log_x=True)
+
+
+class _Saved(NamedTuple):
+    """The compute that the standard model needs for a mechanism's loss at its largest size, over what that took; its
+    95 % interval, and its least and most by three standard errors."""
+
+    ratio: float
+    interval: tuple[float, float]
+    least: float
+    most: float
+
+
+def _saved(standard: Fitted, other: Fitted, largest: float) -> _Saved:
+    sure = multiplier_interval(standard, other, largest, SURE)
+    return _Saved(multiplier(standard.fit, other.fit, largest), multiplier_interval(standard, other, largest), *sure)
+
+
+def _row(label: str, fits: dict[str, Fitted], saved: dict[str, _Saved]) -> list[str]:
     one = fits[label]
     cells = [f"{number(getattr(one.fit, n), 3)} ({_bounds(*one.interval(n))})" for n in ("floor", "scale", "exponent")]
-    if label == "standard":
-        return [label, *cells, "1"]
-    ratio = multiplier(fits["standard"].fit, one.fit, largest)
-    bounds = _bounds(*multiplier_interval(fits["standard"], one, largest))
-    return [label, *cells, f"{number(ratio, 2)} ({bounds})"]
+    last = f"{number(saved[label].ratio, 2)} ({_bounds(*saved[label].interval)})" if label in saved else "1"
+    return [label, *cells, last]
 
 
-def _note(floor: float | None, largest: float) -> str:
+def _note(floor: float | None, unit: float) -> str:
     fixed = "" if floor is None else " E is held at 0, as in the paper: there are too few sizes to fit it."
-    return f"In brackets 95 % intervals of refitted curves; A is at the compute's middle; C up to {largest:.2e}.{fixed}"
+    return f"In brackets 95 % intervals of refitted curves; C in {unit:.2e} FLOPs.{fixed}"
 
 
 def _bounds(low: float, high: float) -> str:
