@@ -19,16 +19,21 @@ PROBLEMS = 400
 """Of each number of steps."""
 EPOCHS = 2
 """Passes over the documents at most: more would be learned by heart."""
+WINDOW = 64
+"""Tokens of a window at most, the more windows in a batch: where attention begins with 256 to choose from, it is up to
+the seed whether it finds the letter that counts in four million tokens at all."""
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """An arm a task, the same shape of run in both: a third of the recipe's layers, so that depth is scarce."""
     small = setting.preset.small < 0.01
-    size = setting.preset.of_depth(max(2, setting.preset.depth // 3))
+    size, recipe = setting.preset.of_depth(max(2, setting.preset.depth // 3)), setting.config()
+    window = min(WINDOW, recipe.data.seq_len)
     parts = []
     for name in NAMES:
-        data = {"tokenizer": "bpe:257", "held_out": 0.05}
-        run = setting.config(model={"size": size}, data=data, steps=setting.preset.many)
+        data = {"tokenizer": "bpe:257", "held_out": 0.05, "seq_len": window}
+        batch = recipe.batch_size * (recipe.data.seq_len // window)
+        run = setting.config(model={"size": size}, data=data, batch_size=batch, steps=setting.preset.many)
         count = 200 if small else documents_for(name, run.steps * run.batch_size * run.data.seq_len)
         run = dataclasses.replace(run, data=dataclasses.replace(run.data, source=f"task:{name}:{count}"))
         variants = [*setting.some(VARIANTS)] if not small else ["standard", "block"]
