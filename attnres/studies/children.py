@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
@@ -166,6 +166,51 @@ class Pace:
         return self.seconds / self.done * self.left
 
 
+@dataclass
+class Watch:
+    """What the user sees of children: a line before each with the time left in all, bars of several at once, and how
+    the runs stand."""
+
+    bars: Bars
+    pace: Pace
+    jobs: int
+    number: int  # of the last one that began
+    total: int
+    left: int
+    standing: Callable[[], Table | None]
+    on_end: Callable[[Child, int], None]
+    shown: dict[Path, Bar] = field(default_factory=dict)
+
+    def start(self, child: Child) -> None:
+        """One begins."""
+        self.number += 1
+        when = f", about {duration(self.pace.seconds_left / self.jobs)} left in all" if self.pace.done else ""
+        self._print(f"run {self.number}/{self.total} {child.name}{when}", style="bold")
+        self.shown[child.folder] = self.bars.add(child.name, child.steps, child.latest()[0])
+
+    def end(self, child: Child) -> None:
+        """One has ended."""
+        self.left -= 1
+        wall = time.monotonic() - child.began
+        self.pace.ended(child.size, wall)
+        self.shown.pop(child.folder).remove()
+        if self.jobs > 1:
+            self._print(f"{child.name} {'diverged' if child.has_diverged else 'finished'} in {duration(wall)}")
+        self.on_end(child, self.left)
+        if self.left and self.bars.progress.disable and (table := self.standing()) is not None:
+            self._print(table)
+
+    def poll(self, running: list[Child]) -> None:
+        """Time goes by."""
+        for child in running:
+            step, loss = child.latest()
+            if loss is not None:
+                self.shown[child.folder].update(step, f"loss {loss:.3f}")
+
+    def _print(self, what: str | Table, style: str | None = None) -> None:
+        self.bars.console.print(what, style=style, highlight=False)
+
+
 def train_all(
     children: list[Child],
     done: Sequence[tuple[float, float]],
@@ -175,7 +220,7 @@ def train_all(
     run: "Runner | None" = None,
     until: float = math.inf,
     standing: Callable[[], Table | None] = lambda: None,
-    on_end: Callable[[], None] = lambda: None,
+    on_end: Callable[[Child, int], None] = lambda child, left: None,
 ) -> None:
     """Run all of them, one line before each with the time left in all; of several at once there are bars.
 
@@ -184,56 +229,27 @@ def train_all(
         run: what runs them; none is `run_children`.
         until: none begins after this moment (`time.monotonic`).
         standing: gives a table of how the runs stand: above the bars, or printed whenever one has ended.
-        on_end: called then, but for the last.
+        on_end: called with one that has ended and how many are left.
 
     Raises:
         UserError, Interrupted: as `run_children`.
     """
-    total, first, left = len(done) + len(children), len(done), len(children)
     pace = Pace(math.fsum(size for size, _ in done) + math.fsum(child.size for child in children))
     for size, seconds in done:
         pace.ended(size, seconds)
-    if first:
-        say.print(f"{first} of {total} runs are finished already", highlight=False)
+    total = len(done) + len(children)
+    if done:
+        say.print(f"{len(done)} of {total} runs are finished already", highlight=False)
     if not children:
         return
-    started = 0
-    bars_of: dict[Path, Bar] = {}
     with Bars(STEPS, shown=jobs > 1, stays=False, above=standing, console=say) as bars:
-
-        def on_start(child: Child) -> None:
-            nonlocal started
-            started += 1
-            when = f", about {duration(pace.seconds_left / jobs)} left in all" if pace.done else ""
-            say.print(f"run {first + started}/{total} {child.name}{when}", style="bold", highlight=False)
-            bars_of[child.folder] = bars.add(child.name, child.steps, child.latest()[0])
-
-        def ended(child: Child) -> None:
-            nonlocal left
-            left -= 1
-            wall = time.monotonic() - child.began
-            pace.ended(child.size, wall)
-            bars_of.pop(child.folder).remove()
-            if jobs > 1:
-                how = "diverged" if child.has_diverged else "finished"
-                say.print(f"{child.name} {how} in {duration(wall)}", highlight=False)
-            if left:
-                on_end()
-                if bars.progress.disable and (table := standing()) is not None:
-                    say.print(table)
-
-        def on_poll(running: list[Child]) -> None:
-            for child in running:
-                step, loss = child.latest()
-                if loss is not None:
-                    bars_of[child.folder].update(step, f"loss {loss:.3f}")
-
+        watch = Watch(bars, pace, jobs, len(done), total, len(children), standing, on_end)
         (run or run_children)(
             children,
             jobs=jobs,
-            on_start=on_start,
-            on_end=ended,
-            on_poll=on_poll,
+            on_start=watch.start,
+            on_end=watch.end,
+            on_poll=watch.poll,
             log_of=lambda child: child.folder.parent / "logs" / f"{child.folder.name}.log" if jobs > 1 else None,
             until=until,
         )

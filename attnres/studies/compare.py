@@ -135,8 +135,8 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
     with opened(config, say) as work:
         standing = Standing(work.out, work.plan)
 
-        def report() -> None:
-            if standing.comparable():
+        def report(child: Child, left: int) -> None:
+            if left and standing.comparable():
                 page = write_report(load_study(work.out), work.out)[0]
                 say.print(f"{page} has the {len(standing.finished())} runs that are finished", highlight=False)
 

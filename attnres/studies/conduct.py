@@ -342,16 +342,25 @@ def _carry_out(
         nothing_lost(folder, arms, archived)
         begin()
         children.sort(key=_seed)  # what is there first is one whole study of one seed
-        train_all(children, done, jobs=jobs or max(most, default=cores()), say=say, run=run, until=until)
+        measures = {folder / arm.name / name: arm.measure for arm in arms for name in names_of(arm) if arm.measure}
+
+        def measure(child: Child, left: int) -> None:
+            if child.folder in measures:
+                _measure(measures[child.folder], child.folder)
+
+        for place, name in measures.items():  # what ended before
+            _measure(name, place)
+        jobs = jobs or max(most, default=cores())
+        train_all(children, done, jobs=jobs, say=say, run=run, until=until, on_end=measure)
         for work, seconds in timed:
             if time.monotonic() < until and all(ended(work.out / name) for name in work.plan.runs):
                 time_steps(work, seconds, say)
-        for arm in arms:
-            for name in names_of(arm) if arm.measure else []:
-                path = folder / arm.name / name
-                if (path / "summary.json").is_file() and not (path / MEASURES).is_file():
-                    rows = function(arm.measure)(path)
-                    write_json(path / MEASURES, {"function": arm.measure, "rows": rows})
+
+
+def _measure(name: str, folder: Path) -> None:
+    """Write what the study's function of this name makes of a finished run, where that is still to be done."""
+    if (folder / "summary.json").is_file() and not (folder / MEASURES).is_file():
+        write_json(folder / MEASURES, {"function": name, "rows": function(name)(folder)})
 
 
 def _size(arm: Arm, setting: Setting, run: str) -> float:

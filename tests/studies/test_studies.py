@@ -159,6 +159,15 @@ def test_a_stopped_study_goes_on_and_ends_with_the_same_table(setting, noise, tm
     assert conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=Here(most=0)).counts == outcome.counts
 
 
+def test_what_finished_before_a_stop_has_been_measured(setting, tmp_path):
+    other = dataclasses.replace(setting, out=tmp_path)
+    with pytest.raises(Interrupted):
+        conduct(STUDIES["depth-tasks"], other, say=QUIET, jobs=1, run=Here(most=1))
+    folder = other.folder("depth-tasks")
+    assert read_json(folder / "result.json")["finished"] == 1
+    assert "standard,0,2,0,0,accuracy/6," in (folder / "runs.csv").read_text()
+
+
 def test_a_study_goes_on_from_its_own_file_of_runs_and_loses_none_of_it(setting, noise, corpus, tmp_path):
     """As in a repository: study.json, result.json and runs.jsonl, and no folder of a run."""
     other = dataclasses.replace(setting, out=tmp_path)
