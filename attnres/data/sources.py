@@ -236,8 +236,8 @@ def _local(spec: str, column: str) -> Source:
         return _files(spec, _files_in(path), column, "")
     if not path.exists():
         raise UserError(
-            f"source '{spec}' does not exist: give stdlib, a file or folder ({', '.join(SUFFIXES)}), hub:NAME or "
-            "mix:SOURCE,SOURCE"
+            f"source '{spec}' does not exist: give stdlib, a file or folder ({', '.join(SUFFIXES)}), hub:NAME, "
+            "task:NAME or mix:SOURCE,SOURCE"
         )
     if suffix_of(path) not in SUFFIXES:
         raise UserError(

@@ -168,8 +168,13 @@ def _elsewhere(folder: Path, adopted: Sequence[Path]) -> Generator[Elsewhere]:
 
 def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[tuple[Arm, set[str]]]:
     """The arms that a study asks for by now, each with its runs that are still to be trained: neither finished nor to
-    be had from `adopted` or from studies beside it, if their text is the same, which is not looked at."""
-    folder = setting.folder(design.name)
+    be had from `adopted` or from studies beside it, if their text is the same, which is not looked at.
+
+    Raises:
+        UserError: the study's folder cannot be used, as `conduct` would say.
+    """
+    folder = refuse_other(setting.folder(design.name), "study")
+    same_material(folder, design, setting)
     arms, measured = survey(design, setting)
     lefts = []
     with _elsewhere(folder, adopted) as elsewhere:

@@ -640,6 +640,10 @@ def test_several_studies_are_counted_in_the_order_given(setting, tmp_path, capsy
     with pytest.raises(UserError, match="empty has no run to adopt: expected run folders"):
         study.run(["noise", *options, "--dry-run", "--adopt", str(tmp_path / "empty")])
     (tmp_path / "empty").rmdir()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot write into .*noise: .*file is no folder"):
+        study.run(["noise", *options[:-1], str(tmp_path / "file"), "--dry-run"])
+    (tmp_path / "file").unlink()
     assert not list(tmp_path.iterdir())
 
 
