@@ -7,7 +7,7 @@ import pytest
 
 from attnres.studies.analyses.noise import Noise
 from attnres.studies.conduct import Outcome
-from attnres.studies.design import Measured, Result
+from attnres.studies.design import Measured, Result, Row
 from attnres.studies.lab import STUDIES
 from attnres.studies.lab.depth_tasks import documents_for
 from attnres.studies.sizes import at_sizes
@@ -192,3 +192,25 @@ def test_no_text_of_a_task_is_learned_by_heart():
         assert documents_for(name, 1_000_000) == 40_000
         long = documents_for(name, 655_360_000)
         assert 2_000_000 < long < 10_000_000
+
+
+def test_outputs_that_stay_are_told_from_outputs_that_grow():
+    """Standard's and its control's grow fourfold along the depth, Full's twofold, Block's not; seeds differ by 2 %."""
+    design, setting = STUDIES["dynamics"], at("micro", 2)
+    measured = simulated(design, setting)
+    rate = {"standard": math.log(4) / 24, "rescaled": math.log(4) / 24, "block": 0.0, "full": math.log(2) / 24}
+    rows = [row for row in measured.rows if "/" not in row.quantity]
+    for arm, label, seed in {(row.arm, row.label, row.seed) for row in rows}:
+        luck = 0.001 * draw(arm, label, seed).standard_normal()
+        rows += [
+            Row(arm, label, seed, 10, 0, 0.0, f"output_rms/{place}", math.exp((rate[label] + luck) * place))
+            for place in range(24)
+        ]
+    result = design.analyse(setting, dataclasses.replace(measured, rows=rows))
+    for arm in ("recipe", "deep"):
+        assert result.values[f"{arm}/standard/output_rms"]["ratio"] == pytest.approx(4 ** (18 / 24), rel=0.1)
+        said = {label: result.values[f"{arm}/{label}/output_rms"]["verdict"] for label in rate}
+        assert said == {"standard": "", "rescaled": "undecided", "block": "less", "full": "less"}
+    one = [row for row in rows if row.seed == 0]
+    alone = design.analyse(setting, dataclasses.replace(measured, rows=one)).values
+    assert {value["verdict"] for value in alone.values()} == {"", "undecided"}, "one seed decides nothing"

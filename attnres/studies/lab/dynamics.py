@@ -2,13 +2,17 @@
 
 import math
 import statistics
+from dataclasses import dataclass
 
 from attnres.figures.chart import Curves, Line
+from attnres.studies.analyses.noise import spread_of
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.text import number
 
 QUANTITIES = {"output_rms": "RMS of a sublayer's output", "grad_rms": "RMS of the gradient that reaches it"}
-VARIANTS = ("standard", "block", "full")
+VARIANTS = ("standard", "rescaled", "block", "full")
+WORDS = {"better": "less", "worse": "more", "undecided": "undecided"}
+"""What a verdict on the logarithms of two ratios says of them."""
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
@@ -22,51 +26,86 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     ]
 
 
-def profile(measured: Measured, arm: str, label: str, quantity: str) -> list[float]:
-    """The quantity by sublayer at the last step, mean over seeds."""
-    values: dict[int, list[float]] = {}
+def profiles(measured: Measured, arm: str, label: str, quantity: str) -> dict[int, list[float]]:
+    """The quantity by sublayer at the last step, by seed."""
+    values: dict[int, dict[int, float]] = {}
     for row in measured.rows:
         name, _, place = row.quantity.partition("/")
         if (row.arm, row.label, name) == (arm, label, quantity):
-            values.setdefault(int(place), []).append(row.value)
-    return [statistics.fmean(values[place]) for place in sorted(values)]
+            values.setdefault(row.seed, {})[int(place)] = row.value
+    return {seed: [each[place] for place in sorted(each)] for seed, each in values.items()}
 
 
 def growth(values: list[float]) -> float:
-    """Geometric mean of the last quarter over that of the first; NaN of fewer than four or of zeros."""
+    """Logarithm of the last quarter's geometric mean over the first's; NaN of fewer than four values or of zeros."""
     quarter = len(values) // 4
     if not quarter or min(values) <= 0:
         return math.nan
     first, last = values[:quarter], values[-quarter:]
-    return math.exp(statistics.fmean(map(math.log, last)) - statistics.fmean(map(math.log, first)))
+    return statistics.fmean(map(math.log, last)) - statistics.fmean(map(math.log, first))
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
-    """How much outputs grow along the depth, and how unevenly gradients reach it."""
+    """How much outputs grow along the depth, and how unevenly gradients reach it, beside the standard model."""
+    comparisons = len(QUANTITIES) * sum(len(measured.asked_for(arm)) - 1 for arm in measured.planned)
     rows, charts, values, sentences = [], [], {}, []
     for quantity, name in QUANTITIES.items():
         panels = {}
         for arm in measured.planned:
-            lines = []
-            for label in measured.labels(arm):
-                curve = profile(measured, arm, label, quantity)
-                if curve:
-                    lines.append(Line(label, range(len(curve)), curve))
-                    ratio = growth(curve)
-                    rows.append([arm, label, name, number(ratio, 2)])
-                    values[f"{arm}/{label}/{quantity}"] = ratio if math.isfinite(ratio) else None
-            if lines:
-                panels[arm] = lines
-        if panels:
+            each = {label: profiles(measured, arm, label, quantity) for label in measured.labels(arm)}
+            panels[arm] = [
+                Line(label, range(len(mean)), mean)
+                for label, many in each.items()
+                if (mean := [statistics.fmean(place) for place in zip(*many.values(), strict=True)])
+            ]
+            ratios = _beside_standard(each, comparisons)
+            for label, one in ratios.items():
+                rows.append([arm, label, name, number(one.ratio, 2), one.verdict, str(one.seeds)])
+                values[f"{arm}/{label}/{quantity}"] = {"ratio": one.ratio, "verdict": one.verdict}
+            if ratios:
+                said = ", ".join(f"{label} {one}" for label, one in ratios.items())
+                sentences.append(f"{arm}, {name}: {said}.")
+        if panels := {arm: lines for arm, lines in panels.items() if lines}:
             caption = f"{name} at the last step, by sublayer; mean over seeds."
             charts.append(Curves(quantity.replace("_", "-"), name, caption, "sublayer", name, panels, log_y=True))
-    for arm in measured.planned:
-        ratios = {label: values.get(f"{arm}/{label}/output_rms") for label in VARIANTS}
-        if all(ratios.values()):
-            numbers = ", ".join(f"{label} {number(ratio, 2)}" for label, ratio in ratios.items())
-            sentences.append(f"{arm}: outputs grow from the first to the last quarter of the depth by {numbers} times.")
-    table = Table("Last quarter of the depth over the first", ["arm", "variant", "quantity", "ratio"], rows)
-    return Result(" ".join(sentences) or "Nothing has finished yet.", [table], charts, values)
+    head = ["arm", "variant", "quantity", "ratio", "beside standard", "seeds"]
+    note = (
+        "Geometric mean of the last quarter of the depth over that of the first. Less or more than standard's: its "
+        f"logarithm by the noise of the arm's seeds, over {comparisons} comparisons."
+    )
+    table = Table("Last quarter of the depth over the first", head, rows, [note])
+    said = "From the first quarter of the depth to the last, times: " + " ".join(sentences)
+    return Result(said if sentences else "Nothing has finished yet.", [table], charts, values)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How much a quantity grows along the depth, over a mechanism's seeds, and what that is beside standard's."""
+
+    ratio: float
+    verdict: str
+    seeds: int
+
+    def __str__(self) -> str:
+        return f"{number(self.ratio, 2)}{f' ({self.verdict})' * bool(self.verdict)}"
+
+
+def _beside_standard(each: dict[str, dict[int, list[float]]], comparisons: int) -> dict[str, Ratio]:
+    """The ratios of an arm's mechanisms, of the seeds at which they can be told."""
+    known = {
+        label: [one for many in seeds.values() if math.isfinite(one := growth(many))] for label, seeds in each.items()
+    }
+    known = {label: logs for label, logs in known.items() if logs}
+    spread, baseline = spread_of(known), known.get("standard", [])
+    ratios = {}
+    for label, logs in known.items():
+        mean, verdict = statistics.fmean(logs), ""
+        if baseline and label != "standard":
+            counts = len(logs), len(baseline)
+            noise = spread.between(label, counts[0], "standard", counts[1])
+            verdict = WORDS[noise.verdict(mean - statistics.fmean(baseline), *counts, comparisons)]
+        ratios[label] = Ratio(math.exp(mean), verdict, len(logs))
+    return ratios
 
 
 STUDY = Design(
