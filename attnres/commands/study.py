@@ -181,24 +181,25 @@ def _dry_run(designs: "list[Design]", setting: "Setting", options: Study, adopte
 
     from attnres.progress import Bars
     from attnres.studies.conduct import left_of, names_of
-    from attnres.studies.cost import STANDARD, costs_of, hours, measured_speeds
+    from attnres.studies.cost import Step, costs_of, hours, measured_speeds
     from attnres.studies.design import Measured
     from attnres.terminal import grid, say, wide
 
-    out, recipe, assumed = wide(Console()), setting.config(), setting.preset.flops_per_s
+    out, recipe = wide(Console()), setting.config()
     costs = [
         (design, arm, costs_of(arm, recipe, left))
         for design in designs
         for arm, left in left_of(design, setting, adopted)
     ]
-    mechanisms = dict.fromkeys([STANDARD, *(one.mechanism for *_, each in costs for one in each)])
+    usual = Step.of(recipe, recipe)
+    steps = dict.fromkeys([usual, *(one.step for *_, each in costs for one in each if one.step is not None)])
     with Bars(stays=False) as bars:
-        bar = bars.add("timing a few steps of each mechanism", len(mechanisms))
-        speeds = measured_speeds(recipe, mechanisms, bar.advance)
+        speeds = measured_speeds(recipe, steps, bars.add("timing a few steps of each model", len(steps)).advance)
+    otherwise = speeds.get(usual, setting.preset.flops_per_s)
     table = grid("study", "arm", right=("runs", "left", "tokens", "FLOPs", "hours"))
     total = 0.0
     for design, arm, each in costs:
-        time_h = hours(each, assumed, speeds)
+        time_h = hours(each, otherwise, speeds)
         total += time_h
         runs, tokens, flops = (sum(getattr(one, what) for one in each) for what in ("runs", "tokens", "flops"))
         counts = f"{len(names_of(arm))}", f"{runs}"
@@ -209,9 +210,9 @@ def _dry_run(designs: "list[Design]", setting: "Setting", options: Study, adopte
             say(out, f"{design.name}: {design.analyse(setting, Measured()).verdict}")
     unit = "one core" if recipe.device in ("auto", "cpu") else "one GPU"
     if speeds:
-        say(out, f"{total:.1f} hours of {unit}, by a few steps of each mechanism here at the preset's size.")
+        say(out, f"{total:.1f} hours of {unit}, by a few steps of each model here.")
     else:
-        say(out, f"{total:.1f} hours of {unit} at {assumed:.2g} FLOP/s, assumed: the preset's device is not here.")
+        say(out, f"{total:.1f} hours of {unit} at {otherwise:.2g} FLOP/s, assumed: the preset's device is not here.")
         say(out, "Reads take longer than their FLOPs say: expect up to three times as much of a mechanism.")
     say(out, "Left are runs that are neither finished nor the same as finished ones of --adopt and of other studies,")
     say(out, "provided that these were of the same text, which is not looked at here.")

@@ -32,21 +32,51 @@ class Mechanism(NamedTuple):
 STANDARD = Mechanism("standard")
 
 
+class Step(NamedTuple):
+    """What a training step's time depends on: a mechanism, the model's size as JSON, and the batch."""
+
+    mechanism: Mechanism
+    size: str
+    vocabulary: int
+    seq_len: int
+    batch_size: int
+    accumulation: int
+
+    @classmethod
+    def of(cls, run: TrainConfig, model: TrainConfig, mechanism: Mechanism = STANDARD) -> "Step":
+        """A run's; a pretrained model's size is taken to be that of `model`."""
+        size = size_of((run if run.finetune.init_from is None else model).model)
+        shape = vocabulary_of(run), run.data.seq_len, run.batch_size, run.accumulation
+        return cls(mechanism, json.dumps(size, sort_keys=True), *shape)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch_size * self.seq_len
+
+    @property
+    def flops(self) -> float:
+        return self.tokens * flops_a_token(json.loads(self.size), self.seq_len, self.vocabulary, self.mechanism)
+
+
 @dataclass(frozen=True)
 class Cost:
-    """What an arm's runs of one mechanism cost: the tokens that they train on, the FLOPs for that, and calls of small
-    operations."""
+    """What runs of an arm cost: the tokens that they train on, the FLOPs for that, and calls of small operations.
+
+    Attributes:
+        step: that they make many of; None where they are computed.
+    """
 
     arm: str
     runs: int
     tokens: float
     flops: float
     calls: float = 0.0
-    mechanism: Mechanism = STANDARD
+    step: Step | None = None
 
 
 def costs_of(arm: Arm, model: TrainConfig, names: Collection[str]) -> list[Cost]:
-    """What these runs of an arm cost. `model`: the preset's run, whose size a pretrained model is taken to have.
+    """What these runs of an arm cost, mechanism by mechanism. `model`: the preset's run, whose size a pretrained model
+    is taken to have.
 
     Runs that branch off others train from there alone.
     """
@@ -55,18 +85,15 @@ def costs_of(arm: Arm, model: TrainConfig, names: Collection[str]) -> list[Cost]
         return [Cost(arm.name, len(names), 0.0, sum(one.flops for one in calls), sum(one.calls for one in calls))]
     assert arm.compare is not None
     base = arm.compare.base
-    steps = base.steps - (branch_step(base) if arm.trunk else 0)
-    tokens = float(steps * base.batch_size * base.data.seq_len)
-    start = base if base.finetune.init_from is None else model
-    mechanisms = {
-        variant.label: Mechanism(variant.residual, json.dumps(variant.settings, sort_keys=True))
+    count = base.steps - (branch_step(base) if arm.trunk else 0)
+    steps = {
+        variant.label: Step.of(base, model, Mechanism(variant.residual, json.dumps(variant.settings, sort_keys=True)))
         for variant in parse_variants(arm.compare.variants, arm.compare.lrs)
     }
-    counts = Counter(mechanisms[taken[0]] for name in names if (taken := label_and_seed(name)))
-    each = functools.partial(flops_a_token, size_of(start.model), base.data.seq_len, vocabulary_of(base))
+    runs = Counter(steps[taken[0]] for name in names if (taken := label_and_seed(name)))
     return [
-        Cost(arm.name, count, count * tokens, count * tokens * each(one), mechanism=one)
-        for one, count in counts.items()
+        Cost(arm.name, many, float(many * count * step.tokens), many * count * step.flops, step=step)
+        for step, many in runs.items()
     ]
 
 
@@ -96,13 +123,13 @@ def _standard(size: str, seq_len: int, vocabulary: int) -> tuple[float, int, int
 
 
 def measured_speeds(
-    config: TrainConfig, mechanisms: Collection[Mechanism], on_each: Callable[[float], None] = lambda more: None
-) -> dict[Mechanism, float]:
-    """FLOPs a second, by its own count, of a training step of each mechanism on one thread here; none without the
-    preset's device.
+    config: TrainConfig, steps: Collection[Step], on_each: Callable[[float], None] = lambda more: None
+) -> dict[Step, float]:
+    """FLOPs a second of each of these training steps on one thread here; none without the device of `config`, the
+    preset's run.
 
-    A few steps of each are timed in this process; the quickest counts, since other work may have the machine: an
-    estimate to a factor of two. `on_each` is called with 1 after each.
+    A few of each are timed in this process; the quickest counts, since other work may have the machine: an estimate to
+    a factor of two. `on_each` is called with 1 after each.
     """
     if config.device.startswith("cuda") and not torch.cuda.is_available():
         return {}
@@ -110,8 +137,8 @@ def measured_speeds(
     torch.set_num_threads(1)
     speeds = {}
     try:
-        for mechanism in mechanisms:
-            speeds[mechanism] = _speed(config, mechanism)
+        for step in steps:
+            speeds[step] = step.flops / _seconds(step, config)
             on_each(1)
     except RuntimeError as error:  # out of memory
         raise UserError(f"a step of this preset cannot be timed here ({error}): choose a smaller preset") from error
@@ -120,17 +147,17 @@ def measured_speeds(
     return speeds
 
 
-def _speed(config: TrainConfig, mechanism: Mechanism) -> float:
+def _seconds(step: Step, config: TrainConfig) -> float:
     from attnres.studies.speed import step_times
 
-    vocabulary = vocabulary_of(config)
+    label = step.mechanism.residual
     times = step_times(
-        {mechanism.residual: (mechanism.residual, json.loads(mechanism.settings))},
-        size=size_of(config.model),
-        vocab_size=vocabulary,
-        seq_len=config.data.seq_len,
-        batch_size=config.batch_size,
-        accumulation=config.accumulation,
+        {label: (label, json.loads(step.mechanism.settings))},
+        size=json.loads(step.size),
+        vocab_size=step.vocabulary,
+        seq_len=step.seq_len,
+        batch_size=step.batch_size,
+        accumulation=step.accumulation,
         optim=config.optim,
         dtype="fp32" if config.dtype == "auto" else config.dtype,
         device="cuda" if config.device.startswith("cuda") else "cpu",
@@ -138,13 +165,11 @@ def _speed(config: TrainConfig, mechanism: Mechanism) -> float:
         seconds=1.0,
         least=2,
     )
-    tokens = config.batch_size * config.data.seq_len
-    flops = flops_a_token(size_of(config.model), config.data.seq_len, vocabulary, mechanism)
-    return tokens * flops / min(times["variants"][mechanism.residual]["times"])
+    return min(times["variants"][label]["times"])
 
 
-def hours(costs: Sequence[Cost], flops_per_s: float, speeds: Mapping[Mechanism, float] | None = None) -> float:
-    """Hours of one core or one GPU for all of them, at the speeds of their mechanisms where those are known."""
+def hours(costs: Sequence[Cost], flops_per_s: float, speeds: Mapping[Step, float] | None = None) -> float:
+    """Hours of one core or one GPU for all of them, at the speeds of their steps where those are known."""
     known = speeds or {}
-    times = (cost.flops / known.get(cost.mechanism, flops_per_s) + cost.calls * CALL for cost in costs)
-    return math.fsum(times) / 3600
+    by_step = (flops_per_s if cost.step is None else known.get(cost.step, flops_per_s) for cost in costs)
+    return math.fsum(cost.flops / speed + cost.calls * CALL for cost, speed in zip(costs, by_step, strict=True)) / 3600

@@ -24,7 +24,7 @@ from attnres.studies.analyses.noise import Noise
 from attnres.studies.archive import ARCHIVE, restored, unpacked
 from attnres.studies.conduct import Outcome, conduct, left_of, names_of, outcome_in, survey
 from attnres.studies.contrast import contrast
-from attnres.studies.cost import CALL, Cost, Mechanism, costs_of, flops_a_token, hours
+from attnres.studies.cost import CALL, Cost, Mechanism, Step, costs_of, flops_a_token, hours
 from attnres.studies.design import Design, Measured, Result, Row, Setting
 from attnres.studies.lab import STUDIES
 from attnres.studies.lab.ablations import PUBLISHED
@@ -450,7 +450,8 @@ def test_flops_are_six_for_each_weight_and_attention():
     assert flops_a_token(size, 256, 4096) == pytest.approx(6 * 2_886_528 + 12 * 12 * 256 * 128, rel=0.01)
     assert hours([], 1.0) == 0
     assert hours([Cost("arm", 1, 0.0, 3600.0, calls=3600 / CALL)], 1.0) == pytest.approx(2)
-    block = Mechanism("block", '{"num_blocks": 4}')
+    run = from_dict(PRESETS["nano"].train)
+    block = Step.of(run, run, Mechanism("block", '{"num_blocks": 4}'))
     assert hours([Cost("arm", 1, 0.0, 3600.0), Cost("arm", 1, 0.0, 3600.0, 0, block)], 1.0, {block: 0.5}) == 3
 
 
@@ -459,7 +460,7 @@ def test_runs_of_an_arm_are_counted_by_mechanism(tmp_path):
     run = one.config()
     arm = one.arm("some", ["standard", "full", "full@residual_lr=0.1"], of=run)
     costs = costs_of(arm, run, names_of(arm))
-    assert [(cost.mechanism.residual, cost.runs) for cost in costs] == [("standard", 2), ("full", 4)]
+    assert [(cost.step.mechanism.residual, cost.runs) for cost in costs] == [("standard", 2), ("full", 4)]
     assert costs[1].tokens == 2 * costs[0].tokens and costs[1].flops > 2 * costs[0].flops
 
 
