@@ -84,7 +84,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             curve = [(k, measured.mean(name, label, f"accuracy/{k}")) for k in range(1, STEPS + 1)]
             curve = [(k, value) for k, value in curve if not math.isnan(value)]
             if curve:
-                lines.append(Line.through(label, curve))
+                lines.append(dataclasses.replace(Line.through(label, curve), **_band(measured, name, label)))
                 rows.append([label, *(number(value, 3) for _, value in curve)])
         if not rows:
             continue
@@ -106,12 +106,20 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         sentences.append(f"{name}, accuracy: {one.sentence()}")
         values[name] = one.values()
     caption = (
-        "Problems answered rightly, by how many steps an answer takes; mean over seeds. They are drawn apart from the "
-        "training text, which has nearly all of one to four steps along permutations and of one to two of arithmetic "
-        "as well."
+        "Problems answered rightly, by how many steps an answer takes; mean over seeds, band: from the least to the "
+        "greatest seed of each of the two models that are one function. They are drawn apart from the training text, "
+        "which has nearly all of one to four steps along permutations and of one to two of arithmetic as well."
     )
     charts = [Curves("depth-tasks", "Steps in depth", caption, "steps", "accuracy", panels)] if panels else []
     return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
+
+
+def _band(measured: Measured, name: str, label: str) -> dict[str, list[float]]:
+    """The least and the greatest of the seeds of the standard model and its control: what chance does."""
+    each = [list(measured.finals(name, label, f"accuracy/{k}").values()) for k in range(1, STEPS + 1)]
+    if label not in VARIANTS[:2] or min(map(len, each)) < 2:
+        return {}
+    return {"low": [min(one) for one in each], "high": [max(one) for one in each]}
 
 
 STUDY = Design(
