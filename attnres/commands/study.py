@@ -205,8 +205,9 @@ def _dry_run(designs: "list[Design]", setting: "Setting", options: Study, adopte
         counts = f"{len(names_of(arm))}", f"{runs}"
         table.add_row(design.name, arm.name, *counts, f"{tokens:,.0f}", f"{flops:.2e}", f"{time_h:.2f}")
     out.print(table)
+    counted = {design.name for design, *_ in costs}
     for design in designs:
-        if design not in [one for one, *_ in costs]:
+        if design.name not in counted:
             say(out, f"{design.name}: {design.analyse(setting, Measured()).verdict}")
     unit = "one core" if recipe.device in ("auto", "cpu") else "one GPU"
     if speeds:

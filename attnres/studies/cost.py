@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,10 +26,14 @@ class Mechanism(NamedTuple):
     """A residual and its settings as JSON, sorted by name."""
 
     residual: str
-    settings: str = "{}"
+    settings: str
+
+    @classmethod
+    def of(cls, residual: str, settings: Mapping[str, Any] | None = None) -> "Mechanism":
+        return cls(residual, json.dumps(dict(settings or {}), sort_keys=True))
 
 
-STANDARD = Mechanism("standard")
+STANDARD = Mechanism.of("standard")
 
 
 class Step(NamedTuple):
@@ -87,7 +91,7 @@ def costs_of(arm: Arm, model: TrainConfig, names: Collection[str]) -> list[Cost]
     base = arm.compare.base
     count = base.steps - (branch_step(base) if arm.trunk else 0)
     steps = {
-        variant.label: Step.of(base, model, Mechanism(variant.residual, json.dumps(variant.settings, sort_keys=True)))
+        variant.label: Step.of(base, model, Mechanism.of(variant.residual, variant.settings))
         for variant in parse_variants(arm.compare.variants, arm.compare.lrs)
     }
     runs = Counter(steps[taken[0]] for name in names if (taken := label_and_seed(name)))

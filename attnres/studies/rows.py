@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,8 +100,7 @@ def _flops(config: dict[str, Any], vocabulary: int, summary: Finished) -> float:
     model, length = config["model"], config.get("data", {}).get("seq_len")
     if model.get("size") is None or length is None:
         return 6.0 * summary["parameters"]
-    settings = json.dumps(model.get("settings") or {}, sort_keys=True)
-    mechanism = Mechanism(model["residual"], settings) if ships(model["residual"]) else STANDARD
+    mechanism = Mechanism.of(model["residual"], model.get("settings")) if ships(model["residual"]) else STANDARD
     return flops_a_token(model["size"], length, vocabulary, mechanism)
 
 

@@ -15,7 +15,7 @@ READS = 2 * LAYERS + 1
 
 @pytest.mark.parametrize("name", RESIDUALS)
 def test_matrix_products_are_those_that_torch_counts(name):
-    """They are a part of the count, and all of it in nothing but elementwise mechanisms is more than none."""
+    """They are a part of the count, elementwise arithmetic the rest: more than the running sum's in all but four."""
     residual = make_residual(name, 2 * LAYERS, WIDTH)
     norm, tokens = Norm(torch.ones(WIDTH)), torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0))
     with plain_torch(), FlopCounterMode(display=False) as counter:

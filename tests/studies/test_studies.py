@@ -451,7 +451,7 @@ def test_flops_are_six_for_each_weight_and_attention():
     assert hours([], 1.0) == 0
     assert hours([Cost("arm", 1, 0.0, 3600.0, calls=3600 / CALL)], 1.0) == pytest.approx(2)
     run = from_dict(PRESETS["nano"].train)
-    block = Step.of(run, run, Mechanism("block", '{"num_blocks": 4}'))
+    block = Step.of(run, run, Mechanism.of("block", {"num_blocks": 4}))
     assert hours([Cost("arm", 1, 0.0, 3600.0), Cost("arm", 1, 0.0, 3600.0, 0, block)], 1.0, {block: 0.5}) == 3
 
 

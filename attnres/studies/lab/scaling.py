@@ -1,11 +1,12 @@
 """Loss against compute at a fixed number of tokens a parameter: Figure 5's fits and the compute multiplier."""
 
 import math
+import statistics
 from typing import Any, NamedTuple
 
 from attnres.figures.chart import Curves, Line
 from attnres.studies.analyses.noise import widest
-from attnres.studies.analyses.scaling import SURE, Fitted, fit, fitted, multiplier, multiplier_interval
+from attnres.studies.analyses.scaling import SURE, Fitted, fitted, multiplier, multiplier_interval
 from attnres.studies.cost import flops_a_token, vocabulary_of
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.text import UNKNOWN, number
@@ -60,7 +61,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         counts = (len(measured.finals(arm, label)) for arm in measured.planned for label in measured.labels(arm))
         sigma = noise.wide / math.sqrt(min(filter(None, counts)))
     floor = None if len(sizes) >= 4 else 0.0
-    unit = fit(compute["standard"], losses["standard"], floor).unit
+    unit = statistics.geometric_mean(compute["standard"])
     fits = {label: fitted(compute[label], losses[label], sigma, floor, unit) for label in complete}
     saved = {
         label: _saved(fits["standard"], one, compute[label][-1]) for label, one in fits.items() if label != "standard"
