@@ -164,7 +164,7 @@ def _list(designs: "list[Design]") -> None:
 def _report(out: Path) -> None:
     from attnres.files import write_text
     from attnres.studies.archive import restored
-    from attnres.studies.conduct import outcome_in
+    from attnres.studies.outcome import outcome_in
     from attnres.studies.page import report_page
 
     with restored(out) as studies:
@@ -180,9 +180,10 @@ def _dry_run(designs: "list[Design]", setting: "Setting", options: Study, adopte
     from rich.console import Console
 
     from attnres.progress import Bars
-    from attnres.studies.conduct import left_of, names_of
+    from attnres.studies.conduct import left_of
     from attnres.studies.cost import Step, costs_of, hours, measured_speeds
     from attnres.studies.design import Measured
+    from attnres.studies.outcome import names_of
     from attnres.terminal import grid, say, wide
 
     out, recipe = wide(Console()), setting.config()

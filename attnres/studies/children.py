@@ -178,7 +178,7 @@ class Watch:
     total: int
     left: int
     standing: Callable[[], Table | None]
-    on_end: Callable[[Child, int], None]
+    on_end: Callable[[Child], None]
     shown: dict[Path, Bar] = field(default_factory=dict)
 
     def start(self, child: Child) -> None:
@@ -196,7 +196,7 @@ class Watch:
         self.shown.pop(child.folder).remove()
         if self.jobs > 1:
             self._print(f"{child.name} {'diverged' if child.has_diverged else 'finished'} in {duration(wall)}")
-        self.on_end(child, self.left)
+        self.on_end(child)
         if self.left and self.bars.progress.disable and (table := self.standing()) is not None:
             self._print(table)
 
@@ -220,7 +220,7 @@ def train_all(
     run: "Runner | None" = None,
     until: float = math.inf,
     standing: Callable[[], Table | None] = lambda: None,
-    on_end: Callable[[Child, int], None] = lambda child, left: None,
+    on_end: Callable[[Child], None] = lambda child: None,
 ) -> None:
     """Run all of them, one line before each with the time left in all; of several at once there are bars.
 
@@ -229,7 +229,7 @@ def train_all(
         run: what runs them; none is `run_children`.
         until: none begins after this moment (`time.monotonic`).
         standing: gives a table of how the runs stand: above the bars, or printed whenever one has ended.
-        on_end: called with one that has ended and how many are left.
+        on_end: called with one that has ended.
 
     Raises:
         UserError, Interrupted: as `run_children`.

@@ -135,10 +135,11 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
     with opened(config, say) as work:
         standing = Standing(work.out, work.plan)
 
-        def report(child: Child, left: int) -> None:
-            if left and standing.comparable():
+        def report(child: Child) -> None:
+            finished = len(standing.finished())
+            if finished < len(work.plan.runs) and standing.comparable():
                 page = write_report(load_study(work.out), work.out)[0]
-                say.print(f"{page} has the {len(standing.finished())} runs that are finished", highlight=False)
+                say.print(f"{page} has the {finished} runs that are finished", highlight=False)
 
         done = [(1.0, wall) for wall in work.walls.values()]
         train_all(work.children, done, jobs=work.jobs, say=say, standing=standing.table, on_end=report)

@@ -1,10 +1,7 @@
-"""A study carried out: its arms one after the other, their rows, what came of it, and its page.
+"""A study carried out: its arms one after the other, and what comes of them (`attnres.studies.outcome`).
 
     OUT/PRESET/STUDY/ARM/        a comparison's folder, or computed runs, each with measures.json
     OUT/PRESET/STUDY/study.json  what was asked for
-    OUT/PRESET/STUDY/runs.csv    every measurement of finished runs
-    OUT/PRESET/STUDY/runs.jsonl  the finished runs without their weights, for `--adopt`
-    OUT/PRESET/STUDY/result.json, study.html
 
 Finished runs are skipped and interrupted ones resumed: the same command continues a study, and ends with the same CSV.
 """
@@ -16,57 +13,30 @@ from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from rich.console import Console
 
 from attnres.device import cores
-from attnres.errors import Interrupted, UserError, unknown
-from attnres.files import locked, write_json, write_text
+from attnres.errors import Interrupted, UserError
+from attnres.files import locked, write_json
 from attnres.folders import refuse_other
-from attnres.reading import read_json
-from attnres.run_names import label_and_seed, run_name
-from attnres.stats import plain
+from attnres.run_names import label_and_seed
 from attnres.studies.adopt import adopt, alike, computed_in, runs_in, same_computation
-from attnres.studies.analyses.noise import Noise
-from attnres.studies.archive import ARCHIVE, archive, archived_in, is_alone, unpacked
-from attnres.studies.begin import RECORD, Begin, asked, asked_in, begun, nothing_lost, same_material
+from attnres.studies.archive import ARCHIVE, archived_in, is_alone, unpacked
+from attnres.studies.begin import RECORD, Begin, asked, begun, nothing_lost, same_material
 from attnres.studies.children import Child, Runner, train_all
 from attnres.studies.compare import Work, opened, time_steps
 from attnres.studies.cost import costs_of, hours
-from attnres.studies.design import Arm, Computed, Design, Measured, Result, Setting
-from attnres.studies.lab import STUDIES
+from attnres.studies.design import Arm, Computed, Design, Setting
+from attnres.studies.outcome import Outcome, names_of, survey, write
 from attnres.studies.plan import Plan, make_plan
-from attnres.studies.presets import PRESETS
-from attnres.studies.rows import MEASURES, Measures, rows_of, step_ratios, to_csv
-from attnres.studies.variants import parse_variants
+from attnres.studies.rows import MEASURES, Measures
 from attnres.studies.work import Computation, function
 from attnres.training.branch import branch, branch_step
 from attnres.training.checkpoint import kept
 from attnres.training.records import TIMES
-from attnres.training.run_folder import DIVERGED, ended
-from attnres.typed import checked
-
-
-class Sigma(TypedDict):
-    """The noise of runs of a length, as the study of noise has it."""
-
-    sigma: float | None
-    degrees: int
-
-
-class Values(TypedDict, total=False):
-    """`values` of result.json, as far as other studies read it; keys are numbers of steps."""
-
-    by_steps: dict[str, Sigma] | None
-    curve: dict[str, float] | None
-
-
-class Known(TypedDict):
-    """result.json, as far as other studies read it."""
-
-    source: str | None
-    values: Values
+from attnres.training.run_folder import ended
 
 
 @dataclass(frozen=True)
@@ -84,26 +54,6 @@ class Elsewhere:
         """What the same call as this run's gave there, if it is there."""
         ours = runs.function, runs.runs[name].arguments
         return next((one for one in self.computed if same_computation(one, *ours)), None)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """A study as far as it came."""
-
-    design: Design
-    setting: Setting
-    measured: Measured
-    result: Result
-
-    @property
-    def folder(self) -> Path:
-        return self.setting.folder(self.design.name)
-
-    @property
-    def counts(self) -> tuple[int, int]:
-        """Finished runs, and those that were asked for so far."""
-        planned = self.measured.planned
-        return sum(len(self.measured.finished[arm]) for arm in planned), sum(map(len, planned.values()))
 
 
 def conduct(
@@ -191,111 +141,9 @@ def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[t
     return lefts
 
 
-def survey(design: Design, setting: Setting) -> tuple[list[Arm], Measured]:
-    """The arms that a study asks for by now, and what their finished runs gave. Nothing is run."""
-    measured = Measured(noises=_noises(setting), curve=_curve(setting))
-    while True:
-        arms = design.arms(setting, measured)
-        if {arm.name for arm in arms} <= set(measured.planned):
-            return arms, measured
-        measured = _read(arms, setting, setting.folder(design.name), measured)
-
-
-def write(design: Design, setting: Setting, measured: Measured) -> Outcome:
-    """Analyse what there is, and write runs.csv, runs.jsonl, result.json and study.html into the study's folder."""
-    from attnres.studies.page import study_page
-
-    outcome = Outcome(design, setting, measured, design.analyse(setting, measured))
-    done, planned = outcome.counts
-    result = {
-        **asked(design, setting),
-        "finished": done,
-        "planned": planned,
-        "verdict": outcome.result.verdict,
-        "values": plain(outcome.result.values, digits=9),
-        "tables": [dataclasses.asdict(table) for table in outcome.result.tables],
-    }
-    write_text(outcome.folder / "runs.csv", to_csv(measured.rows))
-    write_text(outcome.folder / ARCHIVE, archive(outcome.folder, measured.finished))
-    write_json(outcome.folder / "result.json", result)
-    write_text(outcome.folder / "study.html", study_page(outcome))
-    return outcome
-
-
-def outcome_in(folder: Path) -> Outcome:
-    """Read a study's folder and analyse it again; nothing is run or written. Raises UserError if it is none."""
-    path = folder / RECORD
-    record = asked_in(path)
-    for what, name, known in (("study", record["study"], STUDIES), ("preset", record["preset"], PRESETS)):
-        if name not in known:
-            raise unknown(what, str(name), known)
-    out = folder.parent.parent
-    setting = Setting(
-        record["preset"], PRESETS[record["preset"]], int(record["seeds"]), record["source"], out, record["images"]
-    )
-    design = STUDIES[record["study"]]
-    measured = survey(design, setting)[1]
-    return Outcome(design, setting, measured, design.analyse(setting, measured))
-
-
-def names_of(arm: Arm) -> list[str]:
-    """The names of an arm's runs, seed by seed."""
-    if arm.computed is not None:
-        return list(arm.computed.runs)
-    assert arm.compare is not None
-    labels = [variant.label for variant in parse_variants(arm.compare.variants, arm.compare.lrs)]
-    return [run_name(label, seed) for seed in arm.compare.seeds for label in labels]
-
-
-def _read(arms: Sequence[Arm], setting: Setting, folder: Path, before: Measured) -> Measured:
-    rows, ratios = [], dict[tuple[str, str], float]()
-    planned, finished = dict[str, list[str]](), dict[str, list[str]]()
-    for arm in arms:
-        planned[arm.name] = names_of(arm)
-        finished[arm.name] = [name for name in planned[arm.name] if _is_finished(arm, folder / arm.name / name)]
-        rows += rows_of(arm, folder / arm.name, finished[arm.name])
-        ratios |= {(arm.name, label): ratio for label, ratio in step_ratios(folder / arm.name).items()}
-    recipe = frozenset(arm.name for arm in arms if arm.compare and setting.is_recipe(arm.compare.base))
-    return dataclasses.replace(before, rows=rows, planned=planned, finished=finished, step_ratios=ratios, recipe=recipe)
-
-
-def _is_finished(arm: Arm, run: Path) -> bool:
-    """Whether a run of an arm has given all that it will: what was measured of it, or that it diverged."""
-    if arm.computed is not None:
-        return (run / MEASURES).is_file()
-    return (run / DIVERGED).is_file() or (ended(run) and (not arm.measure or (run / MEASURES).is_file()))
-
-
 def _is_untimed(arm: Arm, folder: Path) -> bool:
     """Whether the steps of an arm's variants are to be timed and were not, as where it stopped after its last run."""
     return arm.compare is not None and arm.compare.timing_s > 0 and not (folder / arm.name / TIMES).is_file()
-
-
-def _noises(setting: Setting) -> dict[int, Noise]:
-    """The noise of this preset and text as its study has it, by the steps of a run."""
-    source = f"the study of noise at {setting.name}"
-    known = _values(setting, "noise").get("by_steps") or {}
-    return {
-        int(n): Noise(one["sigma"], one["degrees"], source)
-        for n, one in known.items()
-        if n.isdecimal() and one["sigma"] is not None and one["degrees"] > 0
-    }
-
-
-def _curve(setting: Setting) -> dict[int, float]:
-    known = _values(setting, "exchange").get("curve") or {}
-    return {int(steps): loss for steps, loss in known.items() if steps.isdecimal()}
-
-
-def _values(setting: Setting, study: str) -> Values:
-    path = setting.folder(study) / "result.json"
-    if not path.is_file():
-        return {}
-    result = checked(read_json(path), Known, path, "carry that study out again")
-    return result["values"] if result["source"] == setting.source else {}
-
-
-# ------------------------------------------------------------------ running
 
 
 def _carry_out(
@@ -349,7 +197,7 @@ def _carry_out(
         children.sort(key=_seed)  # what is there first is one whole study of one seed
         measures = {folder / arm.name / name: arm.measure for arm in arms for name in names_of(arm) if arm.measure}
 
-        def measure(child: Child, left: int) -> None:
+        def measure(child: Child) -> None:
             if child.folder in measures:
                 _measure(measures[child.folder], child.folder)
 

@@ -16,9 +16,9 @@ from attnres.paths import user_path
 from attnres.report.runs import load_study
 from attnres.report.variants import comparison_of
 from attnres.studies.archive import restored
-from attnres.studies.conduct import outcome_in
 from attnres.studies.look import look
 from attnres.studies.look_config import InspectConfig
+from attnres.studies.outcome import outcome_in
 
 
 def draw(

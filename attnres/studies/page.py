@@ -14,7 +14,7 @@ from attnres.studies.design import Table
 from attnres.studies.sizes import at_sizes
 
 if TYPE_CHECKING:
-    from attnres.studies.conduct import Outcome
+    from attnres.studies.outcome import Outcome
 
 
 def study_page(outcome: "Outcome") -> str:

@@ -8,7 +8,7 @@ from attnres.studies.presets import PRESETS
 from attnres.text import UNKNOWN, number
 
 if TYPE_CHECKING:
-    from attnres.studies.conduct import Outcome
+    from attnres.studies.outcome import Outcome
 
 RULE = (
     "Two gates for a claim: beyond the noise, and of the same sign at two sizes. What is decided at one size alone is "

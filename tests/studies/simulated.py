@@ -10,9 +10,9 @@ import numpy as np
 
 from attnres.data.tasks import STEPS
 from attnres.run_names import label_and_seed
-from attnres.studies.conduct import names_of
 from attnres.studies.cost import costs_of
 from attnres.studies.design import Arm, Design, Measured, Row, Setting
+from attnres.studies.outcome import names_of
 from attnres.studies.presets import PRESETS
 
 SIGMA = 0.01

@@ -9,7 +9,7 @@ from attnres.stats import f_tail, t_quantile
 from attnres.studies.analyses.budgets import trend
 from attnres.studies.analyses.exchange import exchange, falling
 from attnres.studies.analyses.halving import at_best, beyond, survivors
-from attnres.studies.analyses.noise import RULE, UNKNOWN, Noise, combined, pooled, spread_of
+from attnres.studies.analyses.noise import RULE, UNKNOWN, Noise, beside, combined, pooled, spread_of
 from attnres.studies.analyses.optimum import optimum
 from attnres.studies.analyses.scaling import Fit, fit, fitted, multiplier, multiplier_interval
 
@@ -89,6 +89,16 @@ def test_one_mechanism_that_varies_more_spoils_no_other():
     )
     assert spread_of({"a": [3.0, 3.5, 4.0]}).own == {}, "with nothing beside it nothing is known to vary less"
     assert spread_of({"a": [1.0, 1.0]}, floor=0.01).shared.sigma == 0.01
+
+
+def test_groups_are_judged_beside_the_baseline():
+    groups = {"plain": [0.0, 0.1], "high": [1.0, 1.1], "low": [-0.2, -0.1], "none": []}
+    judged = beside(groups, "plain", comparisons=1)
+    assert list(judged) == ["high", "low"] and beside(groups, "none", 1) == {}
+    # three variances of 0.005 pooled, Student's t of three degrees at 5 % is 3.182
+    assert judged["high"].threshold == pytest.approx(3.182 * math.sqrt(0.005), rel=1e-3)
+    assert (judged["high"].verdict, judged["low"].verdict) == ("worse", "undecided")
+    assert judged["low"].difference == pytest.approx(-0.2)
 
 
 def test_steady_mechanisms_are_seldom_taken_for_wild_ones():

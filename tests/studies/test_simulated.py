@@ -6,10 +6,10 @@ import math
 import pytest
 
 from attnres.studies.analyses.noise import Noise
-from attnres.studies.conduct import Outcome
 from attnres.studies.design import Measured, Result, Row
 from attnres.studies.lab import STUDIES
 from attnres.studies.lab.depth_tasks import documents_for
+from attnres.studies.outcome import Outcome
 from attnres.studies.sizes import at_sizes
 from tests.studies.simulated import at, chance, draw, simulated
 

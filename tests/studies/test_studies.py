@@ -22,12 +22,13 @@ from attnres.stats import plain
 from attnres.studies.adopt import alike, runs_in
 from attnres.studies.analyses.noise import Noise
 from attnres.studies.archive import ARCHIVE, restored, unpacked
-from attnres.studies.conduct import Outcome, conduct, left_of, names_of, outcome_in, survey
+from attnres.studies.conduct import conduct, left_of
 from attnres.studies.contrast import contrast
 from attnres.studies.cost import CALL, Cost, Mechanism, Step, costs_of, flops_a_token, hours
 from attnres.studies.design import Design, Measured, Result, Row, Setting
 from attnres.studies.lab import STUDIES
 from attnres.studies.lab.ablations import PUBLISHED
+from attnres.studies.outcome import Outcome, names_of, outcome_in, survey
 from attnres.studies.page import report_page
 from attnres.studies.plan import CompareConfig, make_plan
 from attnres.studies.presets import PRESETS, shape

@@ -16,7 +16,7 @@ others' (`spread_of`), which are judged by their own.
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Literal
 
 import numpy as np
@@ -166,3 +166,37 @@ def spread_of(groups: Mapping[str, Sequence[float]], known: Noise = UNKNOWN, flo
         del within[worst]
     sigma = max(together.sigma, floor) if together.degrees else together.sigma
     return Spread(replace(together, sigma=sigma), own)
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a group of runs is beside the baseline's.
+
+    Attributes:
+        difference: of its mean to theirs. threshold: what that has to exceed.
+    """
+
+    difference: float
+    threshold: float
+    verdict: Verdict
+
+
+def beside(groups: Mapping[str, Sequence[float]], baseline: str, comparisons: int) -> dict[str, Judgement]:
+    """Judge each group's mean against the baseline's, by the noise of all groups; a group without values is left out.
+
+    Seeds are not paired: `attnres.studies.contrast` does that, for what is trained.
+
+    Returns:
+        By label; nothing where the baseline has no values.
+    """
+    base, spread = groups.get(baseline, ()), spread_of(groups)
+    judged = dict[str, Judgement]()
+    for label, values in groups.items():
+        if label == baseline or not values or not base:
+            continue
+        counts = len(values), len(base)
+        noise = spread.between(label, counts[0], baseline, counts[1])
+        difference = fmean(values) - fmean(base)
+        threshold, verdict = noise.threshold(*counts, comparisons), noise.verdict(difference, *counts, comparisons)
+        judged[label] = Judgement(difference, threshold, verdict)
+    return judged

@@ -5,7 +5,7 @@ import statistics
 from dataclasses import dataclass
 
 from attnres.figures.chart import Curves, Line
-from attnres.studies.analyses.noise import spread_of
+from attnres.studies.analyses.noise import beside
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.text import number
 
@@ -95,16 +95,11 @@ def _beside_standard(each: dict[str, dict[int, list[float]]], comparisons: int) 
     known = {
         label: [one for many in seeds.values() if math.isfinite(one := growth(many))] for label, seeds in each.items()
     }
-    known = {label: logs for label, logs in known.items() if logs}
-    spread, baseline = spread_of(known), known.get("standard", [])
-    ratios = {}
+    judged, ratios = beside(known, "standard", comparisons), {}
     for label, logs in known.items():
-        mean, verdict = statistics.fmean(logs), ""
-        if baseline and label != "standard":
-            counts = len(logs), len(baseline)
-            noise = spread.between(label, counts[0], "standard", counts[1])
-            verdict = WORDS[noise.verdict(mean - statistics.fmean(baseline), *counts, comparisons)]
-        ratios[label] = Ratio(math.exp(mean), verdict, len(logs))
+        if logs:
+            verdict = WORDS[judged[label].verdict] if label in judged else ""
+            ratios[label] = Ratio(math.exp(statistics.fmean(logs)), verdict, len(logs))
     return ratios
 
 

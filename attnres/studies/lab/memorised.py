@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from attnres.figures.chart import Curves, Line
 from attnres.run_names import run_name
-from attnres.studies.analyses.noise import Verdict, spread_of
+from attnres.studies.analyses.noise import Verdict, beside
 from attnres.studies.design import Arm, Call, Computed, Design, Measured, Result, Setting, Table
 from attnres.studies.lab.mlp import Mlps
 from attnres.text import UNKNOWN
@@ -196,20 +196,14 @@ class Cell:
 
 def _cells(measured: Measured, arm: str, places: Sequence[float]) -> Iterator[Cell]:
     """Every mechanism beside the baseline, wherever both have run."""
-    baseline, *others = MECHANISMS
+    baseline = MECHANISMS[0]
     asked = [label.partition(", ") for label in measured.asked_for(arm)]
     tested = len(places) * sum(name != baseline for name, _, _ in asked)
     for kind, place in itertools.product(dict.fromkeys(kind for _, _, kind in asked), places):
         logs = {name: _logs(measured, arm, f"{name}, {kind}", f"{place:g}") for name in MECHANISMS}
-        spread, counts = spread_of(logs), {name: len(many) for name, many in logs.items()}
-        for name in others:
-            if not counts[name] or not counts[baseline]:
-                continue
-            seeds = counts[name], counts[baseline]
-            noise = spread.between(name, seeds[0], baseline, seeds[1])
-            gap = statistics.fmean(logs[name]) - statistics.fmean(logs[baseline])
-            needed = math.copysign(noise.threshold(*seeds, tested), gap)
-            yield Cell(kind, name, place, math.exp(gap), needed, noise.verdict(gap, *seeds, tested))
+        for name, one in beside(logs, baseline, tested).items():
+            needed = math.copysign(one.threshold, one.difference)
+            yield Cell(kind, name, place, math.exp(one.difference), needed, one.verdict)
 
 
 def _rows(cells: Sequence[Cell], places: Sequence[float]) -> list[list[str]]:
