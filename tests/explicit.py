@@ -20,12 +20,12 @@ def grouped_llama(residual: str, layers: int = 3, **fields: Any) -> Any:
     heads = {"num_attention_heads": HEADS, "num_key_value_heads": SHARED, "head_dim": HEAD}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = model(config(residual=residual, **size, **heads, max_position_embeddings=32, **fields)).double().eval()
+        built = model(config(residual=residual, **size, **heads, max_position_embeddings=32, **fields)).double().eval()
         with torch.no_grad():
-            for parameter in made.parameters():
+            for parameter in built.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.2)
     assert issubclass(config, LlamaConfig)
-    return made
+    return built
 
 
 class Explicit:

@@ -30,8 +30,8 @@ def ids(path: Path) -> str:
 def blocks(page: Path) -> list[tuple[int, str]]:
     """The Python blocks of a page with the line each begins on."""
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [(text.count("\n", 0, match.start(1)) + 1, match.group(1)) for match in found]
+    matches = re.finditer(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [(text.count("\n", 0, match.start(1)) + 1, match.group(1)) for match in matches]
 
 
 def run(page: Path, **names: Any) -> dict[str, Any]:

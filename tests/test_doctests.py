@@ -14,13 +14,13 @@ PACKAGE = Path(attnres.__file__).parent
 
 def modules() -> dict[str, bool]:
     """Name of each module with examples -> whether any of them runs."""
-    found = {}
+    runnable = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         examples = re.findall(r"^ *>>> .*$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
         if examples:
             name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
-            found[name] = any("doctest: +SKIP" not in example for example in examples)
-    return found
+            runnable[name] = any("doctest: +SKIP" not in example for example in examples)
+    return runnable
 
 
 @pytest.mark.parametrize(("name", "runs"), modules().items())

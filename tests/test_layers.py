@@ -39,11 +39,11 @@ LAYERS = {name: level for level, line in enumerate(ORDER.strip().splitlines()) f
 
 def modules() -> dict[str, Path]:
     """Every module by its dotted name."""
-    found = {}
+    paths = {}
     for path in ROOT.rglob("*.py"):
         parts = path.relative_to(ROOT.parent).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
 
 
 def running(node: ast.AST) -> Iterator[ast.AST]:

@@ -19,17 +19,17 @@ def _ours(sources, query, gain, eps):
 
 @pytest.mark.parametrize("read", [_ours, naive_read], ids=["ours", "naive"])
 def test_the_equality_check_passes_a_right_read(read):
-    found = equality.compare(read, Inputs(5, 16, 24, CPU, torch.float32))
-    assert "reason" not in found
-    assert max(part["relative_rms"] for part in found["errors"].values()) < 1e-5
+    result = equality.compare(read, Inputs(5, 16, 24, CPU, torch.float32))
+    assert "reason" not in result
+    assert max(part["relative_rms"] for part in result["errors"].values()) < 1e-5
 
 
 def test_the_equality_check_fails_a_read_without_the_key_norms_gain():
-    found = equality.compare(
+    result = equality.compare(
         lambda sources, query, gain, eps: naive_read(sources, query, gain * 0 + 1, eps),
         Inputs(5, 16, 24, CPU, torch.float32),
     )
-    assert found["reason"].startswith("wrong")
+    assert result["reason"].startswith("wrong")
 
 
 def test_a_read_that_raises_is_a_reason_and_no_crash():
@@ -45,8 +45,8 @@ def test_every_peer_is_measured_or_says_why_not(peer: Peer):
     if reason is not None:
         assert peer.package in reason
         pytest.skip(reason)
-    found = equality.compare(peer.read, Inputs(5, 16, 24, CPU, torch.float32))
-    assert max(part["relative_rms"] for part in found["errors"].values()) < 1e-5
+    result = equality.compare(peer.read, Inputs(5, 16, 24, CPU, torch.float32))
+    assert max(part["relative_rms"] for part in result["errors"].values()) < 1e-5
 
 
 def test_fla_naive_equals_ours():

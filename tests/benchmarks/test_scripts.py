@@ -51,14 +51,14 @@ def test_kernels_times_reads_and_each_stage_of_a_block(tmp_path):
     shape, block = kernels.Shape(16, 24, 3), kernels.Shape(16, 24, 2, 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "copy_bandwidth", lambda device: 1e9)
-        found = kernels.run(CPU, torch.float32, (shape,), (block,), seconds=0.0, seed=0, compiled=False, say=_quiet)
-    ours = found["read"][0]["stages"]["forward"]["ours"]
+        result = kernels.run(CPU, torch.float32, (shape,), (block,), seconds=0.0, seed=0, compiled=False, say=_quiet)
+    ours = result["read"][0]["stages"]["forward"]["ours"]
     assert ours["bytes"] == 4 * 16 * 24 * 4
     assert ours["max_error"] < 1e-5
-    assert list(found["block"][0]["stages"]) == list(kernels.STAGES)
-    assert "ours (eager)" in found["block"][0]["stages"]["merges"]
-    json.dumps(found, allow_nan=False)
-    harness.bar_chart(tmp_path / "k.svg", kernels.shares(found), "%", "title")
+    assert list(result["block"][0]["stages"]) == list(kernels.STAGES)
+    assert "ours (eager)" in result["block"][0]["stages"]["merges"]
+    json.dumps(result, allow_nan=False)
+    harness.bar_chart(tmp_path / "k.svg", kernels.shares(result), "%", "title")
     assert (tmp_path / "k.svg").read_text().startswith("<?xml")
 
 
@@ -80,10 +80,10 @@ def test_muon_times_stacks_beside_one_matrix_after_the_other():
 def test_stack_times_only_networks_that_compute_the_same(sizes):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "copy_bandwidth", lambda device: 1e9)
-        found = stack.run(
+        result = stack.run(
             CPU, torch.float32, **sizes, tokens=80, width=16, seconds=0.0, seed=0, compiled=False, say=_quiet
         )
-    for rows in found["kinds"].values():
+    for rows in result["kinds"].values():
         for label in ("ours", "standard", "full (ours)", "naive"):
             assert rows[label]["max_error"] < 1e-5, label
             assert rows[label]["median_s"] > 0
@@ -101,9 +101,9 @@ def test_stack_gives_no_time_to_a_network_that_computes_something_else(monkeypat
 
 def test_decode_leaves_the_cache_as_long_as_it_was():
     how = {"size": "nano", "context": 6, "prefill": 8, "graphs": False, "compiled": False, "seconds": 0.0, "seed": 0}
-    found = decode.run(CPU, torch.float32, **how, batches=[2], say=_quiet)
-    assert set(found["decode"]["2"]) == set(decode.VARIANTS) == set(found["prefill"]["8"])
-    assert all("median_s" in row for row in found["decode"]["2"].values())
+    result = decode.run(CPU, torch.float32, **how, batches=[2], say=_quiet)
+    assert set(result["decode"]["2"]) == set(decode.VARIANTS) == set(result["prefill"]["8"])
+    assert all("median_s" in row for row in result["decode"]["2"].values())
 
 
 def test_generation_is_timed_beside_the_base_model_around_the_same_weights(monkeypatch):
@@ -115,11 +115,11 @@ def test_generation_is_timed_beside_the_base_model_around_the_same_weights(monke
         return 10.0 if len(seen) == 1 else 5.0
 
     monkeypatch.setattr(generate, "decode_rate", rate)
-    found = generate.run("nano", CPU, torch.float32, prompt=3, tokens=4, rounds=2, seed=0, say=_quiet)
-    assert list(found["rows"]) == ["plain", *generate.VARIANTS] and found["family"] == "Qwen3ForCausalLM"
+    result = generate.run("nano", CPU, torch.float32, prompt=3, tokens=4, rounds=2, seed=0, say=_quiet)
+    assert list(result["rows"]) == ["plain", *generate.VARIANTS] and result["family"] == "Qwen3ForCausalLM"
     assert {residual for _, residual in seen} == {None, "standard", "block", "full"}
     assert len({weight.data_ptr() for weight in seen.values()}) == 1
-    assert all(row["rounds"] == 2 and row["ratio"] > 0 for row in found["rows"].values())
+    assert all(row["rounds"] == 2 and row["ratio"] > 0 for row in result["rows"].values())
 
 
 def test_a_decode_step_from_a_static_cache_is_the_model_without_a_cache():
@@ -150,12 +150,12 @@ def test_step_times_variants_of_a_small_model(monkeypatch):
     monkeypatch.setattr(step.Run, "peak_of", lambda self, label: 100 if label == "plain" else 110)
     step.register_naive()
     run = step.Run("nano-bench", small, "fp32", CPU, False)
-    found = run.measure(0.0, harness.progress("step", 2))
-    assert list(found["variants"]) == list(labels)
-    assert found["variants"]["plain"]["ratio"] == found["variants"]["standard"]["second_ratio"] == 1.0
-    assert found["variants"]["full"]["peak_ratio"] == 1.1
-    assert found["not_timed"] == {"x": "y"}
-    shown = step.show(found, {"full": {"MB": 2.0}})
+    result = run.measure(0.0, harness.progress("step", 2))
+    assert list(result["variants"]) == list(labels)
+    assert result["variants"]["plain"]["ratio"] == result["variants"]["standard"]["second_ratio"] == 1.0
+    assert result["variants"]["full"]["peak_ratio"] == 1.1
+    assert result["not_timed"] == {"x": "y"}
+    shown = step.show(result, {"full": {"MB": 2.0}})
     assert "full" in shown
     assert "y" in shown
 

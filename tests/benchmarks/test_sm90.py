@@ -46,9 +46,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def test_specimens_are_told_apart_and_fit_their_kernels() -> None:
     pytest.importorskip("triton")
-    found = list(sm90.specimens())
-    assert len({(specimen.name, specimen.width) for specimen in found}) == len(found) > 50
-    assert all(set(specimen.signature) == set(specimen.kernel.arg_names) for specimen in found)
+    specimens = list(sm90.specimens())
+    assert len({(specimen.name, specimen.width) for specimen in specimens}) == len(specimens) > 50
+    assert all(set(specimen.signature) == set(specimen.kernel.arg_names) for specimen in specimens)
 
 
 def named(kernel: dict[str, Any]) -> str:

@@ -105,13 +105,13 @@ def test_saved_data_sets_are_read_as_the_library_reads_them(tmp_path: Path):
 def test_a_data_set_in_memory_is_prepared_once(tmp_path: Path):
     rows = {"body": [document(i) for i in range(60)] + ["", None], "n": list(range(62))}
     data = datasets.Dataset.from_dict(rows)
-    made = prepare(data, "bpe:300", held_out=0.2, column="body", progress=False)
+    data_set = prepare(data, "bpe:300", held_out=0.2, column="body", progress=False)
     again = prepare(data.to_iterable_dataset(), "bpe:300", held_out=0.2, column="body", progress=False)
     other = prepare(data.select(range(59)), "bpe:300", held_out=0.2, column="body", progress=False)
-    assert sum(split["documents"] for split in made.header["splits"].values()) == 60
-    assert made.path != other.path and made.header["splits"] == again.header["splits"]
-    assert made.header["source"].startswith("Dataset ")
-    assert prepare(data, "bpe:300", held_out=0.2, column="body", progress=False).path == made.path
+    assert sum(split["documents"] for split in data_set.header["splits"].values()) == 60
+    assert data_set.path != other.path and data_set.header["splits"] == again.header["splits"]
+    assert data_set.header["source"].startswith("Dataset ")
+    assert prepare(data, "bpe:300", held_out=0.2, column="body", progress=False).path == data_set.path
     with pytest.raises(UserError, match=r"row 0 of the Dataset has no text column 'text': .* body"):
         open_source(data)
     with pytest.raises(UserError, match=r"a DatasetDict was given: expected one data set, for example its split 'a'"):
@@ -145,8 +145,8 @@ def test_a_mixture_has_the_shares_of_its_weights_until_one_is_used_up(tmp_path: 
     assert abs(half.count("l") - 3 * half.count("s")) <= 60  # at every place
     assert "".join(read(spec, limit=100)) == "".join(texts)[:100]
     assert open_source(spec).fingerprint != open_source(f"mix:{long}=2,{short}=1").fingerprint
-    made = prepare(spec, "bpe:300", progress=False)
-    assert sum(split["documents"] for split in made.header["splits"].values()) == len(texts)
+    data_set = prepare(spec, "bpe:300", progress=False)
+    assert sum(split["documents"] for split in data_set.header["splits"].values()) == len(texts)
 
 
 @pytest.mark.parametrize(
@@ -274,10 +274,10 @@ def test_a_source_of_blank_documents_holds_no_text(hub: list[tuple], monkeypatch
 
 
 def test_part_of_a_hub_source_is_streamed_once(hub: list[tuple], tmp_path: Path):
-    made = prepare("hub:x/y", "bpe:257", out=tmp_path / "out", limit=100, progress=False)
+    data_set = prepare("hub:x/y", "bpe:257", out=tmp_path / "out", limit=100, progress=False)
     assert len(hub) == 1
-    assert sum(split["documents"] for split in made.header["splits"].values()) == 2
-    assert not (made.path / "documents.jsonl").exists()
+    assert sum(split["documents"] for split in data_set.header["splits"].values()) == 2
+    assert not (data_set.path / "documents.jsonl").exists()
     prepare("hub:x/y", "bpe:257", out=tmp_path / "whole", progress=False)
     assert len(hub) > 2  # all of a data set may be too large to keep twice
 

@@ -72,10 +72,10 @@ def test_a_killed_preparation_goes_on_where_it_read_the_hub(spec: str, tmp_path:
         killed.kill()
     (folder,) = tmp_path.glob(".out.*.parts")
     before = json.loads((folder / "read.json").read_text())
-    made = prepare(spec, "bpe:300", out=tmp_path / "out", limit=LIMIT, progress=False)
+    prepared = prepare(spec, "bpe:300", out=tmp_path / "out", limit=LIMIT, progress=False)
     assert before["text"] > 0 and len(rows) <= 400 - before["text"] // max(map(len, TEXTS))
     assert not folder.exists()
-    assert files(made.path) == expected(tmp_path)
+    assert files(prepared.path) == expected(tmp_path)
 
 
 def test_a_lost_connection_leaves_what_was_read(spec: str, tmp_path: Path, rows, monkeypatch: pytest.MonkeyPatch):
@@ -100,10 +100,10 @@ def test_a_lost_connection_leaves_what_was_read(spec: str, tmp_path: Path, rows,
         (folder,) = tmp_path.glob(".out.*.parts")
         with (folder / "documents.jsonl").open("ab") as file:  # as when it was killed in the middle of a line
             file.write(b'"left beh')
-    made = prepare(spec, "bpe:300", out=tmp_path / "out", limit=LIMIT, progress=False)
+    prepared = prepare(spec, "bpe:300", out=tmp_path / "out", limit=LIMIT, progress=False)
     assert len(rows) < 500  # of 400; some are read twice
     assert not folder.exists()
-    assert files(made.path) == expected(tmp_path)
+    assert files(prepared.path) == expected(tmp_path)
 
 
 def test_a_limit_goes_on_where_it_was_left(spec: str):

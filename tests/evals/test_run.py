@@ -33,7 +33,7 @@ def both(folders, data):
 
 
 def test_every_task_has_its_figures(both):
-    keys = {task: [f["key"] for f in found["figures"]] for task, found in both.record["tasks"].items()}
+    keys = {task: [f["key"] for f in entry["figures"]] for task, entry in both.record["tasks"].items()}
     assert keys == {
         "wikitext2": ["perplexity_non_overlapping", "perplexity_sliding", "bits_per_byte"],
         "lambada": ["acc", "perplexity", "acc_first_token"],
@@ -49,10 +49,10 @@ def test_every_task_has_its_figures(both):
     labels = [f["label"] for f in both.record["tasks"]["wikitext2"]["figures"]]
     assert labels[:2] == ["perplexity, non-overlapping windows of 32", "perplexity, sliding windows of 32 by 16"]
     for task in both.record["tasks"].values():
-        for found in task["figures"]:
-            assert len(found["values"]) == 2
-            assert len(found["differences"]) == 1
-            assert found["differences"][0]["paired"]
+        for entry in task["figures"]:
+            assert len(entry["values"]) == 2
+            assert len(entry["differences"]) == 1
+            assert entry["differences"][0]["paired"]
 
 
 def test_perplexity_is_that_of_the_text(both, folders, data):
@@ -88,16 +88,16 @@ def test_accuracy_is_that_of_the_rows(both):
 def test_a_model_against_itself_differs_by_nothing(folders, data):
     same = go([folders["block"], folders["block"]], data, ("wikitext2", "lambada", "piqa"), window=32)
     for task in same.record["tasks"].values():
-        for found in task["figures"]:
-            assert found["differences"][0]["value"] == 0
-            assert found["differences"][0]["standard_error"] == 0
+        for entry in task["figures"]:
+            assert entry["differences"][0]["value"] == 0
+            assert entry["differences"][0]["standard_error"] == 0
 
 
 def test_other_tokenizers_are_compared_only_where_that_means_something(folders, data):
     results = go([folders["block"], folders["other"]], data, ("wikitext2", "lambada", "piqa"), window=32)
     for key in ("perplexity_non_overlapping", "perplexity_sliding"):
-        (found,) = figure(results, "wikitext2", key)["differences"]
-        assert (found["value"], found["reason"]) == (None, "different tokens: bits per byte compare, this does not")
+        (entry,) = figure(results, "wikitext2", key)["differences"]
+        assert (entry["value"], entry["reason"]) == (None, "different tokens: bits per byte compare, this does not")
     assert figure(results, "lambada", "acc_first_token")["differences"][0]["value"] is None
     assert figure(results, "wikitext2", "bits_per_byte")["differences"][0]["paired"] is False
     for task, key in (("lambada", "acc"), ("lambada", "perplexity"), ("piqa", "acc")):

@@ -54,11 +54,11 @@ def gradients(model: Any, ids: Tensor, forward: Callable[..., Any] | None = None
     return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], relative: float) -> None:
     """Each gradient within `relative` of the expected one, by norm."""
     bad = {}
     for name, value in expected.items():
-        error = ((found[name].double() - value.double()).norm() / value.double().norm().clamp_min(1e-6)).item()
+        error = ((actual[name].double() - value.double()).norm() / value.double().norm().clamp_min(1e-6)).item()
         if not error <= relative:
             bad[name] = error
     assert not bad, bad
@@ -125,8 +125,8 @@ def test_a_training_step_is_captured_and_replayed(cuda: str, residual: str, dtyp
     for ids, value in zip(batches, expected):
         static.copy_(ids)
         graph.replay()
-        found = {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
-        assert_close(found, value, 1e-4 if dtype == torch.float32 else 2e-2)
+        actual = {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+        assert_close(actual, value, 1e-4 if dtype == torch.float32 else 2e-2)
 
 
 @ours
@@ -135,10 +135,10 @@ def test_decoding_from_a_static_cache_is_uncached_decoding(device: str, residual
     with torch.no_grad():
         full = model(input_ids=ids, use_cache=False).logits
         cache = StaticCache(config=model.config, max_cache_len=16)
-        found = [model(input_ids=ids[:, :7], past_key_values=cache, use_cache=True).logits]
+        actual = [model(input_ids=ids[:, :7], past_key_values=cache, use_cache=True).logits]
         for i in range(7, 12):
-            found.append(model(input_ids=ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits)
-    torch.testing.assert_close(torch.cat(found, 1), full, rtol=1e-3, atol=1e-4)
+            actual.append(model(input_ids=ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(actual, 1), full, rtol=1e-3, atol=1e-4)
 
 
 @ours
@@ -210,16 +210,16 @@ def test_a_model_keeps_nothing_stack_shaped_for_backward(device: str, residual: 
     layers, ids = 6, make_ids(device)
     standard = kept(make(device, "standard", layers).train(), ids)
     model = make(device, residual, layers).train()
-    found = kept(model, ids)
+    actual = kept(model, ids)
     vector = ids.numel() * model.config.hidden_size
     usual = {elements for elements, _ in standard.values()}
     one_merge = ids.numel() * (3 * (2 * layers + 1) + 2)  # its scalars are one buffer
-    assert {elements for elements, _ in found.values() if elements > max(vector, one_merge)} <= usual
-    more = sum(size for _, size in found.values()) - sum(size for _, size in standard.values())
+    assert {elements for elements, _ in actual.values() if elements > max(vector, one_merge)} <= usual
+    more = sum(size for _, size in actual.values()) - sum(size for _, size in standard.values())
     scalars = 4 * ids.numel() * 2 * layers * (2 * layers + 8)
     assert more <= 4 * vector * 2 * layers * 1.1 + scalars
     model.residual.recompute_reads = True
-    assert sum(size for _, size in kept(model, ids).values()) < sum(size for _, size in found.values())
+    assert sum(size for _, size in kept(model, ids).values()) < sum(size for _, size in actual.values())
 
 
 @pytest.mark.parametrize("cap", [None, 2.0])
@@ -242,8 +242,8 @@ def test_accumulated_gradients_are_those_of_the_whole_batch(device: str, residua
     model.zero_grad()
     for part in ids.chunk(2):
         (loss_of(model, part) / 2).backward()
-    found = {"loss": expected["loss"], **{name: p.grad for name, p in model.named_parameters()}}
-    assert_close(found, expected, 1e-4)
+    actual = {"loss": expected["loss"], **{name: p.grad for name, p in model.named_parameters()}}
+    assert_close(actual, expected, 1e-4)
 
 
 @ours
@@ -265,9 +265,9 @@ def test_frozen_layers_and_a_frozen_embedding_leave_the_other_gradients(device: 
         module.requires_grad_(False)
     model.zero_grad()
     loss_of(model, ids).backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    assert_close(found, {name: expected[name] for name in found}, 1e-5)
-    assert 0 < len(found) < len(expected) - 1
+    actual = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert_close(actual, {name: expected[name] for name in actual}, 1e-5)
+    assert 0 < len(actual) < len(expected) - 1
 
 
 @pytest.mark.parametrize("residual", ["standard", "block", "full"])
@@ -278,9 +278,9 @@ def test_bf16_autocast_trains_every_parameter_close_to_fp32(device: str, residua
     with torch.autocast(device, torch.bfloat16):
         loss = loss_of(model, ids)
     loss.backward()
-    found = {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
-    assert all(value is not None and value.isfinite().all() for value in found.values())
-    assert_close(found, expected, 0.15)
+    actual = {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+    assert all(value is not None and value.isfinite().all() for value in actual.values())
+    assert_close(actual, expected, 0.15)
 
 
 @ours
@@ -292,9 +292,9 @@ def test_a_model_of_a_narrow_dtype_runs_and_stays_close(device: str, residual: s
         narrow = model.to(dtype)
         for parameter in narrow.residual.parameters():
             parameter.data = parameter.data.float()
-        found = narrow(input_ids=ids, use_cache=False).logits
-    assert found.dtype == dtype
-    assert (found.float() - expected).norm() < (0.05 if dtype == torch.bfloat16 else 0.01) * expected.norm()
+        actual = narrow(input_ids=ids, use_cache=False).logits
+    assert actual.dtype == dtype
+    assert (actual.float() - expected).norm() < (0.05 if dtype == torch.bfloat16 else 0.01) * expected.norm()
 
 
 SHARDED = """

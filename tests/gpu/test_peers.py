@@ -35,7 +35,7 @@ def equality(peers: ModuleType) -> ModuleType:
     return sys.modules["equality"]  # peers imports it
 
 
-def found(peers: ModuleType, name: str, device: str, dtype: torch.dtype, width: int) -> Any:
+def peer_of(peers: ModuleType, name: str, device: str, dtype: torch.dtype, width: int) -> Any:
     (peer,) = [peer for peer in peers.PEERS if peer.name == name]
     reason = peer.available(torch.device(device), dtype, width)
     if reason is not None:
@@ -61,7 +61,7 @@ def test_the_read_is_theirs(
     peers: ModuleType, equality: ModuleType, device: str, name: str, dtype: str, sources: int
 ) -> None:
     width, tokens = (2048, 1024) if device == "cuda" else (64, 37)
-    peer = found(peers, name, device, DTYPES[dtype], width)
+    peer = peer_of(peers, name, device, DTYPES[dtype], width)
     inputs = equality.Inputs(sources, tokens, width, torch.device(device), DTYPES[dtype])
     theirs, mine = equality.errors(peer.read, inputs), equality.errors(ours, inputs)
     for part, error in theirs.items():
@@ -78,7 +78,7 @@ def test_the_read_with_its_norm_is_theirs(
     peers: ModuleType, equality: ModuleType, device: str, name: str, dtype: str
 ) -> None:
     width, tokens = (2048, 1024) if device == "cuda" else (64, 37)
-    peer = found(peers, name, device, DTYPES[dtype], width)
+    peer = peer_of(peers, name, device, DTYPES[dtype], width)
     inputs = equality.Inputs(5, tokens, width, torch.device(device), DTYPES[dtype])
     query, gain, *sources = inputs.leaves()
     weight = torch.linspace(0.5, 1.5, width, device=device)

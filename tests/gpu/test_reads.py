@@ -161,9 +161,9 @@ def results(reads: Reads, case: Case, leaves: dict[str, list[Tensor]], upstream:
             outs, flat, [u.to(o.dtype) for u, o in zip(upstream, outs)], allow_unused=True, materialize_grads=True
         )
     )
-    found = {"x": list(outs)} | {kind: [next(grads) for _ in group] for kind, group in leaves.items()}
+    actual = {"x": list(outs)} | {kind: [next(grads) for _ in group] for kind, group in leaves.items()}
     return {
-        kind: torch.cat([t.detach().double().flatten() for t in group]) for kind, group in found.items() if len(group)
+        kind: torch.cat([t.detach().double().flatten() for t in group]) for kind, group in actual.items() if len(group)
     }
 
 
@@ -177,7 +177,7 @@ def assert_no_worse_than_eager(reads: Reads, eager: Reads, case: Case, device: s
         torch.randn(case.tokens, case.width, device=device, generator=g).to(DTYPES[case.dtype]) for _ in range(count)
     ]
     exact = results(eager, case, doubles, upstream)
-    found, plain = (results(f, case, leaves, upstream) for f in (reads, eager))
+    actual, plain = (results(f, case, leaves, upstream) for f in (reads, eager))
     # A read of one source gives its query exactly nothing: then rounding is measured against the upstream.
     sizes = {kind: value.norm().clamp_min(1e-3) for kind, value in exact.items()}
     bars = {kind: ((plain[kind] - value).norm() / sizes[kind]).item() for kind, value in exact.items()}
@@ -187,8 +187,8 @@ def assert_no_worse_than_eager(reads: Reads, eager: Reads, case: Case, device: s
     slack = 1.2 if case.tokens > 32 else 1.5  # of few tokens, chance decides who is closer
     bad = []
     for kind, value in exact.items():
-        assert found[kind].isfinite().all(), kind
-        error = ((found[kind] - value).norm() / sizes[kind]).item()
+        assert actual[kind].isfinite().all(), kind
+        error = ((actual[kind] - value).norm() / sizes[kind]).item()
         if error > slack * bars[kind] + floor:
             bad.append(f"{kind}: {error:.2e} against {bars[kind]:.2e}")
     assert not bad, "; ".join(bad)
@@ -269,18 +269,18 @@ def test_sources_are_read_however_they_lie(device: str, how: str) -> None:
         strange = [laid_out(source) for source in plain["source"]]
     moved = {**plain, "source": [s.detach().requires_grad_() for s in strange]}
     assert how != "transposed" or moved["source"][0].stride(-1) != 1
-    expected, found = run(case, plain, device), run(case, moved, device)
+    expected, actual = run(case, plain, device), run(case, moved, device)
     for kind in expected:
-        torch.testing.assert_close(found[kind], expected[kind], rtol=1e-2, atol=1e-2)
+        torch.testing.assert_close(actual[kind], expected[kind], rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])
 def test_any_number_of_tokens_is_taken(device: str, tokens: int) -> None:
     case = middle(device, tokens=tokens)
-    found = run(case, leaves_of(case, device), device)
-    assert found["x"].numel() == case.reads * tokens * case.width
-    assert all(value.isfinite().all() for value in found.values())
-    assert tokens or not found["queries"].any()
+    actual = run(case, leaves_of(case, device), device)
+    assert actual["x"].numel() == case.reads * tokens * case.width
+    assert all(value.isfinite().all() for value in actual.values())
+    assert tokens or not actual["queries"].any()
 
 
 @pytest.mark.parametrize("size", [80.0, -80.0])
@@ -296,10 +296,10 @@ def test_extreme_logits_and_norms_stay_finite_and_right(device: str, size: float
         leaves["queries"][0].copy_(direction * (size / case.width**0.5))  # logits of +-80 on the first source
         leaves["gains"][0].fill_(1.0)
     doubles = {kind: [t.detach().double().requires_grad_() for t in group] for kind, group in leaves.items()}
-    found, exact = (run(case, inputs, device) for inputs in (leaves, doubles))
+    actual, exact = (run(case, inputs, device) for inputs in (leaves, doubles))
     # Where one weight is 1 the query's gradient is a difference of equal dot products: it is right to their rounding.
     # So are those of sources beside one 1e4 as long, in a narrow dtype: eager PyTorch is 0.09 off in bf16, NaN in fp16.
-    for kind, value in found.items():
+    for kind, value in actual.items():
         assert value.isfinite().all(), kind
         error = (value - exact[kind]).norm() / exact[kind].norm().clamp_min(case.width)
         assert error < {"fp32": 2e-4, "bf16": 9e-2, "fp16": 1e-2}[dtype], f"{kind}: {error:.1e}"
@@ -412,14 +412,14 @@ def test_a_block_is_captured_and_replayed(cuda: str, opened: str) -> None:
     upstream = [torch.randn(case.tokens, case.width, device=cuda, generator=g) for _ in range(case.reads)]
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = results(ours, case, static, upstream)
+        actual = results(ours, case, static, upstream)
     for leaves, value in zip(batches, expected):
         with torch.no_grad():
             for kind, group in leaves.items():
                 for mine, theirs in zip(static[kind], group):
                     mine.copy_(theirs)
         graph.replay()
-        assert all(torch.equal(found[kind], value[kind]) for kind in value)
+        assert all(torch.equal(actual[kind], value[kind]) for kind in value)
 
 
 @pytest.mark.gpu

@@ -52,11 +52,11 @@ def make_model(tokenizer):
 @pytest.fixture(scope="session")
 def folder_of(tmp_path_factory, make_model, tokenizer):
     """The folder of a saved model with depth reads of some kind, or a plain one."""
-    root, made = tmp_path_factory.mktemp("models"), {}
+    root, folders = tmp_path_factory.mktemp("models"), {}
 
     def get(residual):
-        if residual not in made:
-            made[residual] = folder = root / residual
+        if residual not in folders:
+            folders[residual] = folder = root / residual
             model = make_model("standard" if residual == "plain" else residual)
             if residual == "plain":
                 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -65,6 +65,6 @@ def folder_of(tmp_path_factory, make_model, tokenizer):
                 model = Qwen3ForCausalLM(Qwen3Config(**fields))
             model.save_pretrained(folder)
             tokenizer.save_pretrained(folder)
-        return made[residual]
+        return folders[residual]
 
     return get

@@ -43,22 +43,22 @@ def test_losses_divergence_and_distribution_are_those_of_the_two_runs(residual):
     before, plain = losses(model, ids)
     with intervene(model, EDIT):
         after, edited = losses(model, ids)
-    found = effect(model, ids, EDIT, top=4)
-    assert found.loss_before == pytest.approx(before.tolist(), abs=1e-5)
-    assert found.loss_after == pytest.approx(after.tolist(), abs=1e-4)
+    result = effect(model, ids, EDIT, top=4)
+    assert result.loss_before == pytest.approx(before.tolist(), abs=1e-5)
+    assert result.loss_after == pytest.approx(after.tolist(), abs=1e-4)
     change = (after - before).double()
-    assert found.difference == pytest.approx(change.mean().item(), abs=1e-4)
-    assert found.error == pytest.approx(change.std().item() / 11**0.5, rel=1e-3)
+    assert result.difference == pytest.approx(change.mean().item(), abs=1e-4)
+    assert result.error == pytest.approx(change.std().item() / 11**0.5, rel=1e-3)
     p, q = plain.double().softmax(-1), edited.double().softmax(-1)
-    assert found.kl == pytest.approx((p * (p / q).log()).sum(-1).tolist(), abs=1e-4)
-    assert min(found.kl) > 0
-    assert len(found.top) == 4
-    for token in found.top:
+    assert result.kl == pytest.approx((p * (p / q).log()).sum(-1).tolist(), abs=1e-4)
+    assert min(result.kl) > 0
+    assert len(result.top) == 4
+    for token in result.top:
         assert token["before"] == pytest.approx(p[-1, token["id"]].item(), abs=1e-5)
         assert token["after"] == pytest.approx(q[-1, token["id"]].item(), abs=1e-5)
-    listed = {token["id"] for token in found.top}
+    listed = {token["id"] for token in result.top}
     assert {p[-1].argmax().item(), q[-1].argmax().item()} <= listed
-    json.dumps(found.to_dict(), allow_nan=False)
+    json.dumps(result.to_dict(), allow_nan=False)
 
 
 def test_no_edit_has_no_effect():

@@ -56,8 +56,8 @@ def test_a_model_and_a_file_are_drawn_and_set_side_by_side(run, folder_of, saved
     assert lines[1:3] == ["saved: patterns", "  without prompts: the inspection has no weights by prompt category"]
     assert lines[3] == "side by side: compare-mixing, compare-depth, compare-magnitudes, compare-source-norms"
     assert lines[4].startswith("10 files in")
-    found = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")}
-    assert found >= {
+    files = {str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")}
+    assert files >= {
         "captions.md",
         "block/captions.md",
         "block/patterns.svg",

@@ -88,17 +88,17 @@ def test_figures_and_files_are_written(run, folder_of, tmp_path, monkeypatch):
     assert code == 0 and "from an earlier inspection: prune.json, knock_out.json, attribution.json" in output
 
 
-def reads_that_lose(model, given):
+def reads_that_lose(model, pair):
     """Names of the reads that an edit, which numbers them, takes a source from."""
     names = [read.name for read in find_residual(model).layout()]
-    return [names[index] for index in find_knock_out(*source_and_read(given), model).reads]
+    return [names[index] for index in find_knock_out(*source_and_read(pair), model).reads]
 
 
-@pytest.mark.parametrize("given", ["embedding@attention", "EMBEDDING @ Attention"])
-def test_of_all_attention_reads_only_those_with_a_choice_lose_a_source(make_model, given):
+@pytest.mark.parametrize("pair", ["embedding@attention", "EMBEDDING @ Attention"])
+def test_of_all_attention_reads_only_those_with_a_choice_lose_a_source(make_model, pair):
     model = make_model("full")
     # without it attention 0 had no input at all
-    assert reads_that_lose(model, given) == ["attention 1", "attention 2"]
+    assert reads_that_lose(model, pair) == ["attention 1", "attention 2"]
     assert reads_that_lose(model, "embedding@attention_0") == ["attention 0"]
 
 

@@ -93,13 +93,13 @@ def test_statements_begin_where_python_says(module):
 def test_words_are_those_of_pythons_own_tokenizer(module):
     lines = list(accumulate(map(len, module.splitlines(keepends=True)), initial=0))
     types = {tokenize.COMMENT: "comment", tokenize.NUMBER: "number", tokenize.STRING: "string", tokenize.OP: "operator"}
-    found = {i: word.type for word in lexemes(module) for i in range(word.start, word.end)}
+    words = {i: word.type for word in lexemes(module) for i in range(word.start, word.end)}
     for token in tokenize.generate_tokens(io.StringIO(module).readline):
         name = "keyword" if keyword.iskeyword(token.string) else "name"
         expected = types.get(token.type, name if token.type == tokenize.NAME else None)
         first, last = (lines[row - 1] + column for row, column in (token.start, token.end))
         if expected is not None and token.string != "@":  # Pygments takes a decorator for one word
-            assert {found.get(i) for i in range(first, last)} == {expected}, token
+            assert {words.get(i) for i in range(first, last)} == {expected}, token
 
 
 PROSE = [

@@ -323,8 +323,8 @@ def test_memory_does_not_grow_with_what_was_recorded():
     model = make("full")
 
     def held(trace):
-        found = [v for value in vars(trace).values() for v in (value if isinstance(value, list) else [value])]
-        return sum(v.numel() for v in found if torch.is_tensor(v)) + sum(v.numel() for v in trace._lengths.values())
+        fields = [v for value in vars(trace).values() for v in (value if isinstance(value, list) else [value])]
+        return sum(v.numel() for v in fields if torch.is_tensor(v)) + sum(v.numel() for v in trace._lengths.values())
 
     with record(model, labels=3) as trace, torch.no_grad():
         sizes = []

@@ -114,5 +114,5 @@ def test_a_familys_own_field_may_be_called_like_a_setting():
     from attnres.models.families import FAMILIES
 
     config, _ = register("minimax_test", FAMILIES["mixtral"], MiniMaxConfig, MiniMaxForCausalLM)
-    made = config(num_hidden_layers=2, hidden_size=32, residual="block", residual_settings={"block_size": 2})
-    assert made.residual_settings == {"block_size": 2} and made.block_size == MiniMaxConfig().block_size
+    written = config(num_hidden_layers=2, hidden_size=32, residual="block", residual_settings={"block_size": 2})
+    assert written.residual_settings == {"block_size": 2} and written.block_size == MiniMaxConfig().block_size

@@ -143,8 +143,8 @@ def test_every_gradient_is_no_worse_than_eager_pytorchs(backend, dtype, fused):
 
     def errors(read, leaves, exact, upstream):
         out = read(leaves)
-        found = [out, *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
-        return torch.tensor([((a.double() - e).norm() / e.norm()).item() for a, e in zip(found, exact)])
+        actual = [out, *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+        return torch.tensor([((a.double() - e).norm() / e.norm()).item() for a, e in zip(actual, exact)])
 
     squares = torch.zeros(2, 9 + fused)
     for seed in range(8):

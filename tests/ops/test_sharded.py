@@ -29,10 +29,10 @@ def read(wrap, dtype=torch.float32):
     sources = [torch.randn(6, 16, dtype=dtype, generator=g).requires_grad_() for _ in range(4)]
     queries = torch.randn(2, 16, generator=g).requires_grad_()
     weight = torch.ones(16, requires_grad=True)
-    given = [wrap(source) for source in sources]
-    one = wrap(depth_read(given, queries[0], norm=Norm(weight)))
-    sealed = read_sealed(given[:3], queries)
-    first = merge(sealed.read(0), given[3:], wrap(sources[0]), queries[0], Norm(weight))
+    wrapped = [wrap(source) for source in sources]
+    one = wrap(depth_read(wrapped, queries[0], norm=Norm(weight)))
+    sealed = read_sealed(wrapped[:3], queries)
+    first = merge(sealed.read(0), wrapped[3:], wrap(sources[0]), queries[0], Norm(weight))
     second = merge(sealed.read(1), first.opens, None, queries[1], None, recompute=True)
     out = (one, wrap(first.x), wrap(second.x))
     loss = sum((tensor.float() ** 2).sum() for tensor in out)

@@ -24,10 +24,10 @@ def invented(residual: str, seed: int, layers: int = 3) -> Inspection:
     rng = np.random.default_rng(seed)
     reads = [*(f"{kind} {i}" for i in range(layers) for kind in ("attention", "mlp")), "output"]
     count = len(reads)
-    found = routing(residual, layers)
-    weighs = found is not None
-    sources = found["sources"] if found else [["embedding", *reads[:i]] for i in range(count)]
-    weights = found["weights"] if found else [[1.0] * len(row) for row in sources]
+    measured = routing(residual, layers)
+    weighs = measured is not None
+    sources = measured["sources"] if measured else [["embedding", *reads[:i]] for i in range(count)]
+    weights = measured["weights"] if measured else [[1.0] * len(row) for row in sources]
     mixing = np.tril(rng.uniform(0.1, 1, (count, count)))
     names, tokens = ["statement start", "identifier"], ["if", " <x>", "\n"]
 

@@ -146,8 +146,8 @@ def test_a_networks_gradients_are_no_worse_than_one_pass_through_autograd(backen
         residual = trained(name, sublayers, torch.float32, seed, **settings)
         return Network(sublayers, dtype, seed).gradients(residual)
 
-    def errors(found, exact):
-        return torch.tensor([((a.double() - e).norm() / e.norm()).item() for a, e in zip(found, exact)])
+    def errors(actual, exact):
+        return torch.tensor([((a.double() - e).norm() / e.norm()).item() for a, e in zip(actual, exact)])
 
     ratios = []
     for seed in range(16):

@@ -41,9 +41,9 @@ class Network:
         close = close or {"rtol": 1e-10, "atol": 1e-11}
         assert_same(actual, expected, **close)
         options = {"allow_unused": True, "materialize_grads": True}
-        found = torch.autograd.grad(actual, leaves, self.upstream, **options)
-        assert any(grad.any() for grad in found[1:])
-        for a, b in zip(found, torch.autograd.grad(expected, leaves, self.upstream, **options), strict=True):
+        grads = torch.autograd.grad(actual, leaves, self.upstream, **options)
+        assert any(grad.any() for grad in grads[1:])
+        for a, b in zip(grads, torch.autograd.grad(expected, leaves, self.upstream, **options), strict=True):
             assert_same(a, b, **close)
 
 

@@ -82,7 +82,7 @@ def test_a_size_that_diverged_decides_nothing_about_scaling():
 
 
 def test_scaling_finds_a_planted_multiplier_and_none_where_there_is_none():
-    setting, design, found = at("micro", 2), STUDIES["scaling"], {"block": 0, "full": 0}
+    setting, design, decided = at("micro", 2), STUDIES["scaling"], {"block": 0, "full": 0}
     for world in range(12):
 
         def loss(arm, label, seed, world=world):
@@ -90,8 +90,8 @@ def test_scaling_finds_a_planted_multiplier_and_none_where_there_is_none():
             return 2 + 40 / width - 0.06 * (label == "block") + 0.004 * draw(world, arm.name, label, seed).normal()
 
         for sentence in design.analyse(setting, simulated(design, setting, loss)).verdict.split(". "):
-            found[sentence.partition(":")[0]] += "not" not in sentence
-    assert found["block"] >= 11 and found["full"] <= 1
+            decided[sentence.partition(":")[0]] += "not" not in sentence
+    assert decided["block"] >= 11 and decided["full"] <= 1
 
 
 def test_rates_hold_each_arm_against_what_it_is_named_for():

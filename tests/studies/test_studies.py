@@ -202,12 +202,12 @@ def test_a_study_goes_on_from_its_own_file_of_runs_and_loses_none_of_it(setting,
     outcome = conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=runner)
     assert runner.names == [] and outcome.counts[0] == outcome.counts[1]
     assert (folder / ARCHIVE).read_bytes() == before[ARCHIVE]
-    third, found = dataclasses.replace(setting, out=tmp_path / "third"), Here()
+    third, idle = dataclasses.replace(setting, out=tmp_path / "third"), Here()
     for arm in [path for path in folder.iterdir() if path.is_dir()]:
         shutil.rmtree(arm)
     with unpacked([tmp_path / "seconds"]) as folders:
-        conduct(STUDIES["noise"], third, say=QUIET, jobs=1, run=found, adopted=folders)
-    assert found.names == [], "a folder of such files will do for the files"
+        conduct(STUDIES["noise"], third, say=QUIET, jobs=1, run=idle, adopted=folders)
+    assert idle.names == [], "a folder of such files will do for the files"
 
 
 def test_runs_of_elsewhere_are_adopted_where_they_are_the_same(setting, noise, tmp_path):

@@ -33,8 +33,8 @@ def test_a_resumed_run_keeps_its_first_environment_and_lists_others(tmp_path: Pa
     path = tmp_path / "environment.json"
     first, other = {"threads": 1, "date": "a"}, {"threads": 2, "date": "c"}
     later = [{**first, "date": "b"}, other, {**other, "date": "d"}]
-    for index, found in enumerate([first, *later]):
-        environment.record(path, found, resumed=index > 0)
+    for index, entry in enumerate([first, *later]):
+        environment.record(path, entry, resumed=index > 0)
     assert json.loads(path.read_text()) == {**first, "resumed": [other]}
     environment.record(path, other, resumed=False)
     assert json.loads(path.read_text()) == other

@@ -125,8 +125,8 @@ def test_a_standard_run_gets_depth_reads_and_a_run_with_them_goes_on(configure: 
     third = configure(out="third", steps=4, model={"size": None, "num_blocks": None})
     third.finetune.init_from = str(tmp_path / "second" / "model")
     train(third, progress=False)
-    found = [line["loss"] for line in read(tmp_path / "third" / "metrics.jsonl") if line["kind"] == "val"]
-    assert found[0] == vals[-1]  # queries and all
+    losses = [line["loss"] for line in read(tmp_path / "third" / "metrics.jsonl") if line["kind"] == "val"]
+    assert losses[0] == vals[-1]  # queries and all
     written = json.loads((tmp_path / "third" / "config.json").read_text())["model"]
     assert written["settings"] == {"num_blocks": 2, "read_scale": "sum"}
     assert json.loads((tmp_path / "third" / "start.json").read_text())["logits"] is None
@@ -257,9 +257,9 @@ def test_a_large_vocabulary_is_taught_in_parts(
     for out in ("whole", "chunked"):
         train(tune(out=out, steps=4, loss=out, finetune=distilled), progress=False)
         monkeypatch.setattr(head, "PART", 5 * 280)
-    found = [read(tmp_path / out / "metrics.jsonl") for out in ("whole", "chunked")]
+    runs = [read(tmp_path / out / "metrics.jsonl") for out in ("whole", "chunked")]
     for name in ("loss", "divergence", "grad_norm"):
-        left, right = ([line[name] for line in lines if name in line] for lines in found)
+        left, right = ([line[name] for line in lines if name in line] for lines in runs)
         assert left and right == pytest.approx(left, rel=1e-4, abs=1e-7), name
 
 

@@ -235,8 +235,8 @@ def test_a_large_vocabulary_gets_its_losses_in_parts(
     train(configure(out="whole", dtype=dtype, accumulation=2), progress=False)
     monkeypatch.setattr(head, "PART", 5 * 280)
     train(configure(out="parts", dtype=dtype, accumulation=2), progress=False)
-    found = [[line["loss"] for line in lines(tmp_path / out) if "loss" in line] for out in ("whole", "parts")]
-    assert len(found[0]) == 6 and found[1] == pytest.approx(found[0], rel=1e-5 if dtype == "fp32" else 1e-3)
+    losses = [[line["loss"] for line in lines(tmp_path / out) if "loss" in line] for out in ("whole", "parts")]
+    assert len(losses[0]) == 6 and losses[1] == pytest.approx(losses[0], rel=1e-5 if dtype == "fp32" else 1e-3)
     said = [json.loads((tmp_path / out / "environment.json").read_text())["loss"] for out in ("whole", "parts")]
     assert said == ["whole", "chunked"]
 

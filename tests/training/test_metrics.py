@@ -82,8 +82,8 @@ def test_a_file_that_cannot_be_opened_or_synced_is_said(tmp_path: Path, monkeypa
 
 
 class FakeRun:
-    def __init__(self, **given: Any):
-        self.given, self.seen, self.open = given, [], True
+    def __init__(self, **arguments: Any):
+        self.given, self.seen, self.open = arguments, [], True
 
     def log(self, values: dict[str, float], step: int) -> None:
         self.seen.append((step, values))

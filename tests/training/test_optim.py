@@ -24,14 +24,14 @@ def model_of(size: dict[str, Any], residual: str = "full") -> Any:
 @pytest.mark.parametrize("residual", ["standard", "full", "hyper_connections", "denseformer"])
 def test_every_parameter_has_one_kind(size: dict[str, Any], residual: str) -> None:
     model = model_of(size, residual)
-    parameters, found = dict(model.named_parameters()), kinds(model)
-    assert sorted(itertools.chain(*found.values())) == sorted(parameters)
-    assert {id(parameters[n]) for n in found["residual"]} == {id(p) for p in model.residual.parameters()}
-    assert all(parameters[name].ndim < 2 for name in found["vector"])
-    assert all(parameters[name].ndim == 2 for name in found["matrix"])
-    assert len(found["matrix"]) == (8 if size is GPT2 else 14)
-    assert len(found["embedding"]) == (2 if size is GPT2 else 1)
-    assert len(found["head"]) == (0 if size.get("tie_word_embeddings", True) else 1)
+    parameters, groups = dict(model.named_parameters()), kinds(model)
+    assert sorted(itertools.chain(*groups.values())) == sorted(parameters)
+    assert {id(parameters[n]) for n in groups["residual"]} == {id(p) for p in model.residual.parameters()}
+    assert all(parameters[name].ndim < 2 for name in groups["vector"])
+    assert all(parameters[name].ndim == 2 for name in groups["matrix"])
+    assert len(groups["matrix"]) == (8 if size is GPT2 else 14)
+    assert len(groups["embedding"]) == (2 if size is GPT2 else 1)
+    assert len(groups["head"]) == (0 if size.get("tie_word_embeddings", True) else 1)
 
 
 def test_queries_and_gains_are_neither_decayed_nor_orthogonalised() -> None:
