@@ -37,12 +37,15 @@ def profiles(measured: Measured, arm: str, label: str, quantity: str) -> dict[in
 
 
 def growth(values: list[float]) -> float:
-    """Logarithm of the last quarter's geometric mean over the first's; NaN of fewer than four values or of zeros."""
+    """Logarithm of the last quarter's median over the first's; NaN of fewer than four values or of zeros.
+
+    Medians, for the first sublayer alone may be far from all others and would decide a mean.
+    """
     quarter = len(values) // 4
     if not quarter or min(values) <= 0:
         return math.nan
     first, last = values[:quarter], values[-quarter:]
-    return statistics.fmean(map(math.log, last)) - statistics.fmean(map(math.log, first))
+    return math.log(statistics.median(last) / statistics.median(first))
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
@@ -70,7 +73,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             charts.append(Curves(quantity.replace("_", "-"), name, caption, "sublayer", name, panels, log_y=True))
     head = ["arm", "variant", "quantity", "ratio", "beside standard", "seeds"]
     note = (
-        "Geometric mean of the last quarter of the depth over that of the first. Less or more than standard's: its "
+        "Median of the last quarter of the depth over that of the first. Less or more than standard's: its "
         f"logarithm by the noise of the arm's seeds, over {comparisons} comparisons."
     )
     table = Table("Last quarter of the depth over the first", head, rows, [note])
