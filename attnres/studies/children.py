@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rich.console import Console
 from rich.table import Table
@@ -24,6 +24,7 @@ from attnres.errors import ERROR_FILE, Interrupted, UserError
 from attnres.ops.cpu_build import SWITCH
 from attnres.progress import STEPS, Bar, Bars
 from attnres.residuals.registry import PLUGINS, plugins
+from attnres.run_names import label_and_seed
 from attnres.text import duration
 from attnres.training.interrupt import PARENT, Signals, caught_signals
 from attnres.training.run_folder import DIVERGED
@@ -95,6 +96,11 @@ class Child:
         return [*command, "--no-progress"] if quiet else command
 
     @property
+    def left(self) -> float:
+        """Of its size, what it has not computed yet."""
+        return self.size * (1 - self.latest()[0] / max(1, self.steps))
+
+    @property
     def has_diverged(self) -> bool:
         """Whether it ended so where it may."""
         return self.may_diverge and (self.folder / DIVERGED).is_file()
@@ -148,22 +154,45 @@ class Child:
         return self.config.with_suffix(".error")
 
 
+class Ended(NamedTuple):
+    """A run that took its time: its name, how much it computed, as a child has it, and the seconds it took."""
+
+    name: str
+    size: float
+    seconds: float
+
+
 @dataclass
 class Pace:
-    """What runs have taken, and how much is left, by their sizes."""
+    """What runs have taken, and how much is left, by their sizes; of runs that differ in their seed alone by those of
+    them that have ended."""
 
-    left: float
-    done: float = 0.0
-    seconds: float = 0.0
+    left: dict[str, float]
+    """What is to be computed, by the name of a run that has not ended."""
+    done: list[Ended] = field(default_factory=list)
 
-    def ended(self, size: float, seconds: float) -> None:
+    def ended(self, name: str, seconds: float) -> None:
         """Count a run that has ended."""
-        self.left, self.done, self.seconds = self.left - size, self.done + size, self.seconds + seconds
+        self.done.append(Ended(name, self.left.pop(name), seconds))
 
     @property
     def seconds_left(self) -> float:
         """Of one run after the other; something has to be done."""
-        return self.seconds / self.done * self.left
+        groups = dict[str, list[Ended]]()
+        for run in self.done:
+            groups.setdefault(_without_seed(run.name), []).append(run)
+        return math.fsum(size * _rate(groups.get(_without_seed(name), self.done)) for name, size in self.left.items())
+
+
+def _without_seed(name: str) -> str:
+    taken = label_and_seed(name)
+    return taken[0] if taken else name
+
+
+def _rate(runs: Sequence[Ended]) -> float:
+    """Seconds for a unit of size; 0 where all steps had been made before."""
+    size = math.fsum(run.size for run in runs)
+    return math.fsum(run.seconds for run in runs) / size if size else 0.0
 
 
 @dataclass
@@ -192,7 +221,7 @@ class Watch:
         """One has ended."""
         self.left -= 1
         wall = time.monotonic() - child.began
-        self.pace.ended(child.size, wall)
+        self.pace.ended(child.name, wall)
         self.shown.pop(child.folder).remove()
         if self.jobs > 1:
             self._print(f"{child.name} {'diverged' if child.has_diverged else 'finished'} in {duration(wall)}")
@@ -213,7 +242,7 @@ class Watch:
 
 def train_all(
     children: list[Child],
-    done: Sequence[tuple[float, float]],
+    done: Sequence[Ended],
     *,
     jobs: int,
     say: Console,
@@ -225,7 +254,7 @@ def train_all(
     """Run all of them, one line before each with the time left in all; of several at once there are bars.
 
     Args:
-        done: of finished runs like these the size, as a child has it, and the seconds that they took.
+        done: finished runs like these.
         run: what runs them; none is `run_children`.
         until: none begins after this moment (`time.monotonic`).
         standing: gives a table of how the runs stand: above the bars, or printed whenever one has ended.
@@ -234,9 +263,7 @@ def train_all(
     Raises:
         UserError, Interrupted: as `run_children`.
     """
-    pace = Pace(math.fsum(size for size, _ in done) + math.fsum(child.size for child in children))
-    for size, seconds in done:
-        pace.ended(size, seconds)
+    pace = Pace({child.name: child.left for child in children}, list(done))
     total = len(done) + len(children)
     if done:
         say.print(f"{len(done)} of {total} runs are finished already", highlight=False)

@@ -24,7 +24,7 @@ from attnres.reading import read_json
 from attnres.report.page import write_report
 from attnres.report.runs import Study, load_study
 from attnres.report.show import show
-from attnres.studies.children import Child, train_all
+from attnres.studies.children import Child, Ended, train_all
 from attnres.studies.plan import CompareConfig, Plan, make_plan
 from attnres.studies.speed import step_times
 from attnres.studies.standing import Standing
@@ -141,7 +141,7 @@ def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
                 page = write_report(load_study(work.out), work.out)[0]
                 say.print(f"{page} has the {finished} runs that are finished", highlight=False)
 
-        done = [(1.0, wall) for wall in work.walls.values()]
+        done = [Ended(name, 1.0, wall) for name, wall in work.walls.items()]
         train_all(work.children, done, jobs=work.jobs, say=say, standing=standing.table, on_end=report)
         if config.timing_s > 0 and config.base.finetune.init_from is not None:
             say.print("no timing in turn for a pretrained model: the table has each run's own step time")

@@ -25,7 +25,7 @@ from attnres.run_names import label_and_seed
 from attnres.studies.adopt import adopt, alike, computed_in, runs_in, same_computation
 from attnres.studies.archive import ARCHIVE, archived_in, is_alone, unpacked
 from attnres.studies.begin import RECORD, Begin, asked, begun, nothing_lost, same_material
-from attnres.studies.children import Child, Runner, train_all
+from attnres.studies.children import Child, Ended, Runner, train_all
 from attnres.studies.compare import Work, opened, time_steps
 from attnres.studies.cost import costs_of, hours
 from attnres.studies.design import Arm, Computed, Design, Setting
@@ -161,7 +161,7 @@ def _carry_out(
     """Run the unfinished runs of these arms, all arms together, and measure them. Of what the folder's runs.jsonl alone
     had, all has to be there by then (UserError), but for runs that others start from: it is written anew."""
     quiet = Console(quiet=True)
-    children, done, most, timed = list[Child](), list[tuple[float, float]](), list[int](), list[tuple[Work, float]]()
+    children, done, most, timed = list[Child](), list[Ended](), list[int](), list[tuple[Work, float]]()
     elsewhere = dataclasses.replace(elsewhere, trained=elsewhere.trained | runs_in([folder]))
     with ExitStack() as stack:
         for arm in arms:
@@ -188,7 +188,7 @@ def _carry_out(
                 for child in work.children
                 if not ended(child.folder)
             ]
-            done += [(_size(arm, setting, name), wall) for name, wall in work.walls.items()]
+            done += [Ended(f"{arm.name}/{name}", _size(arm, setting, name), wall) for name, wall in work.walls.items()]
             most.append(work.jobs)
             if arm.compare.timing_s > 0:
                 timed.append((work, arm.compare.timing_s))

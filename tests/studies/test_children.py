@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from attnres.errors import Interrupted, UserError
-from attnres.studies.children import Child, run_children, train_all
+from attnres.studies.children import Child, Ended, Pace, run_children, train_all
 from attnres.terminal import grid
 
 SAVES_ON_CTRL_C = """
@@ -71,10 +71,27 @@ def test_what_stands_is_told_after_each_run_but_the_last(tmp_path, capsys):
 
 def test_the_time_left_is_by_how_much_there_is_to_compute(tmp_path, capsys):
     small, large = script(tmp_path, "a", "pass"), script(tmp_path, "b", "pass", size=100.0)
-    train_all([small, large], [(1.0, 60.0)], jobs=1, say=Console())
+    train_all([small, large], [Ended("c", 1.0, 60.0)], jobs=1, say=Console())
     first, second = (line for line in capsys.readouterr().out.splitlines() if line.startswith("run "))
     assert first == "run 2/3 a, about 1 h 41 min left in all", "101 of what took a minute"
     assert "run 3/3 b, about 5" in second, "a took no time: 100 at half a minute each"
+
+
+def test_a_run_is_reckoned_by_those_of_other_seeds():
+    pace = Pace({"quick-seed1": 1.0, "slow-seed1": 1.0, "other-seed0": 1.0})
+    pace.left |= {"quick-seed0": 1.0, "slow-seed0": 0.5}  # half of it was there before
+    pace.ended("quick-seed0", 10.0)
+    assert pace.seconds_left == pytest.approx(3.5 * 10)
+    pace.ended("slow-seed0", 50.0)
+    assert pace.seconds_left == pytest.approx(10 + 100 + 60 / 1.5)
+
+
+def test_what_is_left_of_a_run_is_what_its_steps_say(tmp_path):
+    child = script(tmp_path, "a", "pass", size=8.0)
+    assert child.left == 8.0
+    child.folder.mkdir(exist_ok=True)
+    (child.folder / "metrics.jsonl").write_text(json.dumps({"kind": "train", "step": child.steps // 4, "loss": 1.0}))
+    assert child.left == pytest.approx(8.0 * (1 - (child.steps // 4) / child.steps))
 
 
 def test_none_begins_when_the_time_is_over(tmp_path):
