@@ -15,7 +15,7 @@ from attnres.run_names import run_name
 from attnres.studies.analyses.noise import Verdict, beside
 from attnres.studies.design import Arm, Call, Computed, Design, Measured, Result, Setting, Table
 from attnres.studies.lab.mlp import Mlps
-from attnres.text import UNKNOWN
+from attnres.text import UNKNOWN, listed
 
 WIDTH, SAMPLES = 32, 512
 ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -217,10 +217,14 @@ def _sentence(arm: str, name: str, cells: Sequence[Cell]) -> str:
     """What may be said of a mechanism by its cells."""
     parts = []
     for verdict in ("better", "worse"):
-        places = [f"{one.kind} {one.place:g}" for one in cells if one.verdict == verdict]
-        parts.append(f"{verdict} at {'; '.join(places) or 'none'}")
+        places = dict[str, list[str]]()
+        for one in cells:
+            if one.verdict == verdict:
+                places.setdefault(one.kind, []).append(f"{one.place:g}")
+        where = [f"{kind} ({', '.join(each)})" for kind, each in places.items()]
+        parts.append(f"{verdict} at {listed(where) if where else 'none'}")
     left = sum(one.verdict == "undecided" for one in cells)
-    return f"{name} beside {MECHANISMS[0]}, {arm}: {', '.join(parts)}; undecided at {left} of {len(cells)}."
+    return f"{name} beside {MECHANISMS[0]}, {arm}: {'; '.join(parts)}; undecided at {left} of {len(cells)}."
 
 
 def _taught_cell(measured: Measured, label: str, rate: float) -> str:
