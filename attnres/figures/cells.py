@@ -9,6 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.collections import Collection, PolyCollection
 from matplotlib.colors import FuncNorm, LinearSegmentedColormap, Normalize, PowerNorm
 from matplotlib.figure import Figure
+from numpy.typing import ArrayLike
 
 from attnres.figures import style
 from attnres.figures.plot import SMALL, number, plain, thin_ticks
@@ -76,12 +77,16 @@ def cells(
     return mesh
 
 
+def readable_on(colour: ArrayLike) -> str:
+    """White or black, whichever can be read on a colour (red, green and blue, 0 to 1)."""
+    red, green, blue = np.asarray(colour)[:3]
+    return "#fefefe" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "#101010"
+
+
 def cell_numbers(ax: Axes, mesh: Collection, values: np.ndarray, tops: np.ndarray, size: float) -> None:
     """The value in each cell, black or white, whichever is readable on it."""
     for r, c in zip(*np.nonzero(~np.isnan(values))):
-        red, green, blue, _ = mesh.to_rgba(values[r, c])
-        dark = 0.299 * red + 0.587 * green + 0.114 * blue < 0.5
-        colour = "#fefefe" if dark else "#101010"
+        colour = readable_on(mesh.to_rgba(values[r, c]))
         ax.text(c + 0.5, tops[r] + 0.52, number(values[r, c]), ha="center", va="center", fontsize=size, color=colour)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from attnres.figures import style
+from attnres.figures.cells import readable_on
 from attnres.figures.plot import COLUMN, PAGE, SMALL, Plot, canvas, head, legend, plain
 
 COLOURS = ("#4a5260", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", *style.OTHERS)
@@ -132,8 +133,8 @@ class Differences:
 
 @dataclass(frozen=True)
 class Grid:
-    """Numbers over two settings, a panel a mechanism: title -> (rows, columns), NaN where there is none; the lowest is
-    framed."""
+    """Numbers over two settings: title of a panel -> (rows, columns), NaN where there is none; the lowest of each row
+    is framed."""
 
     name: str
     title: str
@@ -151,15 +152,14 @@ class Grid:
         values = np.concatenate([panel[np.isfinite(panel)] for panel in self.panels.values()])
         low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
         for ax, (title, panel) in zip(axes[0], self.panels.items(), strict=True):
-            ax.imshow(panel, cmap="viridis_r", vmin=low, vmax=max(high, low + 1e-9), aspect="auto")
+            image = ax.imshow(panel, cmap="viridis_r", vmin=low, vmax=max(high, low + 1e-9), aspect="auto")
             ax.grid(False)
             for (row, column), value in np.ndenumerate(panel):
                 if math.isfinite(value):
-                    dark = value < low + 0.45 * (high - low)
-                    text = f"{value:.{self.digits}f}"
-                    ax.text(column, row, text, ha="center", va="center", fontsize=6, color="w" if dark else "k")
-            if np.isfinite(panel).any():
-                row, column = np.unravel_index(np.nanargmin(panel), panel.shape)
+                    text, colour = f"{value:.{self.digits}f}", readable_on(image.to_rgba(value))
+                    ax.text(column, row, text, ha="center", va="center", fontsize=6, color=colour)
+            for row in np.flatnonzero(np.isfinite(panel).any(1)):
+                column = np.nanargmin(panel[row])
                 box = np.array([(-0.5, -0.5), (0.5, -0.5), (0.5, 0.5), (-0.5, 0.5), (-0.5, -0.5)]) + (column, row)
                 ax.plot(*box.T, color=COLOURS[2], linewidth=1.6, clip_on=False)
             head(ax, title)

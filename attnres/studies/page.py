@@ -30,7 +30,7 @@ def report_page(outcomes: Sequence["Outcome"]) -> str:
         [one.design.title, one.setting.name, "{} of {}".format(*one.counts), one.result.verdict] for one in outcomes
     ]
     table = _table(
-        Table("", ["study", "preset", "runs", "verdict"], rows), "verdicts", [_anchor(one) for one in outcomes]
+        Table("", ["study", "preset", "runs", "verdict"], rows), "worded", [_anchor(one) for one in outcomes]
     )
     parts = [f"<section>\n<h2>All studies</h2>\n{table}</section>"]
     parts += map(_section, at_sizes(outcomes))
@@ -39,7 +39,8 @@ def report_page(outcomes: Sequence["Outcome"]) -> str:
         title = f"{escape(one.design.title)} · {escape(one.setting.name)}"
         parts.append(f'<section id="{_anchor(one)}">\n<h2>{title}</h2>\n{body}\n</section>')
     finished = sum(one.counts[0] == one.counts[1] for one in outcomes)
-    return _page("Studies of depth reads", f"{len(outcomes)} studies", f"{finished} of them are complete", "", parts)
+    headline = f"{finished} of {len(outcomes)} are complete"
+    return _page("Studies of depth reads", "The laboratory", headline, "", parts)
 
 
 def _page(title: str, kicker: str, headline: str, more: str, sections: Sequence[str]) -> str:
@@ -111,7 +112,8 @@ def _anchor(outcome: "Outcome") -> str:
 
 
 def _section(table: Table) -> str:
-    return f"<section>\n<h2>{escape(table.title)}</h2>\n{_table(table)}\n</section>"
+    kind = "worded" if table.head[-1] == "published" else "numbers"
+    return f"<section>\n<h2>{escape(table.title)}</h2>\n{_table(table, kind)}\n</section>"
 
 
 def _table(table: Table, kind: str = "numbers", anchors: Sequence[str] = ()) -> str:

@@ -71,7 +71,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         [Curves("depth-width", "Shape", caption, "d / layers", "loss (nats)", {"": lines}, log_x=True)] if lines else []
     )
     if np.isfinite(grid).any():
-        caption = "The same losses; framed: the lowest."
+        caption = "The same losses; framed: the lowest of each."
         charts.append(Grid("depth-width-grid", "Shape", caption, "", list(VARIANTS), "d / layers", columns, {"": grid}))
     values = {label: {"at": one.at, "inside": one.inside} for label, one in best.items()}
     return Result(" ".join(sentences) or "Too few shapes have finished.", [table], charts, values)
