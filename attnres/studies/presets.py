@@ -36,7 +36,7 @@ class Preset:
         many: steps of studies of many mechanisms.
         seeds: runs of a group where nothing else is asked for. floor: of the standard model, for the noise.
         ladder: sizes for scaling, ascending, and the tokens a parameter that each has.
-        layers: depths of the grid of depth and width, at one number of parameters; see `shape`.
+        layers: depths of the grid of depth and width, at the parameters of the recipe's layers; see `shape`.
         deep: many narrow layers. gpt2: the nanoGPT study's family at this size.
         small: of studies that train no decoder: a factor on their steps.
         flops_per_s: assumed of one run where this machine lacks the preset's device.
@@ -184,6 +184,7 @@ PICO = dataclasses.replace(
         "batch_size": 16,
     },
     ladder=(qwen3(16, 6, 1, 48), qwen3(24, 8, 1, 72), qwen3(32, 12, 1, 96), qwen3(40, 15, 1, 120)),
+    layers=(1, 2, *NANO.layers),
     deep=qwen3(16, 48, 1, 48),
     gpt2=gpt2(32, 12, 1),
     small=0.05,

@@ -18,13 +18,11 @@ VARIANTS = ("standard", "block")
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """An arm a depth; all have about the parameters of the recipe's layers, and as many steps as give equal FLOPs."""
     preset, recipe = setting.preset, setting.config()
-    layers = sorted(preset.layers)
-    middle = layers[len(layers) // 2]
     parameters = preset.layer_parameters
     vocabulary, length = vocabulary_of(recipe), recipe.data.seq_len
-    budget = preset.many * flops_a_token(shape(middle, parameters), length, vocabulary)
+    budget = preset.many * flops_a_token(shape(preset.depth, parameters), length, vocabulary)
     parts = []
-    for depth in layers:
+    for depth in sorted(preset.layers):
         size = shape(depth, parameters)
         steps = max(2, round(budget / flops_a_token(size, length, vocabulary)))
         run = setting.sized(size, steps=steps)
