@@ -205,7 +205,6 @@ class Watch:
     jobs: int
     number: int  # of the last one that began
     total: int
-    left: int
     standing: Callable[[], Table | None]
     on_end: Callable[[Child], None]
     shown: dict[Path, Bar] = field(default_factory=dict)
@@ -219,14 +218,13 @@ class Watch:
 
     def end(self, child: Child) -> None:
         """One has ended."""
-        self.left -= 1
         wall = time.monotonic() - child.began
         self.pace.ended(child.name, wall)
         self.shown.pop(child.folder).remove()
         if self.jobs > 1:
             self._print(f"{child.name} {'diverged' if child.has_diverged else 'finished'} in {duration(wall)}")
         self.on_end(child)
-        if self.left and self.bars.progress.disable and (table := self.standing()) is not None:
+        if self.pace.left and self.bars.progress.disable and (table := self.standing()) is not None:
             self._print(table)
 
     def poll(self, running: list[Child]) -> None:
@@ -270,7 +268,7 @@ def train_all(
     if not children:
         return
     with Bars(STEPS, shown=jobs > 1, stays=False, above=standing, console=say) as bars:
-        watch = Watch(bars, pace, jobs, len(done), total, len(children), standing, on_end)
+        watch = Watch(bars, pace, jobs, len(done), total, standing, on_end)
         (run or run_children)(
             children,
             jobs=jobs,
