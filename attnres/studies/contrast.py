@@ -159,7 +159,7 @@ class Contrast:
         if math.isnan(saved) or base != self.base:
             return UNKNOWN
         sign = "" if loss == one.mean else "> " if loss > one.mean else "< "
-        return f"{sign}{100 * saved:.0f} %"
+        return f"{sign}{number(100 * saved, 0)} %"
 
     def chart(self, name: str, title: str) -> Differences:
         """Differences with their standard errors over the band of the threshold."""
