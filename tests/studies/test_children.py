@@ -77,6 +77,11 @@ def test_the_time_left_is_by_how_much_there_is_to_compute(tmp_path, capsys):
     assert "run 3/3 b, about 5" in second, "a took no time: 100 at half a minute each"
 
 
+def test_threads_that_wait_leave_their_core_to_others(tmp_path):
+    beside, alone = script(tmp_path, "a", "pass"), script(tmp_path, "b", "pass", threads=2)
+    assert beside.variables()["OMP_WAIT_POLICY"] == "passive" and "OMP_WAIT_POLICY" not in alone.variables()
+
+
 def test_a_run_is_reckoned_by_those_of_other_seeds():
     pace = Pace({"quick-seed1": 1.0, "slow-seed1": 1.0, "other-seed0": 1.0})
     pace.left |= {"quick-seed0": 1.0, "slow-seed0": 0.5}  # half of it was there before
