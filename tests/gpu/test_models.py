@@ -315,8 +315,8 @@ ids = test_models.make_ids(device)
 expected = test_models.gradients(test_models.make(device, residual).train(), ids)
 
 wrapped = DistributedDataParallel(test_models.make(device, residual).train())
-found = test_models.gradients(wrapped, ids)
-test_models.assert_close({name.removeprefix("module."): g for name, g in found.items()}, expected, 1e-5)
+actual = test_models.gradients(wrapped, ids)
+test_models.assert_close({name.removeprefix("module."): g for name, g in actual.items()}, expected, 1e-5)
 del wrapped
 
 model = test_models.make(device, residual).train()
@@ -325,10 +325,10 @@ for layer in model.model.layers:
     fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
 for _ in range(2):
-    found = test_models.gradients(model, ids)
-whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in found.items()}
+    actual = test_models.gradients(model, ids)
+whole = {name: g.full_tensor() if hasattr(g, "full_tensor") else g for name, g in actual.items()}
 test_models.assert_close(whole, expected, 1e-5)
-del model, found, whole
+del model, actual, whole
 dist.destroy_process_group()
 print("equal")
 """
