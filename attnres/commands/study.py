@@ -31,7 +31,7 @@ class Study:
     name: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="NAME")] = ()
     """Which, one after the other; --list names them. `all` is all of them."""
     preset: str = "nano"
-    """The size: seconds, pico, micro, demo, nano or 100m."""
+    """The size: seconds, pico, micro, demo, nano or 100m; pico-fp32 to nano-fp32 for a processor that emulates bf16."""
     seeds: int | None = None
     """Runs of a group; none is the preset's number. The study of noise takes more."""
     source: str | None = None

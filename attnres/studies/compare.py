@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from attnres import terminal
 from attnres.device import cores
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
@@ -32,6 +33,7 @@ from attnres.studies.variants import Variant
 from attnres.text import duration
 from attnres.training.config import size_of, to_dict
 from attnres.training.data import data_record, held_out, prepare_from
+from attnres.training.environment import emulated
 from attnres.training.records import TIMES, Compared
 from attnres.training.run_folder import claim, same_data
 from attnres.training.start import find_start
@@ -117,6 +119,9 @@ def opened(
             for name, run in plan.runs.items()
             if name not in finished
         ]
+        run = next(iter(plan.runs.values()))  # all have its precision
+        if children and (warning := emulated(torch.device(run.device), run.dtype)):
+            terminal.say(say, warning)
         walls = {name: float(summary.get("wall_s") or 0) for name, summary in finished.items()}
         yield Work(out, plan, children, walls, jobs, vocabulary)
 

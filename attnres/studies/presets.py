@@ -218,7 +218,21 @@ HUNDRED = Preset(
     flops_per_s=1.5e14,
 )
 
-PRESETS = {"seconds": SECONDS, "pico": PICO, "micro": MICRO, "demo": DEMO, "nano": NANO, "100m": HUNDRED}
+
+def in_fp32(preset: Preset) -> Preset:
+    """The same recipe without bf16, for a processor that would emulate it: another recipe, with a noise of its own."""
+    return dataclasses.replace(preset, about=f"{preset.about}; in fp32", train={**preset.train, "dtype": "fp32"})
+
+
+_HERE = {"pico": PICO, "micro": MICRO, "demo": DEMO, "nano": NANO}
+"""Those of a CPU in bf16."""
+
+PRESETS = {
+    "seconds": SECONDS,
+    **_HERE,
+    "100m": HUNDRED,
+    **{f"{name}-fp32": in_fp32(preset) for name, preset in _HERE.items()},
+}
 """A preset is data alone: a larger one is a line here."""
 
 

@@ -31,16 +31,30 @@ def has_bf16(device: torch.device) -> bool:
     return bool(features.get("avx512_bf16") or features.get("amx_bf16") or features.get("arm_bf16"))
 
 
+def emulated(device: torch.device, dtype: str) -> str | None:
+    """What a user is told of a precision that the device computes by emulation; None of another."""
+    if dtype != "bf16" or has_bf16(device):
+        return None
+    return (
+        f"bf16 is emulated here ({name_of(device)}): a step takes many times as long as in fp32 (dtype fp32 or auto; "
+        "studies have presets in fp32)"
+    )
+
+
+def name_of(device: torch.device) -> str:
+    """The product's name of a GPU or of the processor."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
+
+
 def describe(device: torch.device, dtype: str) -> dict[str, Any]:
     """The content of environment.json: versions, device, processor, threads, precision, commit and date."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else processor()
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": version("transformers"),
         "attnres": attnres.__version__,
         "platform": platform.platform(),
-        "device": name,
+        "device": name_of(device),
         "device_type": device.type,
         "cpu": processor(),
         "threads": torch.get_num_threads(),

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from attnres.training.muon import StackedMuon
+from attnres.training.muon import StackedMuon, orthogonal, precision, rate_of
 
 _OPTIONS = ("lr", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
@@ -118,6 +118,8 @@ class _Divided:
 
 def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
     """Return what torch's Muon adds to a parameter with this update: it is given one of zeros, without momentum."""
+    if precision(update.device) is torch.float32:
+        return orthogonal([update], group)[0] * -rate_of(update.shape, group)
     parameter = nn.Parameter(torch.zeros_like(update))
     parameter.grad = update
     options = {name: group[name] for name in _OPTIONS}

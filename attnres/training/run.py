@@ -105,6 +105,8 @@ class Run:
         name = config.name or ""
         self.bars = Bars(STEPS, shown=progress)
         self.bar = self.bars.add(name, config.steps, self.past.step)
+        if warning := environment.emulated(who.device, config.dtype):
+            self.bars.say(f"{name}: {warning}")
         if state:
             self.bars.say(f"{name}: resumed at step {self.past.step} of {config.steps}")
         share = {"rank": self.layout.rank, "world_size": self.layout.shares}

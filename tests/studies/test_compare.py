@@ -1,10 +1,12 @@
 """A whole comparison with tiny models: equal conditions, nothing done twice, nothing overwritten."""
 
 import dataclasses
+import io
 import json
 
 import pytest
 import torch
+from rich.console import Console
 from tiny import NARROW
 
 from attnres.errors import UserError
@@ -13,10 +15,11 @@ from attnres.ops import cpu
 from attnres.report import load_study
 from attnres.residuals import register
 from attnres.residuals.mechanisms.standard import Standard
-from attnres.studies.compare import compare
+from attnres.studies.compare import compare, opened
 from attnres.studies.plan import CompareConfig, make_plan
 from attnres.studies.speed import step_times
 from attnres.studies.standing import Standing
+from attnres.training import environment
 from attnres.training.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, to_dict
 
 
@@ -66,6 +69,17 @@ def test_a_comparison_leaves_everything_on_disk(done):
     assert speed["baseline"] == "plain" and speed["plain"]["ratio"] == 1.0
     assert set(speed["variants"]) == {"standard", "block-num_blocks2"}
     assert len(speed["variants"]["block-num_blocks2"]["times"]) == speed["rounds"] >= 3
+
+
+@pytest.mark.parametrize(("dtype", "native", "lines"), [("bf16", False, 1), ("bf16", True, 0), ("fp32", False, 0)])
+def test_a_comparison_in_bf16_that_is_emulated_says_so_once(done, tmp_path, monkeypatch, dtype, native, lines):
+    config, _, _ = done
+    monkeypatch.setattr(environment, "has_bf16", lambda _: native)
+    base = dataclasses.replace(config.base, dtype=dtype)
+    text = io.StringIO()
+    with opened(dataclasses.replace(config, base=base, out=str(tmp_path / "out")), Console(file=text, width=400)):
+        pass
+    assert text.getvalue().count("bf16 is emulated here") == lines
 
 
 def test_how_it_stands_is_read_from_folders_that_grow(done, tmp_path):

@@ -431,6 +431,13 @@ def test_a_larger_size_is_data_alone(preset, tmp_path):
         assert _flops(name, one) > 100 * _flops(name, small)
 
 
+@pytest.mark.parametrize("preset", ["pico", "micro", "demo", "nano"])
+def test_a_preset_in_fp32_is_the_same_recipe_but_for_its_precision(preset, tmp_path):
+    one, other = (Setting(name, PRESETS[name], 3, None, tmp_path) for name in (preset, f"{preset}-fp32"))
+    assert one.config().dtype == "bf16" and other.config() == one.config(dtype="fp32")
+    assert one.folder("noise") != other.folder("noise") and not other.is_recipe(one.config())
+
+
 def _flops(name, setting):
     arms = survey(STUDIES[name], setting)[0]
     return sum(cost.flops for arm in arms for cost in costs_of(arm, setting.config(), names_of(arm)))

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from attnres.training import environment
@@ -20,6 +21,15 @@ def test_bf16_is_chosen_where_the_processor_has_it() -> None:
     features = torch.cpu.get_capabilities()
     assert environment.has_bf16(CPU) == any(features.get(f, False) for f in ("avx512_bf16", "amx_bf16", "arm_bf16"))
     assert not environment.has_bf16(torch.device("meta"))
+
+
+def test_emulated_bf16_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "has_bf16", lambda _: False)
+    said = environment.emulated(CPU, "bf16")
+    assert said is not None and environment.processor() in said and "fp32" in said
+    assert environment.emulated(CPU, "fp32") is None
+    monkeypatch.setattr(environment, "has_bf16", lambda _: True)
+    assert environment.emulated(CPU, "bf16") is None
 
 
 def test_peak_memory_sees_what_was_used() -> None:

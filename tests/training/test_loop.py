@@ -29,7 +29,7 @@ from attnres.head import Sums
 from attnres.models import build, load
 from attnres.models.snapshot import snapshots
 from attnres.residuals.check.interface import TAKEN
-from attnres.training import TrainConfig, checkpoint, from_dict, loop, to_dict, train, validate
+from attnres.training import TrainConfig, checkpoint, environment, from_dict, loop, to_dict, train, validate
 from attnres.training.branch import branch, branch_step
 from attnres.training.config import resolve
 from attnres.training.interrupt import Signals
@@ -576,6 +576,16 @@ def test_plain_lines_where_there_is_no_terminal(configure: Configure, capsys: py
     train(configure())
     output = capsys.readouterr().err
     assert "block-seed0  step 8/8  loss" in output and "tokens/s" in output and "\x1b" not in output
+
+
+def test_a_run_in_bf16_that_is_emulated_says_so(
+    configure: Configure, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(environment, "has_bf16", lambda _: False)
+    train(configure(dtype="bf16", steps=1))
+    assert capsys.readouterr().err.count("block-seed0: bf16 is emulated here") == 1
+    train(configure("other", dtype="auto", steps=1))
+    assert "emulated" not in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------ branches

@@ -2,10 +2,12 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from attnres.training import environment, muon, muon_shares
 from attnres.training.muon import StackedMuon
 
 SHAPES = [(16, 16)] * 3 + [(48, 16)] * 2 + [(16, 48)] * 2 + [(8, 24), (300, 300)]
@@ -34,7 +36,8 @@ def stepped(
         {"adjust_lr_fn": None, "momentum": 0.5, "ns_steps": 3},
     ],
 )
-def test_a_stack_is_updated_as_each_matrix_alone(options: dict[str, Any]) -> None:
+def test_a_stack_is_updated_as_each_matrix_alone(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(muon, "precision", lambda _: torch.bfloat16)
     assert {torch.Size(shape).numel() <= StackedMuon.small for shape in SHAPES} == {True, False}
     (ours, stacked), (theirs, alone) = stepped(StackedMuon, **options), stepped(torch.optim.Muon, **options)
     for one, other, start in zip(ours, theirs, stepped(StackedMuon, steps=0)[0], strict=True):
@@ -45,3 +48,37 @@ def test_a_stack_is_updated_as_each_matrix_alone(options: dict[str, Any]) -> Non
     assert kept["param_groups"] == expected["param_groups"] and kept["state"].keys() == expected["state"].keys()
     for place, state in expected["state"].items():
         assert torch.equal(kept["state"][place]["momentum_buffer"], state["momentum_buffer"])
+
+
+def test_where_bf16_is_emulated_every_matrix_is_orthogonalised_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = {"adjust_lr_fn": "match_rms_adamw"}
+    theirs, _ = stepped(torch.optim.Muon, **options)
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda _: pytest.fail("a product in bf16"))
+    monkeypatch.setattr(muon, "precision", lambda _: torch.float32)
+    ours, _ = stepped(StackedMuon, **options)
+    for one, other, start in zip(ours, theirs, stepped(StackedMuon, steps=0)[0], strict=True):
+        change, expected = one - start, other - start
+        assert (change - expected).norm() < 0.02 * expected.norm()  # what bf16's eight bits leave
+        assert not torch.equal(change, expected)
+
+
+@pytest.mark.parametrize("shape", [(16, 48), (48, 16), (300, 300)])
+def test_in_fp32_the_steps_are_those_of_the_formula(shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (muon, muon_shares):
+        monkeypatch.setattr(module, "precision", lambda _: torch.float32)
+    update = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    group = torch.optim.Muon([nn.Parameter(update)], lr=0.5, adjust_lr_fn="match_rms_adamw").param_groups[0]
+    left, values, right = np.linalg.svd(update.double().numpy(), full_matrices=False)
+    values /= np.linalg.norm(values)
+    a, b, c = group["ns_coefficients"]
+    for _ in range(group["ns_steps"]):  # the polynomial of a matrix is that of its singular values
+        values = a * values + b * values**3 + c * values**5
+    expected = torch.from_numpy(left * values @ right).float()
+    torch.testing.assert_close(muon.orthogonal([update], group)[0], expected, rtol=0, atol=1e-5)
+    rate = 0.5 * 0.2 * max(shape) ** 0.5
+    torch.testing.assert_close(muon_shares._orthogonal(update, group), -rate * expected, rtol=0, atol=2e-5)
+
+
+def test_the_steps_are_in_bf16_where_the_device_has_it() -> None:
+    native = environment.has_bf16(torch.device("cpu"))
+    assert muon.precision(torch.device("cpu")) is (torch.bfloat16 if native else torch.float32)
