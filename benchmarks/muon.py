@@ -2,6 +2,7 @@
 
     python benchmarks/muon.py                       # nano and 100m on a CPU, and one shape at a time
     python benchmarks/muon.py --device cuda
+    python benchmarks/muon.py --cases nano          # where bf16 is emulated, torch takes minutes for the larger ones
 
 Both take turns in one process. A shape alone is stacked however large it is: where that stops to pay is
 `StackedMuon.small`.
@@ -17,7 +18,7 @@ from torch import nn
 
 from attnres.models import build
 from attnres.training.config import OptimConfig
-from attnres.training.muon import StackedMuon
+from attnres.training.muon import StackedMuon, precision
 from attnres.training.optim import kinds
 
 SIZES = ("nano", "100m")
@@ -63,15 +64,21 @@ def run(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     harness.add_device(parser, ("fp32",))
+    parser.add_argument("--cases", nargs="+", help="which of them; none is all")
     options = parser.parse_args()
     options.dtype = "fp32"
     device = harness.settle(options, "muon")
-    result: dict[str, Any] = harness.head("muon", device, options.dtype, options.seed) | {"small": StackedMuon.small}
+    steps_in = str(precision(device)).removeprefix("torch.")
+    result: dict[str, Any] = harness.head("muon", device, options.dtype, options.seed)
+    result |= {"small": StackedMuon.small, "steps_in": steps_in}
     result["rows"] = {}
     cases = {size: shapes_of(size) for size in SIZES}
     for width in WIDTHS:
         for rows in (width, 3 * width):
             cases[f"{COUNT} of {rows} x {width}"] = [torch.Size((rows, width))] * COUNT
+    if unknown := set(options.cases or ()) - set(cases):
+        parser.error(f"no such case: {', '.join(sorted(unknown))}; expected {', '.join(cases)}")
+    cases = {case: cases[case] for case in options.cases or cases}
     bar = harness.progress("muon", len(cases))
     for done, (case, shapes) in enumerate(cases.items(), 1):
         stacked = StackedMuon if case in SIZES else AllStacked

@@ -16,20 +16,26 @@
 #include <immintrin.h>
 #endif
 
+/* Elements of a vector: those of a register. Of a wider vector GCC keeps every value in memory. */
+#if defined(__AVX512F__)
 #define W 16
+#elif defined(__AVX__)
+#define W 8
+#else
+#define W 4
+#endif
 typedef float vec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef uint32_t uvec __attribute__((vector_size(4 * W), aligned(4), may_alias));
 typedef uint16_t hvec __attribute__((vector_size(2 * W), aligned(2), may_alias));
 
-/* Sources and reads of one register block, and vectors of a row: what fits 32 wide registers, or 16 half as wide. */
+/* Sources and reads of one register block, and vectors of a row: what fits 32 registers, or 16. */
 #ifdef __AVX512F__
 #define BLOCK 4
-#define SPAN 2
 #else
 #define BLOCK 2
-#define SPAN 1
 #endif
+#define SPAN 2
 
 #define INLINE static inline __attribute__((always_inline))
 #define VEC(p) (*(vec *)(p))
@@ -79,6 +85,13 @@ INLINE const float *single(const rows *r, int64_t d, float *scratch) {
     return scratch;
 }
 
+#if W == 16
+INLINE float sum(vec x) {
+    vec y = x + SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+    y += SHUFFLE(y, y, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+    return (y[0] + y[2]) + (y[1] + y[3]);
+}
+
 /* Sums of 16 vectors at once: that of s[4 q + k] in lane 4 k + q. */
 INLINE vec sums(const vec *s) {
     vec r[8];
@@ -94,11 +107,25 @@ INLINE vec sums(const vec *s) {
     return SHUFFLE(r[0], r[1], 0, 2, 16, 18, 4, 6, 20, 22, 8, 10, 24, 26, 12, 14, 28, 30) +
            SHUFFLE(r[0], r[1], 1, 3, 17, 19, 5, 7, 21, 23, 9, 11, 25, 27, 13, 15, 29, 31);
 }
-
+#else
 INLINE float sum(vec x) {
-    vec y = x + SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-    y += SHUFFLE(y, y, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
-    return (y[0] + y[2]) + (y[1] + y[3]);
+#if W == 8
+    x += SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+#endif
+    return (x[0] + x[2]) + (x[1] + x[3]);
+}
+#endif
+
+/* out[j S + l] = the sum of s[4 l + j], for J times L of them. */
+INLINE void sums_of(const int J, const int L, const vec *s, int64_t S, float *out) {
+#if W == 16
+    vec all = sums(s);
+    for (int j = 0; j < J; j++)
+        for (int l = 0; l < L; l++) out[j * S + l] = all[4 * j + l];
+#else
+    for (int j = 0; j < J; j++)
+        for (int l = 0; l < L; l++) out[j * S + l] = sum(s[4 * l + j]);
+#endif
 }
 
 /* exp(x) for x <= 0 or nan, to 2 units of roundoff; 0 where it would be denormal. */
@@ -161,7 +188,7 @@ static inline int64_t block(int64_t left) {
 
 INLINE void dots_of(const int J, const int L, const float *const *v, const float *const *m, int64_t d, int64_t S,
                     float *out, float *squares) {
-    vec s[16] = {{0}}, own[4] = {{0}};
+    vec s[16] = {{0}}, own[16] = {{0}};
     for (int64_t i = 0; i < d; i += W) {
         vec x[4];
         for (int j = 0; j < J; j++) x[j] = CVEC(v[j] + i);
@@ -172,14 +199,8 @@ INLINE void dots_of(const int J, const int L, const float *const *v, const float
             for (int j = 0; j < J; j++) s[4 * l + j] += x[j] * y;
         }
     }
-    vec found = sums(s);
-    for (int j = 0; j < J; j++)
-        for (int l = 0; l < L; l++) out[j * S + l] = found[4 * j + l];
-    if (squares) {
-        vec both[16] = {own[0], own[1], own[2], own[3]};
-        found = sums(both);
-        for (int j = 0; j < J; j++) squares[j] = found[4 * j];
-    }
+    sums_of(J, L, s, S, out);
+    if (squares) sums_of(J, 1, own, 1, squares);
 }
 
 static void dots(int64_t J, int64_t L, const float *const *v, const float *const *m, int64_t d, int64_t S, float *out) {

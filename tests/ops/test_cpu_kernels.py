@@ -1,6 +1,11 @@
 """The C kernels against the plain arithmetic in fp64, function by function, in every combination of arguments."""
 
 import itertools
+import os
+import platform
+import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -255,3 +260,19 @@ def test_what_the_kernels_cannot_take_has_a_reason(monkeypatch):
         assert reason in cpu.why_not(*call)
     monkeypatch.setattr(cpu, "load", lambda: None)
     assert cpu.why_not([fits], FP32)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")
+@pytest.mark.parametrize("instructions", ["x86-64-v3", "x86-64"])
+def test_processors_with_narrower_vectors(instructions, tmp_path):
+    """All of the above with eight and with four elements a vector, in a process with kernels for such a processor."""
+    compiler = tmp_path / "compiler"
+    replaced = f"s/-march=native/-march={instructions}/"
+    compiler.write_text(f'#!/bin/sh\nexec {shutil.which(os.environ.get("CC", "cc"))} $(echo "$@" | sed {replaced})\n')
+    compiler.chmod(0o700)
+    environment = {**os.environ, "CC": str(compiler), "ATTNRES_CACHE": str(tmp_path / "cache")}
+    others = ["-k", f"not {test_processors_with_narrower_vectors.__name__}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", __file__, *others]
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert process.returncode == 0 and "SKIPPED" not in process.stdout, process.stdout
+    assert list((tmp_path / "cache" / "kernels").glob("*.so"))
