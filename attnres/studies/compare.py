@@ -119,8 +119,7 @@ def opened(
             for name, run in plan.runs.items()
             if name not in finished
         ]
-        run = next(iter(plan.runs.values()))  # all have its precision
-        if children and (warning := emulated(torch.device(run.device), run.dtype)):
+        if children and (warning := emulated(torch.device(plan.first.device), plan.first.dtype)):
             terminal.say(say, warning)
         walls = {name: float(summary.get("wall_s") or 0) for name, summary in finished.items()}
         yield Work(out, plan, children, walls, jobs, vocabulary)
@@ -167,7 +166,7 @@ def _prepare(out: Path, plan: Plan, say: Console) -> tuple[int, dict[str, Any]]:
 
     Raises UserError where a run in `out` was trained on other data.
     """
-    data = next(iter(plan.runs.values())).data
+    data = plan.first.data
     prepared = prepare_from(data)
     record = data_record(prepared, held_out(prepared, data))
     for name in plan.runs:
@@ -197,7 +196,7 @@ def _kernels(before: Compared, plan: Plan) -> str | None:
         return cpu.version()
     with cpu.switched(before["kernels"] is not None):
         here = cpu.version()
-    if before["kernels"] != here and not next(iter(plan.runs.values())).allow_different:
+    if before["kernels"] != here and not plan.first.allow_different:
         raise UserError(
             f"the comparison was begun with build {before['kernels']} of the C kernels, and here is {here}: runs "
             "would differ by more than their variants; continue it where it was begun, choose another --out, or "
@@ -218,7 +217,7 @@ def _share(before: Compared, jobs_option: int | None, plan: Plan, vocabulary: in
 def _jobs(plan: Plan, vocabulary: int) -> int:
     """Runs at once where none are asked for: on a CPU one a core (two small models on a thread each train faster than
     one on two threads), as many as fit in memory and at most four; on GPUs one each."""
-    if not next(iter(plan.runs.values())).device.startswith("cpu"):
+    if not plan.first.device.startswith("cpu"):
         return max(1, torch.cuda.device_count())
     jobs = min(cores(), 4, len(plan.runs))
     while jobs > 1 and not _fits(jobs, plan, vocabulary):
@@ -236,7 +235,7 @@ PLAIN = "plain"
 def time_steps(work: Work, seconds: float, say: Console) -> None:
     """Write OUT/speed.json unless it is there for the same variants, shape and machine settings."""
     out, plan, vocabulary = work.out, work.plan, work.vocabulary
-    run = next(iter(plan.runs.values()))
+    run = plan.first
     # A learning rate changes no time: variants that differ only in it are timed once.
     kinds: dict[str, str] = {}
     for label, variant in plan.variants.items():
@@ -302,7 +301,7 @@ def _fits(models: int, plan: Plan, vocabulary: int) -> bool:
     """Whether so many models with gradients and AdamW's state (16 bytes a parameter) take half the free memory."""
     from attnres.models import build
 
-    run = next(iter(plan.runs.values()))
+    run = plan.first
     if run.finetune.init_from is not None:
         parameters = find_start(run.finetune.init_from).weights.parameters
     else:

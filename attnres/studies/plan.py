@@ -39,6 +39,11 @@ class Plan:
     runs: dict[str, TrainConfig]
     baseline: str
 
+    @property
+    def first(self) -> TrainConfig:
+        """A run, for what all have alike: data, batch, device, precision."""
+        return next(iter(self.runs.values()))
+
 
 def make_plan(config: CompareConfig) -> Plan:
     """Every run's full configuration, checked: a mistake in the last variant shows before the first is trained."""

@@ -224,14 +224,14 @@ def in_fp32(preset: Preset) -> Preset:
     return dataclasses.replace(preset, about=f"{preset.about}; in fp32", train={**preset.train, "dtype": "fp32"})
 
 
-_HERE = {"pico": PICO, "micro": MICRO, "demo": DEMO, "nano": NANO}
-"""Those of a CPU in bf16."""
+_OF_A_CPU = {"pico": PICO, "micro": MICRO, "demo": DEMO, "nano": NANO}
+"""Those in bf16 on a CPU, which is asked to emulate it where it has none."""
 
 PRESETS = {
     "seconds": SECONDS,
-    **_HERE,
+    **_OF_A_CPU,
     "100m": HUNDRED,
-    **{f"{name}-fp32": in_fp32(preset) for name, preset in _HERE.items()},
+    **{f"{name}-fp32": in_fp32(preset) for name, preset in _OF_A_CPU.items()},
 }
 """A preset is data alone: a larger one is a line here."""
 

@@ -2,7 +2,8 @@
 
 torch's Muon takes DTensors too, but then each product of the Newton-Schulz steps may communicate, and all ranks make
 the same products. Here the update of a matrix is gathered once, by the rank that owns the matrix, orthogonalised there
-by torch's own Muon, and the result is scattered: two messages of the matrix's size, and the work is shared out.
+by torch's own Muon (in fp32 by `orthogonal`, where bf16 is emulated), and the result is scattered: two messages of the
+matrix's size, and the work is shared out.
 """
 
 from collections.abc import Iterable, Sequence
@@ -117,7 +118,7 @@ class _Divided:
 
 
 def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
-    """Return what torch's Muon adds to a parameter with this update: it is given one of zeros, without momentum."""
+    """Return what torch's Muon adds to a parameter with this update. It is given one of zeros, without momentum."""
     if precision(update.device) is torch.float32:
         return orthogonal([update], group)[0] * -rate_of(update.shape, group)
     parameter = nn.Parameter(torch.zeros_like(update))
