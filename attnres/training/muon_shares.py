@@ -120,7 +120,7 @@ class _Divided:
 def _orthogonal(update: Tensor, group: dict[str, Any]) -> Tensor:
     """Return what torch's Muon adds to a parameter with this update. It is given one of zeros, without momentum."""
     if precision(update.device) is torch.float32:
-        return orthogonal([update], group)[0] * -rate_of(update.shape, group)
+        return orthogonal([update], group)[0].to(update.dtype) * -rate_of(update.shape, group)
     parameter = nn.Parameter(torch.zeros_like(update))
     parameter.grad = update
     options = {name: group[name] for name in _OPTIONS}
