@@ -148,16 +148,18 @@ def _from_file(entry: str) -> type[Residual]:
     if not path.is_file():
         raise UserError(f"residual '{entry}': there is no file {path}; expected FILE.py:CLASS")
     # A name of its own for each file and content, so that a class is made once and can be pickled in this process.
-    digest = hashlib.sha256(bytes(path) + path.read_bytes()).hexdigest()[:12]
+    content = path.read_bytes()
+    digest = hashlib.sha256(bytes(path) + content).hexdigest()[:12]
     module_name = f"attnres_plugin_{path.stem}_{digest}"
     module = sys.modules.get(module_name)
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, path)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         try:
-            spec.loader.exec_module(module)
+            # Not by the spec's loader: it takes the bytecode of a file for that of one changed within a second.
+            exec(compile(content, path, "exec"), vars(module))
         except Exception as error:
             del sys.modules[module_name]
             raise UserError(f"{path} cannot be run ({type(error).__name__}: {error}): mend it first") from error

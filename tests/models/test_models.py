@@ -228,7 +228,7 @@ def test_reentrant_checkpointing_is_refused():
 @pytest.mark.parametrize(
     ("family", "residual", "compiler"),
     [
-        ("qwen3", "block", "inductor"),
+        pytest.param("qwen3", "block", "inductor", marks=pytest.mark.long),
         ("qwen3", "full", "aot_eager"),
         ("gpt2", "block", "aot_eager"),
         ("llama", "hyper_connections", "aot_eager"),
