@@ -1,6 +1,7 @@
 """Mechanisms by name: those that ship, those of a class, those of a file; a mistake is one sentence."""
 
 import pickle
+import sys
 
 import pytest
 import torch
@@ -73,7 +74,8 @@ def test_what_is_no_mechanism_is_refused():
     assert "mine" not in RESIDUALS and RESIDUALS["block"].__name__ == "Block"
 
 
-def test_a_file_is_read_once_and_again_when_it_changed(file):
+def test_a_file_is_read_once_and_again_when_it_changed(file, monkeypatch):
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)  # what was kept for the first content is not for the second
     mechanism = residual_class(f"{file}:Mine")
     assert residual_class(f"{file}:Mine") is mechanism is residual_class("mine")
     assert source_file("mine") == f"{file}:Mine" == plugins()
