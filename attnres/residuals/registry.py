@@ -159,7 +159,7 @@ def _from_file(entry: str) -> type[Residual]:
         sys.modules[module_name] = module
         try:
             # Not by the spec's loader: it takes the bytecode of a file for that of one changed within a second.
-            exec(compile(content, path, "exec"), vars(module))
+            exec(compile(content, path, "exec", dont_inherit=True), vars(module))
         except Exception as error:
             del sys.modules[module_name]
             raise UserError(f"{path} cannot be run ({type(error).__name__}: {error}): mend it first") from error
