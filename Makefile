@@ -21,8 +21,8 @@ PIP_ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 HASHED := --require-hashes --no-deps -r
-# Many images set it. pip compiles nothing here, so each process would compile all that it imports: 20 seconds of torch and
-# Transformers, in each of the tests' and the demo's processes.
+# Many images set it. pip compiles nothing here, so each process of the tests and the demo would compile what it imports of
+# torch and Transformers: 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: setup demo test lint types bench docs peers bench-gpu test-gpu test-scale soak test-long fuzz audit lock clean
