@@ -10,7 +10,7 @@ import importlib
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from attnres.errors import DEBUG, ERROR_FILE, Interrupted, UserError, first_line, is_panic, unknown
@@ -72,8 +72,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "--debug" in words:
         os.environ[DEBUG] = "1"
         words = [word for word in words if word != "--debug"]
+    carry_out(lambda: _dispatch(words), words)
+
+
+def carry_out(action: Callable[[], object], words: Sequence[str] = ()) -> None:
+    """Call `action`; an error of it is said in one sentence and leaves with its status, as `attnres` does it.
+
+    Args:
+        words: of the command line, of which files are named where nobody foresaw the error.
+    """
     try:
-        _dispatch(words)
+        action()
     except UserError as error:
         _fail(f"error: {one_line(str(error))}", 2)
     except Interrupted as error:
@@ -106,7 +115,7 @@ def _dispatch(arguments: list[str]) -> None:
         raise unknown("command", name, COMMANDS)
 
 
-def _unforeseen(error: BaseException, words: list[str]) -> str:
+def _unforeseen(error: BaseException, words: Sequence[str]) -> str:
     """A sentence for what no part of the program foresaw: what it is, where it is from, and what it was about."""
     ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "attnres" in Path(frame.filename).parts]
     place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "a library"

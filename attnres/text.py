@@ -1,7 +1,9 @@
-"""Numbers, amounts and lists of names as text. What is not known, None or NaN, is a dash."""
+"""Numbers, amounts, lists of names and tables as text. What is not known, None or NaN, is a dash."""
 
+import csv
+import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 UNKNOWN = "–"
 
@@ -101,3 +103,16 @@ def listed(names: Sequence[str]) -> str:
     'a, b and c'
     """
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def csv_text(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table as CSV, one line of text for the head and each row.
+
+    >>> csv_text(["name", "loss"], [["block, 4", 4.39]])
+    'name,loss\\n"block, 4",4.39\\n'
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(head)
+    writer.writerows(rows)
+    return text.getvalue()

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 import tyro
 
+from attnres.cli import carry_out
 from attnres.data import open_source
 from attnres.forward import evaluating, next_token_losses
 from attnres.inspect import KnockOut, find_residual, intervene, read_vectors
@@ -151,4 +152,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    carry_out(lambda: tyro.cli(main))

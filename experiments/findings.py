@@ -8,7 +8,6 @@ For each comparison NAME it writes OUT/NAME/findings.json, weights.csv and knock
 prints too; OUT/starts.png and .pdf show all of them.
 """
 
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +17,7 @@ from spike_figure import starts
 from spike_files import save, table
 from spikes import FindingsConfig, findings
 
-from attnres.errors import UserError
+from attnres.cli import carry_out
 from attnres.figures.write import Drawn, save_all
 
 
@@ -55,7 +54,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except UserError as error:
-        sys.exit(f"error: {error}")
+    carry_out(main)

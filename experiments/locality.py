@@ -7,16 +7,18 @@ A plain residual's read reaches half of what lies below it, and the embedding is
 are 1 for it by coefficients. By contributions (what an output is of the read, by projection on it) they are not, as its
 outputs differ in size: compare with the inspection of a standard model."""
 
-import csv
 from pathlib import Path
 
 import numpy as np
 import tyro
 
+from attnres.cli import carry_out
 from attnres.errors import UserError
+from attnres.files import write_text
 from attnres.inspect import Inspection
 from attnres.inspect.measures import depth_distance, embedding_persistence
 from attnres.residuals import depths, layout_of
+from attnres.text import csv_text
 
 FIELDS = ("name", "residual", "distance", "embedding", "distance_contribution", "embedding_contribution", "reads")
 FIRST = 4
@@ -56,14 +58,8 @@ def main(inspections: tyro.conf.Positional[tuple[Path, ...]], *, out: Path) -> N
         *means, reads = measure(inspection)
         rows.append((inspection.model["name"], inspection.model["residual"], *(f"{one:.3f}" for one in means), reads))
         print(*rows[-1], flush=True)
-    with out.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(FIELDS)
-        writer.writerows(rows)
+    write_text(out, csv_text(FIELDS, rows))
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except UserError as error:
-        raise SystemExit(f"locality.py: {error}") from None
+    carry_out(lambda: tyro.cli(main))

@@ -7,7 +7,6 @@ On held-out windows of the run, in fp32: the norm of the loss's gradient with re
 logit that the read can give (|query x gain| sqrt(d)), and the loss's change where query and gain of this read alone are
 what they started from."""
 
-import csv
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,10 @@ import tyro
 from torch import Tensor
 from torch.nn import functional as F
 
+from attnres.cli import carry_out
 from attnres.errors import UserError
+from attnres.files import write_text
+from attnres.text import csv_text
 from attnres.training.branch import kept_checkpoint
 from attnres.training.checkpoint import load_model, stored_state
 from attnres.training.config import from_dict
@@ -89,14 +91,8 @@ def main(
             row = (run.name, step, read.name, f"{gradient:.3e}", f"{logit:.2f}", f"{changed:+.4f}", len(chosen))
             print(*row, flush=True)
             table.append(row)
-    with out.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(FIELDS)
-        writer.writerows(table)
+    write_text(out, csv_text(FIELDS, table))
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except UserError as error:
-        raise SystemExit(f"query_gradients.py: {error}") from None
+    carry_out(lambda: tyro.cli(main))

@@ -16,6 +16,7 @@ import torch
 import tyro
 from safetensors.torch import load_file, save_file
 
+from attnres.cli import carry_out
 from attnres.errors import UserError
 from attnres.files import write_json
 from attnres.training import train
@@ -81,7 +82,4 @@ def main(
 
 
 if __name__ == "__main__":
-    try:
-        tyro.cli(main)
-    except UserError as error:
-        raise SystemExit(f"reset.py: {error}") from None
+    carry_out(lambda: tyro.cli(main))

@@ -1,13 +1,14 @@
 """Findings as files: all of them in JSON, weights and knock-outs as CSV, the main figures as text."""
 
-import csv
-import io
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from attnres.files import write_json, write_text
+from attnres.text import csv_text
+
+MEAN = ("mean", "se_documents", "se_seeds")
 
 
 def save(results: dict[str, Any], folder: str | Path) -> list[Path]:
@@ -15,18 +16,10 @@ def save(results: dict[str, Any], folder: str | Path) -> list[Path]:
     folder = Path(folder)
     paths = [folder / name for name in ("findings.json", "weights.csv", "knock_outs.csv", "findings.txt")]
     write_json(paths[0], results)
-    write_text(paths[1], _csv(("variant", "read", "boundary", "kind"), _weight_rows(results)))
-    write_text(paths[2], _csv(("variant", "reads", "at", "after"), _change_rows(results)))
+    write_text(paths[1], csv_text(["variant", "read", "boundary", "kind", *MEAN], _weight_rows(results)))
+    write_text(paths[2], csv_text(["variant", "reads", "at", "after", *MEAN], _change_rows(results)))
     write_text(paths[3], table(results))
     return paths
-
-
-def _csv(names: Sequence[str], rows: Iterator[Sequence[Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*names, "mean", "se_documents", "se_seeds"])
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def _weight_rows(results: dict[str, Any]) -> Iterator[Sequence[Any]]:
@@ -35,7 +28,7 @@ def _weight_rows(results: dict[str, Any]) -> Iterator[Sequence[Any]]:
         for kind, part in parts.items():
             for i, read in enumerate(variant["reads"]):
                 if part["mean"][i] is not None:
-                    values = (part[key][i] for key in ("mean", "se_documents", "se_seeds"))
+                    values = (part[key][i] for key in MEAN)
                     yield [variant["label"], read, int(i in variant["boundaries"]), kind, *values]
 
 
@@ -78,7 +71,7 @@ def table(results: dict[str, Any]) -> str:
 def beyond(spike: dict[str, Any], errors: float = 2.0) -> tuple[int, int, int]:
     """How many reads have a spike above, and below, zero by more than so many standard errors (over documents and over
     seeds, added in squares), and of how many there is one to tell."""
-    rows = zip(*(spike[key] for key in ("mean", "se_documents", "se_seeds")), strict=True)
+    rows = zip(*(spike[key] for key in MEAN), strict=True)
     with_errors = [(mean, math.hypot(documents or 0.0, seeds or 0.0)) for mean, documents, seeds in rows]
     told = [mean / error for mean, error in with_errors if error]
     return sum(ratio > errors for ratio in told), sum(ratio < -errors for ratio in told), len(told)

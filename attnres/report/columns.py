@@ -1,7 +1,5 @@
 """What is shown of each variant: the columns of the comparison table, in the terminal and as CSV."""
 
-import csv
-import io
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnres.report.stats import Paired
 from attnres.report.table import Row, Table
-from attnres.text import UNKNOWN, memory, number, with_error
+from attnres.text import UNKNOWN, csv_text, memory, number, with_error
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -165,11 +163,8 @@ def print_table(table: Table, verdict: str, console: "Console | None" = None) ->
 
 def to_csv(table: Table) -> str:
     """Give one line a variant with plain numbers (SI units, nats), both standard errors and the 95 % interval."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([column.name for column in COLUMNS])
-    writer.writerows([_plain(column.value(row, table)) for column in COLUMNS] for row in table.rows)
-    return out.getvalue()
+    rows = ([_plain(column.value(row, table)) for column in COLUMNS] for row in table.rows)
+    return csv_text([column.name for column in COLUMNS], rows)
 
 
 def _plain(value: Any) -> str:

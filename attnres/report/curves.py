@@ -1,10 +1,8 @@
 """Every held-out loss of a study's runs and its difference to the baseline's, as CSV."""
 
-import csv
-import io
-
 from attnres.report.runs import Study
 from attnres.report.stats import paired_at, strongest_baseline, unequal
+from attnres.text import csv_text
 
 COLUMNS = ("label", "seed", "step", "tokens", "loss", "windows", "difference", "difference_se_windows")
 
@@ -13,10 +11,8 @@ def curves_csv(study: Study) -> str:
     """Give one line a measurement: losses and paired differences in nats per token to the table's baseline; nothing
     where a run has no partner of its seed under equal conditions.
     """
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(COLUMNS)
     baseline = strongest_baseline(study)
+    lines: list[list[object]] = []
     partners = {} if baseline is None else {run.seed: run for run in study.of(baseline)}
     for label in study.labels:
         for run in study.of(label):
@@ -29,5 +25,5 @@ def curves_csv(study: Study) -> str:
                 if partner is not None and step in partner.windows:
                     pair = paired_at([(run, partner)], step)
                     row += [f"{pair.mean:.6f}", f"{pair.se_windows:.6f}"]
-                writer.writerow(row + [""] * (len(COLUMNS) - len(row)))
-    return out.getvalue()
+                lines.append(row + [""] * (len(COLUMNS) - len(row)))
+    return csv_text(COLUMNS, lines)

@@ -1,7 +1,5 @@
 """The measurements of a study's finished runs: read from the run folders, written as one CSV."""
 
-import csv
-import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +11,7 @@ from attnres.residuals.registry import ships
 from attnres.run_names import label_and_seed
 from attnres.studies.cost import STANDARD, Mechanism, flops_a_token
 from attnres.studies.design import Arm, Row
+from attnres.text import csv_text
 from attnres.training.records import ADVICE, TIMES, Finished, Timing
 from attnres.training.run_folder import DIVERGED
 from attnres.typed import checked
@@ -106,12 +105,8 @@ def _flops(config: dict[str, Any], vocabulary: int, summary: Finished) -> float:
 
 def to_csv(rows: Sequence[Row]) -> str:
     """One line a measurement, sorted: no clock has a part in it, so a study that was stopped gives the same."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow(COLUMNS)
     lines = [
         (row.arm, row.label, row.seed, row.step, row.tokens, f"{row.flops:.6g}", row.quantity, f"{row.value:.8g}")
         for row in rows
     ]
-    writer.writerows(sorted(lines))
-    return out.getvalue()
+    return csv_text(COLUMNS, sorted(lines))

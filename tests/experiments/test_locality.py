@@ -1,6 +1,7 @@
 """What is said of reads is what their weights say, one output after the other; of the plain sum it is one."""
 
 import csv
+import runpy
 from pathlib import Path
 
 import locality
@@ -47,3 +48,12 @@ def test_a_plain_sum_is_one_and_full_is_what_its_weights_say(tmp_path: Path) -> 
 def test_a_residual_without_a_mixing_matrix_is_refused() -> None:
     with pytest.raises(UserError, match="not linear in its outputs"):
         locality.measure(looked_at("postnorm"))
+
+
+def test_a_mistake_is_one_sentence_and_status_2(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr("sys.argv", ["locality.py", "missing.json", "--out", "never.csv"])
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(locality.__file__, run_name="__main__")
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and "error: cannot read missing.json" in said and said.count("\n") == 1
+    assert not Path("never.csv").exists()
