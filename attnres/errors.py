@@ -69,8 +69,12 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> UserError:
 
     >>> str(unknown("residual", "blokc", ["block", "full"]))
     "unknown residual 'blokc': did you mean 'block'? Valid: block, full"
+    >>> str(unknown("setting of residual 'standard'", "heads", []))
+    "unknown setting of residual 'standard' 'heads': there is none"
     """
     names = sorted(valid)
+    if not names:
+        return UserError(f"unknown {kind} '{name}': there is none")
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
     return UserError(f"unknown {kind} '{name}': {hint}Valid: {', '.join(names)}")
