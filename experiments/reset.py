@@ -23,9 +23,8 @@ from attnres.training import train
 from attnres.training.branch import branch, kept_checkpoint
 from attnres.training.checkpoint import checksum, load_model, named_tensors, reconfigure, save_model, stored_state
 from attnres.training.config import from_dict, to_dict
-from attnres.training.optim import GAIN, QUERY
 
-START = {QUERY: 0.0, GAIN: 1.0}
+START = {"query": 0.0, "gain": 1.0}
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 

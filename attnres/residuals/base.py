@@ -94,6 +94,9 @@ class Residual(nn.Module):
     watched_from_start: ClassVar[bool] = False
     """What it shows to those who watch is kept beside the state, from the start of a pass: one that goes on from a cut
     cannot be watched."""
+    slow: ClassVar[tuple[str, ...]] = ()
+    """Names of parameters that train at a tenth of the model's rate unless told otherwise: queries of a softmax over
+    depth, and gains of their keys, whose d products add up to a logit that nothing divides."""
     recompute_reads: bool = False
     """Keep nothing of what reads make for the backward pass, but make it again there: less memory, more time."""
 

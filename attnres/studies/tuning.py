@@ -12,7 +12,6 @@ from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.studies.variants import parse_variant
 from attnres.text import listed
 from attnres.training.config import READ_RATE
-from attnres.training.transfer import QUERY
 
 RECIPE, COARSE, BEST = "recipe", "coarse", "best"
 FLATTERED = 1.0
@@ -24,10 +23,9 @@ def candidates(setting: Setting, variant: str) -> list[str]:
     its own with these at the other of AdamW's rate and a tenth of it, which is the default of queries and gains."""
     lr, parsed = setting.config().optim.lr, parse_variant(variant)
     residual = make_residual(parsed.residual, 4, 16, **_small(parsed.settings))
-    names = [name.rpartition(".")[2] for name, _ in residual.named_parameters()]
     ways = [variant, f"{variant}@lr={lr / 2:g}", f"{variant}@lr={2 * lr:g}"]
-    other = lr if QUERY in names else READ_RATE * lr
-    return [*ways, f"{variant}@residual_lr={other:g}"] if names else ways
+    other = lr if residual.slow else READ_RATE * lr
+    return [*ways, f"{variant}@residual_lr={other:g}"] if any(True for _ in residual.parameters()) else ways
 
 
 def _small(settings: dict) -> dict:
@@ -66,7 +64,11 @@ def tuned_study(
         if "standard" not in measured.labels(RECIPE):
             return Result("Too few runs have finished.")
         plain = _held_beside(measured, RECIPE, {variant: variant for variant in variants}, title, published)
-        values, sentence = {RECIPE: plain.values}, f"At one rate for all: {plain.verdict}"
+        plain.tables[0].notes.append(
+            "Queries of depth reads and their keys' gains train at a tenth of AdamW's rate, which was chosen for "
+            "Block; everything else that a mechanism has of its own at the whole rate, matrices too."
+        )
+        values, sentence = {RECIPE: plain.values}, f"At the recipe's rates: {plain.verdict}"
         best = chosen_rates(setting, measured, variants)
         if "standard" not in best or not measured.labels(BEST):
             plain.tables[0].notes.append("No mechanism has been given a rate of its own yet.")

@@ -84,10 +84,10 @@ class OptimConfig:
     lr: float = 1e-3
     """Peak learning rate of AdamW."""
     residual_lr: float | None = None
-    """Peak learning rate of the residual's own parameters. None is a tenth of lr for queries (and what makes
-    them of the input) and gains, with which at the whole rate a model loses by 4 M tokens what it gained and does not
-    find it again (docs/results.md, section 10), and lr for the others of a residual; lr for all with
-    finetune.init_from."""
+    """Peak learning rate of the residual's own parameters. None is a tenth of lr for queries of depth reads (and
+    what makes them of the input) and their keys' gains (`Residual.slow`), with which at the whole rate a model loses
+    by 4 M tokens what it gained and does not find it again (docs/results.md, section 10), and lr for the others of a
+    residual; lr for all with finetune.init_from."""
     residual_hold: float = 0.0
     """Fraction of the steps in which the residual's own parameters stay at their start values. 0.05 gained nothing."""
     residual_warmup: float = 0.0

@@ -1,7 +1,8 @@
 """Which parameter is optimised how, chosen by what the parameter *is*, never by its shape alone.
 
     kind        what it is                             optimizer             weight decay
-    residual    everything of the model's residual     AdamW, own group      no
+    read        queries of depth reads, keys' gains    AdamW, own group      no
+    residual    everything else of the residual        AdamW, own group      no
     vector      norm weights, biases, scalars          AdamW                 no
     embedding   token and position tables              AdamW                 no
     head        an untied output projection            AdamW                 yes
@@ -24,32 +25,39 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from attnres.residuals import Residual
 from attnres.training.config import READ_RATE, OptimConfig
 from attnres.training.muon import StackedMuon
 from attnres.training.muon_shares import OwnedMuon
 from attnres.training.regimes import is_adapter
-from attnres.training.transfer import GAIN, QUERY, QUERY_WEIGHT, Transfer
+from attnres.training.transfer import QUERY, Transfer
 
+KINDS = ("read", "residual", "vector", "embedding", "head", "lora", "matrix")
+OF_RESIDUAL = ("read", "residual")
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 
 
 def kinds(model: nn.Module) -> dict[str, list[str]]:
-    """Names of the trainable parameters of `model` by kind: residual, vector, embedding, head, lora, matrix.
+    """Names of the trainable parameters of `model` by kind: read, residual, vector, embedding, head, lora, matrix.
 
-    `model.residual` is a module, or is not there. A parameter shared by two modules (tied embeddings) counts once.
+    `model.residual` is a module, or is not there; reads are what a `Residual` in it calls `slow`. A parameter shared by
+    two modules (tied embeddings) counts once.
     """
     inside = getattr(model, "residual", None)
-    residual = {id(parameter) for parameter in inside.parameters()} if isinstance(inside, nn.Module) else set()
+    modules = list(inside.modules()) if isinstance(inside, nn.Module) else []
+    residual = {id(parameter) for module in modules for parameter in module.parameters()}
+    own = [module for module in modules if isinstance(module, Residual)]
+    slow = {id(p) for module in own for name, p in module.named_parameters() if name in module.slow}
     tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     find_head = getattr(model, "get_output_embeddings", None)
     output = find_head() if callable(find_head) else None
     head = {id(parameter) for parameter in output.parameters()} if isinstance(output, nn.Module) else set()
-    names: dict[str, list[str]] = {"residual": [], "vector": [], "embedding": [], "head": [], "lora": [], "matrix": []}
+    names: dict[str, list[str]] = {kind: [] for kind in KINDS}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             continue
         if id(parameter) in residual:
-            kind = "residual"
+            kind = "read" if id(parameter) in slow else "residual"
         elif is_adapter(name):
             kind = "lora"
         elif parameter.ndim < 2:
@@ -89,9 +97,9 @@ def optimizers_of(
         plain: dict[tuple[float, float], list[str]] = {}
         for name in [name for name in names if name not in orthogonal]:
             # Pseudo-queries are decayed where that is asked for, back to the uniform mean.
-            pull = config.residual_decay if kind == "residual" and name.endswith(QUERY) else decay
+            pull = config.residual_decay if kind in OF_RESIDUAL and name.endswith(QUERY) else decay
             divisor = transfer.divisor(kind, name)
-            rates = (_adamw_rate(kind, name, every, config) / divisor, pull * divisor)
+            rates = (_adamw_rate(kind, config) / divisor, pull * divisor)
             plain.setdefault(rates, []).append(name)
         divisor = transfer.divisor(kind, "", muon=True)
         for groups, members, lr, pull in (
@@ -112,15 +120,11 @@ def optimizers_of(
     return optimizers
 
 
-def _adamw_rate(kind: str, name: str, names: Sequence[str], config: OptimConfig) -> float:
-    """Return AdamW's peak rate of a parameter among those of its kind: `residual_lr` has the rule for a residual's."""
-    if kind != "residual":
-        return config.lr
-    if config.residual_lr is not None:
+def _adamw_rate(kind: str, config: OptimConfig) -> float:
+    """Return AdamW's peak rate of a kind: `residual_lr` has the rule for a residual's."""
+    if kind in OF_RESIDUAL and config.residual_lr is not None:
         return config.residual_lr
-    module, dot, last = name.rpartition(".")
-    of_reads = last == QUERY_WEIGHT or (last in (QUERY, GAIN) and f"{module}{dot}{QUERY}" in names)
-    return config.lr * READ_RATE if of_reads else config.lr
+    return config.lr * READ_RATE if kind == "read" else config.lr
 
 
 def _alike(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
@@ -137,7 +141,7 @@ def set_learning_rate(optimizers: list[torch.optim.Optimizer], fraction: float, 
     """Set every group's rate to `fraction` of its peak; that of the residual's own to `residual` of that."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * fraction * (residual if group["kind"] == "residual" else 1.0)
+            group["lr"] = group["peak_lr"] * fraction * (residual if group["kind"] in OF_RESIDUAL else 1.0)
 
 
 # ------------------------------------------------------------------ state as named tensors

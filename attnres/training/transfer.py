@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-QUERY, GAIN, QUERY_WEIGHT = "query", "gain", "query_weight"
-"""The last part of the names of pseudo-queries, of the gains of their keys and of the weights that make queries of the
-input, in every mechanism that has them."""
+QUERY, QUERY_WEIGHT = "query", "query_weight"
+"""The last part of the names of pseudo-queries and of the weights that make queries of the input, in every mechanism
+that has them."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Transfer:
         last = name.rpartition(".")[2]
         if kind == "matrix":
             return math.sqrt(self.ratio) if muon else self.ratio
-        carried = name in self.final or (kind == "residual" and last in (QUERY, QUERY_WEIGHT))
+        carried = name in self.final or (kind == "read" and last in (QUERY, QUERY_WEIGHT))
         return self.ratio if carried else 1.0
 
 

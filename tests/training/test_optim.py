@@ -9,7 +9,14 @@ from tiny import NARROW
 
 from attnres.models import build
 from attnres.training.config import OptimConfig
-from attnres.training.optim import build_optimizers, kinds, load_state_tensors, set_learning_rate, state_tensors
+from attnres.training.optim import (
+    OF_RESIDUAL,
+    build_optimizers,
+    kinds,
+    load_state_tensors,
+    set_learning_rate,
+    state_tensors,
+)
 
 GPT2 = {"family": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
 
@@ -26,7 +33,8 @@ def test_every_parameter_has_one_kind(size: dict[str, Any], residual: str) -> No
     model = model_of(size, residual)
     parameters, groups = dict(model.named_parameters()), kinds(model)
     assert sorted(itertools.chain(*groups.values())) == sorted(parameters)
-    assert {id(parameters[n]) for n in groups["residual"]} == {id(p) for p in model.residual.parameters()}
+    own = {id(parameters[name]) for kind in OF_RESIDUAL for name in groups[kind]}
+    assert own == {id(p) for p in model.residual.parameters()}
     assert all(parameters[name].ndim < 2 for name in groups["vector"])
     assert all(parameters[name].ndim == 2 for name in groups["matrix"])
     assert len(groups["matrix"]) == (8 if size is GPT2 else 14)
@@ -39,7 +47,7 @@ def test_queries_and_gains_are_neither_decayed_nor_orthogonalised() -> None:
     adamw, muon = build_optimizers(model, OptimConfig(optimizer="muon", weight_decay=0.3))
     assert isinstance(adamw, torch.optim.AdamW) and isinstance(muon, torch.optim.Muon)
     by_kind = {group["kind"]: group for group in adamw.param_groups}
-    assert {id(p) for p in by_kind["residual"]["params"]} == {id(p) for p in model.residual.parameters()}
+    assert {id(p) for p in by_kind["read"]["params"]} == {id(p) for p in model.residual.parameters()}
     assert {kind: group["weight_decay"] for kind, group in by_kind.items()} == dict.fromkeys(by_kind, 0.0)
     assert [(group["kind"], group["weight_decay"], group["lr"]) for group in muon.param_groups] == [
         ("matrix", 0.3, 2e-3)
@@ -49,7 +57,7 @@ def test_queries_and_gains_are_neither_decayed_nor_orthogonalised() -> None:
 def test_adamw_decays_matrices_only() -> None:
     (adamw,) = build_optimizers(model_of({**NARROW, "tie_word_embeddings": False}), OptimConfig(weight_decay=0.3))
     decays = {group["kind"]: group["weight_decay"] for group in adamw.param_groups}
-    assert decays == {"residual": 0.0, "vector": 0.0, "embedding": 0.0, "head": 0.3, "matrix": 0.3}
+    assert decays == {"read": 0.0, "vector": 0.0, "embedding": 0.0, "head": 0.3, "matrix": 0.3}
     assert adamw.defaults["fused"]
 
 
@@ -57,7 +65,10 @@ def test_adamw_decays_matrices_only() -> None:
     ("residual", "settings", "tenths"),
     [
         ("full", {"query": "input"}, {"query", "gain", "weighting.query_weight"}),
-        ("lr_attnres", {"rank": 2}, {"query"}),
+        ("boundary", {}, {"query", "gain"}),
+        ("lr_attnres", {"rank": 2}, set()),  # its logits are divided, and inkling2's
+        ("inkling2", {}, set()),
+        ("keel", {}, set()),  # a gain of a norm
         ("denseformer", {}, set()),
     ],
 )
@@ -116,7 +127,7 @@ def test_queries_are_held_warmed_up_and_decayed_on_request(decay):
     (adamw,) = build_optimizers(model, OptimConfig(lr=0.5, residual_lr=0.5, residual_decay=decay))
     set_learning_rate([adamw], 0.8, 0.25)
     for group in adamw.param_groups:
-        assert group["lr"] == pytest.approx(0.5 * 0.8 * (0.25 if group["kind"] == "residual" else 1.0))
+        assert group["lr"] == pytest.approx(0.5 * 0.8 * (0.25 if group["kind"] in OF_RESIDUAL else 1.0))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     adamw.step()

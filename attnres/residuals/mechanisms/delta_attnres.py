@@ -41,6 +41,7 @@ class DeltaAttnRes(Residual):
 
     name = "delta_attnres"
     traits = Traits(True, sums_to_one=False, has_query=True, starts_standard=True)
+    slow = ("query", "gain")
     about = About(
         "h_l = x_l + sum_i softmax_i(w_l . N(v_i)) v_i over outputs, or finished blocks' sums; x_l the running sum",
         "w = 0",

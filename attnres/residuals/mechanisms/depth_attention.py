@@ -79,6 +79,7 @@ class DepthAttention(Residual):
 
     traits = Traits(True, sums_to_one=True, has_query=True, starts_standard=True)
     parts = (Weighting, Gates)
+    slow = ("query", "gain", "weighting.query_weight")
     output_read: ClassVar[bool] = True
     """Whether the output has a read of its own."""
     carries: ClassVar[bool] = False

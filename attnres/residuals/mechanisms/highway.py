@@ -55,9 +55,9 @@ class Highway(TokenMix):
 
     def write(self, state: Tensor, index: int, output: Tensor) -> Tensor:
         dtype = compute_dtype(state.dtype)
-        # A matrix product as the model's own are, in their precision.
-        logit = F.linear(state, self.weight[index].to(state.dtype), self.bias[index].to(state.dtype))
-        gate = torch.sigmoid(logit.to(dtype))
+        # A matrix product as the model's own are, in their precision; the number that it is added to in full.
+        logit = F.linear(state, self.weight[index].to(state.dtype)).to(dtype) + self.bias[index].to(dtype)
+        gate = torch.sigmoid(logit)
         self.follow(index, 1.0 - gate, gate)
         return torch.lerp(state.to(dtype), output.to(dtype), gate).to(state.dtype)
 

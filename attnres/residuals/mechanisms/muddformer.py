@@ -20,6 +20,8 @@ class MuddFormer(Mixtures):
     value; what it and its MLP write is added to the stream's. After the last layer there is one mixture, the head's.
     N is an RMSNorm without gain. W1 is (C (i+2), d) with C = 4 or 1, from N(0, 1/d); W2 = 0; b = [0 .. 0, 1].
 
+    The publication's code rounds the rows of W1 up to a multiple of 64 and has four times as many after the last layer.
+
     `last_layers` mixes after so many of the last layers alone. With 2 it is what held a speedrun's record, there of
     values and stream only, over some of the sources. The publication norms queries, keys and values with a gain each:
     here they share one, which the projection behind it can hold as well.
