@@ -13,7 +13,7 @@ from attnres.report.runs import Run, Study
 from attnres.stats import standard_error, t_quantile
 from attnres.typed import leaves
 
-SEEDS_FOR_SEED_ERROR = 3
+SEEDS_FOR_SEED_ERROR = 2
 
 COMPARED = (
     *("model.residual", "model.settings", "model.block_size", "model.num_blocks"),
@@ -38,7 +38,7 @@ class Paired:
     """A variant's loss minus another's on the same held-out windows, in nats per token; negative is better.
 
     `se` and the interval `mean +- margin` (Student's t, 95 % over all variants that are held against the baseline,
-    as Bonferroni has it) are over windows, and from three seeds on over seeds;
+    as Bonferroni has it) are over windows, and from two seeds on over seeds;
     there the interval over windows is kept where it is the wider one, since a few seeds may agree by luck and all of
     them were measured on the same windows. `basis` says which.
     """
@@ -138,7 +138,7 @@ def interval(
     se_windows: float, windows: int, se_seeds: float, seeds: int, comparisons: int = 1
 ) -> tuple[str, float, float]:
     """What an error is over, it, and half of its interval, 95 % over so many comparisons together: over seeds from
-    three on, unless that over windows is the wider one."""
+    two on, unless that over windows is the wider one."""
     point = 1 - 0.025 / comparisons
     margin = t_quantile(point, windows - 1) * se_windows if windows > 1 else math.nan
     if seeds >= SEEDS_FOR_SEED_ERROR and not (by_seeds := t_quantile(point, seeds - 1) * se_seeds) < margin:

@@ -19,6 +19,7 @@ from attnres.report.stats import (
 )
 from attnres.residuals import Traits
 from attnres.text import listed, number
+from attnres.timing import spread
 
 ROUNDS = 5
 """Of a timing in turn, from which its medians are shown."""
@@ -119,12 +120,11 @@ def build_table(study: Study) -> Table:
     interleaved = baseline is not None and not math.isnan(_timed(study, baseline))
     base_time = _median_of(study.counted(baseline), "step_s") if baseline else math.nan
     plain = _seconds((study.speed or {}).get("plain"))
-    base_timed = _timed(study, baseline or "") if math.isnan(plain) else plain
     rows = []
     for label in study.labels:
         runs, counted = study.of(label), study.counted(label)
         if interleaved:
-            ratio = _timed(study, label) / base_timed
+            ratio = _beside(study, label, baseline or "")
             speed = _tokens_a_step(runs[0]) / _timed(study, label)
         else:
             ratio = _median_of(counted, "step_s") / base_time
@@ -158,6 +158,14 @@ def _median_of(runs: list[Run], key: str) -> float:
 
 def _timed(study: Study, label: str) -> float:
     return _seconds((study.speed or {}).get("variants", {}).get(label))
+
+
+def _beside(study: Study, label: str, baseline: str) -> float:
+    """The median of the rounds' ratios of a step to the plain model's, to the baseline's where that was not timed."""
+    speed = study.speed or {}
+    entries = [speed.get("variants", {}).get(label), speed.get("plain") or speed.get("variants", {}).get(baseline)]
+    rounds = [(entry or {}).get("times") or [_seconds(entry)] for entry in entries]
+    return spread(*rounds).ratio if len(set(map(len, rounds))) == 1 else _seconds(entries[0]) / _seconds(entries[1])
 
 
 def _seconds(entry: dict[str, Any] | None) -> float:
@@ -255,7 +263,7 @@ def _what_the_losses_error_is(rows: list[Row]) -> list[str]:
     if not seeds:
         return []
     many = [count >= SEEDS_FOR_SEED_ERROR for count in seeds]
-    over = "seeds" if all(many) else "windows, or seeds where they are three or more" if any(many) else "windows"
+    over = "seeds" if all(many) else "windows, or seeds where there are several" if any(many) else "windows"
     shared = (
         ", some of it common to all variants, which the difference leaves out"
         if any(row.paired for row in rows)

@@ -74,9 +74,10 @@ def tuned_study(
             plain.tables[0].notes.append("No mechanism has been given a rate of its own yet.")
             return Result(sentence, plain.tables, [plain.contrasts[0].chart(name, title)], values)
         own = _held_beside(measured, BEST, best, best_title, published)
+        fewest = min(len(seeds) for label in measured.labels(BEST) if (seeds := measured.finals(BEST, label)))
         own.tables[0].notes.append(
             "Each mechanism is at the best of its rates by seed 0, which counts here too: where they are level that "
-            f"flatters it, the standard model as well, by {FLATTERED / setting.seeds:.1f} sigma or so. One with "
+            f"flatters it, the standard model as well, by {FLATTERED / fewest:.1f} sigma or so. One with "
             "parameters of its own had four to choose from, one without three."
         )
         if edge := [label_of(chosen) for chosen in best.values() if "@lr=" in chosen]:

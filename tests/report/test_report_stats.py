@@ -60,6 +60,15 @@ def test_three_seeds_have_their_error_over_seeds(tmp_path):
     assert pair.margin == pytest.approx(4.3027 * pair.se, rel=1e-4)
 
 
+def test_two_seeds_that_disagree_decide_nothing(tmp_path):
+    study, _ = both(write_study(tmp_path, ("standard", "block"), seeds=2, noise=0.0001))
+    for run, shift in zip(study.of("block"), (0.044, -0.028), strict=True):
+        run.windows[1000] += shift - run.windows[1000].mean() + study.of("standard")[run.seed].windows[1000].mean()
+    pair = paired(study, "block", "standard")
+    assert pair is not None and pair.basis == "seeds" and not pair.decided
+    assert pair.se == pytest.approx(0.036)
+
+
 def test_what_is_said_of_three_seeds_is_held_against_all_that_were_compared(tmp_path):
     """The interval is 95 % over all three variants, not over each."""
     study, table = both(write_study(tmp_path, ("standard", "block", "full", "rescaled"), seeds=3, noise=0.0001))
@@ -398,7 +407,10 @@ def test_a_timing_has_its_quartiles_and_is_withheld_where_it_says_nothing(tmp_pa
     write_study(tmp_path)
     speed = json.loads((tmp_path / "speed.json").read_text())
     for name, entry in speed["variants"].items():
-        entry |= {"times": [0.4] * rounds, "ratio_quartiles": quartiles if name == "block" else [1.0, 1.0]}
+        entry |= {
+            "times": [entry["median_s"]] * rounds,
+            "ratio_quartiles": quartiles if name == "block" else [1.0, 1.0],
+        }
     (tmp_path / "speed.json").write_text(json.dumps(speed))
     _, table = both(tmp_path)
     cells = {column.name: column.text(table.row("block"), table) for column in COLUMNS}
@@ -409,6 +421,17 @@ def test_a_timing_has_its_quartiles_and_is_withheld_where_it_says_nothing(tmp_pa
         assert any("withheld" in note and said in note for note in table.notes)
     (row,) = [row for row in csv.DictReader(io.StringIO(to_csv(table))) if row["label"] == "block"]
     assert (float(row["step_time_low"]), float(row["step_time_high"])) == quartiles
+
+
+def test_a_step_is_held_against_the_baselines_of_its_round(tmp_path):
+    """Rounds in which the machine was slow were slow for both."""
+    write_study(tmp_path)
+    speed = json.loads((tmp_path / "speed.json").read_text())
+    times = {"standard": [0.4, 0.4, 0.8, 0.8, 0.8], "block": [0.44, 0.44, 0.44, 0.88, 0.88]}
+    for name, values in times.items():
+        speed["variants"][name] |= {"times": values, "median_s": sorted(values)[2]}
+    (tmp_path / "speed.json").write_text(json.dumps(speed))
+    assert both(tmp_path)[1].row("block").step_ratio == pytest.approx(1.1)
 
 
 def test_without_an_interleaved_timing_the_ratio_says_so(tmp_path):

@@ -111,14 +111,19 @@ def test_steady_mechanisms_are_seldom_taken_for_wild_ones():
 
 
 def test_the_exchange_rate_of_a_known_curve():
+    """Losses fall ever more slowly: a line between two lengths would say 12 % where 10 % are saved."""
+
+    def curve(n: float) -> float:
+        return 3.4 + 100 * n**-0.66
+
     steps = [500, 1000, 2000, 4000]
-    rate = exchange(steps[::-1], [4 - math.log(n) / 10 for n in steps[::-1]])
+    rate = exchange(steps[::-1], [curve(n) for n in steps[::-1]])
     for other in (600, 1000, 3000, 6000, 200):
-        assert rate.equal(4 - math.log(other) / 10) == pytest.approx(other)
-    loss = 4 - math.log(2500) / 10
-    base = 4 - math.log(2000) / 10
-    assert rate.saved(loss, base) == pytest.approx(0.2)
-    assert rate.saved(loss, base, 1.25) == pytest.approx(0)
+        assert rate.equal(curve(other)) == pytest.approx(other, rel=1e-3)
+    loss, base = curve(2500), curve(2000)
+    assert rate.saved(loss, base) == pytest.approx(0.2, abs=1e-3)
+    assert exchange([2000, 4000], [base, curve(4000)]).saved(curve(2000 / 0.9), base) == pytest.approx(0.12, abs=0.006)
+    assert rate.saved(loss, base, 1.25) == pytest.approx(0, abs=1e-3)
     assert rate.saved(loss, loss) == 0, "nothing is saved against a baseline that is as good"
     assert rate.within(3.0) == rate.losses[-1] and rate.within(9.0) == rate.losses[0] and rate.within(loss) == loss
 
@@ -185,6 +190,8 @@ def test_the_valley_of_a_parabola():
     values = [2 + 0.1 * math.log(n / 25) ** 2 for n in x]
     low = optimum(x, [v + e for v, e in zip(values, (1e-3, -1e-3, 5e-4, -5e-4, 0))], sigma=1e-3)
     assert low.at == pytest.approx(25, rel=0.05) and low.inside and low.low < 25 < low.high
+    bent = optimum(x, [v + e for v, e in zip(values, (0.02, -0.02, 0.01, -0.01, 0))], sigma=1e-3)
+    assert math.log(bent.high / bent.low) > 3 * math.log(low.high / low.low), "what the parabola leaves is chance too"
     edge = optimum([5, 10, 20], [3.0, 2.0, 1.0])
     assert edge.at == pytest.approx(20) and not edge.inside
     assert optimum([5, 10, 20], [1.0, 2.0, 1.9]).at == pytest.approx(5), "a hill has no valley"

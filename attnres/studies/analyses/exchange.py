@@ -3,16 +3,20 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+
+from attnres.studies.analyses.scaling import Fit, fit
 
 
 @dataclass(frozen=True)
 class Exchange:
     """Final losses of the standard model over how long it was trained, each with a whole schedule of its own.
 
-    Between the lengths that were trained the loss is a line in the logarithm of the steps, and beyond them its last
-    piece goes on: `within` says where that is.
+    Through three lengths or more goes L = E + A n^-a; through two a line in the logarithm of the steps, which flatters
+    what is better, as losses fall ever more slowly. Beyond the lengths that were trained it goes on: `within` says
+    where that is.
 
     Attributes:
         steps: lengths, ascending. losses: means over seeds, falling; lengths whose losses
@@ -24,12 +28,16 @@ class Exchange:
 
     def equal(self, loss: float) -> float:
         """The steps at which the standard model has this loss; NaN where fewer than two losses differ."""
-        where, losses = np.log(self.steps), np.asarray(self.losses)
-        if len(where) < 2:
+        if len(self.steps) < 2:
             return math.nan
-        piece = int(np.clip(np.searchsorted(-losses, -loss), 1, len(where) - 1))
-        slope = (where[piece] - where[piece - 1]) / (losses[piece] - losses[piece - 1])
-        return float(math.exp(where[piece] + slope * (loss - losses[piece])))
+        if len(self.steps) > 2:
+            return self._curve.compute(loss)
+        (first, last), (high, low) = self.steps, self.losses
+        return first * (last / first) ** ((loss - high) / (low - high))
+
+    @cached_property
+    def _curve(self) -> Fit:
+        return fit(self.steps, self.losses)
 
     def within(self, loss: float) -> float:
         """The nearest loss that was trained."""

@@ -8,9 +8,9 @@ standard error sigma sqrt(1/n1 + 1/n2), and is called one where it exceeds
 for m differences looked at together (Bonferroni). Three sigma is the rule of modded-nanogpt's and other small
 laboratories' noise floors; Student's t takes over where sigma is of few seeds or many things are compared.
 
-Runs of one seed share their data and most of their start, so that a difference over the same seeds varies less than
-that says: the rule errs on the careful side. sigma is one for all mechanisms but those whose seeds vary more than the
-others' (`spread_of`), which are judged by their own.
+Runs of one seed share their data and most of their start, so that a difference over the same seeds may vary less than
+that says: it does at nano; in GPT-2's family at micro and in the depth tasks it does not. sigma is one for all
+mechanisms but those whose seeds vary more than the others' (`spread_of`), which are judged by their own.
 """
 
 import math

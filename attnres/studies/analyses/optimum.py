@@ -28,16 +28,16 @@ def optimum(x: Sequence[float], y: Sequence[float], sigma: float | None = None, 
     """Fit y = a + b log x + c (log x)^2; the interval is of points redrawn with standard deviation sigma.
 
     Args:
-        x, y: at least three different places. sigma: none takes what the parabola leaves.
+        x, y: at least three different places. sigma: of chance; where the parabola leaves more, that.
     """
     where, values = np.log(np.asarray(x, dtype=float)), np.asarray(y, dtype=float)
     if len(set(x)) < 3:
         raise ValueError(f"{len(set(x))} places: a parabola needs three")
     at, value, inside = _valley(where, values)
     curve = np.polyval(np.polyfit(where, values, 2), where)
-    if sigma is None or not math.isfinite(sigma):
-        free = len(values) - 3
-        sigma = float(np.sqrt(((values - curve) ** 2).sum() / free)) if free > 0 else math.nan
+    free = len(values) - 3
+    left = float(np.sqrt(((values - curve) ** 2).sum() / free)) if free > 0 else math.nan
+    sigma = max((one for one in (sigma, left) if one is not None and math.isfinite(one)), default=math.nan)
     low = high = math.nan
     if math.isfinite(sigma):
         draws = np.random.default_rng(seed).standard_normal((DRAWS, len(values)))
