@@ -13,9 +13,8 @@ import torch.nn.functional as F
 from peers import Peer
 from torch import Tensor, nn
 
-from attnres.ops import Norm, compute_dtype
+from attnres.ops import Norm, compute_dtype, full_precision
 from attnres.residuals import NormLike, Residual, register
-from attnres.residuals.arithmetic import full_precision
 from attnres.residuals.mechanisms.block import Block, resolve_block_sizes
 
 EPS = 1e-6

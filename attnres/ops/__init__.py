@@ -4,7 +4,7 @@ from attnres.ops.dispatch import Plan, explain, in_two_phases
 from attnres.ops.norms import Norm, inverse_rms
 from attnres.ops.one_read import depth_read
 from attnres.ops.plain import plain_torch
-from attnres.ops.reference import compute_dtype, depth_read_reference, scaled_query
+from attnres.ops.reference import compute_dtype, depth_read_reference, full_precision, scaled_query
 from attnres.ops.two_phase import Merged, SealedRead, SealedReads, apply_norm, merge, read_sealed
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "depth_read",
     "depth_read_reference",
     "explain",
+    "full_precision",
     "in_two_phases",
     "inverse_rms",
     "merge",

@@ -108,7 +108,7 @@ def _choose(
             return "cpu", cpu, "a CPU with a C compiler", False
         return "eager", eager, reason, not turned_off()
     if device != "cuda":
-        return "eager", eager, f"there are no kernels for device {device}", True
+        return "eager", eager, f"there are no kernels for device {device}", device != "meta"
     module = _gpu()
     if isinstance(module, str):
         return "eager", eager, module, True

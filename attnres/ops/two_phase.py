@@ -35,7 +35,7 @@ from attnres.ops import plain, registered
 from attnres.ops.backend import Backend, MergeSaved
 from attnres.ops.dispatch import backend_for
 from attnres.ops.norms import Norm
-from attnres.ops.reference import compute_dtype
+from attnres.ops.reference import compute_dtype, full_precision
 from attnres.ops.sharded import settled
 
 
@@ -175,7 +175,7 @@ class _ReadSealed(torch.autograd.Function):
                 queries, sources, inv_rms, logits, outputs, tops, carried
             )
             return (None, dqueries, *dsources)
-        with torch.autocast(queries.device.type, enabled=False):  # a backward may be called under autocast too
+        with full_precision(queries):  # a backward may be called under autocast too
             dqueries, dsources = form.backend.read_sealed_backward(
                 queries, _flat(sources), inv_rms, logits, _flat(outputs), tops, _flat(carried)
             )
@@ -276,7 +276,7 @@ class _Merge(torch.autograd.Function):
         else:
             grad, h, *flat = _flat((grad, saved.h, *opens, *carried))
             saved = saved._replace(h=h)
-            with torch.autocast(grad.device.type, enabled=False):
+            with full_precision(grad):
                 output, top, dopens, dquery, dweight, dbias = backend.merge_backward(
                     grad, flat[k:], flat[:k], query, norm, saved
                 )
@@ -310,7 +310,7 @@ def _read_again(
         parts.insert(0, shares if sealed is None else shares * sealed.unsqueeze(1))
     every = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     sources = [*recomputed[:-1], *opens]
-    with torch.autocast(every.device.type, enabled=False):
+    with full_precision(every):
         return form.backend.mix(sources if form.backend.BY_ADDRESS else _flat(sources), every.contiguous(), dtype)
 
 
@@ -335,7 +335,7 @@ def _run(function: "type[_ReadSealed | _Merge]", form: _Form, *arguments: Any) -
             return _recorded(function)(form, *arguments)
         return function.forward(_UNRECORDED, form, *arguments)
     first = next(argument for argument in reversed(arguments) if argument is not None)
-    with torch.autocast(first.device.type, enabled=False):
+    with full_precision(first):
         if plain.is_needed() or (not form.recompute and plain.is_compiled(arguments, first)):
             return function.plainly(form, *arguments)
         if torch.is_grad_enabled():

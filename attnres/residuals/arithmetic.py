@@ -16,11 +16,6 @@ def normed_product(vectors: Tensor, weight: Tensor, eps: float) -> Tensor:
     return (vectors @ weight) * (squares / vectors.shape[-1] + eps).rsqrt()
 
 
-def full_precision(reference: Tensor) -> torch.autocast:
-    """Turn autocast off: depth mixing is a softmax or a sum of many terms, and bf16 loses it."""
-    return torch.autocast(reference.device.type, enabled=False)
-
-
 def weighted_sum(values: Sequence[Tensor], weights: Sequence[Tensor] | Tensor) -> Tensor:
     """Return sum_j weights[j] values[j] for n >= 1 values (..., d), and weights of shapes that fit them."""
     total = values[0] * weights[0]

@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from attnres.ops import compute_dtype
-from attnres.residuals.arithmetic import full_precision
+from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.layout import Learned
 
 VALUE_KINDS = ("none", "fixed", "layer", "head", "token", "first")

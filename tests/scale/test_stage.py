@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny import SIZE
 
-from attnres import UserError
+from attnres import UserError, make_residual
 from attnres.head import called_losses
 from attnres.models import build
 from attnres.models.stream import Stream
@@ -162,3 +162,12 @@ def test_models_that_stages_cannot_be_made_of_are_refused():
         refuse_stages(watched)
     with pytest.raises(UserError, match="value_residual"):
         refuse_stages(build(FIVE, "block", vocab_size=31, settings={"num_blocks": 2, "value_residual": "fixed"}))
+
+
+@pytest.mark.parametrize("residual", sorted(RESIDUALS))
+def test_states_have_shapes_without_memory(residual, caplog):
+    """What a plan asks of a model that is shapes alone."""
+    with torch.device("meta"):
+        mechanism = make_residual(residual, 10, 16)
+    assert all(slot.name for index in range(1, 10) for slot in mechanism.slots(index))
+    assert not caplog.records, "nothing is slower where nothing is computed"

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.ops import compute_dtype
-from attnres.residuals.arithmetic import full_precision, weighted_sum
+from attnres.ops import compute_dtype, full_precision
+from attnres.residuals.arithmetic import weighted_sum
 from attnres.residuals.layout import About, Learned
 from attnres.residuals.mechanisms.boundary import Boundary
 from attnres.residuals.settings import number, one_of, positive, start_at

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.ops import compute_dtype, depth_read, scaled_query
-from attnres.residuals.arithmetic import full_precision
+from attnres.ops import compute_dtype, depth_read, full_precision, scaled_query
 from attnres.residuals.base import NormLike, Residual, Slot, State, with_norm
 from attnres.residuals.layout import EMBEDDING, About, Source, Traits
 from attnres.residuals.mechanisms.block import DEFAULT_BLOCKS

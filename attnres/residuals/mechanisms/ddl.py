@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attnres.ops import compute_dtype
-from attnres.residuals.arithmetic import full_precision
+from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.base import NormLike, State
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.mechanisms.token_mix import TokenMix

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from attnres.errors import UserError
-from attnres.ops import compute_dtype
-from attnres.residuals.arithmetic import full_precision
+from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.base import NormLike
 from attnres.residuals.layout import About, Traits
 from attnres.residuals.mechanisms.hyper_connections import TanhConnections

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.ops import compute_dtype
-from attnres.residuals.arithmetic import full_precision
+from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.layout import Learned
 from attnres.residuals.settings import number, one_of, start_at, true_or_false
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnres.residuals.arithmetic import full_precision
+from attnres.ops import full_precision
 from attnres.residuals.base import NormLike, Residual, Slot
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.ops import compute_dtype
-from attnres.residuals.arithmetic import full_precision, normed_product, weighted_sum
+from attnres.ops import compute_dtype, full_precision
+from attnres.residuals.arithmetic import normed_product, weighted_sum
 from attnres.residuals.base import NormLike, Residual, Slot, slots_of
 from attnres.residuals.layout import About, Traits, outputs
 from attnres.residuals.settings import mean_or_sum, positive, whole

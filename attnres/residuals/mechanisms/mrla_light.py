@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.ops import compute_dtype
-from attnres.residuals.arithmetic import full_precision
+from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.base import NormLike, Residual
 from attnres.residuals.layout import About, Traits
 from attnres.residuals.settings import positive, whole

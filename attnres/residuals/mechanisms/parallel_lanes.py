@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from attnres.residuals.arithmetic import full_precision
+from attnres.ops import full_precision
 from attnres.residuals.base import NormLike, Residual
 from attnres.residuals.layout import About, Learned, Traits
 from attnres.residuals.settings import start_at

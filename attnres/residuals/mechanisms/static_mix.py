@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from attnres.ops import compute_dtype
-from attnres.residuals.arithmetic import full_precision, weighted_sum
+from attnres.ops import compute_dtype, full_precision
+from attnres.residuals.arithmetic import weighted_sum
 from attnres.residuals.base import NormLike, Residual, Slot, slots_of
 from attnres.residuals.layout import About, Learned, Traits, outputs
 from attnres.residuals.settings import one_of

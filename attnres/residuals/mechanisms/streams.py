@@ -5,8 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attnres.ops import compute_dtype
-from attnres.residuals.arithmetic import full_precision
+from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.base import NormLike, Residual
 from attnres.residuals.settings import whole
 

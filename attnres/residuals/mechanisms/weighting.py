@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnres.errors import UserError
-from attnres.ops import compute_dtype
-from attnres.residuals.arithmetic import full_precision, weighted_sum
+from attnres.ops import compute_dtype, full_precision
+from attnres.residuals.arithmetic import weighted_sum
 from attnres.residuals.settings import number, one_of, positive, true_or_false, whole
 
 QueryKind = Literal["static", "input"]
