@@ -26,7 +26,7 @@ from attnres.studies.variants import parse_variants
 from attnres.training import TrainConfig, distill, from_dict, regimes, to_dict, train
 from attnres.training.config import FinetuneConfig, OptimConfig, differences, resolve
 from attnres.training.metrics import read
-from attnres.training.optim import build_optimizers
+from attnres.training.optim import OF_RESIDUAL, build_optimizers
 from attnres.training.parallel import Processes
 from attnres.training.run import Run
 from attnres.training.start import settle
@@ -229,17 +229,17 @@ def test_queries_have_a_rate_of_their_own() -> None:
     for rate, expected in ((None, 0.01), (0.5, 0.5)):
         (adamw,) = build_optimizers(model, OptimConfig(lr=0.1, residual_lr=rate))
         rates = {group["kind"]: (group["lr"], group["peak_lr"]) for group in adamw.param_groups}
-        assert rates.pop("residual") == pytest.approx((expected, expected))
+        assert rates.pop("read") == pytest.approx((expected, expected))
         assert set(rates.values()) == {(0.1, 0.1)}
 
 
 def test_what_a_residual_learns_besides_queries_keeps_the_rate_of_the_rest() -> None:
-    model = build("nano", "lr_attnres", vocab_size=16, max_positions=8)
+    model = build("nano", "full", vocab_size=16, max_positions=8, settings={"gate": "scalar"})
     for decay in (0.0, 0.1):
         (adamw,) = build_optimizers(model, OptimConfig(lr=0.1, residual_decay=decay))
-        own = [group for group in adamw.param_groups if group["kind"] == "residual"]
+        own = [group for group in adamw.param_groups if group["kind"] in OF_RESIDUAL]
         rates = {name.rpartition(".")[2]: group["lr"] for group in own for name in group["names"]}
-        assert rates == pytest.approx({"query": 0.01, "projection": 0.1, **{n: 0.01 for n in rates if n == "gain"}})
+        assert rates == pytest.approx({"query": 0.01, "gain": 0.01, "gate": 0.1})
 
 
 def test_divergence_is_the_formula_and_zero_for_equals() -> None:
