@@ -5,9 +5,9 @@ from rich.console import Console
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.files import write_json
+from attnres.folders import refuse_other_file
 from attnres.inspect.corpus import Search, find_edge, search
 from attnres.inspect.pieces import spelled
-from attnres.paths import user_path
 from attnres.progress import counting
 from attnres.studies.look_config import SearchConfig
 from attnres.studies.removals import source_and_read
@@ -23,9 +23,11 @@ def find_tokens(config: SearchConfig, console: Console | None = None) -> Search:
     """Search and print what is found.
 
     Raises:
-        UserError: no model with a residual of this package, no such edge, no text, or options that do not fit.
+        UserError: no model with a residual of this package, no such edge, no text, options that do not fit, or `out`
+            is the place of something else.
     """
     console = wide(console)
+    out = None if config.out is None else refuse_other_file(config.out, {"model", "text", "read", "hits"})
     checkpoint, _ = open_residual(config, config.model)
     text = text_of(config, checkpoint.run)
     context = context_of(config, checkpoint)
@@ -64,9 +66,7 @@ def find_tokens(config: SearchConfig, console: Console | None = None) -> Search:
         numbers = (short(hit.contribution), short(hit.weight), str(hit.document), str(hit.position))
         table.add_row(*numbers, before, f"[{spelled(hit.token)}]", after)
     console.print(table)
-    if config.out is not None:
-        write_json(
-            user_path(config.out), {"format": 1, "model": checkpoint.title(), "text": text.name} | result.to_dict()
-        )
+    if out is not None:
+        write_json(out, {"format": 1, "model": checkpoint.title(), "text": text.name} | result.to_dict())
         say(console, f"wrote {config.out}")
     return result

@@ -97,3 +97,14 @@ def test_the_command_prints_and_writes_them(folder_of, tmp_path, capsys):
         with pytest.raises(SystemExit) as left:
             cli.main(["search", str(folder_of("full")), words, "--text", text])
         assert left.value.code == 2 and message in capsys.readouterr().err
+
+
+def test_a_search_replaces_no_file_of_another_kind(folder_of, tmp_path, capsys):
+    config, folder = tmp_path / "config.json", tmp_path / "folder"
+    config.write_text('{"steps": 1}')
+    folder.mkdir()
+    for out, said in ((config, "no earlier result of this command"), (folder, "is a folder")):
+        with pytest.raises(SystemExit) as left:
+            cli.main(["search", str(folder_of("full")), "attention_0@mlp1", "--text", "a b", "--out", str(out)])
+        assert left.value.code == 2 and said in capsys.readouterr().err
+    assert config.read_text() == '{"steps": 1}'
