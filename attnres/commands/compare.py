@@ -30,7 +30,7 @@ class Comparison:
     """RESIDUAL[:SETTING=VALUE,...][@NAME=VALUE,...], e.g. standard block:num_blocks=6 full@lr=0.003; the names after @
     are lr and those of fine-tuning (train_only, residual_lr, distill_weight, ...)."""
     seeds: tuple[int, ...] = (0,)
-    """Every variant is trained with each; from three on the errors are over seeds."""
+    """Every variant is trained with each; from two on the errors are over seeds."""
     lrs: tuple[float, ...] = ()
     """Train every variant at each of these learning rates."""
     jobs: int | None = None

@@ -19,7 +19,7 @@ from attnres.errors import first_line
 from attnres.ops import cpu, eager
 from attnres.ops.backend import Backend
 from attnres.ops.cpu_build import turned_off
-from attnres.ops.reference import compute_dtype
+from attnres.ops.precision import compute_dtype
 from attnres.ops.sharded import refuse_sharded
 
 MAX_ONE_PASS = 32

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from attnres.ops.dispatch import in_two_phases
 from attnres.ops.norms import Norm
-from attnres.ops.reference import compute_dtype, scaled_query
+from attnres.ops.precision import compute_dtype
+from attnres.ops.reference import scaled_query
 from attnres.ops.two_phase import apply_norm, merge, read_sealed
 
 

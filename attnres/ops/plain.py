@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from attnres.errors import UserError
 from attnres.ops.norms import Norm
-from attnres.ops.reference import compute_dtype
+from attnres.ops.precision import compute_dtype
 
 MOST_COMPILED = 40
 """Tensors of a read that a compiler is given as torch operations; its work grows with their square."""

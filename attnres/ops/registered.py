@@ -12,7 +12,7 @@ from torch import Tensor
 from attnres.ops.backend import MergeGrads, MergeSaved, Sealed
 from attnres.ops.dispatch import backend_for
 from attnres.ops.norms import Norm
-from attnres.ops.reference import compute_dtype
+from attnres.ops.precision import compute_dtype
 
 BY_ADDRESS = False
 

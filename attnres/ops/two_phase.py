@@ -35,7 +35,7 @@ from attnres.ops import plain, registered
 from attnres.ops.backend import Backend, MergeSaved
 from attnres.ops.dispatch import backend_for
 from attnres.ops.norms import Norm
-from attnres.ops.reference import compute_dtype, full_precision
+from attnres.ops.precision import compute_dtype, full_precision
 from attnres.ops.sharded import settled
 
 

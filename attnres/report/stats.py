@@ -202,7 +202,7 @@ def final_loss_se(run: Run) -> float:
 
 
 def mean_loss(study: Study, label: str) -> tuple[float, float]:
-    """Mean over seeds of the final held-out loss, with its standard error (over seeds from three on, else windows)."""
+    """Mean over seeds of the final held-out loss, with its standard error (over seeds from two on, else windows)."""
     runs = [run for run in study.counted(label) if not math.isnan(final_loss(run))]
     if not runs:
         return math.nan, math.nan

@@ -156,16 +156,20 @@ def _median_of(runs: list[Run], key: str) -> float:
     return float(np.median(values)) if values else math.nan
 
 
+def _entry(study: Study, label: str) -> dict[str, Any]:
+    """What speed.json has of a variant, or nothing."""
+    return (study.speed or {}).get("variants", {}).get(label) or {}
+
+
 def _timed(study: Study, label: str) -> float:
-    return _seconds((study.speed or {}).get("variants", {}).get(label))
+    return _seconds(_entry(study, label))
 
 
 def _beside(study: Study, label: str, baseline: str) -> float:
     """The median of the rounds' ratios of a step to the plain model's, to the baseline's where that was not timed."""
-    speed = study.speed or {}
-    entries = [speed.get("variants", {}).get(label), speed.get("plain") or speed.get("variants", {}).get(baseline)]
-    rounds = [(entry or {}).get("times") or [_seconds(entry)] for entry in entries]
-    return spread(*rounds).ratio if len(set(map(len, rounds))) == 1 else _seconds(entries[0]) / _seconds(entries[1])
+    entry, base = _entry(study, label), (study.speed or {}).get("plain") or _entry(study, baseline)
+    rounds = [one.get("times") or [_seconds(one)] for one in (entry, base)]
+    return spread(*rounds).ratio if len(rounds[0]) == len(rounds[1]) else _seconds(entry) / _seconds(base)
 
 
 def _seconds(entry: dict[str, Any] | None) -> float:
@@ -174,8 +178,7 @@ def _seconds(entry: dict[str, Any] | None) -> float:
 
 
 def _quartiles(study: Study, label: str) -> tuple[float, float]:
-    entry = (study.speed or {}).get("variants", {}).get(label) or {}
-    low, high = entry.get("ratio_quartiles") or (math.nan, math.nan)
+    low, high = _entry(study, label).get("ratio_quartiles") or (math.nan, math.nan)
     return float(low), float(high)
 
 

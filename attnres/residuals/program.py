@@ -13,7 +13,7 @@ from torch.nn.modules import module as modules
 
 from attnres.ops import cpu, plain
 from attnres.ops.bank import Bank, Group, Program, Step
-from attnres.ops.reference import compute_dtype
+from attnres.ops.precision import compute_dtype
 from attnres.residuals.layout import Source
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ def candidates(setting: Setting, variant: str) -> list[str]:
     residual = make_residual(parsed.residual, 4, 16, **_small(parsed.settings))
     ways = [variant, f"{variant}@lr={lr / 2:g}", f"{variant}@lr={2 * lr:g}"]
     other = lr if residual.slow else READ_RATE * lr
-    return [*ways, f"{variant}@residual_lr={other:g}"] if any(True for _ in residual.parameters()) else ways
+    return [*ways, f"{variant}@residual_lr={other:g}"] if list(residual.parameters()) else ways
 
 
 def _small(settings: dict) -> dict:

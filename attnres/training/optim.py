@@ -44,10 +44,10 @@ def kinds(model: nn.Module) -> dict[str, list[str]]:
     two modules (tied embeddings) counts once.
     """
     inside = getattr(model, "residual", None)
-    modules = list(inside.modules()) if isinstance(inside, nn.Module) else []
-    residual = {id(parameter) for module in modules for parameter in module.parameters()}
-    own = [module for module in modules if isinstance(module, Residual)]
-    slow = {id(p) for module in own for name, p in module.named_parameters() if name in module.slow}
+    inside = inside if isinstance(inside, nn.Module) else nn.Module()  # which has no parameters
+    residual = {id(parameter) for parameter in inside.parameters()}
+    mechanisms = [module for module in inside.modules() if isinstance(module, Residual)]
+    slow = {id(p) for module in mechanisms for name, p in module.named_parameters() if name in module.slow}
     tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     find_head = getattr(model, "get_output_embeddings", None)
     output = find_head() if callable(find_head) else None

@@ -6,7 +6,7 @@ With m = width / `optim.base_width`:
     matrices under AdamW                     / sqrt(m)         / m
     matrices under Muon                      / sqrt(m)         / sqrt(m)
     the final norm's gain, once 1            1 / m             / m
-    pseudo-queries, and what makes them      as they are       / m
+    queries of a `slow` read, their makers   as they are       / m
     embedding, untied head, everything else  as they are       as they are
 
 Weight decay is multiplied by what its rate is divided by: a step decays as much. Why each:

@@ -1,0 +1,19 @@
+"""In which precision a read is made, whatever that of its sources and of autocast."""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of logits, softmax and norm statistics: at least fp32, fp64 for fp64 sources."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def full_precision(reference: Tensor) -> AbstractContextManager[Any]:
+    """Turn autocast off: depth mixing is a softmax or a sum of many terms, which bf16 loses. On meta there is none."""
+    if reference.device.type == "meta":
+        return nullcontext()
+    return torch.autocast(reference.device.type, enabled=False)
