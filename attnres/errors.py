@@ -1,6 +1,7 @@
 """The exceptions that the command line turns into one sentence and an exit status."""
 
 import difflib
+import traceback
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
@@ -8,6 +9,8 @@ DEBUG = "ATTNRES_DEBUG"
 """Environment variable that --debug sets: errors come with their traceback, libraries say what they report."""
 ERROR_FILE = "ATTNRES_ERROR_FILE"
 """Environment variable: where `attnres` writes the sentence of an error instead of printing it."""
+OWN_FILE = "attnres_plugin_"
+"""How the name of the module begins that a user's FILE.py with a mechanism becomes (`residuals.registry`)."""
 
 
 class UserError(ValueError):
@@ -39,6 +42,22 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
+def fault_of_own(error: BaseException) -> UserError | None:
+    """The error as one of a user's own mechanism, if it came out of that file."""
+    own = [
+        (frame.f_code.co_filename, line)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+        if str(frame.f_globals.get("__name__")).startswith(OWN_FILE)
+    ]
+    if not own:
+        return None
+    file, line = own[-1]
+    return UserError(
+        f"{file} fails in line {line} ({type(error).__name__}: {first_line(error)}): mend it; attnres check "
+        "FILE.py:CLASS says whether it does all that a mechanism has to"
+    )
+
+
 @contextmanager
 def foreign(what: str, advice: str) -> Generator[None]:
     """Raise whatever the block raises as a UserError: the block runs another library, or code, on what a user gave.
@@ -61,7 +80,7 @@ def foreign(what: str, advice: str) -> Generator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        raise UserError(f"{what} ({first_line(error)}): {advice}") from error
+        raise (fault_of_own(error) or UserError(f"{what} ({first_line(error)}): {advice}")) from error
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> UserError:

@@ -1,5 +1,6 @@
 """A mechanism of a user's own is one file for every tool: two are written here, and go through all of them."""
 
+import hashlib
 import json
 import os
 import random
@@ -210,6 +211,80 @@ def test_a_run_that_is_cut_short_goes_on_bit_for_bit(place, runs, name, monkeypa
     assert all(torch.equal(whole[key], resumed[key]) for key in whole)
     start = build(SIZE, name, vocab_size=280).residual.state_dict()
     assert all(not torch.equal(whole[f"model.residual.{key}"], value) for key, value in start.items())
+
+
+BROKEN = """
+import torch
+from attnres.residuals.mechanisms.standard import Standard
+
+class Typo(Standard):
+    name = "typo"
+    def read(self, state, index, norm):
+        return super().read(state, indx, norm)
+
+class InPlace(Standard):
+    name = "in_place"
+    def write(self, state, index, output):
+        return state.add_(output)
+
+class Hidden(Standard):
+    name = "hidden"
+    def implied(self, index):
+        return torch.ones(7)
+"""
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize(
+    ("label", "words"),
+    [
+        ("Typo", ["own.py fails in line 8", "name 'indx' is not defined"]),
+        ("InPlace", ["'in_place' of", "cannot be trained", "attnres check", "shows where"]),
+    ],
+)
+def test_a_mistake_in_the_file_is_called_that_before_a_run_begins(place, tmp_path, capsys, label, words):
+    file, out = tmp_path / "own.py", tmp_path / "out"
+    file.write_text(BROKEN)
+    for command in (
+        ["train", "--residual", f"{file}:{label}", *place.data, *TRAINING, "--out", str(out)],
+        ["compare", "--variants", "standard", f"{file}:{label}", *place.data, *TRAINING, "--out", str(out)],
+    ):
+        with pytest.raises(SystemExit) as left:
+            cli.main(command)
+        error = capsys.readouterr().err
+        assert left.value.code == 2 and not out.exists()
+        assert [word for word in words if word not in error] == [], error
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_run_whose_inspection_fails_is_finished(place, tmp_path, capsys):
+    file, out = tmp_path / "own.py", tmp_path / "out"
+    file.write_text(BROKEN)
+    options = ["--depth-every", "0", "--out", str(out), "--no-progress"]
+    cli.main(["train", "--residual", f"{file}:Hidden", *place.data, *TRAINING, *options])
+    assert "finished without inspection.json: " in capsys.readouterr().err
+    assert (out / "summary.json").is_file() and not (out / "inspection.json").exists()
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_file_that_changed_is_not_taken_for_the_old_one(place, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "own.py"
+    file.write_text(MECHANISMS.replace('"anchored"', '"own"'))
+    out = tmp_path / "run"
+    command = ["train", "--residual", f"{file}:Anchored", *place.data, *TRAINING, "--out", str(out), "--no-progress"]
+    cli.main(command)
+    recorded = json.loads((out / "config.json").read_text())["model"]["residual_sha256"]
+    assert recorded == hashlib.sha256(file.read_bytes()).hexdigest()
+    cli.main([*command, "--resume"])  # the same file: finished already
+    file.write_text(file.read_text().replace("x + self.weight", "x - self.weight"))
+    with pytest.raises(SystemExit) as left:
+        cli.main([*command, "--resume"])
+    assert left.value.code == 2 and "model.residual_sha256 is" in capsys.readouterr().err
+    monkeypatch.setenv(PLUGINS, f"{file}:Anchored")
+    with pytest.warns(UserWarning, match=r"own\.py:Anchored has changed since this model was made"):
+        load(out / "model")
+    with pytest.raises(UserError, match=r"own\.py:Anchored has changed since this configuration was written"):
+        resolve(from_dict(json.loads((out / "config.json").read_text())))
 
 
 def test_compare_and_report(place, runs, capsys):

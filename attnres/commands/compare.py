@@ -17,6 +17,7 @@ class SharedModel(ModelConfig):
     """nano, 100m, 0.6b, gpt2-124m, or a mapping {family: qwen3, hidden_size: 64, ...}; none is nano."""
     residual: Hidden[str] = "standard"
     residual_file: Hidden[str | None] = None
+    residual_sha256: Hidden[str | None] = None
     block_size: Hidden[int | None] = None
     num_blocks: Hidden[int | None] = None
     settings: Hidden[Settings] = field(default_factory=dict)

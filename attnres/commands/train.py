@@ -14,6 +14,7 @@ class Model(ModelConfig):
     size: Size = None
     """nano, 100m, 0.6b, gpt2-124m, or a mapping {family: qwen3, hidden_size: 64, ...}; none is nano."""
     residual_file: Hidden[str | None] = None
+    residual_sha256: Hidden[str | None] = None
     settings: Settings = field(default_factory=dict)
     """Further settings of the residual, e.g. num_streams=4 for hyper_connections."""
 

@@ -216,6 +216,11 @@ def open_tokens(
     return Tokens(folder, split, header)
 
 
+def is_prepared(folder: Path) -> bool:
+    """Whether it is a folder of token shards, as `prepare` writes it."""
+    return (folder / "header.json").is_file()
+
+
 def read_header(folder: Path) -> dict[str, Any]:
     """The header of a prepared folder.
 
@@ -223,7 +228,7 @@ def read_header(folder: Path) -> dict[str, Any]:
         UserError: no header, or not one of this version and form.
     """
     path = folder / "header.json"
-    if not path.is_file():
+    if not is_prepared(folder):
         raise UserError(f"{folder} holds no prepared data (it has no {path.name}): prepare it")
     values = read_json(path)
     version = values.get("version") if isinstance(values, dict) else None

@@ -20,6 +20,7 @@ from attnres.cache import cache_dir
 from attnres.data.batches import Batches
 from attnres.data.build import Prepared, held_below
 from attnres.data.encode import Encoder
+from attnres.data.shards import is_prepared
 from attnres.data.sources import Source, open_source
 from attnres.data.tokenizer import load_tokenizer
 from attnres.errors import UserError
@@ -51,7 +52,7 @@ class Position(TypedDict):
 
 def refuse_prepared(spec: str) -> None:
     """Raise UserError where a source is a prepared folder, of which there is nothing left to read."""
-    if (user_path(spec) / "header.json").is_file():
+    if is_prepared(user_path(spec)):
         raise UserError(f"{spec} is prepared already, so nothing of it can be streamed: leave out data.stream")
 
 

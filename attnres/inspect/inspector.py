@@ -175,7 +175,7 @@ def show_example(
     inputs = torch.tensor([[*before, *ids]], device=device)
     with record(model, tokens=True) as trace:
         losses = next_token_losses(model, inputs)[0]
-    if not trace.token_weights:
+    if not trace.weighs:
         return None
     names = (*KINDS[kind], "special")  # -1 is the last
     labels = kinds_of(text, encoded.offsets, kind)[:keep]
@@ -234,7 +234,7 @@ def _prompts(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", options: di
 
 
 def _routing(trace: Trace) -> Weights | None:
-    if not any(trace.sources):
+    if not trace.weighs:
         return None
     return {
         "reads": trace.reads,
@@ -248,6 +248,8 @@ def _routing(trace: Trace) -> Weights | None:
 
 def _by_label(measured: Survey, names: Sequence[str]) -> ByLabel | None:
     """Means of the labels that occurred."""
+    if not measured.trace.weighs:
+        return None
     pairs = zip(names, measured.by_label, measured.contributions_by_label)
     means = [(name, weights, contributions) for name, weights, contributions in pairs if weights.total]
     if not means:

@@ -232,6 +232,13 @@ class Trace:
         ]
 
     @property
+    def weighs(self) -> bool:
+        """Whether something was weighed, and every read that has sources: a mechanism of which some reads alone say
+        their weights, as one of a single source does by itself, shows none."""
+        pairs = list(zip(self.layout, self.sources, strict=True))
+        return any(names for _, names in pairs) and all(names or not read.sources for read, names in pairs)
+
+    @property
     def weights(self) -> list[list[float]]:
         """Mean over tokens of each read's weights; rows of a softmax sum to one. Without a softmax they are what the
         residual implies (standard: ones); rows are empty where it implies none."""

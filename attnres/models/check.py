@@ -11,14 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging
 
-from attnres.errors import UserError
+from attnres.errors import UserError, foreign
 from attnres.forward import evaluating, next_token_losses
 from attnres.models.build import build
 from attnres.models.classes import DepthMixin
 from attnres.models.open import load
 from attnres.models.weight_files import SINGLE
 from attnres.progress import quiet_transformers
-from attnres.residuals import Residual, make_residual
+from attnres.residuals import Residual, make_residual, source_file
 from attnres.residuals.check import CHECKS, Outcome, outcomes
 from attnres.residuals.check.subject import Subject, close, expect, stir
 
@@ -74,6 +74,21 @@ def _model(subject: Subject, *, stirred: bool = True) -> DepthMixin:
             stir(model.residual)
         return model
     raise UserError(f"it fits no model of {min(_LAYERS)} to {max(_LAYERS)} layers: {refusal}")
+
+
+def refuse_failing(name: str, layers: int, settings: dict[str, Any]) -> None:
+    """Refuse with a UserError a mechanism of a user's own that fails in a narrow model of so many layers, forward or
+    backward. Settings that do not fit so narrow a model pass: the model itself will say."""
+    size = {**_SIZE, "num_hidden_layers": layers}
+    try:
+        model = build(size, name, vocab_size=_VOCABULARY, max_positions=_LENGTH, settings=settings)
+    except UserError as error:
+        if error.__cause__ is None:
+            return
+        raise
+    file = source_file(name)
+    with foreign(f"a model with '{name}' of {file} cannot be trained", f"attnres check {file} shows where"):
+        next_token_losses(model, _tokens()).mean().backward()
 
 
 def _tokens() -> Tensor:

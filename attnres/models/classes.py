@@ -33,7 +33,15 @@ from attnres.models.inputs import Fused, split
 from attnres.models.neighbours import keep_from_decay, share_defaults
 from attnres.models.outputs import note_hidden_states, routing_forward, show_hidden_states
 from attnres.models.remote import write_loader
-from attnres.residuals import RESIDUALS, Residual, make_residual, residual_class, settings_of, source_file
+from attnres.residuals import (
+    RESIDUALS,
+    Residual,
+    make_residual,
+    residual_class,
+    settings_of,
+    source_file,
+    source_sha256,
+)
 from attnres.residuals.registry import is_known
 from attnres.residuals.values import ValueResidual
 
@@ -57,13 +65,24 @@ AUTOS: tuple[Any, ...] = tuple(
 """Transformers' Auto classes: a family's classes are registered with those that have the plain ones."""
 
 
+FIELDS: dict[str, Any] = {
+    "residual": str,
+    "residual_settings": dict | None,
+    "residual_file": str | None,
+    "residual_sha256": str | None,
+}
+"""What makes a config ours, with types."""
+
+
 class ResidualConfigMixin:
     """Config fields `residual` (a mechanism's name), `residual_settings` (its settings), and, for a mechanism of a
-    user's own file, `residual_file`, which is there to be told: a config runs no file."""
+    user's own file, `residual_file` and `residual_sha256` (of its content), which are there to be told: a config runs
+    no file."""
 
     residual: str
     residual_settings: dict[str, Any] | None
     residual_file: str | None
+    residual_sha256: str | None
     family: Family
 
     @classmethod
@@ -100,7 +119,7 @@ class ResidualConfigMixin:
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # ty: ignore[missing-attribute]
         self._refuse_stray_settings(kwargs)
-        self.residual_file = source_file(self.residual) or self.residual_file
+        self._note_file()
         with torch.device("meta"):
             self.make_residual()
 
@@ -111,6 +130,19 @@ class ResidualConfigMixin:
         stray = sorted(settings & {*kwargs, *vars(self)})
         if stray:
             raise UserError(f"config field '{stray[0]}' is a setting of a residual: put it into residual_settings")
+
+    def _note_file(self) -> None:
+        """Record the file that the mechanism was read from; warn where the stored one had another content."""
+        file, content = source_file(self.residual), source_sha256(self.residual)
+        if file is None:
+            return
+        if self.residual_sha256 not in (None, content):
+            warnings.warn(
+                f"{file} has changed since this model was made (its SHA-256 is another): if more than comments "
+                "changed, the model computes something else",
+                stacklevel=2,
+            )
+        self.residual_file, self.residual_sha256 = file, content
 
     def make_residual(self) -> Residual:
         if ".py:" in self.residual:
@@ -374,13 +406,14 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
         {
             "__module__": __name__,
             "__doc__": f"{base_config.__name__} with a residual: `residual`, `residual_settings`.",
-            "__annotations__": {"residual": str, "residual_settings": dict | None, "residual_file": str | None},
+            "__annotations__": FIELDS,
             "_auto_class": None,
             "base_model_pp_plan": None,  # a stage of which would hand on one tensor, and a stream is several
             "model_type": f"attnres_{key}",
             "residual": "block",
             "residual_settings": None,
             "residual_file": None,
+            "residual_sha256": None,
             "family": family,
         },
     )

@@ -26,6 +26,7 @@ class Fields(TypedDict, total=False):
     residual: str
     residual_settings: dict[str, Any] | None
     residual_file: str | None
+    residual_sha256: str | None
     residual_family: dict[str, Any] | None
 
 

@@ -21,6 +21,7 @@ from attnres.residuals.registry import (
     residual_class,
     settings_of,
     source_file,
+    source_sha256,
     traits_of,
 )
 from attnres.residuals.watch import Editor, Observer
@@ -48,6 +49,7 @@ __all__ = [
     "residual_class",
     "settings_of",
     "source_file",
+    "source_sha256",
     "sublayer_name",
     "traits_of",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from attnres.errors import UserError, unknown
+from attnres.errors import OWN_FILE, UserError, unknown
 from attnres.paths import user_path
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import Traits
@@ -20,8 +20,8 @@ PLUGINS = "ATTNRES_RESIDUALS"
 """Environment variable: FILE.py:CLASS entries, separated by ";", that are registered when a name is looked up."""
 
 _MECHANISMS: dict[str, type[Residual]] = {mechanism.name: mechanism for mechanism in MECHANISMS}
-_FILES: dict[str, str] = {}
-"""Name of a mechanism -> the FILE.py:CLASS that it was read from."""
+_FILES: dict[str, tuple[str, str]] = {}
+"""Name of a mechanism -> the FILE.py:CLASS that it was read from, and the SHA-256 of that file's content."""
 
 RESIDUALS: Mapping[str, type[Residual]] = MappingProxyType(_MECHANISMS)
 
@@ -95,6 +95,8 @@ def residual_class(name: str, file: str | None = None) -> type[Residual]:
     """
     if ".py:" in name:
         return _from_file(name)
+    if name.endswith(".py"):
+        raise UserError(f"residual '{name}' names a file and no class in it: expected FILE.py:CLASS")
     if is_known(name):
         return _MECHANISMS[name]
     if file is None:
@@ -125,13 +127,18 @@ def is_known(name: str) -> bool:
 def source_file(name: str) -> str | None:
     """Return the FILE.py:CLASS that mechanism `name` was read from; None where it ships with attnres or was registered
     by hand."""
-    return _FILES.get(name)
+    return _FILES[name][0] if name in _FILES else None
+
+
+def source_sha256(name: str) -> str | None:
+    """Return the SHA-256 of the file that mechanism `name` was read from, as it was then; None as `source_file`."""
+    return _FILES[name][1] if name in _FILES else None
 
 
 def plugins() -> str:
     """Return the value of the environment variable ATTNRES_RESIDUALS with which another process knows the mechanisms of
     files that this one knows."""
-    return ";".join(_FILES.values())
+    return ";".join(file for file, _ in _FILES.values())
 
 
 def traits_of(name: str, stored: Mapping[str, Any] | None = None) -> Traits:
@@ -149,8 +156,8 @@ def _from_file(entry: str) -> type[Residual]:
         raise UserError(f"residual '{entry}': there is no file {path}; expected FILE.py:CLASS")
     # A name of its own for each file and content, so that a class is made once and can be pickled in this process.
     content = path.read_bytes()
-    digest = hashlib.sha256(bytes(path) + content).hexdigest()[:12]
-    module_name = f"attnres_plugin_{path.stem}_{digest}"
+    place = hashlib.sha256(bytes(path) + content).hexdigest()[:12]
+    module_name = f"{OWN_FILE}{path.stem}_{place}"
     module = sys.modules.get(module_name)
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, path)
@@ -160,14 +167,14 @@ def _from_file(entry: str) -> type[Residual]:
         try:
             # Not by the spec's loader: it takes the bytecode of a file for that of one changed within a second.
             exec(compile(content, path, "exec", dont_inherit=True), vars(module))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             del sys.modules[module_name]
             raise UserError(f"{path} cannot be run ({type(error).__name__}: {error}): mend it first") from error
     mechanism = getattr(module, label, None)
     if mechanism is None:
         raise unknown(f"class in {path}", label, [name for name, value in vars(module).items() if _is_mechanism(value)])
     register(mechanism)
-    _FILES[mechanism.name] = f"{path}:{label}"
+    _FILES[mechanism.name] = f"{path}:{label}", hashlib.sha256(content).hexdigest()
     return mechanism
 
 

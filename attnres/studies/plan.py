@@ -13,9 +13,9 @@ from attnres.errors import UserError
 from attnres.residuals.registry import ships
 from attnres.run_names import run_name
 from attnres.studies.variants import TRAINING, Variant, parse_variants
-from attnres.training.config import OptimConfig, TrainConfig, check, from_dict, resolve, size_of
+from attnres.training.config import OptimConfig, TrainConfig, check, from_dict, resolve
 from attnres.training.environment import has_bf16
-from attnres.training.start import check_start, settle
+from attnres.training.start import check_model, settle
 
 
 @dataclass
@@ -90,10 +90,7 @@ def make_plan(config: CompareConfig) -> Plan:
             runs[name] = settle(resolve(from_dict(_training(variant), run)))
             check(runs[name])
     for label in variants:
-        if base.finetune.init_from is None:
-            _try_building(runs[run_name(label, config.seeds[0])])
-        else:
-            check_start(runs[run_name(label, config.seeds[0])])
+        check_model(runs[run_name(label, config.seeds[0])])
     baseline = next(
         (label for label, variant in variants.items() if variant.residual == "standard"), next(iter(variants))
     )
@@ -114,17 +111,3 @@ def _at_rate(optim: OptimConfig, lr: float | None) -> OptimConfig:
         return optim
     muon_lr = optim.muon_lr * lr / optim.lr if optim.optimizer == "muon" else optim.muon_lr
     return dataclasses.replace(optim, lr=lr, muon_lr=muon_lr)
-
-
-def _try_building(run: TrainConfig) -> None:
-    """Refuse settings that the residual or the model refuses; on the meta device, where a model costs no memory."""
-    from attnres.models import build
-
-    with torch.device("meta"):
-        build(
-            size=size_of(run.model),
-            residual=run.model.residual,
-            vocab_size=256,
-            max_positions=run.data.seq_len,
-            settings=run.model.settings,
-        )

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from attnres.data.decode import decoded
+from attnres.data.shards import is_prepared, read_header
 from attnres.data.sources import open_source
 from attnres.errors import UserError
 from attnres.evals.scoring import LOGIT_BYTES
@@ -62,7 +64,10 @@ def text_of(config: LookConfig, run: Path | None) -> LookText:
 
 
 def corpus_text(spec: str, column: str) -> LookText:
-    """The documents of a source. Raises UserError."""
+    """The documents of a source, or of prepared data. Raises UserError."""
+    if is_prepared(folder := user_path(spec)):
+        read_header(folder)
+        return LookText(spec, lambda: decoded(folder))
     source = open_source(spec, column=column)
     return LookText(source.name, source.read)
 

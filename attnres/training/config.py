@@ -37,6 +37,8 @@ class ModelConfig:
     """How sublayers read earlier outputs: a mechanism's name, or FILE.py:CLASS for one of your own file."""
     residual_file: str | None = None
     """FILE.py:CLASS that the mechanism was read from: a record, which runs nothing."""
+    residual_sha256: str | None = None
+    """SHA-256 of that file's content: a run goes on with the same alone."""
     block_size: int | None = None
     """Sublayers (attention and MLP count apart) in a block of the block residual; give this or num_blocks."""
     num_blocks: int | None = None
@@ -253,14 +255,21 @@ def resolve(config: TrainConfig) -> TrainConfig:
     A mechanism of a user's own file is read and known by its name from then on. With `finetune.init_from`,
     `attnres.training.start.settle` fills in the rest: it has to look at the model.
     """
-    from attnres.residuals import residual_class, source_file
+    from attnres.residuals import residual_class, source_file, source_sha256
 
     mechanism = residual_class(config.model.residual, config.model.residual_file)
+    file, content = source_file(mechanism.name), source_sha256(mechanism.name)
+    if config.model.residual_file == file and config.model.residual_sha256 not in (None, content):
+        raise UserError(
+            f"{file} has changed since this configuration was written (model.residual_sha256): restore the file, or "
+            "take that line out of the configuration"
+        )
     name = config.name or run_name(mechanism.name, config.seed)
     model = dataclasses.replace(
         config.model,
         residual=mechanism.name,
-        residual_file=source_file(mechanism.name),
+        residual_file=file,
+        residual_sha256=content,
         settings=settings_of(config.model),
         block_size=None,
         num_blocks=None,
@@ -397,11 +406,16 @@ def from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> Tra
     return overlay(base or TrainConfig(), values)
 
 
+_CONTENT = "model.residual_sha256"
+
+
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Dotted names of the fields in which two `to_dict` forms differ and which change what is computed."""
     known = dict(leaves(to_dict(TrainConfig())))  # what an earlier version did not have, it did as by default
     left, right = {**known, **dict(leaves(ours))}, {**known, **dict(leaves(theirs))}
     names = [name for name in dict.fromkeys([*left, *right]) if name not in FREE and not name.startswith("parallel.")]
+    if None in (left.get(_CONTENT), right.get(_CONTENT)):  # an earlier version wrote none
+        names = [name for name in names if name != _CONTENT]
     if left.get("finetune.init_from") and right.get("finetune.init_from"):  # an earlier version wrote a size then too
         names = [name for name in names if name.split(".")[:2] != ["model", "size"]]
     return [name for name in names if left.get(name) != right.get(name)]

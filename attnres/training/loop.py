@@ -31,6 +31,7 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
     who = join_processes(config.device)
     with who.alike():
         check(config, who.world_size)
+        start.check_model(config)
     dtype = config.dtype if config.dtype != "auto" else ("bf16" if environment.has_bf16(who.device) else "fp32")
     config = dataclasses.replace(config, dtype=dtype, device=who.device.type)
     if config.track != "none" and who.first:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnres.errors import UserError
+from attnres.errors import UserError, foreign
 from attnres.files import copy_files, replaced_folder, write_json
 from attnres.models.checkpointing import checkpoint_activations
 from attnres.models.flops import forward_flops, peak_flops, step_flops
@@ -26,6 +26,7 @@ from attnres.models.snapshot import tensors_of, write_snapshot
 from attnres.progress import STEPS, Bars
 from attnres.reading import read_json
 from attnres.stats import or_none, standard_error
+from attnres.terminal import say
 from attnres.training import arithmetic, checkpoint, distill, environment, regimes, start, validate
 from attnres.training.by_depth import magnitudes, recorded
 from attnres.training.config import TrainConfig, to_dict
@@ -326,7 +327,7 @@ class Run:
         if model is None:
             return who.share(None)
         self.output.sync()
-        write_inside(model, self.prepared, config, self.cast, self._rows())
+        self._write_inside(model)
         regimes.merge_adapter(model)
         with replaced_folder(folder / "model") as temporary:
             checkpoint.save_model(model, temporary)
@@ -354,6 +355,19 @@ class Run:
         }
         write_json(folder / "summary.json", summary)
         return who.share(summary)
+
+    def _write_inside(self, model: torch.nn.Module) -> None:
+        """Write inspection.json, or say why there is none: a mechanism that trains may still say wrongly what its reads
+        are made of, and the run is finished for all that."""
+        name, mechanism = self.config.name, self.config.model
+        try:
+            with foreign(
+                f"reads of '{mechanism.residual}' cannot be shown",
+                f"attnres check {mechanism.residual_file or mechanism.residual} says why",
+            ):
+                write_inside(model, self.prepared, self.config, self.cast, self._rows())
+        except UserError as error:
+            say(self.bars.console, f"{name}: the run is finished without inspection.json: {error}")
 
     def close(self) -> None:
         """Close the metrics and the tracker."""

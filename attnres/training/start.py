@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from attnres.data.shards import is_prepared
 from attnres.errors import UserError, foreign
 from attnres.forward import evaluating
 from attnres.paths import user_path
@@ -98,7 +99,7 @@ def settle(config: TrainConfig) -> TrainConfig:
         exact = {"read_scale": "sum"} if "read_scale" in settings_with_defaults(model.residual) else {}
         settings = {**exact, **model.settings}
     data = config.data
-    prepared = (user_path(data.source) / "header.json").is_file()
+    prepared = is_prepared(user_path(data.source))
     if data.tokenizer is None:
         data = dataclasses.replace(data, tokenizer=tokenizer_of(data) if prepared else str(start.folder))
     optim = config.optim
@@ -127,17 +128,44 @@ def _kept_settings(start: "Checkpoint", model: ModelConfig) -> dict[str, Any]:
     return {**start.settings, **{name: value for name, value in model.settings.items() if name not in theirs}}
 
 
-def check_start(config: TrainConfig) -> None:
-    """Refuse settings that the residual refuses for this model's depth and width; no weight is read."""
+def check_model(config: TrainConfig) -> None:
+    """Refuse with a UserError, before text is read, settings that the residual or the model refuses, and a mechanism of
+    the user's own that fails in a small model; no weight is read or drawn."""
+    layers = _layers_of_start(config) if config.finetune.init_from is not None else _layers_of_new(config)
+    if config.model.residual_file is not None and layers is not None:
+        from attnres.models.check import refuse_failing
+
+        refuse_failing(config.model.residual, layers, config.model.settings)
+
+
+def _layers_of_start(config: TrainConfig) -> int | None:
+    """Layers of the model that a run starts from; None where its config alone does not tell: it shows when the model is
+    loaded. Raises UserError."""
     assert config.finetune.init_from is not None
     described = find_start(config.finetune.init_from).config
     try:
         layers, width = described.num_hidden_layers, described.hidden_size
     except AttributeError:
-        return  # what cannot be told from the config shows when the model is loaded
+        return None
     settings: dict[str, Any] = config.model.settings
     with torch.device("meta"):
         make_residual(config.model.residual, 2 * layers, width, **settings)
+    return layers
+
+
+def _layers_of_new(config: TrainConfig) -> int:
+    """Layers of a new model, which is built of shapes. Raises UserError."""
+    from attnres.models import build
+
+    with torch.device("meta"):
+        model: Any = build(
+            size=size_of(config.model),
+            residual=config.model.residual,
+            vocab_size=256,
+            max_positions=config.data.seq_len,
+            settings=config.model.settings,
+        )
+    return model.config.num_hidden_layers
 
 
 # ------------------------------------------------------------------ the model

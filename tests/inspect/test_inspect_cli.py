@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from attnres import cli
+from attnres.data.build import prepare
+from attnres.data.decode import decoded
 from attnres.errors import UserError
 from attnres.inspect.inspection import Inspection
 from attnres.inspect.record import find_residual
@@ -137,6 +139,16 @@ def test_a_tokens_row_is_one_line(folder_of, width):
     inspection = look(InspectConfig(str(folder_of("full")), text=TEXT), console)
     rows = printed.getvalue().split("\ntoken ")[1].splitlines()[1:][: len(inspection.example["tokens"])]
     assert all(re.search(r"\.\d\d *$", row) for row in rows) and max(map(len, rows)) <= width
+
+
+def test_prepared_data_is_read_as_text_again(run, folder_of, tmp_path):
+    (tmp_path / "text.jsonl").write_text(
+        json.dumps({"text": "stream read stream"}) + "\n" + json.dumps({"text": "read it"})
+    )
+    prepare(tmp_path / "text.jsonl", str(folder_of("full")), out=tmp_path / "prepared")
+    assert sorted(decoded(tmp_path / "prepared")) == ["read it", "stream read stream"]
+    code, out, _ = run(folder_of("full"), "--corpus", tmp_path / "prepared", "--limit", "400")
+    assert code == 0 and "2 documents" in out
 
 
 def test_a_corpus_has_errors_over_documents_and_no_token_list(run, folder_of, tmp_path):

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from attnres.errors import UserError
-from attnres.models.classes import CLASSES
+from attnres.models.classes import CLASSES, FIELDS
 from attnres.residuals import Residual
 
 Config = dict[str, Any]
@@ -141,8 +141,8 @@ def plain_config(config: Any) -> Config:
     classes: Any = CLASSES[key]
     base, model = (next(c for c in cls.__mro__ if c.__module__.startswith("transformers.")) for cls in classes)
     fields = config.to_dict()
-    ours = ("residual", "residual_settings", "residual_file", "residual_family", "foreign_config", "auto_map")
-    kept = {name: value for name, value in fields.items() if name not in (*ours, "_name_or_path")}
+    ours = (*FIELDS, "residual_family", "foreign_config", "auto_map", "_name_or_path")
+    kept = {name: value for name, value in fields.items() if name not in ours}
     return {**kept, "model_type": base.model_type, "architectures": [model.__name__]}
 
 
