@@ -101,6 +101,8 @@ def _unknown_option(option: str, command: str, flags: dict[str, str]) -> UserErr
     if command == "compare" and short in ("--residual", "--block-size", "--num-blocks", "--settings"):
         near = ["--variants"]  # e.g. block:num_blocks=6
     hint = f"did you mean '{near[0]}'? " if near else ""
+    if short == "--resume":
+        hint = "the same command continues by itself what was stopped; " if command in ("compare", "study") else ""
     return UserError(f"unknown option '{option}': {hint}attnres {command} --help lists the options")
 
 
@@ -136,6 +138,12 @@ def _sentence(box: str) -> str:
     message = filled[0 if "╭" in box else 1 :][:1]
     if not message:
         return "the options were not understood"
+    number = re.match(r"Error parsing (--[\w-]+): invalid literal for int\(\) with base 10: (.*)", message[0])
+    if number:
+        return f"{number[1]}: {number[2].strip('.')} is no whole number"
+    unfit = re.match(r"Error parsing (--[\w-]+): Could not find valid parse for arguments: \[(.*)\]", message[0])
+    if unfit:
+        return f"{unfit[1]}: {unfit[2]} is not what it takes"
     untyped = re.match(r"(.*): no type matching ({None}\|)?(.*?) could be instantiated from \[(.*?)\]", message[0])
     if untyped:
         return f"{untyped[1]}: {untyped[4]} is no {untyped[3]}"
@@ -147,6 +155,8 @@ def config_file(arguments: list[str]) -> tuple[dict[str, Any], list[str]]:
     rest, path = [], None
     remaining = iter(arguments)
     for argument in remaining:
+        if argument.split("=")[0] == "--config" and path is not None:
+            raise UserError("--config is given twice: give one file, flags override its values")
         if argument == "--config":
             path = next(remaining, None)
             if path is None:

@@ -67,8 +67,6 @@ def refuse_other(folder: str | Path, *kinds: Kind) -> Path:
         UserError: it holds something else, or cannot be written to.
     """
     path = user_path(folder)
-    if not str(folder).strip():
-        raise UserError("the name of the folder to write into is empty: give one")
     here = kind_of(path)
     if here is not None and here not in kinds:
         what = " or ".join(["an empty folder", *(_NAMES[kind] for kind in kinds)])

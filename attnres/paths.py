@@ -11,8 +11,10 @@ def user_path(name: str | Path) -> Path:
     """The path that a user named, with its `~`.
 
     Raises:
-        UserError: nobody's `~`, or a name that no file can have.
+        UserError: no name, nobody's `~`, or a name that no file can have.
     """
+    if isinstance(name, str) and not name.strip():
+        raise UserError("an empty name was given: expected the path of a file or folder")
     try:
         path = Path(name).expanduser()
         os.stat(path)

@@ -83,6 +83,10 @@ def overlay(config: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
     changes: dict[str, Any] = {}
     for name, value in values.items():
         if name not in hints:
+            groups = [group for group, kind in hints.items() if name in getattr(kind, "__dataclass_fields__", ())]
+            if groups:
+                near = f"{prefix}{groups[0]}.{name}"
+                raise UserError(f"unknown configuration key '{prefix}{name}': did you mean '{near}'?")
             raise unknown("configuration key", f"{prefix}{name}", [f"{prefix}{valid}" for valid in hints])
         if dataclasses.is_dataclass(hints[name]):
             if not isinstance(value, Mapping):

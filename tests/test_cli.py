@@ -53,7 +53,13 @@ def compared(monkeypatch):
         (["train", "--setps=3"], "unknown option '--setps': did you mean '--steps'?"),
         (["train", "--data.lr", "0.5"], "unknown option '--data.lr': did you mean '--lr'?"),
         (["train", "--steps"], "Missing value for argument '--steps'"),
-        (["train", "--steps", "many"], "Error parsing --steps"),
+        (["train", "--steps", "many"], "--steps: 'many' is no whole number"),
+        (["train", "--source", ""], "an empty name was given"),
+        (
+            ["train", "--residual", "mine.py"],
+            "residual 'mine.py' is no mechanism's name, nor a class",
+        ),
+        (["train", "--config", "a.yaml", "--config=b.yaml"], "--config is given twice"),
         (["train", "--optimizer", "adam"], "invalid choice 'adam' for argument '--optimizer'"),
         (["train", "--steps", "0"], "steps is 0: it must be a number above 0"),
         (["train", "--model.residual", "blokc"], "unknown residual 'blokc': did you mean 'block'?"),
@@ -63,6 +69,13 @@ def compared(monkeypatch):
         (["train", "--config", "absent.yaml"], "cannot read absent.yaml: No such file"),
         (["compare", "--variants", "standard", "blokc"], "unknown residual 'blokc': did you mean 'block'?"),
         (["compare", "--residual", "block"], "unknown option '--residual': did you mean '--variants'?"),
+        (["compare", "--seeds", "a", "b"], "--seeds: 'a', 'b' is not what it takes"),
+        (["compare", "--resume"], "unknown option '--resume': the same command continues by itself"),
+        (["study", "--list", "noise"], "--list is of all studies: leave out 'noise'"),
+        (
+            ["study", "noise", "--slurm", "timeout_min=9"],
+            "--slurm has settings of jobs and the runs are processes here: add --executor slurm",
+        ),
         (["compare", "--seed", "1"], "unknown option '--seed': did you mean '--seeds'?"),
         (["compare", "--seeds", "1", "1"], "seeds are [1, 1]: expected different whole numbers"),
         (["compare", "--seeds", "5000000000"], "seed is 5000000000: it must be at most"),
@@ -89,8 +102,10 @@ def compared(monkeypatch):
         (["eval"], "no model given: expected attnres eval MODEL..."),
         (["eval", "./absent", "--tasks", "text.txt"], "model './absent' does not exist: expected a run folder"),
         (["eval", ".", "--tasks", "text.txt"], ". holds no model: expected a run folder"),
-        (["eval", ".", "--tasks", "helaswag"], "unknown task 'helaswag': did you mean 'hellaswag'?"),
-        (["eval", ".", "--data", "absent"], "data folder absent does not exist"),
+        (
+            ["eval", ".", "--tasks", "helaswag"],
+            ". holds no model: expected a run folder",
+        ),  # before tasks, which may be fetched
         (["eval", ".", "--limt", "3"], "unknown option '--limt': did you mean '--limit'?"),
         (["eval", ".", "--out", "results"], "--out is 'results': expected the name of a .json file"),
         (["generate", "./absent", "--prompt", "a"], "model './absent' does not exist: expected a run folder"),
@@ -189,6 +204,7 @@ def test_files_may_be_toml_or_json(capsys, tmp_path, trained, name, text):
     ("name", "text", "message"),
     [
         ("a.yaml", "setps: 3\n", "unknown configuration key 'setps': did you mean 'steps'?"),
+        ("a.yaml", "lr: 0.1\n", "unknown configuration key 'lr': did you mean 'optim.lr'?"),
         ("a.yaml", "steps: [\n", "is not valid YAML"),
         ("a.toml", "steps\n", "is not valid TOML"),
         ("a.yaml", "- 1\n", "holds a list: expected keys and values"),
@@ -282,7 +298,7 @@ def test_an_interruption_has_its_own_status(capsys, monkeypatch):
 def test_a_run_started_by_a_comparison_leaves_its_error_in_the_file(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("ATTNRES_ERROR_FILE", str(tmp_path / "error"))
     assert run(capsys, "train", "--steps", "x") == (2, "", "")
-    assert "Error parsing --steps" in (tmp_path / "error").read_text()
+    assert "--steps: 'x' is no whole number" in (tmp_path / "error").read_text()
 
 
 def test_what_nobody_foresaw_is_a_sentence_that_says_where_and_its_traceback_if_asked_for(

@@ -54,7 +54,7 @@ def test_what_is_in_the_way_is_named(tmp_path: Path) -> None:
         refuse_other(tmp_path / "file")
     with pytest.raises(UserError, match=r"cannot write into .*deep: .*file is no folder"):
         refuse_other(tmp_path / "file" / "deep")
-    with pytest.raises(UserError, match="is empty: give one"):
+    with pytest.raises(UserError, match="an empty name was given"):
         refuse_other(" ")
 
 

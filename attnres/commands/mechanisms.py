@@ -39,7 +39,7 @@ def run(arguments: list[str]) -> None:
     if names:
         for row in rows:
             settings = ", ".join(f"{name}={value}" for name, value in settings_of(row.name).items()) or "none"
-            print(f"{row.name}\n\n{inspect.getdoc(residual_class(row.name))}\n")
+            print(f"{row.name}\n\n{inspect.cleandoc(residual_class(row.name).__doc__ or 'it has no docstring')}\n")
             print(f"settings: {settings}\nparameters: {row.parameters:,} at L={SUBLAYERS}, d={WIDTH}\n")
         return
 

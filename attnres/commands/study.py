@@ -10,6 +10,7 @@ import tyro
 
 from attnres.errors import UserError, unknown
 from attnres.flags import Settings, parse
+from attnres.folders import kind_of
 from attnres.paths import user_path
 
 if TYPE_CHECKING:
@@ -70,10 +71,16 @@ def run(arguments: list[str]) -> None:
     from attnres.studies.lab import STUDIES
     from attnres.studies.presets import PRESETS
 
+    if options.name and (options.list or options.report):
+        flag = "--list" if options.list else "--report"
+        raise UserError(f"{flag} is of all studies: leave out '{options.name[0]}'")
     if options.list:
         return _list(list(STUDIES.values()))
+    out = user_path(options.out)
+    if (kind := kind_of(out)) not in (None, "report", "other"):
+        raise UserError(f"{out} holds something else ({kind}): expected the folder of all studies, OUT/PRESET/NAME")
     if options.report:
-        return _report(user_path(options.out))
+        return _report(out)
     if not options.name:
         raise UserError("no study given: expected attnres study NAME...; --list names them")
     for name in options.name:
@@ -81,6 +88,8 @@ def run(arguments: list[str]) -> None:
             raise unknown("study", name, STUDIES)
     if options.preset not in PRESETS:
         raise unknown("preset", options.preset, PRESETS)
+    if options.slurm and options.executor != "slurm":
+        raise UserError("--slurm has settings of jobs and the runs are processes here: add --executor slurm")
     preset = PRESETS[options.preset]
     if options.seeds is not None and not 1 <= options.seeds <= MOST_SEEDS:
         raise UserError(f"seeds is {options.seeds}: expected from 1 to {MOST_SEEDS}, how many runs a group has")
@@ -96,7 +105,7 @@ def run(arguments: list[str]) -> None:
         preset,
         options.seeds or preset.seeds,
         options.source,
-        user_path(options.out),
+        out,
         images,
     )
     if "resnet" in options.name and images is None:

@@ -78,12 +78,12 @@ def evaluate(config: EvalConfig, *, progress: bool = True) -> Results:
     """
     _check(config)
     device = pick_device(config.device)
+    checkpoints = [open_checkpoint(name, trust_remote_code=config.trust_remote_code) for name in config.models]
+    width, stride = _window(config, checkpoints)  # before tasks, which may be fetched
     foreign = [name.removeprefix(LM_EVAL) for name in config.tasks if name.startswith(LM_EVAL)]
     tasks = [read_task(name, config.data, config.limit) for name in config.tasks if not name.startswith(LM_EVAL)]
     _no_twins([task.name for task in tasks])
     manager = harness.find_tasks(foreign, config.lm_eval_tasks) if foreign else None
-    checkpoints = [open_checkpoint(name, trust_remote_code=config.trust_remote_code) for name in config.models]
-    width, stride = _window(config, checkpoints)
     questions_of = [
         [ask(task, checkpoint, width=width, stride=stride, limit=config.limit) for task in tasks]
         for checkpoint in checkpoints

@@ -6,6 +6,7 @@ from typing import Any, TypedDict
 
 from attnres.data.tokenizer import TOKENIZER_FILES
 from attnres.errors import UserError
+from attnres.folders import kind_of
 from attnres.hub import fetch, is_hub_name
 from attnres.models.foreign import formats_of
 from attnres.models.weight_files import AGAIN, INDEX, weight_names
@@ -48,7 +49,8 @@ def config_place(name: str) -> Path:
     path = user_path(name)
     if _is_remote(name, path):
         return _described(name, ["config.json"])
-    return path if (path / "config.json").is_file() else _on_disk(name, path)[0]
+    described = next((folder for folder in (path / "model", path) if (folder / "config.json").is_file()), None)
+    return _on_disk(name, path)[0] if described in (None, path) else described
 
 
 def _is_remote(name: str, path: Path) -> bool:
@@ -70,11 +72,9 @@ def _on_disk(name: str, path: Path) -> tuple[Path, Path | None]:
         return inner, path.parent
     if (inner / "config.json").is_file():
         return inner, path
-    if (path / "checkpoint").is_dir():
-        raise UserError(
-            f"the run in {name} is not finished and has no model yet: continue it with --resume, or give "
-            f"{path / 'checkpoint'}"
-        )
+    if path.is_dir() and kind_of(path) == "run":
+        saved = f", or give {path / 'checkpoint'}" if (path / "checkpoint").is_dir() else ""
+        raise UserError(f"the run in {name} is not finished and has no model yet: continue it with --resume{saved}")
     if not (path / "config.json").is_file():
         raise UserError(f"{name} holds no model: expected a run folder, or a folder with config.json and safetensors")
     is_of_run = path.name == "model" and (path.parent / "metrics.jsonl").is_file()

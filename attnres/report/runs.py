@@ -142,12 +142,18 @@ def load_study(*folders: Path | str) -> Study:
     """Read run folders, folders of runs, or several of either, as one study.
 
     The same label and seed in two of the folders is told apart by the folder's name: `first/block`, `second/block`.
+
+    Raises:
+        UserError: a folder that holds no run, a damaged file, or a run that is given twice.
     """
     if not folders:
         raise UserError("no folder given; give a run folder, or a folder of runs as `attnres compare` makes")
     parts = [_load_folder(Path(folder)) for folder in folders]
     if len(parts) == 1:
         return parts[0]
+    places = [run.folder.resolve() for part in parts for run in part.runs]
+    if twice := next((place for place in places if places.count(place) > 1), None):
+        raise UserError(f"the run in {twice} is given twice: give each run, or the folder that it is in, once")
     names = _distinct_names([Path(folder) for folder in folders])
     keys = [(run.label, run.seed) for part in parts for run in part.runs]
     if len(set(keys)) < len(keys):

@@ -4,6 +4,7 @@ import hashlib
 import importlib.util
 import inspect
 import os
+import shlex
 import sys
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -95,15 +96,16 @@ def residual_class(name: str, file: str | None = None) -> type[Residual]:
     """
     if ".py:" in name:
         return _from_file(name)
-    if name.endswith(".py"):
-        raise UserError(f"residual '{name}' names a file and no class in it: expected FILE.py:CLASS")
+    if name.endswith(".py") or ":" in name:
+        raise UserError(f"residual '{name}' is no mechanism's name, nor a class in a file: expected FILE.py:CLASS")
     if is_known(name):
         return _MECHANISMS[name]
     if file is None:
         raise unknown("residual", name, _MECHANISMS)
     raise UserError(
         f"residual '{name}' is of a user's own file, {file}, which is not run unasked: read it, then set the "
-        f"environment variable {PLUGINS}={file}, or pass trust_remote_code (--trust-remote-code) to load a model"
+        f"environment variable {PLUGINS}={shlex.quote(file)}, or, where a model is loaded, pass trust_remote_code "
+        "(--trust-remote-code of the commands that have it)"
     )
 
 

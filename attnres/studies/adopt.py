@@ -42,8 +42,8 @@ def runs_in(folders: Iterable[Path], *, unfinished: bool = False) -> dict[Path, 
 
 
 def _inside(folder: Path, name: str) -> list[Path]:
-    """What has this name in a run folder, in one of a folder of them, or in one of a study's arms."""
-    return sorted(path for depth in ("", "*/", "*/*/") for path in folder.glob(depth + name))
+    """What has this name in a run folder, or in one of a folder of them, a study, or a folder OUT of studies."""
+    return sorted(path for depth in range(5) for path in folder.glob("*/" * depth + name))
 
 
 def alike(run: TrainConfig, runs: dict[Path, dict[str, Any]]) -> Iterator[Path]:

@@ -9,7 +9,7 @@ from typing import TypedDict
 from attnres.errors import UserError
 from attnres.files import LOCK, write_json
 from attnres.reading import read_json
-from attnres.studies.archive import ARCHIVE
+from attnres.studies.archive import ARCHIVE, is_alone
 from attnres.studies.design import Arm, Design, Measured, Setting
 from attnres.studies.rows import MEASURES
 from attnres.training.run_folder import ended
@@ -51,10 +51,10 @@ def asked_in(path: Path) -> Asked:
 
 
 def same_material(folder: Path, design: Design, setting: Setting) -> None:
-    """Refuse to go on with other text or images than a study was begun with, as far as their names tell and the study
-    has a use for them: UserError."""
+    """Refuse to go on with other text or images than runs of a study were finished with, as far as their names tell and
+    the study has a use for them: UserError."""
     path = folder / RECORD
-    if not path.is_file():
+    if not path.is_file() or not (is_alone(folder) or any(map(_has_ended, folder.glob("*/*")))):
         return
     before = asked_in(path)
     arms, text = design.arms(setting, Measured()), setting.config().data.source

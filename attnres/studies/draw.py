@@ -9,7 +9,7 @@ from attnres.errors import UserError
 from attnres.figures import Comparison, Plot, draw_comparison, draw_model, save_all
 from attnres.figures.write import Drawn, check_formats
 from attnres.files import write_text
-from attnres.folders import refuse_other
+from attnres.folders import kind_of, refuse_other
 from attnres.inspect.inspection import Inspection
 from attnres.inspect.routing import By
 from attnres.paths import user_path
@@ -31,8 +31,8 @@ def draw(
     """Write every figure that applies, and `captions.md`; print what was written and what does not apply, and why.
 
     Args:
-        sources: model folders, run folders, folders of runs, hub names, files that `attnres inspect` wrote, or folders
-            of studies. Of a folder of runs the first seed of each label is inspected; its dynamics are means over
+        sources: model folders, run folders, folders of runs, hub names, what `attnres inspect` wrote, or folders of
+            studies. Of a folder of runs the first seed of each label is inspected; its dynamics are means over
             seeds.
         out: folder; with several models each has a folder of its own in it, and what compares them lies above. Studies
             beside anything else have folders of their own as well.
@@ -111,6 +111,9 @@ def _expand(paths: Sequence[str]) -> tuple[list[str], list[Path]]:
     studies: list[Path] = []
     for name in paths:
         path = user_path(name)
+        if path.is_dir() and kind_of(path) == "inspection":
+            models.append(str(path / "inspection.json"))
+            continue
         if path.is_dir() and not (path / "config.json").is_file():
             study = load_study(path)
             finished = [next((run for run in study.of(label) if run.finished), None) for label in study.labels]

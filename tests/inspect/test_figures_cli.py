@@ -48,6 +48,11 @@ def saved(tmp_path_factory, make_model, tokenizer, documents):
     return path
 
 
+def test_the_folder_of_an_inspection_will_do_for_its_file(run, saved, tmp_path):
+    code, out, err = run(saved.parent, tmp_path / "out")
+    assert (code, err) == (0, "") and out.startswith("saved: patterns")
+
+
 def test_a_model_and_a_file_are_drawn_and_set_side_by_side(run, folder_of, saved, tmp_path):
     code, out, err = run(folder_of("block"), saved, tmp_path / "out", "--text", TEXT)
     assert (code, err) == (0, "")

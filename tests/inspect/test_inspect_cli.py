@@ -187,7 +187,7 @@ def test_a_file_is_a_text(run, folder_of, tmp_path):
         ("full", ["--file", "/absent.txt"], "/absent.txt cannot be read: No such file"),
         ("full", ["--file", ""], "--file is empty"),
         ("full", ["--corpus", ""], "--corpus is empty"),
-        ("full", ["--text", TEXT, "--out", ""], "the name of the folder to write into is empty"),
+        ("full", ["--text", TEXT, "--out", ""], "an empty name was given"),
         ("full", ["--text", TEXT, "--knock-out", "embedding@atention"], "did you mean 'attention'?"),
         ("full", ["--file", "/"], "a folder of texts is a --corpus"),
         ("full", ["--corpus", "/absent"], "source '/absent' does not exist"),

@@ -58,6 +58,13 @@ def test_a_run_trained_alone_takes_its_label_from_its_name(tmp_path):
     assert load_run(folder).label == "block"
 
 
+def test_a_run_that_is_given_twice_is_no_second_seed(tmp_path):
+    folder = write_run(tmp_path / "all", "block", seed=1)
+    for others in ([folder], [folder.parent], [folder.parent / ".." / "all" / folder.name]):
+        with pytest.raises(UserError, match="block-seed1 is given twice"):
+            load_study(folder, *others)
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [

@@ -1,6 +1,7 @@
 """The planner's table: bytes that the runtime's table says, layouts that multiply to the GPUs, models of any size."""
 
 import json
+import shutil
 import time
 from typing import Any
 
@@ -83,6 +84,15 @@ def test_models_of_folders_and_of_the_hub_are_planned_from_their_config_alone(fo
     assert json.loads(capsys.readouterr().out)["layouts"]
     main(["plan", str(folders["plain"]), "--gpus", "2"])
     assert "residual block" in capsys.readouterr().out
+    run = tmp_path / "run"  # finished: its own config.json is not the model's
+    run.mkdir()
+    (run / "config.json").write_text('{"model": {}, "optim": {}}')
+    with pytest.raises(SystemExit):
+        main(["plan", str(run), "--gpus", "2"])
+    assert "is not finished and has no model yet" in capsys.readouterr().err
+    shutil.copytree(folders["full"], run / "model")
+    main(["plan", str(run), "--gpus", "2"])
+    assert "residual full" in capsys.readouterr().out
     with pytest.raises(UserError, match="has the residual 'full': leave residual and settings out"):
         build_shapes(folders["full"], "block")
     with pytest.raises(SystemExit):

@@ -22,6 +22,7 @@ from attnres.stats import plain
 from attnres.studies.adopt import alike, runs_in
 from attnres.studies.analyses.noise import Noise
 from attnres.studies.archive import ARCHIVE, restored, unpacked
+from attnres.studies.begin import same_material
 from attnres.studies.conduct import conduct, left_of
 from attnres.studies.contrast import contrast
 from attnres.studies.cost import CALL, Cost, Mechanism, Step, costs_of, flops_a_token, hours
@@ -217,6 +218,7 @@ def test_runs_of_elsewhere_are_adopted_where_they_are_the_same(setting, noise, t
     assert runner.names == [] and outcome.counts[0] == outcome.counts[1]
     assert (outcome.folder / "runs.csv").read_bytes() == (noise.folder / "runs.csv").read_bytes()
     assert not list(outcome.folder.rglob("checkpoint"))
+    assert runs_in([setting.out]).keys() >= runs_in([noise.folder]).keys(), "a folder of studies"
     with pytest.raises(UserError, match="is not a folder: give one with the run folders to adopt"):
         conduct(STUDIES["noise"], other, say=QUIET, adopted=[tmp_path / "nothing"])
     changed = noise.folder / "recipe" / "standard-seed0" / "data.json"
@@ -395,6 +397,20 @@ def test_a_folder_of_something_else_is_refused(setting, tmp_path):
     (tmp_path / "seconds" / "noise" / "thesis.tex").write_text("")
     with pytest.raises(UserError, match="holds other files: expected an empty folder or a study"):
         conduct(STUDIES["noise"], dataclasses.replace(setting, out=tmp_path), say=QUIET)
+
+
+def test_studies_are_not_written_into_one_of_them(noise):
+    for arguments in (["noise"], ["--report"]):
+        with pytest.raises(UserError, match=r"holds something else \(study\)"):
+            study.run([*arguments, "--out", str(noise.folder)])
+
+
+def test_images_that_were_wrong_are_no_images_of_the_study(setting, tmp_path):
+    (tmp_path / "empty").mkdir()
+    wrong = dataclasses.replace(setting, out=tmp_path, images=str(tmp_path / "empty"))
+    with pytest.raises(UserError, match="holds no images"):
+        conduct(STUDIES["resnet"], wrong, say=QUIET, jobs=1, run=Here(most=1))
+    same_material(wrong.folder("resnet"), STUDIES["resnet"], dataclasses.replace(wrong, images=setting.images))
 
 
 def test_only_functions_of_studies_are_called():
@@ -650,7 +666,7 @@ def test_several_studies_are_counted_in_the_order_given(setting, tmp_path, capsy
         study.run(["noise", *options, "--dry-run", "--adopt", str(tmp_path / "empty")])
     (tmp_path / "empty").rmdir()
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot write into .*noise: .*file is no folder"):
+    with pytest.raises(UserError, match="file is a file: expected a folder to write into"):
         study.run(["noise", *options[:-1], str(tmp_path / "file"), "--dry-run"])
     (tmp_path / "file").unlink()
     assert not list(tmp_path.iterdir())
