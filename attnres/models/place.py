@@ -72,8 +72,9 @@ def _on_disk(name: str, path: Path) -> tuple[Path, Path | None]:
         return inner, path.parent
     if (inner / "config.json").is_file():
         return inner, path
-    if path.is_dir() and kind_of(path) == "run":
-        saved = f", or give {path / 'checkpoint'}" if (path / "checkpoint").is_dir() else ""
+    checkpoint = path / "checkpoint"
+    if checkpoint.is_dir() or (path.is_dir() and kind_of(path) == "run"):
+        saved = f", or give {checkpoint}" if checkpoint.is_dir() else ""
         raise UserError(f"the run in {name} is not finished and has no model yet: continue it with --resume{saved}")
     if not (path / "config.json").is_file():
         raise UserError(f"{name} holds no model: expected a run folder, or a folder with config.json and safetensors")
