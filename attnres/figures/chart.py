@@ -1,6 +1,7 @@
 """Charts of a study, given as data: curves, differences with the band that noise makes, and grids of numbers."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -93,7 +94,8 @@ class Curves:
 class Differences:
     """Differences to a baseline, one a row: (label, difference, standard error), and the threshold of a verdict.
 
-    The threshold is one number for all, or one a row; what is not known (NaN or infinity) draws nothing.
+    The threshold is one a row; what is not known (NaN or infinity) draws nothing. A band that is far wider than all
+    differences, as of two seeds that lie apart, ends at the edge of the chart.
     """
 
     name: str
@@ -108,11 +110,13 @@ class Differences:
         order = sorted(range(len(self.rows)), key=lambda row: -self.rows[row][1])
         figure, axes = canvas(COLUMN * 1.35, 0.6 + 0.19 * len(order))
         ax = axes[0, 0]
+        reach = self._reach()
         for place, row in enumerate(order):
             _, difference, error = self.rows[row]
             limit = self.threshold[row] if len(self.threshold) else math.nan
             if math.isfinite(limit):
-                ax.fill_betweenx([place - 0.4, place + 0.4], -limit, limit, color=style.MUTED, alpha=0.18, linewidth=0)
+                band = min(limit, reach)
+                ax.fill_betweenx([place - 0.4, place + 0.4], -band, band, color=style.MUTED, alpha=0.18, linewidth=0)
             clear = math.isfinite(limit) and abs(difference) > limit
             colour = style.MUTED if not clear else COLOURS[3] if difference < 0 else COLOURS[2]
             ax.errorbar(
@@ -128,7 +132,15 @@ class Differences:
         ax.set_yticks(range(len(order)), [plain(self.rows[row][0]) for row in order], fontsize=SMALL)
         ax.set_ylim(-0.7, len(order) - 0.3)
         ax.set_xlabel(self.x_label)
+        if any(limit > reach for limit in self.threshold):
+            ax.set_xlim(-reach, reach)
         return Plot(self.name, self.title, self.caption, figure)
+
+    def _reach(self) -> float:
+        """How far from zero the chart shows: all differences with their errors, and twice the median threshold."""
+        ends = [abs(difference) + (error if math.isfinite(error) else 0.0) for _, difference, error in self.rows]
+        limits = [limit for limit in self.threshold if math.isfinite(limit)]
+        return 1.1 * max([2 * statistics.median(limits) if limits else 0.0, *ends], default=math.inf)
 
 
 @dataclass(frozen=True)

@@ -169,7 +169,7 @@ class Contrast:
         ]
         caption = (
             f"Held-out loss minus that of {self.baseline}, nats per token; bars one standard error, grey what a "
-            "verdict has to exceed. Smaller is better."
+            "verdict has to exceed (to the edge: more than is shown). Smaller is better."
         )
         threshold = [one.threshold for one in self.others]
         return Differences(name, title, caption, "difference, nats per token", rows, threshold)

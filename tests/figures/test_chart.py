@@ -3,7 +3,7 @@
 import pytest
 
 from attnres.figures import style
-from attnres.figures.chart import Curves, Line
+from attnres.figures.chart import Curves, Differences, Line
 
 
 @pytest.mark.parametrize("values", [(0.12, 0.2, 0.45), (1.1, 1.3, 1.9), (0.3, 4.0), (1e-3, 1e4), (2.0, 2.0)])
@@ -16,3 +16,12 @@ def test_a_logarithmic_axis_has_numbers_whatever_it_spans(values):
     low, high = ax.get_ylim()
     inside = [text.get_text() for text in ax.get_yticklabels() if low <= text.get_position()[1] <= high]
     assert len([text for text in inside if text]) >= 2
+
+
+def test_a_band_of_two_seeds_that_lie_apart_hides_no_other_difference():
+    rows = [("block", -0.045, 0.01), ("full", -0.034, 0.01), ("dca", -0.042, 0.03)]
+    with style.style():
+        figure = Differences("rivals", "Rivals", "", "difference", rows, [0.033, 0.033, 10.8]).draw().figure
+    (ax,) = figure.axes
+    low, high = ax.get_xlim()
+    assert -0.2 < low < -0.072 and 0.072 < high < 0.2
