@@ -137,10 +137,13 @@ class Differences:
         return Plot(self.name, self.title, self.caption, figure)
 
     def _reach(self) -> float:
-        """How far from zero the chart shows: all differences with their errors, and twice the median threshold."""
-        ends = [abs(difference) + (error if math.isfinite(error) else 0.0) for _, difference, error in self.rows]
+        """How far from zero the chart shows: all differences with their errors, and twice the median threshold; without
+        end where that is nothing."""
+        known = [(difference, error) for _, difference, error in self.rows if math.isfinite(difference)]
+        ends = [abs(difference) + (error if math.isfinite(error) else 0.0) for difference, error in known]
         limits = [limit for limit in self.threshold if math.isfinite(limit)]
-        return 1.1 * max([2 * statistics.median(limits) if limits else 0.0, *ends], default=math.inf)
+        shown = max([2 * statistics.median(limits or [0.0]), *ends])
+        return 1.1 * shown or math.inf
 
 
 @dataclass(frozen=True)

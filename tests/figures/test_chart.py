@@ -1,5 +1,7 @@
 """Charts of studies: what stands on their axes."""
 
+import math
+
 import pytest
 
 from attnres.figures import style
@@ -25,3 +27,13 @@ def test_a_band_of_two_seeds_that_lie_apart_hides_no_other_difference():
     (ax,) = figure.axes
     low, high = ax.get_xlim()
     assert -0.2 < low < -0.072 and 0.072 < high < 0.2
+
+
+@pytest.mark.parametrize("threshold", [[0.0, 0.0], [0.0, 1.0], [math.nan, math.inf], []])
+def test_differences_of_nothing_are_drawn_too(threshold):
+    rows = [("a", 0.0, 0.0), ("b", 0.0, math.nan), ("c", math.nan, math.nan)][: len(threshold) or 2]
+    with style.style():
+        figure = Differences("none", "None", "", "difference", rows, threshold).draw().figure
+    figure.canvas.draw()
+    low, high = figure.axes[0].get_xlim()
+    assert low < 0 < high
