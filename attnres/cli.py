@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from attnres.errors import DEBUG, ERROR_FILE, Interrupted, UserError, fault_of_own, first_line, is_panic, unknown
+from attnres.errors import DEBUG, ERROR_FILE, Interrupted, UserError, first_line, is_panic, mechanism_fault, unknown
 from attnres.text import listed, one_line
 
 COMMANDS = {
@@ -95,8 +95,8 @@ def carry_out(action: Callable[[], object], words: Sequence[str] = ()) -> None:
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        if own := fault_of_own(error):
-            _fail(f"error: {one_line(str(own))}", 2)
+        if fault := mechanism_fault(error):
+            _fail(f"error: {one_line(str(fault))}", 2)
         _fail(_unforeseen(error, words), 1)
 
 

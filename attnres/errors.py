@@ -9,7 +9,7 @@ DEBUG = "ATTNRES_DEBUG"
 """Environment variable that --debug sets: errors come with their traceback, libraries say what they report."""
 ERROR_FILE = "ATTNRES_ERROR_FILE"
 """Environment variable: where `attnres` writes the sentence of an error instead of printing it."""
-OWN_FILE = "attnres_plugin_"
+MECHANISM_FILE = "attnres_plugin_"
 """How the name of the module begins that a user's FILE.py with a mechanism becomes (`residuals.registry`)."""
 
 
@@ -42,16 +42,16 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def fault_of_own(error: BaseException) -> UserError | None:
+def mechanism_fault(error: BaseException) -> UserError | None:
     """The error as one of a user's own mechanism, if it came out of that file."""
-    own = [
+    lines = [
         (frame.f_code.co_filename, line)
         for frame, line in traceback.walk_tb(error.__traceback__)
-        if str(frame.f_globals.get("__name__")).startswith(OWN_FILE)
+        if str(frame.f_globals.get("__name__")).startswith(MECHANISM_FILE)
     ]
-    if not own:
+    if not lines:
         return None
-    file, line = own[-1]
+    file, line = lines[-1]
     return UserError(
         f"{file} fails in line {line} ({type(error).__name__}: {first_line(error)}): mend it; attnres check "
         "FILE.py:CLASS says whether it does all that a mechanism has to"
@@ -80,7 +80,7 @@ def foreign(what: str, advice: str) -> Generator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
-        raise (fault_of_own(error) or UserError(f"{what} ({first_line(error)}): {advice}")) from error
+        raise (mechanism_fault(error) or UserError(f"{what} ({first_line(error)}): {advice}")) from error
 
 
 def unknown(kind: str, name: str, valid: Iterable[str]) -> UserError:

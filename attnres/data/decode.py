@@ -9,7 +9,7 @@ from attnres.data.tokenizer import load_tokenizer
 
 
 def decoded(folder: Path) -> Iterator[str]:
-    """Yield the documents of a prepared folder, the held-out ones first; special tokens are left out.
+    """Yield the documents of a prepared folder, the held-out ones first; without the ids that close them.
 
     Raises:
         UserError: its files are missing, truncated, changed, or of another tokenizer.
@@ -18,4 +18,4 @@ def decoded(folder: Path) -> Iterator[str]:
     for split in reversed(SPLITS):
         tokens = open_tokens(folder, split)
         for start, stop in pairwise([*tokens.document_starts().tolist(), len(tokens)]):
-            yield tokenizer.decode(tokens[start:stop].tolist())
+            yield tokenizer.decode(tokens[start : stop - 1].tolist())

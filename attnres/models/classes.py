@@ -119,7 +119,7 @@ class ResidualConfigMixin:
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # ty: ignore[missing-attribute]
         self._refuse_stray_settings(kwargs)
-        self._note_file()
+        self.note_file()
         with torch.device("meta"):
             self.make_residual()
 
@@ -131,7 +131,7 @@ class ResidualConfigMixin:
         if stray:
             raise UserError(f"config field '{stray[0]}' is a setting of a residual: put it into residual_settings")
 
-    def _note_file(self) -> None:
+    def note_file(self) -> None:
         """Record the file that the mechanism was read from; warn where the stored one had another content."""
         file, content = source_file(self.residual), source_sha256(self.residual)
         if file is None:
@@ -410,10 +410,8 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
             "_auto_class": None,
             "base_model_pp_plan": None,  # a stage of which would hand on one tensor, and a stream is several
             "model_type": f"attnres_{key}",
+            **dict.fromkeys(FIELDS),
             "residual": "block",
-            "residual_settings": None,
-            "residual_file": None,
-            "residual_sha256": None,
             "family": family,
         },
     )

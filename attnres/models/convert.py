@@ -24,15 +24,7 @@ from attnres.models.families import FAMILIES, Family, layer_count, refuse_own_re
 from attnres.models.foreign import formats_of
 from attnres.models.open import DTYPES, Checkpoint, open_checkpoint
 from attnres.models.probe import probe
-from attnres.residuals import (
-    Residual,
-    check_settings,
-    make_residual,
-    residual_class,
-    settings_of,
-    source_file,
-    source_sha256,
-)
+from attnres.residuals import Residual, check_settings, make_residual, residual_class, settings_of
 from attnres.text import memory
 
 
@@ -252,7 +244,7 @@ def _convert(
     new.__class__ = model_class(type(model), family, config_class, DepthBase if is_base else DepthMixin)
     new.config.__class__ = config_class
     new.config.residual, new.config.residual_settings = residual, dict(settings)
-    new.config.residual_file, new.config.residual_sha256 = source_file(residual), source_sha256(residual)
+    new.config.note_file()
     if probed:
         new.config.residual_family = asdict(family)
         if remote:

@@ -49,8 +49,8 @@ def config_place(name: str) -> Path:
     path = user_path(name)
     if _is_remote(name, path):
         return _described(name, ["config.json"])
-    described = next((folder for folder in (path / "model", path) if (folder / "config.json").is_file()), None)
-    return _on_disk(name, path)[0] if described in (None, path) else described
+    inner = path / "model"
+    return inner if (inner / "config.json").is_file() else _on_disk(name, path)[0]
 
 
 def _is_remote(name: str, path: Path) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from attnres.errors import OWN_FILE, UserError, unknown
+from attnres.errors import MECHANISM_FILE, UserError, unknown
 from attnres.paths import user_path
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import Traits
@@ -158,8 +158,8 @@ def _from_file(entry: str) -> type[Residual]:
         raise UserError(f"residual '{entry}': there is no file {path}; expected FILE.py:CLASS")
     # A name of its own for each file and content, so that a class is made once and can be pickled in this process.
     content = path.read_bytes()
-    place = hashlib.sha256(bytes(path) + content).hexdigest()[:12]
-    module_name = f"{OWN_FILE}{path.stem}_{place}"
+    digest = hashlib.sha256(bytes(path) + content).hexdigest()[:12]
+    module_name = f"{MECHANISM_FILE}{path.stem}_{digest}"
     module = sys.modules.get(module_name)
     if module is None:
         spec = importlib.util.spec_from_file_location(module_name, path)
