@@ -1,6 +1,7 @@
 """Plain networks, ResNets and depth attention over a stage's blocks, on CIFAR-10."""
 
 import dataclasses
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -118,9 +119,10 @@ def shortcut(x: Tensor, branch: Branch) -> Tensor:
     return F.pad(x, (0, 0, 0, 0, 0, width - x.shape[1]))
 
 
-def train(kind: str, blocks: int, images: str, steps: int, seed: int) -> list[dict[str, Any]]:
-    """Train one network by the published recipe, its schedule stretched to `steps`; rows `error`, percent of the test
-    images, at the end alone (nothing is chosen on them), and `loss`, of the last hundredth of training."""
+def train(kind: str, blocks: int, images: str, steps: int, seed: int, dtype: str) -> list[dict[str, Any]]:
+    """Train one network by the published recipe, its schedule stretched to `steps`, under autocast where `dtype` is not
+    fp32; rows `error`, percent of the test images, at the end alone (nothing is chosen on them), and `train_loss`, of
+    the last hundredth of training."""
     data = load_images(images)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(seed)
@@ -130,6 +132,7 @@ def train(kind: str, blocks: int, images: str, steps: int, seed: int) -> list[di
     mean, spread = train_x.mean((0, 2, 3), keepdim=True), train_x.std((0, 2, 3), keepdim=True)
     train_x, test_x = (train_x - mean) / spread, (test_x - mean) / spread
     draw = np.random.default_rng(seed)
+    precision = partial(torch.autocast, device.type, torch.bfloat16, enabled=dtype == "bf16")
     losses = []
     for step in range(steps):
         warm = min(1.0, (step + 1) / max(1.0, 0.01 * steps))  # the published warm-up of deep ones, for all
@@ -137,14 +140,15 @@ def train(kind: str, blocks: int, images: str, steps: int, seed: int) -> list[di
         for group in optimizer.param_groups:
             group["lr"] = rate
         rows = torch.from_numpy(draw.choice(len(train_x), min(BATCH, len(train_x)), replace=False))
-        x = _augmented(train_x[rows], draw).to(device)
-        loss = F.cross_entropy(net(x), torch.from_numpy(data["train_y"])[rows].to(device))
+        x = _augmented(train_x[rows], draw).to(device, memory_format=torch.channels_last)
+        with precision():
+            loss = F.cross_entropy(net(x), torch.from_numpy(data["train_y"])[rows].to(device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(float(loss.detach()))
     net.eval()
-    with torch.no_grad():
+    with torch.no_grad(), precision():
         guesses = torch.cat([net(part.to(device)).argmax(1).cpu() for part in test_x.split(500)])
     wrong = (guesses.numpy() != data["test_y"]).mean()
     end = losses[-max(1, steps // 100) :]
@@ -175,7 +179,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     small = setting.preset.small
     depths = list(DEPTHS)[:1] if small < 0.01 else list(DEPTHS)[:2] if small < 1 else list(DEPTHS)
     kinds = ("plain", "resnet", "standard", "full") if small >= 0.01 else ("plain", "full")
-    steps = max(2, round(STEPS * min(1.0, small / 4 if small < 1 else 1.0)))
+    steps = max(2, round(STEPS * (small / 2 if small < 1 else 1.0)))
     runs = {
         run_name(f"{kind}-{layers}", seed): Call(
             {
@@ -184,6 +188,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
                 "images": setting.images,
                 "steps": steps,
                 "seed": seed,
+                "dtype": setting.config().dtype,
             },
             6.0 * MULTIPLICATIONS * layers / 20 * BATCH * steps,
         )
@@ -233,7 +238,7 @@ STUDY = Design(
     "resnet",
     "Does depth attention help a ResNet?",
     "Plain networks and ResNets on CIFAR-10, and networks whose blocks are connected within a stage by depth reads at "
-    "each position. Below the preset 100m the schedule is shortened.",
+    "each position, in the preset's precision. Below the preset 100m the schedule is shortened.",
     "github.com/samitmohan's repository: Plain-20/32/44/56 9.26, 10.00, 11.22, 13.58; ResNet 8.64, 7.56, 7.62, 7.47 % "
     "(best epoch on the test images); nothing with depth attention.",
     arms,
