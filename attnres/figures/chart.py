@@ -1,20 +1,25 @@
 """Charts of a study, given as data: curves, differences with the band that noise makes, and grids of numbers."""
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from attnres.figures import style
 from attnres.figures.cells import readable_on
-from attnres.figures.plot import COLUMN, PAGE, SMALL, Plot, canvas, head, legend, plain
+from attnres.figures.plot import COLUMN, PAGE, SMALL, Plot, canvas, fit, head, legend, plain
+from attnres.residuals import RESIDUALS, residual_class
 
 COLOURS = ("#4a5260", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", *style.OTHERS)
-"""Of a chart's lines, in order (Okabe & Ito, then the house's others)."""
+"""Of a chart's lines that are of no mechanism, in order (Okabe & Ito, then the house's others)."""
 
+HEIGHT = 2.4
+"""Inches, of panels with curves."""
 
 FEW = 8
 """Places on a logarithmic axis up to which each has its number."""
@@ -54,23 +59,23 @@ class Curves:
     """Draw the line y = 0."""
 
     def draw(self) -> Plot:
-        """Draw it inside `style.style`. A line has one colour in all panels."""
+        """Draw it inside `style.style`. A line has one colour in all panels, a mechanism its own."""
         several = len(self.panels) > 1
-        figure, axes = canvas(PAGE if several else COLUMN, 2.4, 1, len(self.panels), sharey=True)
-        labels = list(dict.fromkeys(line.label for lines in self.panels.values() for line in lines))
+        figure, axes = canvas(PAGE if several else COLUMN, HEIGHT, 1, len(self.panels), sharey=True)
+        looks = _looks(list(dict.fromkeys(line.label for lines in self.panels.values() for line in lines)))
         for ax, (title, lines) in zip(axes[0], self.panels.items(), strict=True):
             if several:
                 head(ax, title, inches=PAGE / len(self.panels) - 0.5)
             if self.zero:
                 ax.axhline(0, color=style.MUTED, linewidth=0.9)
             for line in lines:
-                place = labels.index(line.label)
-                look = {"color": COLOURS[place % len(COLOURS)], "linewidth": 1.2, "label": plain(line.label)}
-                how = style.DASHES[1] if line.dashed else style.DASHES[place // len(COLOURS) % len(style.DASHES)]
-                mark = "o" if len(line.x) < 40 and not line.dashed else ""
+                look = {**looks[line.label], "linewidth": 1.2, "markersize": 3, "label": plain(line.label)}
+                look["marker"] = "o" if len(line.x) < 40 and not line.dashed else ""
                 if line.low:
                     ax.fill_between(line.x, line.low, line.high, color=look["color"], alpha=0.18, linewidth=0)
-                ax.plot(line.x, line.y, marker=mark, markersize=3, linestyle=how if line.joined else "", **look)
+                if line.dashed or not line.joined:
+                    look["linestyle"] = style.DASHES[1] if line.joined else ""
+                ax.plot(line.x, line.y, **look)
             if self.log_x:
                 ax.set_xscale("log")
                 ax.xaxis.set_minor_formatter(NullFormatter())
@@ -85,7 +90,7 @@ class Curves:
                     ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(5))
                     ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             ax.set_xlabel(self.x_label)
-        axes[0, 0].set_ylabel(self.y_label)
+        axes[0, 0].set_ylabel(fit(self.y_label, HEIGHT - 0.3, SMALL))
         legend(figure, *axes[0])
         return Plot(self.name, self.title, self.caption, figure)
 
@@ -189,10 +194,20 @@ class Grid:
 Chart = Curves | Differences | Grid
 
 
+def _looks(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Colour and dash of each line: its mechanism's where all labels begin with one's name, else one after another."""
+    names = {label: re.split(r"[-, ]", label)[0] for label in labels}
+    if all(name in RESIDUALS for name in names.values()):
+        return style.looks({label: (name, residual_class(name).traits) for label, name in names.items()})
+    rounds = [(label, *divmod(place, len(COLOURS))) for place, label in enumerate(labels)]
+    dashes = style.DASHES
+    return {label: {"color": COLOURS[place], "linestyle": dashes[turn % len(dashes)]} for label, turn, place in rounds}
+
+
 def _amount(number: float) -> str:
     """A number below a thousand million with three digits, in millions from one on.
 
-    >>> _amount(12), _amount(22937600), _amount(2.5)
-    ('12', '22.9 M', '2.5')
+    >>> _amount(12), _amount(22937600), _amount(2.5), _amount(999.9999)
+    ('12', '22.9 M', '2.5', '1,000')
     """
-    return f"{number / 1e6:.3g} M" if number >= 1e6 else f"{number:,.3g}" if number < 1000 else f"{number:,.0f}"
+    return f"{number / 1e6:.3g} M" if number >= 1e6 else f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"

@@ -83,7 +83,7 @@ def _more_training(study: Study) -> str:
         return ""
     with style.style():
         figure = lasting.figure(seen)
-    return _section("And with more training?", _figures([figure]), lasting.lead(seen))
+    return _section("And with more training?", figure_cards([figure]), lasting.lead(seen))
 
 
 def _kicker(study: Study) -> str:
@@ -123,8 +123,8 @@ def _same_conditions(study: Study) -> str:
 
 def _part(part: Section) -> str:
     """Figures of all variants in the open, those of single variants folded."""
-    folded = (_details(label, _figures(plots), open_=False) for label, plots in part.folded.items())
-    return (_figures(part.plots) if part.plots else "") + "".join(folded)
+    folded = (_details(label, figure_cards(plots), open_=False) for label, plots in part.folded.items())
+    return (figure_cards(part.plots) if part.plots else "") + "".join(folded)
 
 
 def _examples(comparison: Comparison) -> str:
@@ -143,13 +143,16 @@ def _examples(comparison: Comparison) -> str:
     return _section("One text, token by token", "".join(folded), lead) if texts else ""
 
 
-def _figures(plots: Sequence[Plot]) -> str:
-    """Side by side where there is room; those as wide as a page each in a row of its own, to scroll on a phone."""
+def figure_cards(plots: Sequence[Plot], anchor: str = "") -> str:
+    """Side by side where there is room; those as wide as a page each in a row of its own, to scroll on a phone.
+
+    `anchor`: what makes their ids unlike those of other figures with the same names in the page.
+    """
     broad = any(plot.figure.get_figwidth() > COLUMN for plot in plots)
     grid = " broad" if broad else " three" if len(plots) == 3 else ""
     parts = []
     for plot in plots:
-        svg = theme.to_svg(plot.figure, plot.name, escape(plot.title, quote=True), ZOOM)
+        svg = theme.to_svg(plot.figure, anchor + plot.name, escape(plot.title, quote=True), ZOOM)
         if broad:
             svg = f'<div class="scroll">{svg}</div>'
         caption = f"<figcaption>{escape(plot.caption)}</figcaption>"

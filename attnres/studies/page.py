@@ -7,9 +7,8 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from attnres.figures import style
-from attnres.figures.plot import COLUMN
 from attnres.report import theme
-from attnres.report.page import ZOOM
+from attnres.report.page import figure_cards
 from attnres.studies.design import Table
 from attnres.studies.sizes import at_sizes
 
@@ -67,19 +66,11 @@ def _kicker(outcome: "Outcome") -> str:
 
 def _sections(outcome: "Outcome") -> list[str]:
     design, result = outcome.design, outcome.result
-    anchor = _anchor(outcome)
     parts = [*map(_section, result.tables)]
     if result.charts:
-        drawn = []
-        for chart in result.charts:
-            with style.style():
-                plot = chart.draw()
-            broad = plot.figure.get_figwidth() > COLUMN * 1.5
-            svg = theme.to_svg(plot.figure, f"{anchor}-{plot.name}", escape(plot.title, quote=True), ZOOM)
-            svg = f'<div class="scroll">{svg}</div>' if broad else svg
-            caption = f"<figcaption>{escape(plot.caption)}</figcaption>"
-            drawn.append(f'<figure class="card"><h3>{escape(plot.title)}</h3>\n{svg}\n{caption}</figure>')
-        parts.append('<section>\n<div class="figures">\n' + "\n".join(drawn) + "\n</div>\n</section>")
+        with style.style():
+            plots = [chart.draw() for chart in result.charts]
+        parts.append(f"<section>\n{figure_cards(plots, f'{_anchor(outcome)}-')}\n</section>")
     done, planned = outcome.counts
     known = outcome.measured.noises
     floor = ", ".join(

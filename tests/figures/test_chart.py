@@ -37,3 +37,15 @@ def test_differences_of_nothing_are_drawn_too(threshold):
     figure.canvas.draw()
     low, high = figure.axes[0].get_xlim()
     assert low < 0 < high
+
+
+@pytest.mark.parametrize(
+    "labels", [["block"], ["standard", "full", "block"], ["full-weightssigmoid", "block, own parameters"]]
+)
+def test_a_mechanism_has_one_colour_in_all_charts(labels):
+    own = {"standard": "#4a5260", "block": "#0072b2", "full": "#d55e00"}
+    lines = [Line(label, [1, 2], [1, 2]) for label in labels]
+    with style.style():
+        figure = Curves("loss", "Loss", "", "steps", "loss", {"": lines}).draw().figure
+    expected = [own[next(name for name in own if label.startswith(name))] for label in labels]
+    assert [line.get_color() for line in figure.axes[0].get_lines()] == expected
