@@ -2,7 +2,8 @@
 
 A line is a run. Of a trained one it holds config.json, data.json, environment.json and summary.json, or diverged.json,
 the held-out losses (of each window at the end) and the last measurements by depth; of a computed one its function, its
-arguments and what that returned. Where text and images lay is left out.
+arguments and what that returned. Where text and images lay is left out. A line without a run holds the step times of an
+arm, speed.json.
 """
 
 import json
@@ -22,7 +23,7 @@ from attnres.run_names import label_and_seed
 from attnres.studies.adopt import PLACES, computed_in, runs_in
 from attnres.studies.rows import MEASURES, Measures
 from attnres.training import metrics
-from attnres.training.records import Environment, RunConfig, RunData, Summary
+from attnres.training.records import TIMES, Environment, RunConfig, RunData, Summary, Timing
 from attnres.training.run_folder import DIVERGED
 from attnres.training.validate import read_windows, save_windows, windows_files
 from attnres.typed import checked
@@ -35,6 +36,7 @@ _FILES: dict[str, Any] = {
     "summary.json": Summary,
     DIVERGED: dict[str, Any],
     MEASURES: Measures,
+    TIMES: Timing,
 }
 _ADVICE = "take it from where it was written again"
 
@@ -46,11 +48,11 @@ class Losses(TypedDict):
     values: list[float]
 
 
-class ArchivedRun(TypedDict):
-    """A line of the file; `files` are a run folder's JSON files by name."""
+class Archived(TypedDict):
+    """A line of the file; `files` are JSON files of a run, or of its arm where there is no `run`, by name."""
 
     arm: str
-    run: str
+    run: NotRequired[str]
     files: dict[str, dict[str, Any]]
     metrics: NotRequired[list[dict[str, Any]]]
     windows: NotRequired[Losses]
@@ -59,10 +61,13 @@ class ArchivedRun(TypedDict):
 def archive(folder: Path, names: Mapping[str, Iterable[str]]) -> str:
     """Return these runs of a study as lines of JSON, and what its runs.jsonl has of arms that are not asked for yet;
     `names` are those of the finished ones by arm."""
-    runs = [_archived(folder / arm / name, arm) for arm in sorted(names) for name in sorted(names[arm])]
+    lines = [_archived(folder / arm / name, arm) for arm in sorted(names) for name in sorted(names[arm])]
+    times = {arm: folder / arm / TIMES for arm in sorted(names) if (folder / arm / TIMES).is_file()}
+    lines += [{"arm": arm, "files": {TIMES: read_json(path)}} for arm, path in times.items()]
     if (folder / ARCHIVE).is_file():
-        runs += [run for run in archived_in(folder / ARCHIVE) if run["arm"] not in names]
-    return "".join(f"{json.dumps(run, sort_keys=True)}\n" for run in runs)
+        before = archived_in(folder / ARCHIVE)
+        lines += [one for one in before if one["arm"] not in (times if "run" not in one else names)]
+    return "".join(f"{json.dumps(line, sort_keys=True)}\n" for line in lines)
 
 
 def is_alone(study: Path) -> bool:
@@ -70,9 +75,9 @@ def is_alone(study: Path) -> bool:
     return (study / ARCHIVE).is_file() and not any(path.is_dir() for path in study.iterdir())
 
 
-def _archived(folder: Path, arm: str) -> ArchivedRun:
+def _archived(folder: Path, arm: str) -> Archived:
     files = {name: read_json(folder / name) for name in _FILES if (folder / name).is_file()}
-    run: ArchivedRun = {"arm": arm, "run": folder.name, "files": files}
+    run: Archived = {"arm": arm, "run": folder.name, "files": files}
     if arguments := files.get(MEASURES, {}).get("arguments"):
         arguments |= {key: Path(arguments[key]).name for key in PLACES if arguments.get(key)}
     if config := files.get("config.json"):
@@ -133,37 +138,39 @@ def restored(out: Path, study: Path | None = None) -> Generator[Path]:
         yield copy
 
 
-def archived_in(path: Path) -> list[ArchivedRun]:
-    """The runs of such a file, checked. Raises UserError."""
-    runs = []
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+def archived_in(path: Path) -> list[Archived]:
+    """The lines of such a file, checked. Raises UserError."""
+    lines = []
+    for number, text in enumerate(read_text(path).splitlines(), 1):
         where = f"line {number} of {path}"
-        run = checked(parse_json(line, where), ArchivedRun, where, _ADVICE)
-        for name in (run["arm"], run["run"], *run["files"]):
+        line = checked(parse_json(text, where), Archived, where, _ADVICE)
+        for name in (line["arm"], line.get("run", "none"), *line["files"]):
             if not name or name != Path(name).name or name.startswith("."):
                 raise UserError(f"{where} names '{name}', which is no name of a file or folder: {_ADVICE}")
-        for name in set(run["files"]) & set(_FILES):
-            checked(run["files"][name], _FILES[name], f"{name} in {where}", _ADVICE)
-        for line in run.get("metrics", []):
-            metrics.line_of(line, f"a measurement in {where}", _ADVICE)
-        if "summary.json" in run["files"] and "metrics" not in run:
-            raise UserError(f"{where} has no metrics of the trained run {run['run']}: {_ADVICE}")
-        if label_and_seed(run["run"]) is None:
-            raise UserError(f"{where} has the run '{run['run']}': expected LABEL-seedK; {_ADVICE}")
-        runs.append(run)
-    return runs
+        for name in set(line["files"]) & set(_FILES):
+            checked(line["files"][name], _FILES[name], f"{name} in {where}", _ADVICE)
+        for one in line.get("metrics", []):
+            metrics.line_of(one, f"a measurement in {where}", _ADVICE)
+        if "run" not in line and set(line["files"]) != {TIMES}:
+            raise UserError(f"{where} has no run: expected LABEL-seedK, or none and {TIMES} alone; {_ADVICE}")
+        if "run" in line and label_and_seed(line["run"]) is None:
+            raise UserError(f"{where} has the run '{line['run']}': expected LABEL-seedK; {_ADVICE}")
+        if "summary.json" in line["files"] and "metrics" not in line:
+            raise UserError(f"{where} has no metrics of a trained run: {_ADVICE}")
+        lines.append(line)
+    return lines
 
 
 def _unpack(path: Path, folder: Path) -> None:
-    runs = archived_in(path)
-    if not runs:
+    lines = archived_in(path)
+    if not lines:
         raise UserError(f"{path} is empty: expected a run a line, as a study writes them to {ARCHIVE}")
-    for run in runs:
-        there = folder / run["arm"] / run["run"]
-        (there / "val").mkdir(parents=True, exist_ok=True)
-        for name, values in run["files"].items():
+    for line in lines:
+        there = folder / line["arm"] / line.get("run", "")
+        there.mkdir(parents=True, exist_ok=True)
+        for name, values in line["files"].items():
             write_json(there / name, values)
-        if "metrics" in run:
-            write_text(there / "metrics.jsonl", "".join(f"{json.dumps(one)}\n" for one in run["metrics"]))
-        if "windows" in run:
-            save_windows(there, run["windows"]["step"], np.array(run["windows"]["values"]))
+        if "metrics" in line:
+            write_text(there / "metrics.jsonl", "".join(f"{json.dumps(one)}\n" for one in line["metrics"]))
+        if "windows" in line:
+            save_windows(there, line["windows"]["step"], np.array(line["windows"]["values"]))

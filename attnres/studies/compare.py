@@ -286,7 +286,7 @@ def time_steps(work: Work, seconds: float, say: Console) -> None:
         )
     except KeyboardInterrupt:
         raise Interrupted(
-            "stopped while timing, every run is finished: give the same command to continue", 130
+            "stopped while timing, what is finished stays: give the same command to continue", 130
         ) from None
     times = speed.pop("variants")
     speed["variants"] = {label: times[kinds[label]] for label in plan.variants}

@@ -103,7 +103,8 @@ def conduct(
 
 def _archived(folder: Path) -> list[tuple[str, str]]:
     """Arm and name of the runs that a study's runs.jsonl alone has."""
-    return [(run["arm"], run["run"]) for run in archived_in(folder / ARCHIVE)] if is_alone(folder) else []
+    lines = archived_in(folder / ARCHIVE) if is_alone(folder) else []
+    return [(line["arm"], line["run"]) for line in lines if "run" in line]
 
 
 @contextmanager
@@ -142,7 +143,7 @@ def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[t
 
 
 def _is_untimed(arm: Arm, folder: Path) -> bool:
-    """Whether the steps of an arm's variants are to be timed and were not, as where it stopped after its last run."""
+    """Whether the steps of an arm's variants are to be timed and were not."""
     return arm.compare is not None and arm.compare.timing_s > 0 and not (folder / arm.name / TIMES).is_file()
 
 
@@ -203,11 +204,11 @@ def _carry_out(
 
         for place, name in measures.items():  # what ended before
             _measure(name, place)
+        for work, seconds in timed:
+            if time.monotonic() < until:
+                time_steps(work, seconds, say)
         jobs = jobs or max(most, default=cores())
         train_all(children, done, jobs=jobs, say=say, run=run, until=until, on_end=measure)
-        for work, seconds in timed:
-            if time.monotonic() < until and all(ended(work.out / name) for name in work.plan.runs):
-                time_steps(work, seconds, say)
 
 
 def _measure(name: str, folder: Path) -> None:

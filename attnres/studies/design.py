@@ -247,7 +247,7 @@ class Setting:
         timed: bool = False,
         **more: Any,
     ) -> Arm:
-        """An arm of variants, each with every seed; if `timed` their steps are timed in turn once all have ended."""
+        """An arm of variants, each with every seed; if `timed` their steps are timed in turn before any is trained."""
         which = range(self.seeds) if seeds is None else seeds
         seconds = self.preset.timing_s if timed else 0
         return Arm(name, CompareConfig(list(variants), list(which), base=of, timing_s=seconds), **more)

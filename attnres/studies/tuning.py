@@ -48,7 +48,7 @@ def tuned_study(
 
     def arms(setting: Setting, measured: Measured) -> list[Arm]:
         variants, config = setting.some(list(published)), setting.config(steps=setting.preset.many)
-        recipe = setting.arm(RECIPE, variants, of=config)
+        recipe = setting.arm(RECIPE, variants, of=config, timed=True)
         if not measured.complete(RECIPE):
             return [recipe]
         # Every mechanism's second way before any other's third: what is stopped has tried as much of each.

@@ -653,6 +653,20 @@ def test_a_run_that_diverges_ends_no_study(setting, noise, tmp_path):
     assert again.measured.rows == outcome.measured.rows
 
 
+def test_step_times_are_taken_first_and_kept_with_the_runs(setting, tmp_path):
+    """A study that is stopped has them, and so has what a repository keeps of it."""
+    other = dataclasses.replace(setting, out=tmp_path)
+    folder = other.folder("ablations")
+    with pytest.raises(Interrupted):
+        conduct(STUDIES["ablations"], other, say=QUIET, jobs=1, run=Here(most=1))
+    stopped = outcome_in(folder).measured
+    assert len(stopped.finished["recipe"]) == 1
+    assert set(stopped.step_ratios) == {("recipe", label) for label in stopped.asked_for("recipe")}
+    shutil.rmtree(folder / "recipe")
+    with restored(tmp_path) as copy:
+        assert outcome_in(copy / folder.relative_to(tmp_path)).measured.step_ratios == stopped.step_ratios
+
+
 def test_several_studies_are_counted_in_the_order_given(setting, tmp_path, capsys):
     options = ["--preset", "seconds", "--seeds", "1", "--source", str(setting.source), "--out", str(tmp_path)]
     study.run(["noise", "growth", "noise", *options, "--dry-run"])
@@ -681,6 +695,8 @@ def test_several_studies_are_counted_in_the_order_given(setting, tmp_path, capsy
         ('{"arm": "..", "run": "a-seed0", "files": {}}', "names '..', which is no name of a file or folder"),
         ('{"arm": "x", "run": "a-seed0", "files": {"../a.json": {}}}', "names '../a.json', which is no name"),
         ('{"arm": "x", "run": "a", "files": {}}', "has the run 'a': expected LABEL-seedK"),
+        ('{"arm": "x", "files": {}}', "has no run: expected LABEL-seedK, or none and speed.json alone"),
+        ('{"arm": "x", "files": {"speed.json": {"variants": 1}}}', "speed.json in line 1 of .* is damaged"),
         (
             '{"arm": "x", "run": "a-seed0", "files": {"config.json": {"model": {"residual": 3}}}}',
             r"config.json in line 1 of .*runs.jsonl is damaged \(model.residual is 3: expected text\)",
