@@ -279,7 +279,7 @@ def test_a_file_that_changed_is_not_taken_for_the_old_one(place, tmp_path, capsy
     file.write_text(file.read_text().replace("x + self.weight", "x - self.weight"))
     with pytest.raises(SystemExit) as left:
         cli.main([*command, "--resume"])
-    assert left.value.code == 2 and "model.residual_sha256 is" in capsys.readouterr().err
+    assert left.value.code == 2 and "is of another content of" in capsys.readouterr().err
     monkeypatch.setenv(PLUGINS, f"{file}:Anchored")
     with pytest.warns(UserWarning, match=r"own\.py:Anchored has changed since this model was made"):
         load(out / "model")
@@ -374,7 +374,7 @@ def test_inspection_figures_and_text(place, runs, name, capsys, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_explorer_shows_it(runs, name):
     page = Page([Opened(runs[name])])
-    shown = page.show(page.click(View("stream read"), {"model": 0, "read": 3, "source": 1}))
+    shown = page.show(page.click(View("stream read"), {"place": 0, "model": 0, "read": 3, "source": 1}))
     assert "without 1 edge" in shown.panes[0] and name in shown.panes[0]
 
 

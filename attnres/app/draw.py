@@ -202,7 +202,7 @@ def _scores(p: Pane, scales: Scales) -> tuple[str, str]:
     target = "" if p.token + 1 >= len(p.reading.names) else f" of “{visible(p.reading.names[p.token + 1])}”"
     note = (
         f"Change of ln p{target} ({one.log_probability:.3f}) without each edge, in nats, measured: orange is what it "
-        "relies on."
+        "relies on. All others are in place, those that are knocked out too."
     )
     return cells, note
 

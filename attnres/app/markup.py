@@ -1,18 +1,30 @@
 """Pieces of HTML that the parts of the page are made of, all text escaped."""
 
+import unicodedata
 from html import escape
 
 BEFORE = "#8a94a3"
 """Of bars that an edit or a later step is compared with."""
+RIGHT_TO_LEFT = ("R", "AL", "AN")
 
 
 def visible(piece: str) -> str:
-    """A token's text with what cannot be seen made visible: spaces at its ends, line ends, tabs, control characters."""
+    """A token's text with what cannot be seen made visible: spaces at its ends, line ends, tabs, characters of control
+    and form and other spaces by their codes. What is written from right to left is kept apart from the words around."""
     words = piece.strip(" ")
     front = len(piece) - len(piece.lstrip(" "))
     shown = "␣" * front + words + "␣" * (len(piece) - front - len(words))
     shown = shown.replace("\r", "␍").replace("\n", "↵").replace("\t", "⇥")
-    return "".join(chr(0x2400 + ord(c)) if ord(c) < 32 else "␡" if ord(c) == 127 else c for c in shown) or "∅"
+    shown = "".join(map(_seen, shown)) or "∅"
+    return f"\u2068{shown}\u2069" if any(unicodedata.bidirectional(c) in RIGHT_TO_LEFT for c in shown) else shown
+
+
+def _seen(letter: str) -> str:
+    code = ord(letter)
+    if code < 32 or code == 127:
+        return chr(0x2400 + code) if code < 32 else "␡"
+    unseen = letter != " " and unicodedata.category(letter) in ("Cf", "Cc", "Zs", "Zl", "Zp")
+    return f"\\u{code:04x}" if unseen else letter
 
 
 def sentence(text: str, kind: str = "error") -> str:

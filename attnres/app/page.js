@@ -148,20 +148,21 @@ const show = (shown, actions) => {
 
 // ---------------------------------------------------------------- clicks and keys
 
-const edge = (target) => ({
-  model: +target.closest("[data-model]").dataset.model, read: +target.dataset.read, source: +target.dataset.source,
-});
+const half = (target) => {
+  const {place, model} = target.closest("[data-model]").dataset;
+  return {place: +place, model: +model};
+};
 
 const press = (target) => {
   if (target.dataset.save) return saveFigure(target.closest("section").querySelector("svg:not(.names)"), target);
   if (target.dataset.token !== undefined) return act("token", +target.dataset.token);
   if (target.dataset.read !== undefined) {
     tip("");
-    return act("edge", edge(target));
+    return act("edge", {...half(target), read: +target.dataset.read, source: +target.dataset.source});
   }
   if (target.dataset.back !== undefined) {
-    const {ofRead, ofSource, at} = target.dataset, model = +target.closest("[data-model]").dataset.model;
-    return act("edge", {model, read: +ofRead, source: +ofSource, token: at === undefined ? null : +at});
+    const {ofRead, ofSource, at} = target.dataset, token = at === undefined ? null : +at;
+    return act("edge", {...half(target), read: +ofRead, source: +ofSource, token});
   }
   if (target.dataset.example) return act("example", target.dataset.example);
   if (target.dataset.hit) {
@@ -273,10 +274,16 @@ const saveBlob = (blob, name) => {
 // A figure by itself, on the page's paper, its title above it.
 const saveFigure = (svg, button) => {
   const style = getComputedStyle(document.documentElement), colour = (name) => style.getPropertyValue(name).trim();
-  const box = svg.viewBox.baseVal, copy = svg.cloneNode(true), scale = 3, height = box.height + 20;
+  const box = svg.viewBox.baseVal, copy = svg.cloneNode(true), scale = 3;
+  const most = Math.max(8, Math.floor(box.width / 5.4)), lines = [""];
+  for (const word of svg.getAttribute("aria-label").split(" ")) {
+    if ((lines.at(-1) + word).length > most && lines.at(-1)) lines.push("");
+    lines.push(lines.pop() + word + " ");
+  }
+  const above = 8 + 12 * lines.length, height = box.height + above;
   copy.removeAttribute("style");
   copy.setAttribute("color", colour("--ink"));
-  copy.setAttribute("viewBox", `0 -20 ${box.width} ${height}`);
+  copy.setAttribute("viewBox", `0 ${-above} ${box.width} ${height}`);
   copy.setAttribute("width", box.width * 2);
   copy.setAttribute("height", height * 2);
   const add = (name, place, attributes) => {
@@ -285,9 +292,11 @@ const saveFigure = (svg, button) => {
     copy[place](one);
     return one;
   };
-  add("rect", "prepend", {y: -20, width: "100%", height: "100%", fill: colour("--paper")});
-  const title = add("text", "append", {x: 4, y: -7, fill: colour("--ink"), "font-size": 9.5, "font-family": "sans-serif"});
-  title.textContent = svg.getAttribute("aria-label");
+  add("rect", "prepend", {y: -above, width: "100%", height: "100%", fill: colour("--paper")});
+  lines.forEach((line, i) => {
+    const look = {fill: colour("--ink"), "font-size": 9.5, "font-family": "sans-serif"};
+    add("text", "append", {x: 4, y: 12 * (i + 1 - lines.length) - 7, ...look}).textContent = line;
+  });
   const text = new XMLSerializer().serializeToString(copy).replace(/var\((--[\w-]+)\)/g, (all, name) => colour(name));
   const data = new Blob([text], {type: "image/svg+xml"});
   const name = "attnres-" + (svg.dataset.figure || button.closest("section").className);

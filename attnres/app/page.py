@@ -109,10 +109,10 @@ class Page:
     def choose(self, view: View, models: Any) -> View:
         """Other models, by their numbers: one, or two."""
         try:
-            numbers = tuple(sorted(set(fit(models, list[Count]))))
+            numbers = tuple(dict.fromkeys(fit(models, list[Count])))
         except Misfit:
             numbers = ()
-        if not 1 <= len(numbers) <= 2 or numbers[-1] >= len(self.models):
+        if not 1 <= len(numbers) <= 2 or max(numbers) >= len(self.models):
             raise UserError("this model is not one of those that are open")
         return replace(view, models=numbers, other=view.other if len(numbers) == 1 else None)
 
@@ -134,17 +134,17 @@ class Page:
         return replace(view, token=_numbers({"token": token})["token"])
 
     def click(self, view: View, edge: Any) -> View:
-        """A click on an edge, {"model": m, "read": r, "source": s}: it is knocked out, where the view says, or brought
-        back. With "token" it is that token's, or (None) that of all tokens.
+        """A click on an edge of a half, {"place": p, "model": m, "read": r, "source": s}: it is knocked out, where the
+        view says, or brought back. With "token" it is that token's, or (None) that of all tokens.
 
         Raises:
             UserError: a click on what is not there.
         """
         numbers = _numbers(edge)
-        model, read, source = (numbers.get(name) for name in ("model", "read", "source"))
-        if model is None or read is None or source is None:
+        place, model, read, source = (numbers.get(name) for name in ("place", "model", "read", "source"))
+        if place is None or model is None or read is None or source is None or place >= self._count(view):
             raise UserError("this click hit neither a token nor an edge: load the page again")
-        cut = Cut(model, read, source, numbers["token"] if "token" in numbers else self._token(view))
+        cut = Cut(model, read, source, numbers["token"] if "token" in numbers else self._token(view, place))
         if model >= len(self.models) or not self._has(cut):
             raise UserError("this edge is not one of the model's: load the page again")
         cuts = tuple(one for one in view.cuts if one != cut) if cut in view.cuts else (*view.cuts, cut)
@@ -314,9 +314,9 @@ class Page:
             return view.models[0], view.other if place else view.text
         return view.models[place], view.text
 
-    def _token(self, view: View) -> int | None:
-        """Where the next cut holds."""
-        return None if view.span == "all" else self.token_of(view, 0)
+    def _token(self, view: View, place: int) -> int | None:
+        """Where a cut that is chosen in this half holds."""
+        return None if view.span == "all" else self.token_of(view, place)
 
     def _has(self, cut: Cut) -> bool:
         sources = self.models[cut.model].sources

@@ -138,6 +138,7 @@ def _carry_out(designs: "list[Design]", setting: "Setting", options: Study, adop
             jobs=options.jobs,
             until=until,
             run=executor,
+            here=executor is None,
             adopted=adopted,
         )
         _print(outcome.result.tables, out)

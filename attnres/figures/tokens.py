@@ -251,7 +251,7 @@ def drawable(text: str) -> str:
 
 def _label(token: str) -> str:
     """A token in at most nine letters, with its spaces and line breaks visible."""
-    text = token.replace("\r", "").replace("\n", "↵").replace("\t", "→")
+    text = token.replace("\r\n", "\n").replace("\r", "␍").replace("\n", "↵").replace("\t", "→")
     text = re.sub(" {3,}", lambda run: f" ×{len(run[0])}", text).replace(" ", "\N{OPEN BOX}")
     text = drawable(text)
     return plain(text if len(text) <= 9 else text[:8] + "…")

@@ -113,11 +113,9 @@ def search(
     index, place = find_edge(model, source, read)
     layout = find_residual(model).layout()
     before = front(tokenizer)
-    if context <= len(before) or top < 1 or batch_size < 1:
-        raise UserError(
-            f"context is {context}, top {top} and batch_size {batch_size}: expected a context of more than "
-            f"{len(before)} tokens, and at least 1 of the others"
-        )
+    for name, value, fewest in (("context", context, len(before) + 1), ("top", top, 1), ("batch_size", batch_size, 1)):
+        if value < fewest:
+            raise UserError(f"{name} is {value}: expected {fewest} or more")
     best = _Best(top)
     total, tokens, numbers = 0.0, 0, set[int]()
     device = next(model.parameters()).device

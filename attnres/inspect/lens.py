@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from attnres.errors import UserError
 from attnres.forward import evaluating, log_probs
@@ -106,8 +106,9 @@ class Direct:
     Attributes:
         position, target, against: the logit is that of `target` after token `position`, less that of `against`.
         logit: W_y . N(h) + b, before any scale or cap. rest: what no source adds: biases, gates.
-        sources: what each source of the output's read adds, by name. outputs: of single outputs, blocks taken apart;
-            None where the read is no such sum.
+        sources: what each source of the output's read adds, by name; of a gated read the part of it that lies along
+            their sum. outputs: of single outputs, blocks taken apart and gates counted; None where the read is no such
+            sum.
     """
 
     position: int
@@ -127,9 +128,11 @@ class Direct:
         return f"Direct(logit of {self.target}{less} after position {self.position}: {self.logit:.3f})"
 
     def frame(self) -> Any:
-        """A data frame with a row an output, or a source where single outputs are not told apart, and the rest."""
+        """A data frame with a row an output, or a source where single outputs are not told apart, and one for what is
+        left of the logit."""
         parts = self.sources if self.outputs is None else self.outputs
-        return notebook.frame({"part": name, "logit": value} for name, value in {**parts, "rest": self.rest}.items())
+        rows = {**parts, "rest": self.logit - sum(parts.values())}
+        return notebook.frame({"part": name, "logit": value} for name, value in rows.items())
 
     def _repr_html_(self) -> str:
         rows = [(name, short(value, signed=True)) for name, value in {**self.sources, "rest": self.rest}.items()]
@@ -204,7 +207,8 @@ def _predictions(model: Any, hidden: Tensor) -> Tensor:
     """(T, V) log-probabilities from normed vectors (T, d): the model's own head, for which its base hands these out."""
     base = model.base_model
     before = base.__dict__.get("forward")
-    base.forward = lambda *args, **kwargs: BaseModelOutputWithPast(last_hidden_state=hidden.unsqueeze(0))
+    output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden.unsqueeze(0))
+    base.forward = lambda *args, **kwargs: output
     try:
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
         return log_probs(model(input_ids=ids, use_cache=False).logits[0])

@@ -404,7 +404,8 @@ def _sum_of_squares(x: Tensor) -> float:
 
 @contextmanager
 def record(model: nn.Module, *, tokens: bool = False, labels: int = 0, contributions: bool = True) -> Generator[Trace]:
-    """Record what `model`'s residual does while the block runs; logits and gradients stay bit for bit the same.
+    """Record what `model`'s residual does while the block runs; logits and gradients stay the same, with gradients bit
+    for bit. Every position counts as a token, padding too: of texts of several lengths give one after the other.
 
     Models compiled by `torch.compile` run uncompiled meanwhile: each recorded sum would cut their graph.
 

@@ -70,7 +70,9 @@ def step_change(first: Residual, last: Residual, steps: tuple[int, int]) -> Step
     nothing: list[float | None] = [None] * len(turned)
     tables, others = first.tables(), last.tables()
     moved = {
-        name: float(np.nan_to_num((others[name].values - tables[name].values).abs().double().cpu().numpy()).max())
+        name: float(
+            np.nan_to_num((others[name].values - tables[name].values).detach().abs().double().cpu().numpy()).max()
+        )
         for name in tables.keys() & others.keys()
         if tables[name].values.numel()
     }

@@ -169,6 +169,9 @@ def _check_fields(config_class: Any, fields: Mapping[str, Any]) -> None:
     def value(name: str) -> Any:
         return fields.get(name, fields.get(config_class.attribute_map.get(name, name)))
 
+    for name in ("vocab_size", "max_position_embeddings"):
+        if isinstance(size := value(name), int) and size < 1:
+            raise UserError(f"{name} is {size}: expected 1 or more")
     layers = value("num_hidden_layers")
     if isinstance(layers, int) and not 0 < layers <= MOST_LAYERS:
         raise UserError(f"num_hidden_layers is {layers}: expected 1 to {MOST_LAYERS:,}")

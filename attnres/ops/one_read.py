@@ -47,7 +47,7 @@ def depth_read(
     Source: arXiv 2603.15031.
     """
     sources = list(sources)
-    _check_read(sources, query, gain, checkpoint_level)
+    _check_read(sources, query, gain, norm, checkpoint_level)
     shape = sources[0].shape
     dtype, n = sources[0].dtype, len(sources)
     if n == 1:  # the source itself, exactly, and exactly no gradient for its query
@@ -71,7 +71,9 @@ def depth_read(
     return x if weights is None or not return_weights else (x, weights.t().reshape(n, *shape[:-1]))
 
 
-def _check_read(sources: list[Tensor], query: Tensor, gain: Tensor | None, checkpoint_level: int) -> None:
+def _check_read(
+    sources: list[Tensor], query: Tensor, gain: Tensor | None, norm: Norm | None, checkpoint_level: int
+) -> None:
     """Raises ValueError for what `depth_read` cannot take."""
     if not sources:
         raise ValueError("depth_read got no sources: expected a list of at least one tensor (..., d)")
@@ -79,8 +81,12 @@ def _check_read(sources: list[Tensor], query: Tensor, gain: Tensor | None, check
         raise ValueError(
             f"depth_read got checkpoint_level={checkpoint_level!r}: expected 0 (keep h) or 1 (make it again)"
         )
+    if norm is not None and not isinstance(norm, Norm):
+        raise ValueError(f"depth_read got a norm of type {type(norm).__name__}: expected an attnres.Norm or None")
     shape = sources[0].shape
     for i, source in enumerate(sources):
+        if not source.is_floating_point():
+            raise ValueError(f"depth_read got source {i} of {source.dtype}: expected a floating dtype")
         if source.shape != shape:
             raise ValueError(f"depth_read got source 0 of shape {tuple(shape)} and source {i} of {tuple(source.shape)}")
     for name, vector in (("query", query), ("gain", gain)):

@@ -59,14 +59,15 @@ class Archived(TypedDict):
 
 
 def archive(folder: Path, names: Mapping[str, Iterable[str]]) -> str:
-    """Return these runs of a study as lines of JSON, and what its runs.jsonl has of arms that are not asked for yet;
-    `names` are those of the finished ones by arm."""
-    lines = [_archived(folder / arm / name, arm) for arm in sorted(names) for name in sorted(names[arm])]
-    times = {arm: folder / arm / TIMES for arm in sorted(names) if (folder / arm / TIMES).is_file()}
+    """Return these runs of a study as lines of JSON, and what else its runs.jsonl has: arms and runs that are not asked
+    for now, or that were not taken of it yet; `names` are those of the finished ones by arm."""
+    lines = [_archived(folder / arm / name, arm) for arm in names for name in names[arm]]
+    times = {arm: folder / arm / TIMES for arm in names if (folder / arm / TIMES).is_file()}
     lines += [{"arm": arm, "files": {TIMES: read_json(path)}} for arm, path in times.items()]
+    written = {(line["arm"], line.get("run")) for line in lines}
     if (folder / ARCHIVE).is_file():
-        before = archived_in(folder / ARCHIVE)
-        lines += [one for one in before if one["arm"] not in (times if "run" not in one else names)]
+        lines += [one for one in archived_in(folder / ARCHIVE) if (one["arm"], one.get("run")) not in written]
+    lines.sort(key=lambda line: (line["arm"], line.get("run", "")))
     return "".join(f"{json.dumps(line, sort_keys=True)}\n" for line in lines)
 
 

@@ -10,7 +10,7 @@ from attnres.errors import UserError
 from attnres.files import LOCK, write_json
 from attnres.reading import read_json
 from attnres.studies.archive import ARCHIVE, is_alone
-from attnres.studies.design import Arm, Design, Measured, Setting
+from attnres.studies.design import Design, Measured, Setting
 from attnres.studies.rows import MEASURES
 from attnres.training.run_folder import ended
 from attnres.typed import checked
@@ -64,11 +64,16 @@ def same_material(folder: Path, design: Design, setting: Setting) -> None:
     }
     for name, used in uses.items():
         there, here = before[name], getattr(setting, name)  # type: ignore
-        if used and Path(there or "").name != Path(here or "").name:
+        if used and not same_name(there, here):
             raise UserError(
                 f"the study in {folder} was carried out with --{name} {there or 'of the preset'}, not "
                 f"{here or 'of the preset'}: give the same, or choose another --out"
             )
+
+
+def same_name(there: str | None, here: str | None) -> bool:
+    """Whether two places may hold the same text or images, wherever they are: their last names are the same."""
+    return Path(there or "").name == Path(here or "").name
 
 
 class Begin:
@@ -99,15 +104,13 @@ def begun(folder: Path, record: Asked) -> Generator[Begin]:
         raise
 
 
-def nothing_lost(folder: Path, arms: Sequence[Arm], archived: Sequence[tuple[str, str]]) -> None:
-    """Refuse to write a runs.jsonl anew without runs of these arms that it alone has: `archived`, as (arm, run). Those
-    that others start from are trained again. Raises UserError."""
-    names = {arm.name for arm in arms if not arm.started_from}
-    lost = [f"{arm}/{name}" for arm, name in archived if arm in names and not _has_ended(folder / arm / name)]
+def nothing_lost(folder: Path, archived: Sequence[tuple[str, str]]) -> None:
+    """Refuse to train again runs, as (arm, run), that were finished and are in runs.jsonl alone: UserError."""
+    lost = [f"{arm}/{name}" for arm, name in archived if not _has_ended(folder / arm / name)]
     if lost:
         raise UserError(
             f"{folder / ARCHIVE} would lose what this command does not take of it ({len(lost)}, {lost[0]} for one: "
-            "of other data, another configuration or a seed that was not asked for): choose another --out"
+            "of other data or another configuration): choose another --out"
         )
 
 

@@ -30,6 +30,10 @@ from attnres.training.interrupt import PARENT, Signals, caught_signals
 from attnres.training.run_folder import DIVERGED
 
 POLL_S = 0.2
+STOPPED = (130, 143)
+"""Exit statuses of a run that was told to stop and saved."""
+FAILURES = 3
+"""Of runs that are alone: with so many the others end too."""
 PATIENCE_S = 10.0
 """How long a child that was told to end may take when its parent fails, before it is killed."""
 
@@ -48,8 +52,9 @@ class Child:
     process: subprocess.Popen | None = None
     log: Path | None = None
     began: float = 0.0
-    may_diverge: bool = False  # and the others go on
+    is_alone: bool = False  # where it diverges or fails the others go on
     saves: bool = True  # what it has when it is stopped
+    has_failed: bool = False  # where it is alone
 
     def variables(self) -> dict[str, str]:
         """Return what the environment of its process has besides, on whatever machine."""
@@ -105,7 +110,7 @@ class Child:
     @property
     def has_diverged(self) -> bool:
         """Whether it ended so where it may."""
-        return self.may_diverge and (self.folder / DIVERGED).is_file()
+        return self.is_alone and (self.folder / DIVERGED).is_file()
 
     @property
     def running(self) -> bool:
@@ -221,8 +226,11 @@ class Watch:
     def end(self, child: Child) -> None:
         """One has ended."""
         wall = time.monotonic() - child.began
-        self.pace.ended(child.name, wall)
         self.shown.pop(child.folder).remove()
+        if child.has_failed:
+            self.pace.left.pop(child.name)
+            return self._print(f"{child.name} failed in {duration(wall)}: the others go on")
+        self.pace.ended(child.name, wall)
         if self.jobs > 1:
             self._print(f"{child.name} {'diverged' if child.has_diverged else 'finished'} in {duration(wall)}")
         self.on_end(child)
@@ -311,11 +319,11 @@ def run_children(
     """Run all of them, `jobs` at once; none begins after the moment `until`. On several GPUs each has one to itself.
 
     Raises:
-        UserError: one failed, but for one that may diverge, or could not be started; the others were told to save and
-            stop.
+        UserError: one failed or could not be started; the others were told to save and stop, but where it is alone,
+            up to `FAILURES`.
         Interrupted: Ctrl-C or SIGTERM; the running ones saved and stopped.
     """
-    waiting, running = list(children), []
+    waiting, running, failures = list(children), list[Child](), list[UserError]()
     failed: Child | None = None
     gpus, on = _gpus(), dict[Path, str | None]()
     with caught_signals() as signals:
@@ -337,6 +345,15 @@ def run_children(
                     running.remove(child)
                     if child.code == 0 or child.has_diverged:
                         on_end(child)
+                    elif (
+                        not signal_sent
+                        and child.is_alone
+                        and child.code not in STOPPED
+                        and len(failures) < FAILURES - 1
+                    ):
+                        failures.append(child.failure())
+                        child.has_failed = True
+                        on_end(child)
                     elif not signal_sent:
                         failed = child
                 if not signal_sent and (signal_due := _wanted(signals, failed)):
@@ -350,9 +367,17 @@ def run_children(
             saved = "every run saved" if all(child.saves for child in children) else "what was finished is kept"
             raise Interrupted(f"stopped, {saved}: give the same command again to continue", code)
     if failed is not None:
-        if failed.code in (130, 143):
+        if failed.code in STOPPED:
             raise Interrupted(f"{failed.name} was stopped and saved: give the same command to continue", failed.code)
-        raise failed.failure()
+        failures.append(failed.failure())
+    if failures:
+        raise several(failures)
+
+
+def several(failures: Sequence[UserError]) -> UserError:
+    """The first of them, which says how many more there are."""
+    more = f" ({len(failures) - 1} more failed)" * (len(failures) > 1)
+    return UserError(f"{failures[0]}{more}")
 
 
 def _gpus() -> list[str]:

@@ -62,7 +62,10 @@ class Work:
 
 @contextmanager
 def opened(
-    config: CompareConfig, say: Console, fill: Callable[[Plan, dict[str, Any]], None] | None = None
+    config: CompareConfig,
+    say: Console,
+    fill: Callable[[Plan, dict[str, Any]], None] | None = None,
+    here: bool = True,
 ) -> Generator[Work]:
     """Claim a comparison's folder, prepare its data and write its plan; other processes are kept out meanwhile.
 
@@ -72,13 +75,14 @@ def opened(
     Args:
         fill: may put run folders into it that were trained elsewhere on the same data (which it is told, as data.json
             has it), before it is looked at which are finished.
+        here: runs are of this machine; else of others, whose devices this one need not have.
 
     Raises:
         UserError: something cannot run, or the folder holds something else.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("compare was started by torchrun, but it starts its runs itself: give attnres compare alone")
-    plan = make_plan(config)
+    plan = make_plan(config, here)
     out = refuse_other(config.out, "comparison")
     with locked(out):
         finished = _claim(out, plan)
@@ -119,7 +123,7 @@ def opened(
             for name, run in plan.runs.items()
             if name not in finished
         ]
-        if children and (warning := emulated(torch.device(plan.first.device), plan.first.dtype)):
+        if children and here and (warning := emulated(torch.device(plan.first.device), plan.first.dtype)):
             terminal.say(say, warning)
         walls = {name: float(summary.get("wall_s") or 0) for name, summary in finished.items()}
         yield Work(out, plan, children, walls, jobs, vocabulary)

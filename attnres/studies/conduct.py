@@ -23,7 +23,7 @@ from attnres.files import locked, write_json
 from attnres.folders import refuse_other
 from attnres.run_names import label_and_seed
 from attnres.studies.adopt import adopt, alike, computed_in, runs_in, same_computation
-from attnres.studies.archive import ARCHIVE, archived_in, is_alone, unpacked
+from attnres.studies.archive import ARCHIVE, archived_in, unpacked
 from attnres.studies.begin import RECORD, Begin, asked, begun, nothing_lost, same_material
 from attnres.studies.children import Child, Ended, Runner, train_all
 from attnres.studies.compare import Work, opened, time_steps
@@ -64,13 +64,15 @@ def conduct(
     jobs: int | None = None,
     until: float = math.inf,
     run: Runner | None = None,
+    here: bool = True,
     adopted: Sequence[Path] = (),
 ) -> Outcome:
     """Run what is not finished yet, arm by arm and seed by seed, and write what came of all of it.
 
     Args:
         jobs: runs at once; none is one a core or GPU. until: none begins after this moment (`time.monotonic`).
-        run: what runs them; none is processes on this machine.
+        run: what runs them; none is processes on this machine. here: whether that is on this machine; on others nothing
+            is timed, and their devices need not be here.
         adopted: folders whose runs are taken, finished or to be continued, where one of the study has their
             configuration and data; finished ones of the other studies beside it are taken without being named.
 
@@ -89,7 +91,7 @@ def conduct(
         while left := [arm for arm in arms if not measured.complete(arm.name) or _is_untimed(arm, folder)]:
             before = measured.finished
             try:
-                _carry_out(left, setting, folder, say, jobs, until, run, elsewhere, archived, begin)
+                _carry_out(left, setting, folder, say, jobs, until, run, here, elsewhere, archived, begin)
             except (Interrupted, UserError):
                 if begin.done and any((measured := survey(design, setting)[1]).finished.values()):
                     write(design, setting, measured)  # as far as it came
@@ -102,9 +104,10 @@ def conduct(
 
 
 def _archived(folder: Path) -> list[tuple[str, str]]:
-    """Arm and name of the runs that a study's runs.jsonl alone has."""
-    lines = archived_in(folder / ARCHIVE) if is_alone(folder) else []
-    return [(line["arm"], line["run"]) for line in lines if "run" in line]
+    """Arm and name of the runs that a study's runs.jsonl alone has, as in a repository."""
+    lines = archived_in(folder / ARCHIVE) if (folder / ARCHIVE).is_file() else []
+    names = [(line["arm"], line["run"]) for line in lines if "run" in line]
+    return [(arm, run) for arm, run in names if not (folder / arm / run).exists()]
 
 
 @contextmanager
@@ -135,8 +138,7 @@ def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[t
                 missing = {name for name in missing if elsewhere.computed_as(arm.computed, name) is None}
             trained = {path: run for path, run in elsewhere.trained_for(arm).items() if ended(path)}
             if arm.compare is not None and missing and trained:
-                base = dataclasses.replace(arm.compare.base, device="cpu")  # that of the runs need not be here
-                plan = make_plan(dataclasses.replace(arm.compare, base=base, out=str(folder / arm.name)))
+                plan = make_plan(dataclasses.replace(arm.compare, out=str(folder / arm.name)), here=False)
                 missing = {name for name in missing if next(alike(plan.runs[name], trained), None) is None}
             lefts.append((arm, missing))
     return lefts
@@ -155,6 +157,7 @@ def _carry_out(
     jobs: int | None,
     until: float,
     run: Runner | None,
+    here: bool,
     elsewhere: Elsewhere,
     archived: Sequence[tuple[str, str]],
     begin: Begin,
@@ -178,12 +181,12 @@ def _carry_out(
                 if arm.trunk:
                     _branch(plan, folder / arm.trunk)
 
-            work = stack.enter_context(opened(config, quiet if children else say, fill))
+            work = stack.enter_context(opened(config, quiet if children else say, fill, here))
             children += [
                 dataclasses.replace(
                     child,
                     name=f"{arm.name}/{child.name}",
-                    may_diverge=True,
+                    is_alone=True,
                     size=_size(arm, setting, child.folder.name),
                 )
                 for child in work.children
@@ -191,9 +194,10 @@ def _carry_out(
             ]
             done += [Ended(f"{arm.name}/{name}", _size(arm, setting, name), wall) for name, wall in work.walls.items()]
             most.append(work.jobs)
-            if arm.compare.timing_s > 0:
+            if here and arm.compare.timing_s > 0:
                 timed.append((work, arm.compare.timing_s))
-        nothing_lost(folder, arms, archived)
+        wanted = {(arm.name, name) for arm in arms if not arm.started_from for name in names_of(arm)}
+        nothing_lost(folder, [one for one in archived if one in wanted])
         begin()
         children.sort(key=_seed)  # what is there first is one whole study of one seed
         measures = {folder / arm.name / name: arm.measure for arm in arms for name in names_of(arm) if arm.measure}
@@ -250,5 +254,5 @@ def _computations(arm: Arm, setting: Setting, folder: Path, elsewhere: Elsewhere
         run = {"function": arm.computed.function, "arguments": call.arguments, "folder": str(folder / name)}
         write_json(config, run)
         size = _size(arm, setting, name)
-        children.append(Computation(f"{arm.name}/{name}", folder / name, config, 1, size))
+        children.append(Computation(f"{arm.name}/{name}", folder / name, config, 1, size, is_alone=True))
     return children

@@ -18,7 +18,7 @@ from attnres.run_names import run_name
 from attnres.stats import plain
 from attnres.studies.analyses.noise import Noise
 from attnres.studies.archive import ARCHIVE, archive
-from attnres.studies.begin import RECORD, asked, asked_in
+from attnres.studies.begin import RECORD, asked, asked_in, same_name
 from attnres.studies.design import Arm, Design, Measured, Result, Setting
 from attnres.studies.lab import STUDIES
 from attnres.studies.presets import PRESETS
@@ -71,12 +71,14 @@ class Outcome:
 
 def survey(design: Design, setting: Setting) -> tuple[list[Arm], Measured]:
     """The arms that a study asks for by now, and what their finished runs gave. Nothing is run."""
-    measured = Measured(noises=_noises(setting), curve=_curve(setting))
+    folder = setting.folder(design.name)
+    begun = frozenset(path.name for path in folder.glob("*") if path.is_dir())
+    measured = Measured(noises=_noises(setting), curve=_curve(setting), begun=begun)
     while True:
         arms = design.arms(setting, measured)
         if {arm.name for arm in arms} <= set(measured.planned):
             return arms, measured
-        measured = _read(arms, setting, setting.folder(design.name), measured)
+        measured = _read(arms, setting, folder, measured)
 
 
 def write(design: Design, setting: Setting, measured: Measured) -> Outcome:
@@ -165,4 +167,4 @@ def _values(setting: Setting, study: str) -> Values:
     if not path.is_file():
         return {}
     result = checked(read_json(path), Known, path, "carry that study out again")
-    return result["values"] if result["source"] == setting.source else {}
+    return result["values"] if same_name(result["source"], setting.source) else {}

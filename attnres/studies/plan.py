@@ -45,8 +45,9 @@ class Plan:
         return next(iter(self.runs.values()))
 
 
-def make_plan(config: CompareConfig) -> Plan:
-    """Every run's full configuration, checked: a mistake in the last variant shows before the first is trained."""
+def make_plan(config: CompareConfig, here: bool = True) -> Plan:
+    """Every run's full configuration, checked: a mistake in the last variant shows before the first is trained. Runs of
+    other machines, not `here`, keep the device that was asked for; where it is "auto" each finds its own."""
     base = config.base
     if not config.seeds or len(set(config.seeds)) < len(config.seeds) or min(config.seeds) < 0:
         raise UserError(f"seeds are {config.seeds}: expected different whole numbers from 0, e.g. 0 1 2")
@@ -62,8 +63,10 @@ def make_plan(config: CompareConfig) -> Plan:
                 f"residual '{variant.residual}' was registered in this process, and each run of a comparison has a "
                 "process of its own: give it as FILE.py:CLASS"
             )
-    device = str(pick_device(base.device))
-    dtype = ("bf16" if has_bf16(torch.device(device)) else "fp32") if base.dtype == "auto" else base.dtype
+    device = str(pick_device(base.device)) if here else base.device
+    dtype = base.dtype
+    if here and dtype == "auto":
+        dtype = "bf16" if has_bf16(torch.device(device)) else "fp32"
     runs = {}
     for seed in config.seeds:  # seed by seed: what is there first is one whole comparison
         for label, variant in variants.items():

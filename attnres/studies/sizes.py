@@ -68,6 +68,8 @@ def together(answers: Sequence[Mapping[str, Any]]) -> str:
     >>> better, open_ = {"verdict": "better", "difference": -0.04}, {"verdict": "undecided", "difference": -0.01}
     >>> together([better, better]), together([better, open_])
     ('better at 2 sizes', 'better at one, the same sign at the others')
+    >>> together([better, better, open_ | {"difference": 0.01}])
+    'better at 2 sizes, not of one sign at the others'
     >>> together([open_, open_]), together([better, open_ | {"difference": 0.01}])
     ('undecided', 'better at one, not of one sign')
     """
@@ -76,9 +78,9 @@ def together(answers: Sequence[Mapping[str, Any]]) -> str:
         return "undecided"
     if len(set(decided)) > 1:
         return "of both signs"
-    if len(decided) > 1:
-        return f"{decided[0]} at {len(decided)} sizes"
     signs = {one["difference"] > 0 for one in answers}
+    if len(decided) > 1:
+        return f"{decided[0]} at {len(decided)} sizes{', not of one sign at the others' * (len(signs) > 1)}"
     return f"{decided[0]} at one, {'the same sign at the others' if len(signs) == 1 else 'not of one sign'}"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attnres.errors import Interrupted, UserError
-from attnres.studies.children import Child
+from attnres.studies.children import FAILURES, Child, several
 from attnres.training.interrupt import caught_signals
 
 POLL_S = 1.0
@@ -60,14 +60,14 @@ class Slurm:
         """Submit all of them and wait, as `attnres.studies.children.run_children` does; `jobs` is the cluster's matter.
 
         Raises:
-            UserError: one failed; the others were cancelled, which has them save.
+            UserError: one failed; the others were cancelled, which has them save, but where it is alone.
             Interrupted: Ctrl-C or SIGTERM; likewise.
         """
         waiting, running = list(children), list[tuple[Child, Any]]()
-        failed: UserError | None = None
+        failures, failed = list[UserError](), False
         with caught_signals() as signals:
             try:
-                while (running or waiting) and failed is None and not (signals.interrupts or signals.terminations):
+                while (running or waiting) and not failed and not (signals.interrupts or signals.terminations):
                     if time.monotonic() > until:
                         waiting.clear()
                     while waiting and len(running) < self.most:
@@ -81,13 +81,17 @@ class Slurm:
                         running.remove((child, job))
                         if job.exception() is None or child.has_diverged:
                             on_end(child)
-                        elif failed is None:
-                            failed = child.failure(f"failed as job {job.job_id}", job.paths.stderr)
+                            continue
+                        failures.append(child.failure(f"failed as job {job.job_id}", job.paths.stderr))
+                        child.has_failed = child.is_alone and len(failures) < FAILURES
+                        if child.has_failed:
+                            on_end(child)
+                        failed = failed or not child.has_failed
             finally:
                 for _, job in running:
                     job.cancel()
             if signals.interrupts or signals.terminations:
                 code = 130 if signals.interrupts else 143
                 raise Interrupted("stopped, the jobs were cancelled: give the same command again to continue", code)
-        if failed is not None:
-            raise failed
+        if failures:
+            raise several(failures)

@@ -49,14 +49,15 @@ def tuned_study(
     def arms(setting: Setting, measured: Measured) -> list[Arm]:
         variants, config = setting.some(list(published)), setting.config(steps=setting.preset.many)
         recipe = setting.arm(RECIPE, variants, of=config, timed=True)
-        if not measured.complete(RECIPE):
+        if not measured.complete(RECIPE) and COARSE not in measured.begun:
             return [recipe]
         # Every mechanism's second way before any other's third: what is stopped has tried as much of each.
         ways = zip_longest(*(candidates(setting, variant) for variant in variants))
         coarse = setting.arm(COARSE, [one for way in ways for one in way if one is not None], [0], of=config)
-        if not measured.complete(COARSE):
+        known = measured.complete(COARSE) or BEST in measured.begun
+        best = chosen_rates(setting, measured, variants) if known else {}
+        if not best:
             return [recipe, coarse]
-        best = chosen_rates(setting, measured, variants)
         return [recipe, coarse, setting.arm(BEST, list(best.values()), of=config, timed=True)]
 
     def analyse(setting: Setting, measured: Measured) -> Result:

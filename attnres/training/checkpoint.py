@@ -339,6 +339,9 @@ def load_optimizers(
 def same_configuration(ours: dict[str, Any], theirs: dict[str, Any], where: str) -> None:
     """Refuse to continue a run with another configuration, naming the fields that differ and both values."""
     changed = differences(ours, theirs)
+    file = _at(ours, "model.residual_file")
+    if "model.residual_sha256" in changed and file == _at(theirs, "model.residual_file"):
+        raise UserError(f"{where} is of another content of {file}: restore it or start a new run in another folder")
     if changed:
         pairs = "; ".join(f"{name} is {_at(ours, name)!r} here, {_at(theirs, name)!r} there" for name in changed)
         raise UserError(

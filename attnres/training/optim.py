@@ -40,13 +40,13 @@ FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 def kinds(model: nn.Module) -> dict[str, list[str]]:
     """Names of the trainable parameters of `model` by kind: read, residual, vector, embedding, head, lora, matrix.
 
-    `model.residual` is a module, or is not there; reads are what a `Residual` in it calls `slow`. A parameter shared by
-    two modules (tied embeddings) counts once.
+    Of the residual is what `model.residual` or a `Residual` anywhere in the model has; reads are what the latter calls
+    `slow`. A parameter shared by two modules (tied embeddings) counts once.
     """
-    inside = getattr(model, "residual", None)
-    inside = inside if isinstance(inside, nn.Module) else nn.Module()  # which has no parameters
-    residual = {id(parameter) for parameter in inside.parameters()}
-    mechanisms = [module for module in inside.modules() if isinstance(module, Residual)]
+    mechanisms = [module for module in model.modules() if isinstance(module, Residual)]
+    own = getattr(model, "residual", None)
+    homes = [*mechanisms, *([own] if isinstance(own, nn.Module) else [])]
+    residual = {id(parameter) for module in homes for parameter in module.parameters()}
     slow = {id(p) for module in mechanisms for name, p in module.named_parameters() if name in module.slow}
     tables = {id(p) for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
     find_head = getattr(model, "get_output_embeddings", None)

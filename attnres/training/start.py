@@ -276,10 +276,13 @@ def _measured(source: Any, model: Any, start: "Checkpoint", config: TrainConfig)
 
     difference = compare_logits(source, model)
     if not difference.within and not config.finetune.inexact:
+        mean = model.config.residual_settings.get("read_scale") == "mean"
+        mixes = mean or not model.residual.itself().traits.starts_standard
+        advice = "choose block or full with read_scale 'sum'" if mixes else "leave out the settings that do"
         raise UserError(
             f"residual '{config.model.residual}' {json.dumps(config.model.settings)} changes the logits of "
             f"{start.name} by {difference.largest:.2g} of {difference.scale:.3g}, so that training would start from "
-            "another function: choose block or full with read_scale 'sum', or give --inexact"
+            f"another function: {advice}, or give --inexact"
         )
     names = ("largest", "scale", "relative", "bound", "tokens")
     return {name: getattr(difference, name) for name in names}

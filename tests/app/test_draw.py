@@ -155,6 +155,8 @@ def test_what_cannot_be_seen_is_shown():
     assert visible("\n\t") == "↵⇥"
     assert visible("  ") == "␣␣" and visible(" a b ") == "␣a b␣" and visible("\n  ") == "↵␣␣"
     assert visible("\x1b\x7f") == "␛␡" and visible("") == "∅"
+    assert visible("a\u202e\u200b\xa0b") == r"a\u202e\u200b\u00a0b", "what would turn the line around, or be nothing"
+    assert visible("\u05d0") == "\u2068\u05d0\u2069", "numbers beside it stay where they are"
 
 
 def test_a_text_reads_as_it_is():

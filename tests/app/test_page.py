@@ -28,8 +28,8 @@ CONTEXT = 512  # of the models in conftest.py
 TEXT = "def read(rows, name):\n    return rows[name]\n"
 
 
-def edge(model, read, source):
-    return {"model": model, "read": read, "source": source}
+def edge(model, read, source, place=0):
+    return {"place": place, "model": model, "read": read, "source": source}
 
 
 def test_a_reading_is_what_the_model_computes(block):
@@ -78,6 +78,9 @@ def test_a_cut_of_one_token_is_that_tokens(page):
     both = page.click(page.span(once, "all"), edge(0, 6, 0))
     assert both.cuts == (Cut(0, 6, 0, 4), Cut(0, 6, 0))
     assert page.click(both, edge(0, 6, 0) | {"token": 4}).cuts == (Cut(0, 6, 0),)  # as its row of the list says
+    longer = replace(page.span(View(TEXT, other=f"{TEXT} and more"), "one"), token=None)
+    of_second = page.click(longer, edge(0, 6, 0, place=1)).cuts[0].token
+    assert of_second == page.token_of(longer, 1) != page.token_of(longer, 0)
     pane = page.show(once).panes[0]
     assert "at token 4" in pane and "without 1 edge" in pane
     losses = page.models[0].knock_out(TEXT, once.cuts).losses - page.models[0].read(TEXT).losses
@@ -100,6 +103,7 @@ def test_a_cut_of_one_token_is_that_tokens(page):
         ["edge", edge(0, 99, 0)],
         ["edge", edge(0, 0, 1)],
         ["edge", edge(2, 0, 0)],
+        ["edge", edge(0, 6, 0, place=1)],
         ["edge", edge(0, 1.0, 0)],
         ["type", None],
         ["example", "poem"],
@@ -228,7 +232,8 @@ def test_models_with_different_tokenizers_are_shown_with_a_warning(folders, bloc
 def test_one_model_can_be_shown_alone(page):
     assert [value for _, value in page.choices] == [0, 1]
     both = page.show(page.choose(View(TEXT), [1, 0]))
-    assert both.view.models == (0, 1) and len(both.panes) == 2 and both.difference
+    assert both.view.models == (1, 0), "in the order in which they were chosen"
+    assert len(both.panes) == 2 and both.difference
     alone = page.show(page.choose(both.view, [1]))
     assert len(alone.panes) == 1 and not alone.difference
 

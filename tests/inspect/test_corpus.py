@@ -72,7 +72,7 @@ def test_a_limit_stops_and_a_recording_after_it_is_free(model, tokenizer, docume
         ("embedding", "mlp", {}, "'mlp' names 3 reads: name one, such as 'mlp 0'"),
         ("embedding", "mpl 1", {}, "did you mean 'mlp 1'"),
         ("embedding", "mlp 1", {"context": 0}, "context is 0"),
-        ("embedding", "mlp 1", {"top": 0}, "top 0"),
+        ("embedding", "mlp 1", {"top": 0}, "top is 0: expected 1 or more"),
     ],
 )
 def test_what_is_not_there_is_one_sentence(model, tokenizer, source, read, options, words):

@@ -34,17 +34,23 @@ IDS = torch.tensor([3, 1, 4, 1, 5])
         ("qwen3", "standard", {}),
         ("gpt_neox", "block", {"block_size": 2}),
         ("gpt2", "full", {}),
+        ("qwen3", "full", {"gate": "scalar"}),
     ],
 )
 def test_sources_and_outputs_add_up_to_the_models_own_logit(family, residual, settings):
-    """RMSNorm and LayerNorm, with biases, a scaled read and a plain sum."""
+    """RMSNorm and LayerNorm, with biases, a scaled read, a plain sum and gates."""
     model = of_family(family, residual, **settings)
     with torch.no_grad():
+        for parameter in model.base_model.residual.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
         logits = model(input_ids=IDS[None], use_cache=False).logits[0]
     one = direct(model, IDS, position=2, target=6)
     assert one.logit == pytest.approx(logits[2, 6].item(), abs=1e-4)
     assert sum(one.sources.values()) + one.rest == pytest.approx(one.logit, abs=1e-9)
-    assert one.outputs is not None and sum(one.outputs.values()) == pytest.approx(one.logit - one.rest, abs=1e-4)
+    assert one.outputs is not None
+    if "gate" not in settings:  # in which they are counted
+        assert sum(one.outputs.values()) == pytest.approx(one.logit - one.rest, abs=1e-4)
+    assert one.frame()["logit"].sum() == pytest.approx(one.logit, abs=1e-9)
     apart = direct(model, IDS, position=2, target=6, against=8)
     assert apart.logit == pytest.approx((logits[2, 6] - logits[2, 8]).item(), abs=1e-4)
     assert direct(model, IDS).target == int(logits[-1].argmax())
@@ -66,6 +72,15 @@ def test_the_lens_is_the_models_own_head_on_every_read():
     assert lens.top[-1] == own.topk(3).indices.tolist()
     with torch.no_grad():  # and the base is as it was
         assert torch.equal(model(input_ids=IDS[None], use_cache=False).logits[0].log_softmax(-1), own)
+
+
+def test_the_last_read_of_the_lens_is_the_prediction_of_gpt2_too():
+    model = of_family("gpt2", "full")
+    with torch.no_grad():
+        own = model(input_ids=IDS[None], use_cache=False).logits[0].log_softmax(-1)
+    lens = logit_lens(model, IDS, top=3)
+    assert lens.top[-1] == own.topk(3).indices.tolist()
+    assert lens.target[-1][:-1] == pytest.approx(own[:-1].gather(1, IDS[1:, None])[:, 0].tolist(), abs=1e-5)
 
 
 def test_what_the_lens_cannot_do_is_one_sentence():

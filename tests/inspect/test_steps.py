@@ -11,7 +11,7 @@ from attnres.files import write_json
 from attnres.inspect.steps import between, step_change
 from attnres.models import build
 from attnres.models.snapshot import LIGHT, residual_at, snapshots, tensors_of, write_snapshot
-from attnres.residuals import make_residual
+from attnres.residuals import RESIDUALS, make_residual
 
 
 def residual_of(width, *rows):
@@ -32,6 +32,16 @@ def test_a_query_turns_by_the_angle_that_it_was_turned_by_and_sharpens_by_its_le
     assert (change.first, change.last, change.reads) == (10, 20, ["attention 0", "mlp 0", "output"])
     assert change.to_dict()["turned"] == change.turned and "step 10 to 20" in repr(change)
     assert list(change.frame()["after"]) == change.after and "mlp 0" in change._repr_html_()
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_what_every_mechanism_learned_between_two_steps_is_told(name):
+    first, last = make_residual(name, 4, 8), make_residual(name, 4, 8)
+    with torch.no_grad():
+        for parameter in last.parameters():
+            parameter.add_(0.5)
+    change = step_change(first, last, (0, 1))
+    assert all(math.isfinite(moved) for moved in change.tables.values()) and change.to_dict()
 
 
 def test_what_is_learned_besides_queries_says_its_largest_change():

@@ -216,6 +216,10 @@ def test_no_source_and_wrong_shapes_are_refused():
         depth_read(sources, torch.zeros(5))
     with pytest.raises(ValueError, match="source 1"):
         depth_read([sources[0], sources[1][:1]], query)
+    with pytest.raises(ValueError, match=r"source 0 of torch.int64: expected a floating dtype"):
+        depth_read([torch.full((2, 32), 3)], query)
+    with pytest.raises(ValueError, match=r"a norm of type LayerNorm: expected an attnres\.Norm or None"):
+        depth_read(sources, query, norm=torch.nn.LayerNorm(32))
 
 
 def test_nan_is_passed_on_and_not_hidden(backend):

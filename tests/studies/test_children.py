@@ -157,6 +157,19 @@ def test_a_failed_run_speaks_for_itself_and_stops_the_others(tmp_path):
     assert not list(tmp_path.glob("*.error"))
 
 
+def test_where_runs_are_alone_the_others_go_on(tmp_path, capsys):
+    """Up to three failures, the first of which is told at the end."""
+    fails = [script(tmp_path, f"broken{i}", f"import sys; sys.exit({3 + i})", is_alone=True) for i in range(3)]
+    fine = [script(tmp_path, name, "pass", is_alone=True) for name in "ab"]
+    with pytest.raises(UserError, match=r"broken0 ended with exit status 3, .* \(1 more failed\)"):
+        train_all([fails[0], fine[0], fails[1], fine[1]], [], jobs=1, say=Console(stderr=True))
+    said = capsys.readouterr().err
+    assert "broken0 failed in" in said and said.count("the others go on") == 2 and "run 4/4 b" in said
+    with pytest.raises(UserError, match=r"\(2 more failed\)"):
+        train_all([*fails, fine[0]], [], jobs=1, say=Console(stderr=True))
+    assert "run 4/4" not in capsys.readouterr().err
+
+
 def test_a_crash_is_told_with_its_exit_status(tmp_path):
     with pytest.raises(UserError, match="broken ended with exit status 3, see its messages above"):
         run([script(tmp_path, "broken", "raise SystemExit(3)")])

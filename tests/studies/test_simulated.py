@@ -51,6 +51,20 @@ def test_a_further_seed_does_not_hide_what_the_first_one_gave():
     assert set(STUDIES["budgets"].analyse(setting, measured).values["gaps"]) == {"0.5", "1", "2", "4"}
 
 
+def test_a_further_seed_does_not_hide_the_rates_that_were_found():
+    first, design = at("micro", 1), STUDIES["ablations"]
+    done = simulated(design, first)
+    assert set(done.planned) == {"recipe", "coarse", "best"}
+    setting = dataclasses.replace(first, seeds=2)
+    finished = {(arm, run) for arm, runs in done.planned.items() for run in runs}
+    measured = simulated(
+        design, setting, finished=lambda arm, run: (arm, run) in finished, begun=frozenset(done.planned)
+    )
+    assert {arm: len(names) for arm, names in measured.planned.items()}["best"] == 2 * len(done.planned["best"])
+    assert "best" in design.analyse(setting, measured).values
+    assert set(simulated(design, setting, finished=lambda arm, run: run.endswith("seed0")).planned) == {"recipe"}
+
+
 def test_what_one_seed_says_of_a_trend_has_to_exceed_three_standard_errors():
     """The committed pair at micro, 2.5 of them."""
     gaps = {"x0.5": -0.027, "x1": -0.0857, "x2": -0.0791, "x4": -0.074}

@@ -6,7 +6,9 @@ from typing import Any
 import pytest
 import torch
 from tiny import NARROW
+from torch import nn
 
+from attnres import attach
 from attnres.models import build
 from attnres.training.config import OptimConfig
 from attnres.training.optim import (
@@ -40,6 +42,18 @@ def test_every_parameter_has_one_kind(size: dict[str, Any], residual: str) -> No
     assert len(groups["matrix"]) == (8 if size is GPT2 else 14)
     assert len(groups["embedding"]) == (2 if size is GPT2 else 1)
     assert len(groups["head"]) == (0 if size.get("tie_word_embeddings", True) else 1)
+
+
+def test_a_residual_is_known_wherever_it_is() -> None:
+    """Attached to a part of a model, and in a wrapper as DistributedDataParallel is one."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, norm_first=True, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, nn.LayerNorm(16), enable_nested_tensor=False)
+    attach(encoder, "full")
+    for model, home in (
+        (nn.ModuleDict({"embedding": nn.Embedding(10, 16), "encoder": encoder}), "encoder.residual"),
+        (nn.ModuleDict({"module": model_of(NARROW)}), "module.model.residual"),
+    ):
+        assert set(kinds(model)["read"]) == {f"{home}.query", f"{home}.gain"}
 
 
 def test_queries_and_gains_are_neither_decayed_nor_orthogonalised() -> None:

@@ -118,7 +118,11 @@ def plain_reads(kind: Format, residual: Any) -> None:
     if special is not None:
         raise cannot(kind, f"its reads are not the paper's ({special})")
     if residual.read_scale != "mean":
-        raise cannot(kind, "its reads are sums (read_scale 'sum'), which differ from theirs by the norms' eps")
+        raise cannot(
+            kind,
+            "its reads are sums (read_scale 'sum', as of every exact conversion), and theirs are means: train one with "
+            "read_scale=mean",
+        )
 
 
 def one_block_size(kind: Format, residual: Any) -> int:

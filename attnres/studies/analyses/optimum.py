@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attnres.studies.analyses.noise import Noise
+
 DRAWS = 400
 
 
@@ -28,7 +30,8 @@ def optimum(x: Sequence[float], y: Sequence[float], sigma: float | None = None, 
     """Fit y = a + b log x + c (log x)^2; the interval is of points redrawn with standard deviation sigma.
 
     Args:
-        x, y: at least three different places. sigma: of chance; where the parabola leaves more, that.
+        x, y: at least three different places. sigma: of chance; where the parabola leaves more, that, widened for the
+            few points that it is known by.
     """
     where, values = np.log(np.asarray(x, dtype=float)), np.asarray(y, dtype=float)
     if len(set(x)) < 3:
@@ -36,7 +39,7 @@ def optimum(x: Sequence[float], y: Sequence[float], sigma: float | None = None, 
     at, value, inside = _valley(where, values)
     curve = np.polyval(np.polyfit(where, values, 2), where)
     free = len(values) - 3
-    left = float(np.sqrt(((values - curve) ** 2).sum() / free)) if free > 0 else math.nan
+    left = Noise(float(np.sqrt(((values - curve) ** 2).sum() / free)), free).wide if free > 0 else math.nan
     sigma = max((one for one in (sigma, left) if one is not None and math.isfinite(one)), default=math.nan)
     low = high = math.nan
     if math.isfinite(sigma):

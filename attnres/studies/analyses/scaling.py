@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attnres.studies.analyses.noise import Noise
+
 EXPONENTS = (0.005, 2.0)
 DRAWS = 2000
 PERCENT = (2.5, 97.5)
@@ -106,14 +108,16 @@ def fitted(
     """Fit, and fit again to losses redrawn around the curve with standard deviation `sigma`.
 
     Args:
-        sigma: of one loss over seeds; none takes what the curve leaves, over the degrees of freedom.
+        sigma: of one loss over seeds; none takes what the curve leaves, over the degrees of freedom and widened for how
+            few they are.
         floor, unit: as in `fit`.
     """
     first = fit(compute, losses, floor, unit)
     curve = np.array([first.loss(c) for c in compute])
     if sigma is None or not math.isfinite(sigma):
         free = len(losses) - (3 if floor is None else 2)
-        sigma = float(np.sqrt(((curve - np.asarray(losses)) ** 2).sum() / free)) if free > 0 else math.nan
+        left = float(((curve - np.asarray(losses)) ** 2).sum())
+        sigma = Noise(math.sqrt(left / free), free).wide if free > 0 else math.nan
     if not math.isfinite(sigma):
         return Fitted(first, ())
     draw = np.random.default_rng(seed)
