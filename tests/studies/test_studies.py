@@ -205,9 +205,9 @@ def test_a_study_goes_on_from_its_own_file_of_runs_and_loses_none_of_it(setting,
     outcome = conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=runner)
     assert runner.names == [] and outcome.counts[0] == outcome.counts[1]
     assert (folder / ARCHIVE).read_bytes() == before[ARCHIVE]
-    shutil.rmtree(folder / "recipe" / "rescaled-seed0")
+    shutil.rmtree(folder / "recipe" / "standard-seed0")
     conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=runner)
-    assert runner.names == [] and (folder / "recipe" / "rescaled-seed0").is_dir(), "of its own file again"
+    assert runner.names == [] and (folder / "recipe" / "standard-seed0").is_dir(), "of its own file again"
     third, idle = dataclasses.replace(setting, out=tmp_path / "third"), Here()
     for arm in [path for path in folder.iterdir() if path.is_dir()]:
         shutil.rmtree(arm)
