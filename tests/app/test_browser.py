@@ -334,7 +334,7 @@ def test_one_model_or_both(tab):
     assert right["x"] > left["x"] + left["width"] and abs(right["y"] - left["y"]) < 20
     tab.select_option("#beside select", index=1)
     tab.wait_for_selector("#pane-1 [data-token]")
-    assert "block" in tab.inner_text("#pane-0 h2")
+    assert "full" in tab.inner_text("#pane-0 h2") and "block" in tab.inner_text("#pane-1 h2")
 
 
 def test_typed_code_stays_text(tab):
