@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from rich.console import Console
 
@@ -448,6 +449,16 @@ def test_runs_are_jobs_of_a_cluster(setting, tmp_path, cluster):
     assert outcome.counts == (1, 1)
     with pytest.raises(UserError, match="Slurm cannot be used"):
         Slurm(tmp_path, {"partition_of_slurm": 1}, cluster=cluster)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine that submits has none")
+def test_runs_of_a_cluster_keep_the_device_that_was_asked_for(setting, tmp_path):
+    base = setting.config(device="cuda", dtype="bf16")
+    config = CompareConfig(["standard"], base=base, out=str(tmp_path / "out"))
+    first = make_plan(config, here=False).first
+    assert (first.device, first.dtype) == ("cuda", "bf16")
+    with pytest.raises(UserError, match="no CUDA device here"):
+        make_plan(config)
 
 
 def _first_run(arms):
