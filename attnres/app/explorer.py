@@ -295,6 +295,15 @@ class Opened:
             raise UserError(f"the text has {len(ids):,} tokens and {self.name} takes {self.context:,} here: shorten it")
         return ids, encoding["offset_mapping"] if self.tokenizer.is_fast else []
 
+    def beginning(self, text: str) -> str:
+        """As much of a text as the model takes here, to the end of a line or word where one ends."""
+        fast = self.tokenizer.is_fast
+        spans = self.tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"] if fast else []
+        if len(spans) <= self.context:
+            return text
+        cut = text[: spans[self.context - 1][1]]
+        return next((cut[:place] for mark in "\n " if (place := cut.rfind(mark)) > 0), cut)
+
     def token_at(self, text: str, character: int) -> int | None:
         """The number of the token of a text in which a character lies; None where the tokenizer does not say."""
         spans = self._encode(text)[1]

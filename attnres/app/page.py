@@ -1,12 +1,13 @@
 """The page without its server: a view in, everything it shows out, and what each action makes of a view."""
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import parse_qsl
 
 from attnres.app import differences, draw
-from attnres.app.examples import CODE, EXAMPLES
+from attnres.app.examples import EXAMPLES
 from attnres.app.explorer import Opened, Report
 from attnres.app.markup import sentence
 from attnres.app.pane import Pane, Scales, export
@@ -64,12 +65,12 @@ class Page:
         fields = {name: value for name, value in parse_qsl(link.removeprefix("?")[:20_000]) if len(name) == 1}
         last = len(self.models) - 1  # of each run its last checkpoint, the finished model, is shown
         whole = [i for i in range(last) if self.models[i + 1].name != self.models[i].name] + [last]
-        start = View(text=CODE, models=tuple(whole))
+        start = View(text=self._example("code", whole), models=tuple(whole))
         if not fields:
             return replace(start, read=self.models[whole[0]].most_varied(start.text)), ""
         try:
             view = decode(fields, len(self.models))
-            return (view if view.text else replace(view, text=CODE)), ""
+            return (view if view.text else replace(view, text=start.text)), ""
         except UserError as error:
             return start, str(error)
 
@@ -104,7 +105,7 @@ class Page:
         """One of the examples."""
         if not isinstance(name, str) or name not in EXAMPLES:
             raise UserError("there is no such example: load the page again")
-        return self.type(view, EXAMPLES[name])
+        return self.type(view, self._example(name, view.models))
 
     def choose(self, view: View, models: Any) -> View:
         """Other models, by their numbers: one, or two."""
@@ -304,6 +305,10 @@ class Page:
         """What the page shows, as numbers. Raises UserError for a text that a model cannot read."""
         panes = [self.pane(view, place) for place in range(self._count(view))]
         return export(panes) | {"text": view.text, "other": view.other}
+
+    def _example(self, name: str, models: Iterable[int]) -> str:
+        """An example, as far as the shortest context of these models goes."""
+        return functools.reduce(lambda text, number: self.models[number].beginning(text), models, EXAMPLES[name])
 
     def _count(self, view: View) -> int:
         return 2 if view.other is not None else len(view.models)

@@ -9,6 +9,11 @@ from attnres.inspect.routing import By, Named
 from attnres.residuals import Read
 
 
+def dominant(rows: np.ndarray) -> np.ndarray:
+    """The source of each token that is most of its read, along it or against it: (tokens, sources) to places."""
+    return np.abs(rows).argmax(1)
+
+
 @dataclass(frozen=True)
 class Reading(Named):
     """A text in a model.
@@ -53,7 +58,7 @@ class Reading(Named):
         """The read in which the tokens' largest sources differ most: the entropy of how often each is the largest."""
 
         def entropy(parts: np.ndarray) -> float:
-            share = np.bincount(parts.argmax(1)) / max(1, len(parts))
+            share = np.bincount(dominant(parts)) / max(1, len(parts))
             return float(-(share[share > 0] * np.log(share[share > 0])).sum())
 
         return max(range(len(self.contributions)), key=lambda read: entropy(self.contributions[read]))

@@ -6,6 +6,7 @@ import numpy as np
 
 from attnres.app.markup import swatch, visible
 from attnres.app.pane import Pane, Scales
+from attnres.app.reading import dominant
 from attnres.app.state import ATTENDED, LARGEST, LOSS
 from attnres.inspect.colours import LESS, MORE, blend, ink_on
 from attnres.text import short
@@ -72,7 +73,7 @@ def legend(p: Pane, colours: dict[str, str], scales: Scales) -> str:
             '<p class="legend">All sources of this read weigh the same: none is the largest. Knock one out, and '
             "colour tokens by the change in loss.</p>"
         )
-    counts = np.bincount(_largest(p.reading.rows(p.by)[p.read]), minlength=len(names))
+    counts = np.bincount(dominant(p.reading.rows(p.by)[p.read]), minlength=len(names))
     shown = [j for j in np.argsort(-counts) if counts[j]]
     words = [f"{swatch(colours[names[j]])} {escape(names[j])} ({counts[j]})" for j in shown]
     missing = "" if p.source == LARGEST else f"This read has no source {escape(p.source)}: by its largest instead. "
@@ -90,12 +91,7 @@ def _fills(p: Pane, colours: dict[str, str], scales: Scales) -> list[str]:
         return [_shade(part, scales.part) for part in rows[:, place]]
     if _alike(p):
         return [PLAIN] * len(rows)
-    return [colours[names[j]] for j in _largest(rows)]
-
-
-def _largest(rows: np.ndarray) -> np.ndarray:
-    """The source of each token that is most of its read, along it or against it."""
-    return np.abs(rows).argmax(1)
+    return [colours[names[j]] for j in dominant(rows)]
 
 
 def _inline(piece: str) -> str:

@@ -333,6 +333,16 @@ def test_a_checkpoint_stands_beside_the_finished_run(folders, tmp_path):
     assert "run/checkpoint" in earlier.label and earlier.vocabulary == finished.vocabulary
 
 
+def test_examples_end_where_the_shortest_context_does(page, monkeypatch):
+    whole = page.begin("")[0].text
+    for model, context in zip(page.models, (30, 20), strict=True):
+        monkeypatch.setattr(model, "context", context)
+    start = page.begin("")[0]
+    assert whole.startswith(start.text) and whole[len(start.text)] in "\n "
+    assert 1 < len(page.models[0].read(start.text).ids) <= 20
+    assert page.example(View(models=(0,)), "code").text.startswith(start.text)
+
+
 def test_kept_checkpoints_stand_before_the_model_that_they_became(folders, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(folders["block"], run)
