@@ -6,6 +6,8 @@ from html import escape
 BEFORE = "#8a94a3"
 """Of bars that an edit or a later step is compared with."""
 RIGHT_TO_LEFT = ("R", "AL", "AN")
+UNSEEN = ("Cc", "Cf", "Zl", "Zp", "Zs")
+"""Kinds of characters in Unicode, as those above are directions."""
 
 
 def visible(piece: str) -> str:
@@ -21,10 +23,11 @@ def visible(piece: str) -> str:
 
 def _seen(letter: str) -> str:
     code = ord(letter)
-    if code < 32 or code == 127:
-        return chr(0x2400 + code) if code < 32 else "␡"
-    unseen = letter != " " and unicodedata.category(letter) in ("Cf", "Cc", "Zs", "Zl", "Zp")
-    return f"\\u{code:04x}" if unseen else letter
+    if code < 32:
+        return chr(0x2400 + code)
+    if code == 127:
+        return "␡"
+    return f"\\u{code:04x}" if letter != " " and unicodedata.category(letter) in UNSEEN else letter
 
 
 def sentence(text: str, kind: str = "error") -> str:

@@ -157,17 +157,16 @@ def decode(fields: Mapping[str, str], models: int) -> View:
 
 
 def _checked(view: View, models: int) -> View:
-    numbers = list(view.models)
     if (
-        not 1 <= len(numbers) <= 2
-        or len(set(numbers)) < len(numbers)
-        or (view.other is not None and len(numbers) > 1)
+        not 1 <= len(view.models) <= 2
+        or len(set(view.models)) < len(view.models)
+        or (view.other is not None and len(view.models) > 1)
         or not _SOURCE.fullmatch(view.source)
         or len(view.cuts) > MAX_CUTS
         or max(view.token or 0, view.read or 0) > LARGEST_NUMBER
     ):
         raise UserError("this link is damaged: copy it again, or start from the text")
-    if max(numbers) >= models:
+    if max(view.models) >= models:
         raise UserError("this link shows other models than the ones that are open: start the app with those")
     return view
 

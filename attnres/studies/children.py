@@ -324,7 +324,7 @@ def run_children(
         Interrupted: Ctrl-C or SIGTERM; the running ones saved and stopped.
     """
     waiting, running, failures = list(children), list[Child](), list[UserError]()
-    failed: Child | None = None
+    ended, stopped = False, None
     gpus, on = _gpus(), dict[Path, str | None]()
     with caught_signals() as signals:
         signal_sent = 0
@@ -345,18 +345,15 @@ def run_children(
                     running.remove(child)
                     if child.code == 0 or child.has_diverged:
                         on_end(child)
-                    elif (
-                        not signal_sent
-                        and child.is_alone
-                        and child.code not in STOPPED
-                        and len(failures) < FAILURES - 1
-                    ):
-                        failures.append(child.failure())
-                        child.has_failed = True
+                    elif signal_sent or ended:
+                        continue
+                    elif child.code in STOPPED:
+                        ended, stopped = True, child
+                    elif others_go_on(child, child.failure(), failures):
                         on_end(child)
-                    elif not signal_sent:
-                        failed = child
-                if not signal_sent and (signal_due := _wanted(signals, failed)):
+                    else:
+                        ended = True
+                if not signal_sent and (signal_due := _wanted(signals, ended)):
                     signal_sent = signal_due
                     for child in running:
                         child.tell(signal_sent)
@@ -366,12 +363,17 @@ def run_children(
             code = 130 if signals.interrupts else 143
             saved = "every run saved" if all(child.saves for child in children) else "what was finished is kept"
             raise Interrupted(f"stopped, {saved}: give the same command again to continue", code)
-    if failed is not None:
-        if failed.code in STOPPED:
-            raise Interrupted(f"{failed.name} was stopped and saved: give the same command to continue", failed.code)
-        failures.append(failed.failure())
+    if stopped is not None:
+        raise Interrupted(f"{stopped.name} was stopped and saved: give the same command to continue", stopped.code)
     if failures:
         raise several(failures)
+
+
+def others_go_on(child: Child, failure: UserError, failures: list[UserError]) -> bool:
+    """Add to `failures` that this run failed; whether it is alone and few enough have."""
+    failures.append(failure)
+    child.has_failed = child.is_alone and len(failures) < FAILURES
+    return child.has_failed
 
 
 def several(failures: Sequence[UserError]) -> UserError:
@@ -390,11 +392,11 @@ def _gpus() -> list[str]:
     return names if count > 1 else []
 
 
-def _wanted(signals: Signals, failed: Child | None) -> int:
+def _wanted(signals: Signals, ended: bool) -> int:
     """The signal to pass on to the running children, 0 for none."""
     if signals.terminations:
         return signal.SIGTERM
-    return signal.SIGINT if signals.interrupts or failed is not None else 0
+    return signal.SIGINT if signals.interrupts or ended else 0
 
 
 def _end(running: list[Child]) -> None:

@@ -83,12 +83,12 @@ def conduct(
     folder = refuse_other(setting.folder(design.name), "study")
     with ExitStack() as stack:
         archived = _archived(folder)
-        elsewhere = stack.enter_context(_elsewhere(folder, adopted))
+        elsewhere = stack.enter_context(_elsewhere(folder, adopted, archived))
         stack.enter_context(locked(folder))
         same_material(folder, design, setting)
         begin = stack.enter_context(begun(folder, asked(design, setting)))
         arms, measured = survey(design, setting)
-        while left := [arm for arm in arms if not measured.complete(arm.name) or _is_untimed(arm, folder)]:
+        while left := [arm for arm in arms if not measured.complete(arm.name) or (here and _is_untimed(arm, folder))]:
             before = measured.finished
             try:
                 _carry_out(left, setting, folder, say, jobs, until, run, here, elsewhere, archived, begin)
@@ -111,11 +111,11 @@ def _archived(folder: Path) -> list[tuple[str, str]]:
 
 
 @contextmanager
-def _elsewhere(folder: Path, adopted: Sequence[Path]) -> Generator[Elsewhere]:
-    """What a study in `folder` may take: what is adopted, its own runs.jsonl where that is all there is, and the
+def _elsewhere(folder: Path, adopted: Sequence[Path], archived: Sequence[tuple[str, str]]) -> Generator[Elsewhere]:
+    """What a study in `folder` may take: what is adopted, what its own runs.jsonl alone has (`archived`), and the
     finished runs of the studies beside it."""
     siblings = [path for path in sorted(folder.parent.glob("*")) if path != folder and (path / RECORD).is_file()]
-    with unpacked([folder / ARCHIVE] if _archived(folder) else []) as own:
+    with unpacked([folder / ARCHIVE] if archived else []) as own:
         taken = [*adopted, *own]
         yield Elsewhere(runs_in(taken, unfinished=True) | runs_in(siblings), computed_in(taken))
 
@@ -131,7 +131,7 @@ def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[t
     same_material(folder, design, setting)
     arms, measured = survey(design, setting)
     lefts = []
-    with _elsewhere(folder, adopted) as elsewhere:
+    with _elsewhere(folder, adopted, _archived(folder)) as elsewhere:
         for arm in arms:
             missing = set(measured.planned[arm.name]) - set(measured.finished[arm.name])
             if arm.computed is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from attnres.errors import Interrupted, UserError
-from attnres.studies.children import FAILURES, Child, several
+from attnres.studies.children import Child, others_go_on, several
 from attnres.training.interrupt import caught_signals
 
 POLL_S = 1.0
@@ -64,10 +64,10 @@ class Slurm:
             Interrupted: Ctrl-C or SIGTERM; likewise.
         """
         waiting, running = list(children), list[tuple[Child, Any]]()
-        failures, failed = list[UserError](), False
+        failures, ended = list[UserError](), False
         with caught_signals() as signals:
             try:
-                while (running or waiting) and not failed and not (signals.interrupts or signals.terminations):
+                while (running or waiting) and not ended and not (signals.interrupts or signals.terminations):
                     if time.monotonic() > until:
                         waiting.clear()
                     while waiting and len(running) < self.most:
@@ -79,14 +79,16 @@ class Slurm:
                     on_poll([child for child, _ in running])
                     for child, job in [pair for pair in running if pair[1].done()]:
                         running.remove((child, job))
-                        if job.exception() is None or child.has_diverged:
+                        if (
+                            job.exception() is None
+                            or child.has_diverged
+                            or others_go_on(
+                                child, child.failure(f"failed as job {job.job_id}", job.paths.stderr), failures
+                            )
+                        ):
                             on_end(child)
-                            continue
-                        failures.append(child.failure(f"failed as job {job.job_id}", job.paths.stderr))
-                        child.has_failed = child.is_alone and len(failures) < FAILURES
-                        if child.has_failed:
-                            on_end(child)
-                        failed = failed or not child.has_failed
+                        else:
+                            ended = True
             finally:
                 for _, job in running:
                     job.cancel()
