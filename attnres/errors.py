@@ -87,7 +87,7 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> UserError:
     """An error for a name that does not exist, with the nearest one that does.
 
     >>> str(unknown("residual", "blokc", ["block", "full"]))
-    "unknown residual 'blokc': did you mean 'block'? Valid: block, full"
+    "unknown residual 'blokc': did you mean 'block'? Valid are block, full"
     >>> str(unknown("setting of residual 'standard'", "heads", []))
     "unknown setting of residual 'standard' 'heads': there is none"
     """
@@ -95,5 +95,5 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> UserError:
     if not names:
         return UserError(f"unknown {kind} '{name}': there is none")
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    hint = f"did you mean '{near[0]}'? " if near else ""
-    return UserError(f"unknown {kind} '{name}': {hint}Valid: {', '.join(names)}")
+    hint = f"did you mean '{near[0]}'? Valid are" if near else "valid are"
+    return UserError(f"unknown {kind} '{name}': {hint} {', '.join(names)}")

@@ -145,7 +145,8 @@ def archived_in(path: Path) -> list[Archived]:
     for number, text in enumerate(read_text(path).splitlines(), 1):
         where = f"line {number} of {path}"
         line = checked(parse_json(text, where), Archived, where, _ADVICE)
-        for name in (line["arm"], line.get("run", "none"), *line["files"]):
+        names = [line["arm"], line["run"]] if "run" in line else [line["arm"]]
+        for name in (*names, *line["files"]):
             if not name or name != Path(name).name or name.startswith("."):
                 raise UserError(f"{where} names '{name}', which is no name of a file or folder: {_ADVICE}")
         for name in set(line["files"]) & set(_FILES):

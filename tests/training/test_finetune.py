@@ -458,7 +458,7 @@ def test_settings_that_contradict_the_model(
     refused(capsys, 'both size {"family": "qwen3"', tune(), tmp_path, "--size", "{family: qwen3, hidden_size: 16}")
     config = tune()
     config.finetune.train_only = "lorra"
-    refused(capsys, "unknown train_only 'lorra': did you mean 'lora'? Valid: all, lora, residual", config, tmp_path)
+    refused(capsys, "unknown train_only 'lorra': did you mean 'lora'? Valid are all, lora, residual", config, tmp_path)
     refused(capsys, "must be a number above 0", tune(finetune={"lora_rank": 0}), tmp_path)
     refused(capsys, "it is a fraction", tune(finetune={"distill_weight": 1.5}), tmp_path)
     refused(capsys, "made for at most 32 tokens: give --seq-len 32", tune(data={"seq_len": 40}), tmp_path)
