@@ -103,7 +103,8 @@ def carry_out(action: Callable[[], object], words: Sequence[str] = ()) -> None:
 def _dispatch(arguments: list[str]) -> None:
     name, *rest = arguments or ["help"]
     if name in ("-h", "--help", "help"):
-        rows = "\n".join(f"  {command:<9} {what}" for command, what in COMMANDS.items())
+        width = max(map(len, COMMANDS))
+        rows = "\n".join(f"  {command:<{width}} {what}" for command, what in COMMANDS.items())
         print(_HELP.format(commands=rows), end="")
     elif name == "--version":
         from attnres import __version__

@@ -19,6 +19,8 @@ def pick_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise UserError(f"device {name} does not exist: expected auto, cpu or cuda") from error
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device {name} is none that depth reads run on: expected auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name} was asked for, but PyTorch finds no CUDA device here: use --device cpu")
     return device

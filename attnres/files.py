@@ -9,6 +9,7 @@ import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -99,9 +100,14 @@ def replaced_folder(path: str | Path) -> Generator[Path]:
 
 
 def copy_files(files: Mapping[str, Path], folder: Path) -> None:
-    """Copy each file into `folder`, under its name there."""
-    for name, file in files.items():
-        shutil.copyfile(file, folder / name)
+    """Copy each file into `folder`, under its name there. Raises UserError for one that cannot be read."""
+    for name, path in files.items():
+        try:
+            file = path.open("rb")
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}; what was to be written is as it was") from error
+        with file, (folder / name).open("wb") as copy:
+            shutil.copyfileobj(file, copy)
 
 
 def recover_folder(path: str | Path) -> None:
@@ -114,16 +120,27 @@ def recover_folder(path: str | Path) -> None:
     _remove_strays(path.parent.glob(f".{glob.escape(path.name)}.*.new"))
 
 
-def written_by(name: str) -> int | None:
-    """The number of the process that is or was writing what has this name; None for what is whole."""
-    match = re.fullmatch(r"\..+\.([0-9]+)\.new", name)
-    return int(match[1]) if match else None
+_WRITER = re.compile(r"\..+\.(?:(?P<host>[a-z0-9-]+)-)?(?P<process>[0-9]+)\.new")
+_HOST = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower())[:16]
+"""Of this machine's name as much as stands in the names of what it writes, beside the number of the process."""
+
+
+def is_half_written(name: str) -> bool:
+    """Whether this is the name of what some process is writing, or was when it was killed."""
+    return _WRITER.fullmatch(name) is not None
+
+
+def _is_stray(name: str) -> bool:
+    """Whether what has this name was half-written by a process of this machine that is no more; another machine's that
+    writes to the same folder (a cluster's) may be alive."""
+    writer = _WRITER.fullmatch(name)
+    return writer is not None and writer["host"] in (None, _HOST) and not _alive(int(writer["process"]))
 
 
 def _remove_strays(files: Iterable[Path]) -> None:
     """Remove what processes that are no more left half-written."""
     for stray in files:
-        if (process := written_by(stray.name)) is not None and not _alive(process):
+        if _is_stray(stray.name):
             _remove(stray)
 
 
@@ -160,7 +177,7 @@ def locked(folder: str | Path) -> Generator[Callable[[], bool]]:
 
 
 def _beside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.new")
+    return path.with_name(f".{path.name}.{_HOST}-{os.getpid()}.new")
 
 
 def _old(path: Path) -> Path:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from attnres.errors import UserError
-from attnres.files import LOCK, in_the_way, written_by
+from attnres.files import LOCK, in_the_way, is_half_written
 from attnres.paths import refuse_special, user_path
 from attnres.reading import read_json
 
@@ -49,7 +49,7 @@ def kind_of(folder: Path) -> Kind | None:
     if not folder.is_dir():
         raise UserError(f"{folder} is a file: expected a folder to write into, choose another")
     try:
-        names = {path.name for path in folder.iterdir() if path.name != LOCK and written_by(path.name) is None}
+        names = {path.name for path in folder.iterdir() if path.name != LOCK and not is_half_written(path.name)}
     except OSError as error:
         raise UserError(f"cannot look into {folder}: {error.strerror or error}") from error
     kind: Kind = next((kind for name, kind in _MARKS.items() if name in names), "other")

@@ -92,6 +92,7 @@ class Bar:
     def __init__(self, bars: Bars, name: str, total: float | None, done: float):
         self.bars, self.name, self.total, self.done, self.first = bars, name, total, done, done
         self.began = self.said = time.monotonic()
+        self.ended = False
         self.task = bars.progress.add_task(name, total=total, completed=int(done), figures="")
 
     def advance(self, more: float, figures: str = "") -> None:
@@ -107,9 +108,9 @@ class Bar:
             parts.append(f"left {duration(max(0.0, self.total - done) / rate)}")
         figures = "  ".join(filter(None, parts))
         self.bars.progress.update(self.task, description=self.name, total=self.total, completed=done, figures=figures)
-        last = self.bars.stays and self.total is not None and done >= self.total
+        last = self.bars.stays and self.total is not None and done >= self.total and not self.ended
         if self.bars.progress.disable and (last or now - self.said >= LINES_EVERY):
-            self.said = now
+            self.said, self.ended = now, self.ended or last
             task = next(task for task in self.bars.progress.tasks if task.id == self.task)
             self.bars.say("  ".join(filter(None, (self.name, str(self.bars.count.render(task)).strip(), figures))))
 

@@ -11,7 +11,7 @@ import pytest
 from safetensors import SafetensorError
 
 from attnres.errors import UserError
-from attnres.files import locked, recover_folder, replaced_folder, write_bytes, write_json, write_text
+from attnres.files import copy_files, locked, recover_folder, replaced_folder, write_bytes, write_json, write_text
 from attnres.locks import Taken, lock
 from attnres.reading import read_json
 
@@ -145,11 +145,18 @@ def test_what_a_killed_process_left_is_removed_by_the_next_that_works_there(tmp_
     (tmp_path / "val").mkdir()
     strays = [tmp_path / f".config.json.{number}.new", tmp_path / "val" / f".000004.npy.{10**22}.new"]
     others = [tmp_path / ".config.json.new", tmp_path / f".a.{os.getppid()}.new", tmp_path / "val" / "a.new"]
+    others.append(tmp_path / f".b.another-node-{number}.new")  # a process of another machine may be alive
     for path in (*strays, *others):
         path.touch()
     with locked(tmp_path):
         assert not any(path.exists() for path in strays) and all(path.exists() for path in others)
-    assert names(tmp_path) == sorted([".config.json.new", f".a.{os.getppid()}.new", "val"]), "no lock is left"
+    assert names(tmp_path) == sorted([*(path.name for path in others[:2]), others[3].name, "val"]), "no lock is left"
+
+
+def test_a_file_that_is_not_there_is_the_one_that_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot read .*missing: No such file"), replaced_folder(tmp_path / "c") as new:
+        copy_files({"tokenizer.json": tmp_path / "missing"}, new)
+    assert names(tmp_path) == []
 
 
 def test_a_file_in_the_place_of_an_old_folder_is_no_hindrance(tmp_path: Path) -> None:

@@ -52,6 +52,16 @@ def test_nothing_is_shown_if_not_wanted(clock):
     assert shown(clock, terminal=True, wanted=False) == shown(clock, terminal=False, wanted=False) == ""
 
 
+def test_an_estimate_that_was_too_small_gives_one_last_line(clock):
+    text = io.StringIO()
+    with Bars(console=Console(file=text)) as bars:
+        bar = bars.add("work", 10)
+        for done in (10, 11, 12):
+            bar.update(done)
+        bar.finish()
+    assert text.getvalue().splitlines() == ["work  100%  left 0 s"]
+
+
 def test_bars_come_and_go_and_an_estimate_is_corrected_at_the_end(clock):
     text = io.StringIO()
     with Bars(console=Console(file=text)) as bars:

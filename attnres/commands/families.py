@@ -14,13 +14,13 @@ def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
     parse("families", Families, arguments)
 
-    from rich.console import Console
     from rich.table import Table
 
     from attnres.models import families_table
+    from attnres.terminal import wide
 
     table = Table("family", "model types", "converts", "", title="Decoders that depth reads go into")
     for row in families_table():
         table.add_row(row.family, ", ".join(row.model_types), row.kind, row.note)
-    Console().print(table)
+    wide().print(table)
     print("Others are probed: what follows a pre-norm decoder's pattern converts, verified by its logits.")

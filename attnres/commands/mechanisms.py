@@ -43,13 +43,14 @@ def run(arguments: list[str]) -> None:
             print(f"settings: {settings}\nparameters: {row.parameters:,} at L={SUBLAYERS}, d={WIDTH}\n")
         return
 
-    from rich.console import Console
     from rich.table import Table
+
+    from attnres.terminal import wide
 
     title = f"Residual mechanisms (parameters at L={SUBLAYERS} sublayers, d={WIDTH})"
     table = Table("mechanism", "rule", "start", "parameters", "linear", "= standard at start", title=title)
     for row in rows:
         marks = ["yes" if value else "no" for value in (row.linear, row.starts_standard)]
         table.add_row(row.name, row.rule, row.start, f"{row.parameters:,}", *marks)
-    Console().print(table)
+    wide().print(table)
     print("attnres mechanisms NAME shows one at length, with settings and source; --format markdown adds costs.")

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from attnres.cache import cache_dir
 from attnres.data.encode import Encoder, hash_of
 from attnres.data.parts import encoded_in_parts
-from attnres.data.shards import VERSION, SplitWriter, Tokens, open_tokens, read_header
+from attnres.data.shards import VERSION, SplitWriter, Tokens, open_tokens, prepared_folder, read_header
 from attnres.data.sources import Rows, Source, open_source
 from attnres.data.spool import spooled
 from attnres.data.tokenizer import (
@@ -101,8 +101,8 @@ def prepare(
         raise UserError(f"workers is {workers}, expected a number of processes from 1 to {MOST_WORKERS}")
     settings = {"tokenizer": tokenizer, "held_out": held_out, "limit": limit, "column": column}
     if isinstance(source, str | Path):
-        folder = user_path(source)
-        if all((folder / name).is_file() for name in ("header.json", "tokenizer.json")):
+        folder = prepared_folder(str(source))
+        if folder is not None and (folder / "tokenizer.json").is_file():
             return _prepared_before(folder, settings, out)
     size = bpe_size(tokenizer)
     text = open_source(source, column=column, limit=limit)

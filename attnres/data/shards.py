@@ -15,7 +15,9 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import numpy as np
 
+from attnres.data.sources import NO_PATHS
 from attnres.errors import UserError
+from attnres.paths import user_path
 from attnres.reading import read_json
 from attnres.typed import Count, Least, checked
 
@@ -219,6 +221,15 @@ def open_tokens(
 def is_prepared(folder: Path) -> bool:
     """Whether it is a folder of token shards, as `prepare` writes it."""
     return (folder / "header.json").is_file()
+
+
+def prepared_folder(source: str) -> Path | None:
+    """The prepared folder that a source is; None of any other source. Raises UserError for a name that no file can
+    have."""
+    if source.startswith(NO_PATHS):
+        return None
+    folder = user_path(source)
+    return folder if is_prepared(folder) else None
 
 
 def read_header(folder: Path) -> dict[str, Any]:

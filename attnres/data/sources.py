@@ -27,6 +27,8 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 _BUILD = ("_sysconfigdata", "config-")
 _DESCRIPTIONS = (".json", ".csv")
 """Kinds of files that describe others as often as they hold text."""
+NO_PATHS = ("mix:", "hub:", "task:")
+"""What sources that name no file or folder begin with."""
 _SAVED, _SPLITS = "state.json", "dataset_dict.json"
 """Files of the folders that the library datasets saves: of one data set, of its splits in folders of their names."""
 _SAMPLE = 100

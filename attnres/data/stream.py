@@ -20,13 +20,12 @@ from attnres.cache import cache_dir
 from attnres.data.batches import Batches
 from attnres.data.build import Prepared, held_below
 from attnres.data.encode import Encoder
-from attnres.data.shards import is_prepared
+from attnres.data.shards import prepared_folder
 from attnres.data.sources import Source, open_source
 from attnres.data.tokenizer import load_tokenizer
 from attnres.errors import UserError
 from attnres.files import write_json, writing
 from attnres.locks import lock
-from attnres.paths import user_path
 from attnres.reading import read_json
 from attnres.typed import Count, checked
 
@@ -52,7 +51,7 @@ class Position(TypedDict):
 
 def refuse_prepared(spec: str) -> None:
     """Raise UserError where a source is a prepared folder, of which there is nothing left to read."""
-    if is_prepared(user_path(spec)):
+    if prepared_folder(spec) is not None:
         raise UserError(f"{spec} is prepared already, so nothing of it can be streamed: leave out data.stream")
 
 

@@ -196,11 +196,13 @@ def panel(ax: Axes, comparison: Comparison, key: str) -> None:
     """Draw one quantity of every variant that has it."""
     what = quantity(key)
     tables = [rows(variant, key) for variant in comparison.variants]
+    layouts = [one.layout for variant in comparison.variants for one in variant.inspections.values()]
+    each = 1 if what.layers else per_layer(layouts[0]) if layouts else 2
     deepest = 0
     for variant, table, look in zip(comparison.variants, tables, comparison.looks(), strict=True):
         if table is not None:
             places = sublayers(variant, table.shape[1])
-            depth_line(ax, table, places, **look)
+            depth_line(ax, table, places, each=each, **look)
             deepest = max(deepest, places[-1] + 1)
     dotted: dict[str, Any] = {"color": style.MUTED, "linewidth": 0.9, "linestyle": ":", "zorder": 1}
     if what.plain is not None:
@@ -211,8 +213,7 @@ def panel(ax: Axes, comparison: Comparison, key: str) -> None:
                 places = spread(sublayers(variant, len(most)))
                 ax.step(places, most, where="mid", **(dotted | {"color": look["color"]}))
     log_if_wide(ax, np.concatenate([table.ravel() for table in tables if table is not None]), what.log)
-    layouts = [one.layout for variant in comparison.variants for one in variant.inspections.values()]
-    depth_axis(ax, deepest, reads=what.reads, each=1 if what.layers else per_layer(layouts[0]) if layouts else 2)
+    depth_axis(ax, deepest, reads=what.reads, each=each)
     ax.set_ylabel(what.axis)
 
 

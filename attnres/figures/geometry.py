@@ -138,7 +138,7 @@ def learned(inspection: "Inspection") -> Plot:
         ax.set_ylabel(table["title"])
         if table["axes"][0] in ("read", "sublayer"):
             sublayers = of_reads[: len(values)] if table["axes"] == ["read"] else None
-            depth_line(ax, values, sublayers, **look)
+            depth_line(ax, values, sublayers, each=per_layer(inspection.layout), **look)
             count = len(values) if sublayers is None else sublayers[-1] + 1
             depth_axis(ax, count, reads=len(values) == len(inspection.reads), each=per_layer(inspection.layout))
         else:

@@ -155,15 +155,22 @@ def spread(sublayers: Sequence[int]) -> np.ndarray:
 
 
 def depth_line(
-    ax: Axes, values: Sequence[float | None] | np.ndarray, sublayers: Sequence[int] | None = None, **look: Any
+    ax: Axes,
+    values: Sequence[float | None] | np.ndarray,
+    sublayers: Sequence[int] | None = None,
+    *,
+    each: int = 2,
+    **look: Any,
 ) -> None:
-    """A value for each sublayer or read: filled points for attention, hollow for MLPs, a diamond for the output.
+    """A value for each sublayer or read: filled points for a layer's first sublayer, its attention, hollow for the
+    others, a diamond for the output.
 
     Of several seeds (seeds, depth) the mean, in a band from the least to the most.
 
     Args:
         sublayers: which sublayer each value is of (L: the output); None is one value each. Of several of one sublayer
             the line is their mean, and each has its point.
+        each: sublayers of a layer.
     """
     table = np.atleast_2d(np.array(values, dtype=float))
     numbers = table.mean(0)
@@ -171,19 +178,19 @@ def depth_line(
     depth, places = np.unique(sublayer_of), spread(sublayer_of.tolist())
     colour, few = look["color"], len(numbers) < 60
 
-    def each(row: np.ndarray) -> list[float]:
+    def means(row: np.ndarray) -> list[float]:
         return [row[sublayer_of == sublayer].mean() for sublayer in depth]
 
     if len(table) > 1:
-        ax.fill_between(depth, each(table.min(0)), each(table.max(0)), color=colour, alpha=0.15, linewidth=0)
-    ax.plot(depth, each(numbers), linewidth=1.2, **look)
+        ax.fill_between(depth, means(table.min(0)), means(table.max(0)), color=colour, alpha=0.15, linewidth=0)
+    ax.plot(depth, means(numbers), linewidth=1.2, **look)
     size = 3.0 if few else 1.6
     hollow: dict[str, Any] = {"markerfacecolor": style.PAPER, "markeredgewidth": 0.9}
-    output = sublayer_of == len(depth) - 1 if len(depth) % 2 else np.zeros(len(sublayer_of), dtype=bool)
+    output = sublayer_of == len(depth) - 1 if len(depth) % each else np.zeros(len(sublayer_of), dtype=bool)
     dots: dict[str, Any] = {"color": colour, "clip_on": False, "in_layout": False, "zorder": 3}
     for where, mark, more in (
-        (~output & (sublayer_of % 2 == 0), "o", {"markersize": size}),
-        (~output & (sublayer_of % 2 == 1), "o", {"markersize": size, **hollow}),
+        (~output & (sublayer_of % each == 0), "o", {"markersize": size}),
+        (~output & (sublayer_of % each > 0), "o", {"markersize": size, **hollow}),
         (output, "D", {"markersize": size + 0.6}),
     ):
         ax.plot(places[where], numbers[where], mark, **dots, **more)

@@ -113,6 +113,11 @@ def attach_stream(
         banked: nothing but the layers themselves asks for the stream between them, so that a pass without gradients may
             keep its sources in one place.
     """
+    if residual.whole_layers and len(reads) != 2:
+        raise UserError(
+            f"residual '{residual.name}' takes every two sublayers for a layer, and layers have {len(reads)} "
+            "here: choose one that counts sublayers, as block and full do"
+        )
     base.residual = residual
     let_read = make_reading if normed else make_taking
     for layer in layers:

@@ -112,7 +112,7 @@ def _resolved(size: str | Mapping[str, Any], vocab_size: int, max_positions: int
         size = SIZES[size]
     fields = copy.deepcopy(dict(size))  # Transformers fills in nested ones where they lie
     key = fields.pop("family", None)
-    if key not in FAMILIES:
+    if not isinstance(key, str) or key not in FAMILIES:
         raise unknown("model family", str(key), FAMILIES)
     if key not in CLASSES:
         raise UserError(f"{FAMILIES[key].causal_lm} is not in the installed Transformers: upgrade it")
@@ -172,6 +172,9 @@ def _check_fields(config_class: Any, fields: Mapping[str, Any]) -> None:
     for name in ("vocab_size", "max_position_embeddings"):
         if isinstance(size := value(name), int) and size < 1:
             raise UserError(f"{name} is {size}: expected 1 or more")
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"):
+        if (count := value(name)) is not None and (type(count) is not int or count < 1):
+            raise UserError(f"{name} is {count!r}: expected a whole number, at least 1")
     layers = value("num_hidden_layers")
     if isinstance(layers, int) and not 0 < layers <= MOST_LAYERS:
         raise UserError(f"num_hidden_layers is {layers}: expected 1 to {MOST_LAYERS:,}")

@@ -4,6 +4,7 @@ A pre-norm layer's own code already says the two verbs, so no layer is copied or
 becomes a `Stream`, each pre-norm reads when it is given one, and the residual additions write.
 """
 
+import copy
 import dataclasses
 import operator
 from collections.abc import Callable
@@ -18,8 +19,8 @@ from torch.utils import _pytree
 from attnres.errors import UserError
 from attnres.models.exchange import Exchanged, exchange, own_class
 from attnres.models.inputs import Inputs
+from attnres.ops import Norm, apply_norm
 from attnres.ops.bank import Bank
-from attnres.ops.norms import Norm
 from attnres.ops.sharded import settled
 from attnres.residuals import Residual, Ways
 from attnres.residuals.base import as_it_is, verbs
@@ -359,10 +360,26 @@ def describe_norm(module: nn.Module, like: Tensor) -> Norm | nn.Module:
     if isinstance(module, nn.LayerNorm) and _forward(module) is nn.LayerNorm.forward:
         return Norm(module.weight, module.bias, module.eps, center=True, out_dtype=out_dtype)
     eps = getattr(module, "variance_epsilon", None)  # the RMSNorm that most families copy from each other
-    if eps is not None:
+    if eps is not None and module.__dict__.get("is_rms_norm", True):
         weight: Any = module._parameters.get("weight")
         return Norm(cast(Tensor, module.weight) if weight is None else weight, None, eps, False, out_dtype)
     return module
+
+
+def _is_rms_norm(module: nn.Module) -> bool:
+    """Whether a norm with a `variance_epsilon` computes x / rms(x) * weight, as far as one vector tells."""
+    weight, eps = module._parameters.get("weight"), getattr(module, "variance_epsilon", None)
+    if weight is None or eps is None:
+        return True
+    norm = copy.copy(module)
+    grid = torch.linspace(0.0, 1.0, weight.numel(), dtype=torch.float32, device="cpu")
+    scale, x = (0.5 + grid).view(weight.shape), (3 * grid - 1).view(1, *weight.shape)
+    norm._parameters = {**module._parameters, "weight": nn.Parameter(scale, requires_grad=False)}
+    with torch.no_grad():
+        try:
+            return torch.allclose(_forward(module)(norm, x), apply_norm(x, Norm(scale, None, eps)), atol=1e-4)
+        except (RuntimeError, TypeError):
+            return False
 
 
 class KnownNorm:
@@ -435,6 +452,7 @@ def make_reading(norm: nn.Module, *, last: bool = False) -> None:
     Args:
         last: it is the norm before the head.
     """
+    norm.__dict__["is_rms_norm"] = _is_rms_norm(norm)
     exchange(norm, _Finishing if last else _Reading)
 
 

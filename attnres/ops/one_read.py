@@ -89,6 +89,9 @@ def _check_read(
             raise ValueError(f"depth_read got source {i} of {source.dtype}: expected a floating dtype")
         if source.shape != shape:
             raise ValueError(f"depth_read got source 0 of shape {tuple(shape)} and source {i} of {tuple(source.shape)}")
-    for name, vector in (("query", query), ("gain", gain)):
+    vectors = {"query": query, "gain": gain}
+    if norm is not None:
+        vectors |= {"a norm's weight": norm.weight, "a norm's bias": norm.bias}
+    for name, vector in vectors.items():
         if vector is not None and vector.shape != shape[-1:]:
             raise ValueError(f"depth_read got {name} of shape {tuple(vector.shape)}: expected ({shape[-1]},)")

@@ -171,7 +171,7 @@ def _load_folder(folder: Path) -> Study:
     if (folder / "config.json").is_file() or not folder.is_dir():
         run = load_run(folder)
         return Study(run.label, [run.label], [run], baseline=_baseline([run], [run.label], None))
-    runs = [load_run(child) for child in sorted(folder.iterdir()) if (child / "config.json").is_file()]
+    runs = _told_apart([load_run(child) for child in sorted(folder.iterdir()) if (child / "config.json").is_file()])
     if not runs:
         raise UserError(f"{folder} holds no runs: expected run folders such as standard-seed0, each with a config.json")
     plan = _read(folder / "compare.json", Compared)
@@ -194,6 +194,16 @@ def _load_folder(folder: Path) -> Study:
             if (label, seed) not in here
         ],
     )
+
+
+def _told_apart(runs: list[Run]) -> list[Run]:
+    """The runs of a folder, of which copies are no further seeds, as a run that was moved aside, NAME.saved: what is
+    there twice has its folder's name for a label, unless that is the run's own."""
+    keys = [(run.label, run.seed) for run in runs]
+    return [
+        run if keys.count(key) == 1 or run.folder.name == run_name(*key) else replace(run, label=run.folder.name)
+        for run, key in zip(runs, keys, strict=True)
+    ]
 
 
 def _label_order(run: Run) -> tuple[int, str]:

@@ -99,6 +99,8 @@ def why_unpaired(study: Study, label: str, other: str) -> str:
         return f"they differ in {', '.join(reasons)}"
     if not {run.seed for run in mine} & {run.seed for run in theirs}:
         return "no seed in common"
+    if len({len(windows) for run in (*mine, *theirs) for windows in run.windows.values()}) > 1:
+        return "their seeds were measured on different numbers of windows"
     return "no measurement at the same step"
 
 
@@ -128,10 +130,11 @@ def kind_name(study: Study, label: str) -> str:
 
 
 def common_steps(matched: list[tuple[Run, Run]]) -> list[int]:
-    """Steps at which every one of these runs was measured."""
+    """Steps at which every one of these runs was measured, on equally many windows."""
     if not matched:
         return []
-    return sorted(set.intersection(*(a.windows.keys() & b.windows.keys() for a, b in matched)))
+    steps = sorted(set.intersection(*(a.windows.keys() & b.windows.keys() for a, b in matched)))
+    return [step for step in steps if len({run.windows[step].shape for pair in matched for run in pair}) == 1]
 
 
 def interval(

@@ -91,6 +91,8 @@ class Residual(nn.Module):
     """Classes whose keyword arguments are settings of the mechanism too, handed on to them."""
     sublayers: Sequence[str] = ("attention", "mlp")
     """The kinds of a layer's sublayers, in order; a network of other layers sets its own on the instance."""
+    whole_layers: ClassVar[bool] = False
+    """It takes every two sublayers, an attention and an MLP, for one layer."""
     watched_from_start: ClassVar[bool] = False
     """What it shows to those who watch is kept beside the state, from the start of a pass: one that goes on from a cut
     cannot be watched."""

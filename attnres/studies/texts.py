@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from attnres.data.decode import decoded
-from attnres.data.shards import is_prepared, read_header
+from attnres.data.shards import prepared_folder, read_header
 from attnres.data.sources import open_source
 from attnres.errors import UserError
 from attnres.evals.scoring import LOGIT_BYTES
@@ -65,7 +65,7 @@ def text_of(config: LookConfig, run: Path | None) -> LookText:
 
 def corpus_text(spec: str, column: str) -> LookText:
     """The documents of a source, or of prepared data. Raises UserError."""
-    if is_prepared(folder := user_path(spec)):
+    if (folder := prepared_folder(spec)) is not None:
         read_header(folder)
         return LookText(spec, lambda: decoded(folder))
     source = open_source(spec, column=column)

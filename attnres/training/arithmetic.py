@@ -2,7 +2,7 @@
 
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 
@@ -12,26 +12,7 @@ from attnres.ops import cpu, explain
 from attnres.text import listed
 from attnres.training.environment import processor, version
 from attnres.training.parallel import Processes
-from attnres.typed import Count
-
-
-class Arithmetic(TypedDict, total=False):
-    """What a run computes with, as its checkpoint says.
-
-    Attributes:
-        device: name of the processor with the instructions that torch uses, or of the GPU.
-        threads: of each process, on a CPU.
-        reads: the backend of depth reads, see `attnres.ops.explain`; kernels: which build of the C kernels that is.
-    """
-
-    device: str
-    threads: Count
-    reads: str
-    kernels: str | None
-    torch: str
-    transformers: str | None
-    attnres: str
-
+from attnres.training.records import Arithmetic
 
 _NAMES = {
     "device": "the device",

@@ -5,19 +5,21 @@ import functools
 import platform
 
 import torch
+from transformers import PreTrainedModel
 
 EAGER_UP_TO = 512
 """Longest sequence for which a CPU multiplies whole score matrices; for longer ones fused attention is faster."""
 
 
-def tune(model: torch.nn.Module, device: torch.device, seq_len: int) -> None:
+def tune(model: PreTrainedModel, device: torch.device, seq_len: int) -> None:
     """Choose the attention implementation and, on a CPU, let freed memory be reused; for every residual alike.
 
     Plain matrix products are faster than PyTorch's fused attention on a CPU for short sequences in bf16, and no slower
-    in fp32 (`benchmarks/results/attention_cpu.json`); on other devices the fused one is taken.
+    in fp32 (`benchmarks/results/attention_cpu.json`); on other devices the fused one is taken. A family whose scores
+    PyTorch's fused attention cannot make (Gemma 2, GPT-OSS) keeps whole matrices everywhere.
     """
-    eager = device.type == "cpu" and seq_len <= EAGER_UP_TO
-    model.set_attn_implementation("eager" if eager else "sdpa")  # ty: ignore[not-callable]
+    fused = model._supports_sdpa and not (device.type == "cpu" and seq_len <= EAGER_UP_TO)
+    model.set_attn_implementation("sdpa" if fused else "eager")
     if device.type == "cpu":
         keep_freed_memory()
 

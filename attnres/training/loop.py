@@ -16,6 +16,7 @@ from attnres.training.interrupt import caught_signals
 from attnres.training.metrics import import_tracker
 from attnres.training.output import folder_of
 from attnres.training.parallel import Processes, join_processes, losses_said
+from attnres.training.regimes import import_peft
 from attnres.training.run import Run
 from attnres.training.run_folder import claim
 
@@ -36,6 +37,8 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
     config = dataclasses.replace(config, dtype=dtype, device=who.device.type)
     if config.track != "none" and who.first:
         import_tracker(config.track)
+    if config.finetune.train_only == "lora":
+        import_peft()
     going_on = f"give the same command with --resume to go on from the last checkpoint in {config.out}"
     with losses_said(who, going_on), _claimed(config, who) as (finished, in_place):
         if finished is not None:

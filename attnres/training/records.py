@@ -1,8 +1,8 @@
 """What a run's files hold, as types that a file must fit when it is read back. Other fields are kept as they are."""
 
-from typing import Any, NotRequired, TypedDict
+from typing import Annotated, Any, NotRequired, TypedDict
 
-from attnres.typed import Count, Positive
+from attnres.typed import Count, Least, Positive
 
 ADVICE = "restore the file, or remove that run's folder and run it again"
 
@@ -132,6 +132,24 @@ class DepthLine(Line, total=False):
 LINES: dict[str, Any] = {"train": TrainLine, "val": ValLine, "depth": DepthLine}
 
 
+class Arithmetic(TypedDict, total=False):
+    """What a run computes with, as its checkpoint says.
+
+    Attributes:
+        device: name of the processor with the instructions that torch uses, or of the GPU.
+        threads: of each process, on a CPU.
+        reads: the backend of depth reads, see `attnres.ops.explain`; kernels: which build of the C kernels that is.
+    """
+
+    device: str
+    threads: Annotated[int, Least(1)]
+    reads: str
+    kernels: str | None
+    torch: str
+    transformers: str | None
+    attnres: str
+
+
 class Checkpointed(TypedDict):
     """state.json of a checkpoint, before its parts are restored."""
 
@@ -142,7 +160,7 @@ class Checkpointed(TypedDict):
     random: list[dict[str, Any]]
     progress: dict[str, Any]
     checksums: dict[str, int]
-    arithmetic: NotRequired[dict[str, Any]]
+    arithmetic: NotRequired[Arithmetic]
 
 
 class Compared(TypedDict, total=False):

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from attnres.data.shards import is_prepared
+from attnres.data.shards import prepared_folder
 from attnres.errors import UserError, foreign
 from attnres.forward import evaluating
-from attnres.paths import user_path
 from attnres.residuals import make_residual
 from attnres.residuals import settings_of as settings_with_defaults
 from attnres.training.config import ModelConfig, TrainConfig, size_of, tokenizer_of
@@ -99,7 +98,7 @@ def settle(config: TrainConfig) -> TrainConfig:
         exact = {"read_scale": "sum"} if "read_scale" in settings_with_defaults(model.residual) else {}
         settings = {**exact, **model.settings}
     data = config.data
-    prepared = is_prepared(user_path(data.source))
+    prepared = prepared_folder(data.source) is not None
     if data.tokenizer is None:
         data = dataclasses.replace(data, tokenizer=tokenizer_of(data) if prepared else str(start.folder))
     optim = config.optim

@@ -133,6 +133,14 @@ def test_a_mixture_without_weights_is_all_of_each(tmp_path: Path):
     assert source.size == one.stat().st_size + two.stat().st_size
 
 
+def test_a_mixture_of_many_files_may_be_longer_than_the_name_of_a_file(tmp_path: Path):
+    paths = [tmp_path / f"{letter * 60}.txt" for letter in "abcde"]
+    for path in paths:
+        path.write_text(f"{path.name} and more\n" * 50)
+    prepare(f"mix:{','.join(map(str, paths))}", tokenizer="bpe:257", out=tmp_path / "data", held_out=0.5)
+    assert (tmp_path / "data" / "header.json").is_file()
+
+
 def test_a_mixture_has_the_shares_of_its_weights_until_one_is_used_up(tmp_path: Path):
     long = write_jsonl(tmp_path / "long.jsonl", ["l" * 30 for _ in range(100)])
     short = write_jsonl(tmp_path / "short.jsonl", ["s" * 7 for _ in range(100)])

@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import nn
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from attnres import UserError, attach, record
 from attnres.residuals import RESIDUALS
@@ -82,6 +84,36 @@ def test_a_module_of_ones_own_computes_what_it_computed_and_learns_its_reads(nam
     assert len(trace.weights) == 7 and not torch.allclose(changed, expected, atol=1e-4)
     changed.square().mean().backward()
     assert residual.query.grad[1:].abs().amax(1).min() > 0
+
+
+class OffsetNorm(nn.Module):
+    """As Llama's RMSNorm in its names, with a gain of 1 + weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.full((WIDTH,), 0.1)), 1e-6
+
+    def forward(self, x):
+        return nn.functional.rms_norm(x, (WIDTH,), 1 + self.weight, self.variance_epsilon)
+
+
+@pytest.mark.parametrize("norm", [OffsetNorm, lambda: CohereLayerNorm(WIDTH), lambda: LlamaRMSNorm(WIDTH)])
+def test_a_norm_is_what_it_computes_not_what_its_attributes_are_called(norm):
+    torch.manual_seed(0)
+    module, x = encoder(), torch.randn(2, 5, WIDTH)
+    for layer in module.layers:
+        layer.norm1, layer.norm2 = norm(), norm()
+    expected = module(x)
+    attach(module, "full")
+    torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("residual", ["denseformer", "mrla_light", "dca"])
+def test_what_counts_whole_layers_is_refused_where_layers_have_other_sublayers(residual):
+    with pytest.raises(
+        UserError, match=f"'{residual}' takes every two sublayers for a layer, and layers have 1"
+    ):
+        attach(encoder(), residual, norms=("norm1",), sublayers=("layer",))
 
 
 @pytest.mark.parametrize("residual", ["standard", "full", "mhc", "densenet"])

@@ -179,6 +179,7 @@ def test_wrong_and_mixed_keys_are_one_sentence(make, change, message, tmp_path):
         (kimi, {"mla_use_output_gate": True}, "mla_use_output_gate=True"),
         (kimi, {"routed_expert_hidden_size": 16}, "routed_expert_hidden_size=16"),
         (kimi, {"attn_res_block_size": 0}, "at least 1"),
+        (kimi, {"num_hidden_layers": "4"}, r"no valid one of format 'kimi' \("),
         (kimi, {"model_type": "kimi_k9"}, "'kimi_k9' with Kimi's names"),
         (nanogpt, {"use_moe": True}, "use_moe=True"),
         (nanogpt, {"residual_mode": "gated_blocks"}, "residual_mode='gated_blocks'"),

@@ -218,6 +218,8 @@ def test_no_source_and_wrong_shapes_are_refused():
         depth_read([sources[0], sources[1][:1]], query)
     with pytest.raises(ValueError, match=r"source 0 of torch.int64: expected a floating dtype"):
         depth_read([torch.full((2, 32), 3)], query)
+    with pytest.raises(ValueError, match=r"a norm's weight of shape \(1,\): expected \(32,\)"):
+        depth_read(sources, query, norm=Norm(torch.ones(1)))
     with pytest.raises(ValueError, match=r"a norm of type LayerNorm: expected an attnres\.Norm or None"):
         depth_read(sources, query, norm=torch.nn.LayerNorm(32))
 

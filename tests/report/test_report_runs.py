@@ -1,6 +1,7 @@
 """Run folders are read as far as they came; what is none, or is damaged, is refused."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -63,6 +64,13 @@ def test_a_run_that_is_given_twice_is_no_second_seed(tmp_path):
     for others in ([folder], [folder.parent], [folder.parent / ".." / "all" / folder.name]):
         with pytest.raises(UserError, match="block-seed1 is given twice"):
             load_study(folder, *others)
+
+
+def test_a_run_that_was_moved_aside_is_no_second_seed(tmp_path):
+    folder = write_run(tmp_path / "all", "block", seed=0)
+    shutil.copytree(folder, folder.with_name("block-seed0.saved"))
+    study = load_study(folder.parent)
+    assert study.labels == ["block", "block-seed0.saved"] and len(study.of("block")) == 1
 
 
 @pytest.mark.parametrize(

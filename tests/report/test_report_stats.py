@@ -112,6 +112,16 @@ def test_other_held_out_windows_are_never_paired(tmp_path):
     assert "block stands beside standard without a verdict: they differ in data.val_windows." in text
 
 
+def test_seeds_of_different_held_out_windows_are_not_averaged(tmp_path):
+    for seed, windows in enumerate((64, 32)):
+        for residual in ("standard", "block"):
+            write_run(tmp_path, residual, seed, windows=windows)
+    study, table = both(tmp_path)
+    assert paired(study, "block", "standard") is None
+    text = verdict(study, table)
+    assert "block stands beside standard without a verdict: they differ in data.val_windows." in text
+
+
 @pytest.mark.parametrize(
     ("place", "value"),
     [

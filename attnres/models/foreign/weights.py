@@ -29,7 +29,9 @@ def foreign_config(name: str, fields: dict[str, Any]) -> Any:
     Raises:
         UserError: fields of two formats, or what no class here computes.
     """
-    target = format_of(name, fields).read(fields)
+    kind = format_of(name, fields)
+    with foreign(f"config.json of {name} is no valid one of format '{kind.name}'", "copy it again"):
+        target = kind.read(fields)
     config_class: Any = CLASSES[target.family][0]
     skipped = ("model_type", "architectures", "auto_map", "transformers_version")
     kept = {field: value for field, value in target.fields.items() if field not in skipped}

@@ -21,6 +21,8 @@ class LayerSums(Residual):
     """Inside a layer (two sublayers) a plain residual; at its end `mixed` makes the stream that the next one begins
     with."""
 
+    whole_layers = True
+
     def mixed(self, layers: Layers, layer: int) -> Layers:
         """Return the state behind layer `layer`, whose plain end is `layers.stream`, (..., d) of any d."""
         raise NotImplementedError

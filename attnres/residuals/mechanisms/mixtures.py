@@ -26,6 +26,7 @@ class Mixtures(Residual):
     """
 
     heeds_recompute = True
+    whole_layers = True
     carried: ClassVar[tuple[str, ...]]
     """Names of what is unfinished between a layer's attention and its MLP."""
 

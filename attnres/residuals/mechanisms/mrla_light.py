@@ -43,6 +43,7 @@ class MRLALight(Residual):
     """
 
     name = "mrla_light"
+    whole_layers = True
     traits = Traits(False, sums_to_one=False, has_query=False, starts_standard=False, linear=False)
     about = About(
         "after each layer o_t = y + sigmoid(Q . K / sqrt(c)) V + lambda N(o_{t-1}); Q, K, V of N(y)",
