@@ -89,11 +89,11 @@ def unknown(kind: str, name: str, valid: Iterable[str]) -> UserError:
     >>> str(unknown("residual", "blokc", ["block", "full"]))
     "unknown residual 'blokc': did you mean 'block'? Valid are block, full"
     >>> str(unknown("setting of residual 'standard'", "heads", []))
-    "unknown setting of residual 'standard' 'heads': there is none"
+    "'heads' is no setting of residual 'standard', which has none: leave it out"
     """
     names = sorted(valid)
     if not names:
-        return UserError(f"unknown {kind} '{name}': there is none")
+        return UserError(f"'{name}' is no {kind}, which has none: leave it out")
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? Valid are" if near else "valid are"
     return UserError(f"unknown {kind} '{name}': {hint} {', '.join(names)}")

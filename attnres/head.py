@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnres.forward import evaluating, token_losses
+from attnres.ops import compute_dtype
 
 PART = 1 << 24
 """Logits that a CPU makes at a time, at most (but a row of them at least); other devices, which need more, eight times
@@ -39,7 +40,7 @@ class Head:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of (..., d) in fp32 (fp64 of fp64); the product itself follows autocast."""
         z = F.linear(hidden, self.weight, self.bias)
-        return self.after(z.to(torch.promote_types(z.dtype, torch.float32)))
+        return self.after(z.to(compute_dtype(z.dtype)))
 
     def after(self, z: Tensor) -> Tensor:
         """Return the logits of W x + b."""
@@ -119,7 +120,7 @@ def is_apart(model: Any) -> bool:
 
 
 def logits_at_a_time(device: torch.device) -> int:
-    """Return how many are made at most, but for a row of them."""
+    """Return how many logits are made in one part at most; a part has one token's at least."""
     return PART if device.type == "cpu" else 8 * PART
 
 
@@ -180,8 +181,8 @@ class _InParts(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[:3]
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        exact = torch.promote_types(dtype, torch.float32)
-        cast = Head(weight.to(dtype), None if bias is None else bias.to(dtype), head.scale, head.cap)
+        exact = compute_dtype(dtype)
+        in_dtype = Head(weight.to(dtype), None if bias is None else bias.to(dtype), head.scale, head.cap)
         sums = torch.zeros(3, dtype=exact, device=hidden.device)
         count = parts(targets, len(weight))
         to_hidden = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device) if needs_grad[0] else None
@@ -192,11 +193,11 @@ class _InParts(torch.autograd.Function):
         begin = 0
         for x, y, theirs in zip(x_parts, y_parts, t_parts, strict=True):
             x = x.to(dtype)
-            grad, part = _part(cast, x, y, soft, theirs)
+            grad, part = _part(in_dtype, x, y, soft, theirs)
             sums += part
             grad = grad.to(dtype)
             if to_hidden is not None:
-                to_hidden.flatten(0, -2)[begin : begin + len(y)] = grad @ cast.weight
+                to_hidden.flatten(0, -2)[begin : begin + len(y)] = grad @ in_dtype.weight
             if to_weight is not None:
                 if dtype == exact:
                     to_weight.addmm_(grad.t(), x)

@@ -3,7 +3,7 @@
 import csv
 import io
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 UNKNOWN = "–"
 
@@ -94,6 +94,24 @@ def counted(count: int, what: str) -> str:
     ('1 window', '1,234 windows')
     """
     return f"{count:,} {what}{'' if count == 1 else 's'}"
+
+
+def settings_text(settings: Mapping[str, object]) -> str:
+    """Settings as a line of text has them.
+
+    >>> settings_text({"num_blocks": 8, "query_std": 0.02})
+    'num_blocks=8, query_std=0.02'
+    """
+    return ", ".join(f"{name}={value}" for name, value in settings.items())
+
+
+def first_of(names: Sequence[str], what: str) -> str:
+    """The first of several, and how many more there are.
+
+    >>> first_of(["a", "b", "c"], "other tensor"), first_of(["a"], "other tensor")
+    ("'a' and 2 other tensors", "'a'")
+    """
+    return f"'{names[0]}'" + (f" and {counted(len(names) - 1, what)}" if len(names) > 1 else "")
 
 
 def listed(names: Sequence[str]) -> str:

@@ -220,9 +220,9 @@ def results(result: Search, title: str) -> str:
     """Tokens of a corpus, each to be looked at."""
     rows = []
     for place, hit in enumerate(result.hits):
-        number = short(getattr(hit, result.by), 3)
+        amount = short(getattr(hit, result.by), 3)
         rows.append(
-            f'<tr><td class="number">{number}</td><td class="before">{escape(hit.before)}</td>'
+            f'<tr><td class="number">{amount}</td><td class="before">{escape(hit.before)}</td>'
             f'<td><button type="button" data-hit="{place}">{escape(visible(hit.token))}</button></td>'
             f'<td class="after">{escape(hit.after)}</td></tr>'
         )

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 import tyro
 
 from attnres.flags import parse
+from attnres.text import settings_text
 
 
 @dataclass
@@ -38,7 +39,7 @@ def run(arguments: list[str]) -> None:
         return
     if names:
         for row in rows:
-            settings = ", ".join(f"{name}={value}" for name, value in settings_of(row.name).items()) or "none"
+            settings = settings_text(settings_of(row.name)) or "none"
             print(f"{row.name}\n\n{inspect.cleandoc(residual_class(row.name).__doc__ or 'it has no docstring')}\n")
             print(f"settings: {settings}\nparameters: {row.parameters:,} at L={SUBLAYERS}, d={WIDTH}\n")
         return

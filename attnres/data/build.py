@@ -35,7 +35,7 @@ from attnres.progress import Bars
 from attnres.text import memory
 
 MOST_WORKERS = 1024
-_BATCH_BYTES = 1 << 20  # text encoded at a time: what bounds the memory
+_BATCH_CHARACTERS = 1 << 20  # text encoded at a time: what bounds the memory
 _HASHES = 1 << 64
 
 
@@ -208,7 +208,7 @@ def _build(
             if workers > 1:
                 encoded = encoded_in_parts(source.read(), encoder, parts, workers)
             else:
-                encoded = map(encoder.encode, encoder.batches(source.read(), _BATCH_BYTES))
+                encoded = map(encoder.encode, encoder.batches(source.read(), _BATCH_CHARACTERS))
             for several in encoded:
                 for ids, held in zip(several.ids, several.held, strict=True):
                     writers["val" if held else "train"].add(ids)

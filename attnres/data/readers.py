@@ -34,7 +34,7 @@ PACKED = {".gz": "gzip", ".zst": "zstd"}
 _TEXTUAL = (".txt", ".jsonl", ".json", ".csv")
 _UNPACKED = 4
 """How much longer a text is than its compressed file, about."""
-PIECE_BYTES = 16 * 1024  # what a piece of a plain text file aims at
+PIECE_CHARACTERS = 16 * 1024  # what a piece of a plain text file aims at
 COLLECTION_BYTES = 8 * 1024 * 1024  # a text file larger than this is not one document
 _ROWS = 16  # rows of a table decoded at once: documents may be whole books
 _ARROW_FILE = b"ARROW1"  # a file of Arrow's begins with it, a stream does not
@@ -120,11 +120,11 @@ def text_bytes(path: Path, column: str) -> int:
 
 
 def pieces(path: Path) -> Iterator[str]:
-    """A plain text file cut at blank lines into pieces of about `PIECE_BYTES`, fewer for a small file.
+    """A plain text file cut at blank lines into pieces of about `PIECE_CHARACTERS` characters, fewer for a small file.
 
     Joined, the pieces are the file. Text without blank lines is cut at line ends, lines without end anywhere.
     """
-    target = min(PIECE_BYTES, max(256, path.stat().st_size // 64))
+    target = min(PIECE_CHARACTERS, max(256, path.stat().st_size // 64))
     with _opened(path) as file:
         lines: list[str] = []
         size = 0

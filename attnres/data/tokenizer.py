@@ -24,7 +24,7 @@ TOKENIZER_FILES = (*VOCABULARIES, "merges.txt", "tokenizer*", "vocab*", "special
 """Patterns of all the files that it may have."""
 
 END_OF_TEXT = "<|endoftext|>"
-SAMPLE_BYTES = 8_000_000  # of training text, trained in seconds
+SAMPLE_CHARACTERS = 8_000_000  # of training text, trained in seconds
 SPARSE, MAX_UNUSED = 4, 100_000
 """How many ids there may be to a token, and how many besides: rows of padding and reserved tokens are usual."""
 _ENDS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>")
@@ -87,7 +87,7 @@ def load_with_end(spec: str | Path) -> tuple[Tokenizer, int]:
 
 
 def train_tokenizer(vocab_size: int, documents: Iterable[str]) -> tuple[Tokenizer, int]:
-    """Byte-level BPE with GPT-2's split, from the first `SAMPLE_BYTES` of `documents`, and its end-of-text id.
+    """Byte-level BPE with GPT-2's split, from the first `SAMPLE_CHARACTERS` of `documents`, and its end-of-text id.
 
     The vocabulary is smaller than asked where the text does not hold as many pairs that occur twice.
     """
@@ -155,7 +155,7 @@ def _id(tokenizer: Tokenizer, token: str) -> int:
 
 
 def _sample(documents: Iterable[str]) -> Iterator[str]:
-    left = SAMPLE_BYTES
+    left = SAMPLE_CHARACTERS
     for text in documents:
         if left <= 0:
             return

@@ -177,7 +177,7 @@ def _settings(model: PreTrainedModel, sampling: Sampling, new: int) -> Generatio
 
 
 class _Several(BaseStreamer):
-    """Tells several streamers; at least none."""
+    """Hands what is generated to several streamers, or to none."""
 
     def __init__(self, streamers: Sequence[BaseStreamer]) -> None:
         self.streamers = streamers

@@ -83,10 +83,10 @@ def difference(first: Measure, second: Measure) -> Difference:
         return Difference(change.mean, or_none(change.error), change.items)
     if not first.universal:
         return Difference(None, reason=OTHER_TOKENS)
-    (one, first_error), (two, second_error) = first.estimate(), second.estimate()
+    (before, first_error), (after, second_error) = first.estimate(), second.estimate()
     known = first_error is not None and second_error is not None
     error = math.hypot(first_error or 0.0, second_error or 0.0) if known else None
-    return Difference(two - one, error, min(first.count, second.count), paired=False)
+    return Difference(after - before, error, min(first.count, second.count), paired=False)
 
 
 def tokens_digest(requests: Sequence[Request]) -> str:

@@ -38,9 +38,9 @@ class Speeds:
 
     def line(self) -> str:
         """All of it in one sentence."""
-        (one, two), (low, high) = self.medians, self.quartiles
+        (first, second), (low, high) = self.medians, self.quartiles
         return (
-            f"{self.names[0]} {one:,.1f} tokens/s, {self.names[1]} {two:,.1f}: ratio {self.ratio:.3f} (quartiles "
+            f"{self.names[0]} {first:,.1f} tokens/s, {self.names[1]} {second:,.1f}: ratio {self.ratio:.3f} (quartiles "
             f"{low:.3f} to {high:.3f}, {self.rounds} rounds of {self.tokens} tokens in turn, {self.device})"
         )
 

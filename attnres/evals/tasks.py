@@ -192,17 +192,17 @@ def read_task(name: str, data: str | Path | None = None, limit: int | None = Non
 
 
 def _task(name: str, source: str, items: Iterator[Item], limit: int | None, **options: Any) -> Task:
-    taken = []
+    chosen = []
     for item in items:
-        if limit is not None and len(taken) == limit:
+        if limit is not None and len(chosen) == limit:
             break
-        taken.append(item)
-    if not taken:
+        chosen.append(item)
+    if not chosen:
         raise UserError(f"{source} has no items")
-    kinds = {len(item.pairs) == 1 for item in taken}
+    kinds = {len(item.pairs) == 1 for item in chosen}
     if len(kinds) > 1:
         raise UserError(f"{source} mixes words to foretell and choices: expected one of them in all lines")
-    return Task(name, "word" if kinds.pop() else "choice", source, tuple(taken), **options)
+    return Task(name, "word" if kinds.pop() else "choice", source, tuple(chosen), **options)
 
 
 def _source(known: Known, path: Path | None) -> str:

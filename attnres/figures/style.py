@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 
 from attnres.errors import unknown
 from attnres.files import write_bytes
+from attnres.inspect.colours import GRID, INK, MUTED, PAPER
 from attnres.residuals import Traits
 
 FORMATS = ("pdf", "png", "svg")
-INK, MUTED, GRID, PAPER = "#1b1f24", "#5f6b7a", "#e2e6eb", "#fdfdfc"
 
 OTHERS = ("#8c6bb1", "#7f7f00", "#5b8c5a", "#b07d62", "#c2567a", "#4f7c8a", "#6b4c3b")
 """For residuals without a colour of their own (`Traits.colour`, of Okabe & Ito's palette of 2008)."""

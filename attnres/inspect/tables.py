@@ -12,7 +12,7 @@ from attnres.inspect.pieces import spelled
 from attnres.inspect.routing import FIELD, By, by_in
 from attnres.residuals import Read, depths
 from attnres.terminal import grid, say, wide
-from attnres.text import counted, short, with_error
+from attnres.text import counted, settings_text, short, with_error
 
 TOP = 3
 """Sources that are named in a row."""
@@ -63,7 +63,7 @@ def top(names: Sequence[str], weights: Sequence[float | None], count: int = TOP)
 
 def _heading(inspection: Inspection) -> str:
     model, data, losses = inspection.model, inspection.data, inspection.losses
-    settings = ", ".join(f"{name}={value}" for name, value in model["settings"].items())
+    settings = settings_text(model["settings"])
     windows = f"{counted(data['windows'], 'window')} of up to {data['context']:,}, each seen alone"
     return (
         f"{model['name']}: residual {model['residual']}{f' ({settings})' if settings else ''}, "

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from attnres.hub import is_hub_name
+from attnres.text import settings_text
 
 
 def model_card(model: Any, source: str | None, report: Any = None, *, reloaded: bool = False) -> str:
@@ -16,7 +17,7 @@ def model_card(model: Any, source: str | None, report: Any = None, *, reloaded: 
         reloaded: what was written has been loaded and compared.
     """
     config, name = model.config, type(model).__name__
-    settings = ", ".join(f"{key}={value}" for key, value in (config.residual_settings or {}).items())
+    settings = settings_text(config.residual_settings or {})
     residual = f"`{config.residual}`{f' ({settings})' if settings else ''}"
     names = reversed((getattr(config, "auto_map", None) or {}).items())
     auto = next((auto for auto, cls in names if cls.endswith(f".{name}")), "AutoModel")

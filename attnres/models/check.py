@@ -187,8 +187,8 @@ def saving(subject: Subject) -> str:
     """A saved model computes the same when it is loaded; what a file lacks of the residual gets its start values."""
     model = _model(subject)
     model.residual("set_progress", 1.0)
-    with TemporaryDirectory() as name:
-        folder = Path(name)
+    with TemporaryDirectory() as temporary:
+        folder = Path(temporary)
         model.save_pretrained(folder)
         loaded: Any = load(folder)
         for name, tensor in model.residual.state_dict().items():

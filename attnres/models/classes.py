@@ -33,6 +33,7 @@ from attnres.models.inputs import Fused, split
 from attnres.models.neighbours import keep_from_decay, share_defaults
 from attnres.models.outputs import note_hidden_states, routing_forward, show_hidden_states
 from attnres.models.remote import write_loader
+from attnres.ops import compute_dtype
 from attnres.residuals import (
     RESIDUALS,
     Residual,
@@ -285,7 +286,7 @@ def attach_residual(base: nn.Module, family: Family, config: Any) -> None:
     """Make the residual's parameters, and let the layers of `base` read and write a stream."""
     layers = cast(nn.ModuleList, base.get_submodule(family.layers))
     with torch.device(next(layers[0].parameters()).device):
-        residual = config.make_residual().to(torch.promote_types(torch.get_default_dtype(), torch.float32))
+        residual = config.make_residual().to(compute_dtype(torch.get_default_dtype()))
     _split_inputs(layers, family, residual, config)
     banked = family.causal_lm.endswith(("ForCausalLM", "LMHeadModel"))
     attach_stream(base, residual, list(layers), family.reads, family.final_norm, normed=family.normed, banked=banked)

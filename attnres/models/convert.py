@@ -25,7 +25,7 @@ from attnres.models.foreign import formats_of
 from attnres.models.open import DTYPES, Checkpoint, open_checkpoint
 from attnres.models.probe import probe
 from attnres.residuals import Residual, check_settings, make_residual, residual_class, settings_of
-from attnres.text import memory
+from attnres.text import first_of, memory, settings_text
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Conversion:
         return asdict(self)
 
     def __str__(self) -> str:
-        settings = ", ".join(f"{name}={value}" for name, value in self.settings.items())
+        settings = settings_text(self.settings)
         family = f"{self.family}{' (probed)' if self.probed else ''}"
         lines = [
             f"{self.source} -> {self.out or 'memory'}",
@@ -88,9 +88,7 @@ class Conversion:
         if self.arithmetic != self.dtype:
             lines.append(f"              in {self.dtype} itself, with its rounding, by {self.own_difference:.2g}")
         if self.ignored:
-            lines.append(
-                f"  left out    {self.ignored[0]} and {len(self.ignored) - 1} other tensors that its class does not use"
-            )
+            lines.append(f"  left out    {first_of(self.ignored, 'other tensor')}, which its class does not use")
         return "\n".join(lines)
 
 

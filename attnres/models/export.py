@@ -21,6 +21,7 @@ from attnres.models.foreign.weights import foreign_state
 from attnres.models.open import open_checkpoint
 from attnres.models.weight_files import INDEX
 from attnres.progress import quiet_transformers
+from attnres.text import settings_text
 
 SHARD = "5GB"
 """Largest file of weights; they are written from where they lie, so its size costs no memory."""
@@ -118,7 +119,7 @@ def _write_foreign(model: DepthMixin, out: Path, kind: WrittenFormat, extra_file
 
 def _description(model: DepthMixin) -> list[str]:
     config: Any = model.config
-    settings = ", ".join(f"{name}={value}" for name, value in config.residual_settings.items())
+    settings = settings_text(config.residual_settings)
     residual = sum(parameter.numel() for parameter in model.residual.parameters())
     dtype = str(model.dtype).removeprefix("torch.")
     return [

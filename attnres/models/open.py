@@ -36,6 +36,7 @@ from attnres.models.weight_files import AGAIN, WeightFiles
 from attnres.paths import user_path
 from attnres.progress import quiet_transformers
 from attnres.reading import MAX_DEPTH, read_json
+from attnres.text import first_of
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}
 _IMPLEMENTATIONS = (None, "eager", "sdpa", "flex_attention", "grouped_mm", "batched_mm")
@@ -245,8 +246,7 @@ class Checkpoint:
                 f"'{tensor}' of {self.name} has shape {tuple(stored)}, and its config says {tuple(expected)}: {AGAIN}"
             )
         if info["missing_keys"]:  # Transformers would draw them at random and go on
-            first, *others = sorted(info["missing_keys"])
-            raise UserError(f"{self.name} lacks '{first}' and {len(others)} other tensors: {AGAIN}")
+            raise UserError(f"{self.name} lacks {first_of(sorted(info['missing_keys']), 'other tensor')}: {AGAIN}")
         return model.eval(), sorted(info["unexpected_keys"])
 
 

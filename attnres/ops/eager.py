@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attnres.ops.backend import MergeGrads, MergeSaved, Sealed
 from attnres.ops.norms import Norm, inverse_rms, normalise, normalise_backward
+from attnres.ops.precision import compute_dtype
 
 BY_ADDRESS = False
 
@@ -89,7 +90,7 @@ def merge(
     and `total`) there are no sealed sources: a whole read in one pass. Without open sources it is a norm alone. `eps`
     is that of the key norm.
     """
-    compute = torch.promote_types(dtype, torch.float32)
+    compute = compute_dtype(dtype)
     partial = None
     if added is not None:
         partial = (opens[-1] + added).to(dtype)
@@ -142,7 +143,7 @@ def merge_backward(
     `opens` are the sources that were scored (the last with `added` in it); `carried[j]` is the gradient that open
     source j already has from later reads, which is added.
     """
-    h = saved.h.to(torch.promote_types(saved.h.dtype, torch.float32))
+    h = saved.h.to(compute_dtype(saved.h.dtype))
     d = h.shape[-1]
     if norm is None:
         dh, dweight, dbias = grad.to(h.dtype), None, None

@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from attnres.ops.precision import compute_dtype
+
 
 class Norm(NamedTuple):
     """RMSNorm (`center` False) or LayerNorm (`center` True) over the last axis.
@@ -29,7 +31,7 @@ class Norm(NamedTuple):
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last axis, in the compute dtype; carries no gradient."""
     with torch.no_grad():
-        dtype = torch.promote_types(x.dtype, torch.float32)
+        dtype = compute_dtype(x.dtype)
         squares = torch.linalg.vector_norm(x, dim=-1, dtype=dtype).square()
         return (squares / x.shape[-1] + eps).rsqrt()
 

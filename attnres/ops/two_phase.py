@@ -420,7 +420,7 @@ def merge(
         weight, bias, norm_eps, center, out_dtype = norm
         kind = 2 if center else 1
     out_dtype = out_dtype or dtype
-    compute = torch.promote_types(dtype, torch.float32)
+    compute = compute_dtype(dtype)
     backend = _backend(vectors, (weight, bias, query), compute, dtype, out_dtype, opens=k)
     form = _Form(backend, k, eps, dtype, kind, norm_eps, out_dtype, index, recompute, watched)
     out = _run(_Merge, form, weight, bias, query, output, top, total, added, *opens, *recomputed)
@@ -452,6 +452,6 @@ def apply_norm(h: Tensor, norm: Norm) -> Tensor:
     out_dtype = out_dtype or dtype
     if torch.compiler.is_compiling() and h.device.type == "cpu":  # which fuses it with what is around it
         return plain.apply(h.to(compute_dtype(dtype)), norm).to(out_dtype)
-    backend = _backend(_settled((h,)), (weight, bias), torch.promote_types(dtype, torch.float32), dtype, out_dtype)
+    backend = _backend(_settled((h,)), (weight, bias), compute_dtype(dtype), dtype, out_dtype)
     form = _Form(backend, 0, 0.0, dtype, 2 if center else 1, eps, out_dtype)
     return _run(_Merge, form, weight, bias, None, h, None, None, None)[0]

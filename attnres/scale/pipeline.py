@@ -21,6 +21,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from attnres.errors import UserError, unknown
 from attnres.models import DepthMixin
+from attnres.ops import compute_dtype
 from attnres.scale.cache import RankCache
 from attnres.scale.crossings import Cut, crossings
 from attnres.scale.cut import balanced, cut_of, placed
@@ -208,7 +209,7 @@ class Pipeline:
                 sent.backward += sum(op.tensor.numel() for op in ops)
                 return ops
 
-        losses = torch.empty(1, dtype=torch.promote_types(dtype, torch.float32), device="meta", requires_grad=True)
+        losses = torch.empty(1, dtype=compute_dtype(dtype), device="meta", requires_grad=True)
         wrapped = [
             Counting(
                 module,

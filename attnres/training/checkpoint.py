@@ -201,8 +201,8 @@ def _model_tensors(layout: "Layout") -> dict[str, Tensor]:
 
 def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
     """Return the buffers of a model that its state_dict has, by name."""
-    kept, names = model.state_dict(), {name for name, _ in model.named_buffers()}
-    return {name: tensor for name, tensor in kept.items() if name in names}
+    names = {name for name, _ in model.named_buffers()}
+    return {name: tensor for name, tensor in model.state_dict().items() if name in names}
 
 
 def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any]) -> dict[str, Any] | None:

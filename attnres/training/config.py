@@ -325,11 +325,11 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
     if config.device.split(":")[0] not in ("auto", "cpu", "cuda"):
         raise unknown("device", config.device, ("auto", "cpu", "cuda"))
     values = dict(leaves(to_dict(config)))
-    for what, fits, names in BOUNDS:
+    for requirement, fits, names in BOUNDS:
         for name in names.split():
             value = values[name]
             if value is not None and not all(map(fits, value if isinstance(value, list | tuple) else [value])):
-                raise UserError(f"{name} is {value}: {what}")
+                raise UserError(f"{name} is {value}: {requirement}")
     if config.keep_at and max(config.keep_at) > config.steps:
         raise UserError(
             f"keep_at is {list(config.keep_at)}: the run has {config.steps} steps, give some from 1 to {config.steps}"

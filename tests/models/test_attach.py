@@ -110,9 +110,7 @@ def test_a_norm_is_what_it_computes_not_what_its_attributes_are_called(norm):
 
 @pytest.mark.parametrize("residual", ["denseformer", "mrla_light", "dca"])
 def test_what_counts_whole_layers_is_refused_where_layers_have_other_sublayers(residual):
-    with pytest.raises(
-        UserError, match=f"'{residual}' takes every two sublayers for a layer, and layers have 1"
-    ):
+    with pytest.raises(UserError, match=f"'{residual}' takes every two sublayers for a layer, and layers have 1"):
         attach(encoder(), residual, norms=("norm1",), sublayers=("layer",))
 
 

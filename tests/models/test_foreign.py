@@ -141,7 +141,7 @@ FLA_PROJ, KIMI_PROJ = "model.layers.1.attn_res_proj.weight", "model.layers.1.sel
 @pytest.mark.parametrize(
     ("make", "change", "message"),
     [
-        (fla, lambda s: s.pop(FLA_PROJ), f"lacks '{FLA_PROJ}' and 0 other"),
+        (fla, lambda s: s.pop(FLA_PROJ), f"lacks '{FLA_PROJ}' of depth reads"),
         (fla, move(FLA_PROJ, KIMI_PROJ), f"named '{KIMI_PROJ}' where 'fla' names '{FLA_PROJ}'"),
         (fla, lambda s: s.update({KIMI_PROJ: torch.zeros(1, 32)}), "for which its config"),
         (fla, lambda s: s.update({FLA_PROJ: torch.zeros(1, 31)}), r"shape \(1, 31\): expected \(1, 32\)"),

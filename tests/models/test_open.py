@@ -180,7 +180,7 @@ def test_tensors_that_would_be_drawn_at_random_are_refused(folders, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.norm.weight"]
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"lacks 'model.norm.weight' and 0 other tensors"):
+    with pytest.raises(UserError, match=r"lacks 'model.norm.weight':"):
         open_checkpoint(folder).load()
 
 

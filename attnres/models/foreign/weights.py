@@ -14,6 +14,7 @@ from attnres.models.classes import CLASSES, DepthMixin
 from attnres.models.foreign import format_of
 from attnres.models.foreign.format import Format, WrittenFormat
 from attnres.residuals import Residual
+from attnres.text import first_of
 
 _READ = re.compile(r"(_res_(proj|norm|bias|gate_logit|gate_proj|alpha)|\.res_(proj|norm)|depth_attn\.)")
 """In the name of every tensor of a depth read, of whatever format."""
@@ -71,11 +72,8 @@ def assemble(
     missing = {key for key in info["missing_keys"] if not key.endswith(kind.optional)}
     for problem, keys in (("lacks", missing), ("has, besides what its format has,", info["unexpected_keys"])):
         if keys:
-            first, *others = sorted(kind.theirs(key) for key in keys)
-            raise UserError(
-                f"{name} {problem} '{first}' and {len(others)} other tensors: is it whole, and in the format "
-                f"'{kind.name}'?"
-            )
+            these = first_of(sorted(kind.theirs(key) for key in keys), "other tensor")
+            raise UserError(f"{name} {problem} {these}: is it whole, and in the format '{kind.name}'?")
     with torch.no_grad():
         for key in info["missing_keys"]:  # biases that this model does not have
             model.get_parameter(key).zero_()
@@ -132,11 +130,11 @@ def _gathered(tensors: dict[str, Tensor], kind: Format, residual: Residual, sour
             "its weights are in two formats"
         )
     if missing:
-        raise UserError(f"{source} lacks '{missing[0]}' and {len(missing) - 1} other tensors of depth reads")
+        raise UserError(f"{source} lacks {first_of(missing, 'other tensor')} of depth reads")
     if others:
         raise UserError(
-            f"{source} has '{others[0]}' and {len(others) - 1} other tensors of depth reads for which its config "
-            f"('{kind.name}') has no place"
+            f"{source} has {first_of(others, 'other tensor')} of depth reads, for which its config ('{kind.name}') has "
+            "no place"
         )
     wide = torch.float64 if any(tensor.dtype is torch.float64 for tensor in tensors.values()) else torch.float32
     gathered = {name: torch.empty(tensor.shape, dtype=wide) for name, tensor in residual.state_dict().items()}
