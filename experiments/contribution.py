@@ -32,7 +32,8 @@ from attnres.forward import evaluating, next_token_losses
 from attnres.inspect import KnockOut, find_residual, intervene, read_vectors
 from attnres.inspect.attribution import spearman
 from attnres.inspect.contribution import to_one
-from attnres.inspect.survey import encode, front
+from attnres.inspect.survey import encode
+from attnres.models.context import token_in_front
 from attnres.models.open import open_checkpoint
 from attnres.stats import standard_error
 
@@ -118,7 +119,7 @@ def main(
     for name in models:
         checkpoint = open_checkpoint(name)
         model, tokenizer = checkpoint.load("fp32"), checkpoint.tokenizer
-        before, rows, left = front(tokenizer), list[dict[str, float]](), skip
+        before, rows, left = token_in_front(tokenizer), list[dict[str, float]](), skip
         for text in open_source(source).read():
             ids = encode(tokenizer, text[: 40 * tokens]).ids[: tokens - len(before)]
             if len(ids) + len(before) < tokens:

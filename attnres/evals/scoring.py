@@ -46,12 +46,6 @@ class Scored(NamedTuple):
         return float(self.logprobs.sum(dtype=np.float64))
 
 
-def token_in_front(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The beginning-of-text token, if the tokenizer itself puts it, and nothing else, in front of a text; else ()."""
-    ids = tuple(tokenizer("")["input_ids"])
-    return ids if ids == (tokenizer.bos_token_id,) else ()
-
-
 def encode_pairs(tokenizer: PreTrainedTokenizerBase, pairs: Sequence[tuple[str, str]]) -> list[Request]:
     """Make requests for (context, continuation) texts.
 

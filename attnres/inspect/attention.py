@@ -17,6 +17,7 @@ from attnres.errors import UserError
 from attnres.forward import evaluating
 from attnres.inspect import notebook
 from attnres.inspect.effects import Text, prompt_ids
+from attnres.inspect.places import position_of
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -43,7 +44,7 @@ class TokenAttention:
         Raises:
             UserError: no such position.
         """
-        at = self._position(position)
+        at = position_of(position, len(self.tokens))
         return notebook.frame(
             {
                 "layer": layer,
@@ -55,12 +56,6 @@ class TokenAttention:
             for i, layer in enumerate(self.layers)
             for t in range(at + 1)
         )
-
-    def _position(self, position: int) -> int:
-        count = len(self.tokens)
-        if not -count <= position < count:
-            raise UserError(f"position {position} in a text of {count} tokens: expected 0 to {count - 1}")
-        return position % count
 
     def _repr_html_(self) -> str:
         rows = []

@@ -17,6 +17,7 @@ from attnres.inspect import notebook
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import Text, Token, prompt_ids, token_id
 from attnres.inspect.intervene import Watch, intervene
+from attnres.inspect.places import position_of
 from attnres.inspect.record import find_residual
 from attnres.inspect.routing import Named
 from attnres.models.replay import Replay
@@ -150,11 +151,7 @@ def attribute(
     """
     ids = prompt_ids(model, input_ids)
     length = ids.shape[1]
-    if not -length <= position < length:
-        raise UserError(
-            f"position {position} in a text of {length} tokens: expected 0 to {length - 1}, or -1, the last"
-        )
-    position %= length
+    position = position_of(position, length)
     if target is not None:
         target_id: int | None = token_id(model, target)
     else:

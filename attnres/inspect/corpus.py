@@ -15,7 +15,8 @@ from attnres.inspect.pieces import pieces
 from attnres.inspect.places import choose_reads
 from attnres.inspect.record import find_residual, record
 from attnres.inspect.routing import By
-from attnres.inspect.survey import encode, front
+from attnres.inspect.survey import encode
+from attnres.models.context import token_in_front
 from attnres.text import short
 
 if TYPE_CHECKING:
@@ -112,7 +113,7 @@ def search(
     """
     index, place = find_edge(model, source, read)
     layout = find_residual(model).layout()
-    before = front(tokenizer)
+    before = token_in_front(tokenizer)
     for name, value, fewest in (("context", context, len(before) + 1), ("top", top, 1), ("batch_size", batch_size, 1)):
         if value < fewest:
             raise UserError(f"{name} is {value}: expected {fewest} or more")

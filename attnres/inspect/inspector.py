@@ -21,7 +21,8 @@ from attnres.inspect.inspection import ByLabel, Example, Inspection, Weights
 from attnres.inspect.kinds import KINDS, guess_language, kinds_of
 from attnres.inspect.pieces import pieces
 from attnres.inspect.record import Trace, find_residual, record
-from attnres.inspect.survey import Encoded, Survey, encode, front, survey
+from attnres.inspect.survey import Encoded, Survey, encode, survey
+from attnres.models.context import token_in_front
 from attnres.progress import counting
 from attnres.residuals import depths
 from attnres.stats import or_none
@@ -67,7 +68,7 @@ def inspect_model(
         UserError: no residual of this package, no text, a single token, or what `survey` and `encode` raise.
     """
     find_residual(model)
-    before = front(tokenizer)
+    before = token_in_front(tokenizer)
     if context < len(before) + 2:
         raise UserError(f"context is {context} tokens: expected at least {len(before) + 2}, one to predict another")
     reader = _Reader(tokenizer, documents, kind, limit)
@@ -167,7 +168,7 @@ def show_example(
 ) -> Example | None:
     """Every token of a text, cut after `context` tokens, with its weights in each read; None for a residual that weighs
     nothing. Fields as in `Inspection.example`."""
-    before = front(tokenizer)
+    before = token_in_front(tokenizer)
     encoded = encode(tokenizer, text)
     keep = context - len(before)
     ids = encoded.ids[:keep].tolist()

@@ -16,6 +16,7 @@ from attnres.errors import UserError
 from attnres.forward import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.effects import Text, Token, prompt_ids, token_id
+from attnres.inspect.places import position_of
 from attnres.inspect.record import find_residual
 from attnres.inspect.vectors import read_vectors
 from attnres.models.stream import describe_norm
@@ -149,12 +150,8 @@ def direct(
         UserError: as `predict`; a position or token that is not there; a final norm whose arithmetic is not known.
     """
     ids = prompt_ids(model, text)
-    length = ids.shape[1]
-    if not -length <= position < length:
-        raise UserError(
-            f"position {position} in a text of {length} tokens: expected 0 to {length - 1}, or -1, the last"
-        )
-    vectors = read_vectors(model, ids[:, : position % length + 1])
+    position = position_of(position, ids.shape[1])
+    vectors = read_vectors(model, ids[:, : position + 1])
     norm, residual = _final_norm(model), find_residual(model)
     spec, head = describe_norm(norm, vectors.reads[-1]), model.get_output_embeddings()
     if not isinstance(spec, Norm):

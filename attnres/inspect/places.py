@@ -88,7 +88,9 @@ def _is_number(value: Any) -> bool:
 def position_of(position: Any, length: int) -> int:
     """The number of a token, from 0 on, in a pass of `length`. Raises UserError."""
     if not _is_number(position) or not -length <= position < length:
-        raise UserError(f"token position {position!r} in a pass of {length} tokens: expected 0 to {length - 1}")
+        raise UserError(
+            f"position {position!r} in a text of {length} tokens: expected 0 to {length - 1}, or -1, the last"
+        )
     return int(position) % length
 
 

@@ -82,12 +82,6 @@ class Survey:
         return [part.tolist() for part in np.split(values, ends[:-1])]
 
 
-def front(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """What the tokenizer itself puts in front of a text, a beginning-of-text token, or nothing."""
-    special = list(tokenizer("")["input_ids"])
-    return special if special and special == [tokenizer.bos_token_id] else []
-
-
 def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> Encoded:
     """The tokens of a text without special ones, labelled -1.
 
@@ -114,7 +108,7 @@ def survey(
     context: int,
     batch_size: int = 8,
     labels: int = 0,
-    before: list[int] | None = None,
+    before: Sequence[int] = (),
     on_tokens: Callable[[int], None] | None = None,
 ) -> Survey:
     """Run documents through the model in windows of `context` tokens, each window seen alone.
@@ -131,7 +125,6 @@ def survey(
     """
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}: expected at least 1")
-    before = before or []
     sums = _Sums(labels)
     device = next(model.parameters()).device
     with evaluating(model), torch.no_grad(), record(model, tokens=True) as trace:

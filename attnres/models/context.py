@@ -1,4 +1,4 @@
-"""How long a text a model takes, by its config and tokenizer."""
+"""How long a text a model takes, by its config and tokenizer, and what stands in front of it."""
 
 from typing import Any
 
@@ -30,3 +30,9 @@ def _length(value: Any, name: str) -> int:
 def text_config(config: Any) -> Any:
     """The config of the part that is a language model; itself where it has no parts."""
     return getattr(config, "text_config", None) or config
+
+
+def token_in_front(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The beginning-of-text token, if the tokenizer itself puts it, and nothing else, in front of a text; else ()."""
+    ids = tuple(tokenizer("")["input_ids"])
+    return ids if ids == (tokenizer.bos_token_id,) else ()

@@ -20,8 +20,9 @@ from attnres.inspect.inspector import inspect_model
 from attnres.inspect.intervene import intervene
 from attnres.inspect.measures import dynamics
 from attnres.inspect.prune import check_prunable, prune_report
-from attnres.inspect.survey import Survey, encode, front, survey
+from attnres.inspect.survey import Survey, encode, survey
 from attnres.inspect.tables import show
+from attnres.models.context import token_in_front
 from attnres.models.open import Checkpoint
 from attnres.progress import counting
 from attnres.residuals import traits_of
@@ -81,7 +82,7 @@ class _Subject:
             return survey(
                 self.model,
                 documents,
-                before=front(self.checkpoint.tokenizer),
+                before=token_in_front(self.checkpoint.tokenizer),
                 on_tokens=on_tokens,
                 context=self.context,
                 batch_size=self.batch_size,
@@ -227,7 +228,7 @@ def _remarks(config: InspectConfig, checkpoint: Checkpoint, text: LookText, insp
             f"the text is longer than the {data['context']:,} tokens of a window: it was read in {data['windows']:,} "
             "windows, each without what stands before it; the tokens shown are those of the first"
         )
-    if data["tokens"] - len(front(checkpoint.tokenizer)) * data["windows"] == config.limit:
+    if data["tokens"] - len(token_in_front(checkpoint.tokenizer)) * data["windows"] == config.limit:
         remarks.append(f"stopped after {config.limit:,} tokens, see --limit")
     unknown_id = checkpoint.tokenizer.unk_token_id
     if text.alone is not None and unknown_id is not None:

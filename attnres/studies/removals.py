@@ -15,7 +15,8 @@ from attnres.inspect.pieces import piece, spelled
 from attnres.inspect.places import choose_reads, with_choice
 from attnres.inspect.prune import PruneReport
 from attnres.inspect.record import find_residual
-from attnres.inspect.survey import Survey, encode, front, loss_change
+from attnres.inspect.survey import Survey, encode, loss_change
+from attnres.models.context import token_in_front
 from attnres.models.open import Checkpoint
 from attnres.progress import counting
 from attnres.stats import or_none
@@ -140,7 +141,7 @@ def attribution_table(
 
 def last_window(checkpoint: Checkpoint, text: str, context: int) -> list[int]:
     """The text's end, as much as the model takes."""
-    before = front(checkpoint.tokenizer)
+    before = token_in_front(checkpoint.tokenizer)
     return [*before, *encode(checkpoint.tokenizer, text).ids[-(context - len(before)) :].tolist()]
 
 

@@ -10,8 +10,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from attnres import UserError
 from attnres.evals import scoring
-from attnres.evals.scoring import Request, cost, encode_pairs, score, token_in_front
+from attnres.evals.scoring import Request, cost, encode_pairs, score
 from attnres.models import open_checkpoint
+from attnres.models.context import token_in_front
 
 VOCAB = 300
 

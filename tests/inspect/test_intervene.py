@@ -294,12 +294,12 @@ def test_impossible_edits_are_refused_before_anything_runs(residual, edit, messa
 @pytest.mark.parametrize(
     ("edit", "message"),
     [
-        (KnockOut("embedding", tokens=[9]), "token position 9 in a pass of 9 tokens: expected 0 to 8"),
+        (KnockOut("embedding", tokens=[9]), "position 9 in a text of 9 tokens: expected 0 to 8, or -1"),
         (
             KnockOut("embedding", tokens=torch.zeros(3, 9, dtype=torch.bool)),
             r"shape \(3, 9\), the forward pass \(2, 9\)",
         ),
-        (Swap(0, 20), "token position 20"),
+        (Swap(0, 20), "position 20"),
     ],
 )
 def test_tokens_that_a_pass_does_not_have_are_refused(edit, message):
