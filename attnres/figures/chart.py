@@ -23,6 +23,8 @@ HEIGHT = 2.4
 
 FEW = 8
 """Places on a logarithmic axis up to which each has its number."""
+NEAR = 0.1
+"""Of an axis, within which two names would run into each other."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,9 @@ class Curves:
                 ax.xaxis.set_minor_formatter(NullFormatter())
                 places = sorted({x for line in lines if not line.dashed for x in line.x})
                 if len(places) <= FEW and places and places[-1] < 1e9:
-                    ax.set_xticks(places, [_amount(x) for x in places])
+                    ax.set_xticks(places, _names_apart(places))
+            elif max((x for line in lines for x in line.x), default=0) >= 1e6:
+                ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1e6:g} M"))
             if self.log_y:
                 ax.set_yscale("log")
                 ax.yaxis.set_minor_formatter(NullFormatter())
@@ -202,6 +206,20 @@ def _looks(labels: Sequence[str]) -> dict[str, dict[str, Any]]:
     rounds = [(label, *divmod(place, len(COLOURS))) for place, label in enumerate(labels)]
     dashes = style.DASHES
     return {label: {"color": COLOURS[place], "linestyle": dashes[turn % len(dashes)]} for label, turn, place in rounds}
+
+
+def _names_apart(places: Sequence[float]) -> list[str]:
+    """Names of places on a logarithmic axis, none for one that is too near to the last that has one.
+
+    >>> _names_apart([0.1, 0.333, 0.5, 1, 10])
+    ['0.1', '0.333', '', '1', '10']
+    """
+    names, last = [], 0.0
+    for place in places:
+        near = last > 0 and math.log(place / last) < NEAR * math.log(places[-1] / places[0])
+        names.append("" if near else _amount(place))
+        last = last if near else place
+    return names
 
 
 def _amount(number: float) -> str:

@@ -231,7 +231,9 @@ def legend(figure: Figure, *axes: Axes) -> None:
         return
     names = [name if len(name) <= 60 else f"{name[:29]}…{name[-30:]}" for name in entries]
     columns = max(1, min(len(names), int(figure.get_figwidth() * 17.5 / (max(map(len, names)) + 6))))
-    figure.set_figheight(figure.get_figheight() + 0.16 * (math.ceil(len(names) / columns) - 1))
+    rows = math.ceil(len(names) / columns)
+    columns = math.ceil(len(names) / rows)
+    figure.set_figheight(figure.get_figheight() + 0.16 * (rows - 1))
     look: dict[str, Any] = {"fontsize": SMALL + 0.5, "handlelength": 1.4, "columnspacing": 1.0}
     figure.legend(list(entries.values()), names, loc="outside upper left", ncols=columns, **look)
 

@@ -130,7 +130,9 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         lines.append(Line("standard, all parameters", sorted(model), [model[f] for f in sorted(model)]))
         caption = "Held-out loss at the end by the rate as a multiple of the recipe's, one seed."
         panels = {"": lines}
-        charts.append(Curves("rates", "Loss by rate", caption, "multiple", "loss (nats)", panels, log_x=True))
+        charts.append(
+            Curves("rates", "Loss by rate", caption, "multiple of the recipe's rate", "loss (nats)", panels, log_x=True)
+        )
     over = _over_training(setting, measured)
     charts += [over] if over else []
     sentences = []
