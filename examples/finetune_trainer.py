@@ -11,6 +11,7 @@ import torch
 import tyro
 from transformers import AutoTokenizer, Trainer, TrainingArguments
 
+from attnres.cli import carry_out
 from attnres.models import convert
 from attnres.training.optim import kinds
 
@@ -55,4 +56,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    carry_out(lambda: tyro.cli(main))  # what is wrong with the input is one sentence

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 import attnres
+from attnres.cli import carry_out
 
 METHODS = {
     "sft": (AutoModelForCausalLM, {}, SFTConfig, SFTTrainer),
@@ -65,4 +66,4 @@ def main(
 
 
 if __name__ == "__main__":
-    tyro.cli(main)
+    carry_out(lambda: tyro.cli(main))  # what is wrong with the input is one sentence

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 import attnres
+from attnres.cli import carry_out
 from attnres.data import open_source
 
 # ------------------------------------------------------------------ the model
@@ -93,9 +94,11 @@ def optimizers_of(model: GPT, steps: int) -> list[tuple[torch.optim.Optimizer, L
 # ------------------------------------------------------------------ the text and the run
 
 
-def load_bytes(source: str) -> tuple[Tensor, Tensor]:
+def load_bytes(source: str, context: int) -> tuple[Tensor, Tensor]:
     """Training and held-out bytes: the first nine tenths of the text and the last."""
     text = "\n\n".join(open_source(source, limit=8_000_000).read()).encode()
+    if len(text) <= 10 * (context + 1):
+        raise attnres.UserError(f"{source} has {len(text)} bytes: expected more than {10 * (context + 1)}")
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return data[: len(data) * 9 // 10], data[len(data) * 9 // 10 :]
 
@@ -108,7 +111,7 @@ def windows(data: Tensor, starts: Tensor, context: int) -> tuple[Tensor, Tensor]
 
 def main(source: str = "stdlib", *, steps: int = 150, width: int = 128, layers: int = 6, context: int = 128) -> None:
     batch = 16
-    train, held_out = load_bytes(source)
+    train, held_out = load_bytes(source, context)
     models = {}
     for name in ("standard", "block"):
         torch.manual_seed(0)
@@ -153,4 +156,4 @@ if __name__ == "__main__":
     for name, value in (("steps", 150), ("width", 128), ("layers", 6), ("context", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
     arguments = parser.parse_args()
-    main(**vars(arguments))
+    carry_out(lambda: main(**vars(arguments)))  # what is wrong with the input is one sentence
