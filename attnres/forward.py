@@ -7,8 +7,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnres.ops import compute_dtype
-
 POSITIONS = 256
 """Of which an fp32 copy is made at a time, where no gradient is wanted: a large vocabulary makes logits the largest
 tensor there is."""
@@ -28,12 +26,12 @@ def evaluating(model: nn.Module) -> Generator[None]:
 
 def log_probs(logits: Tensor) -> Tensor:
     """Log-probabilities in nats over the last axis, in fp32 or, of fp64 logits, fp64."""
-    return logits.log_softmax(-1, compute_dtype(logits.dtype))
+    return logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
 
 
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """-ln p of every target in nats: logits (B, T, V), targets (B, T) int64 -> (B, T) fp32, fp64 of fp64 logits."""
-    dtype = compute_dtype(logits.dtype)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
     size = targets.shape[1] if logits.requires_grad else max(1, POSITIONS // len(targets))
     losses = [
         F.cross_entropy(part.to(dtype).flatten(0, 1), target.flatten(), reduction="none").view(target.shape)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from attnres.forward import evaluating, token_losses
-from attnres.ops import compute_dtype
 
 PART = 1 << 24
 """Logits that a CPU makes at a time, at most (but a row of them at least); other devices, which need more, eight times
@@ -40,7 +39,7 @@ class Head:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of (..., d) in fp32 (fp64 of fp64); the product itself follows autocast."""
         z = F.linear(hidden, self.weight, self.bias)
-        return self.after(z.to(compute_dtype(z.dtype)))
+        return self.after(z.to(torch.promote_types(z.dtype, torch.float32)))
 
     def after(self, z: Tensor) -> Tensor:
         """Return the logits of W x + b."""
@@ -181,7 +180,7 @@ class _InParts(torch.autograd.Function):
         needs_grad = ctx.needs_input_grad[:3]
         kind = hidden.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
-        exact = compute_dtype(dtype)
+        exact = torch.promote_types(dtype, torch.float32)
         in_dtype = Head(weight.to(dtype), None if bias is None else bias.to(dtype), head.scale, head.cap)
         sums = torch.zeros(3, dtype=exact, device=hidden.device)
         count = parts(targets, len(weight))

@@ -19,8 +19,8 @@ from torch.utils import _pytree
 from attnres.errors import UserError
 from attnres.models.exchange import Exchanged, exchange, own_class
 from attnres.models.inputs import Inputs
-from attnres.ops import Norm, apply_norm
 from attnres.ops.bank import Bank
+from attnres.ops.norms import Norm
 from attnres.ops.sharded import settled
 from attnres.residuals import Residual, Ways
 from attnres.residuals.base import as_it_is, verbs
@@ -377,7 +377,9 @@ def _is_rms_norm(module: nn.Module) -> bool:
     norm._parameters = {**module._parameters, "weight": nn.Parameter(scale, requires_grad=False)}
     with torch.no_grad():
         try:
-            return torch.allclose(_forward(module)(norm, x), apply_norm(x, Norm(scale, None, eps)), atol=1e-4)
+            return torch.allclose(
+                _forward(module)(norm, x), nn.functional.rms_norm(x, scale.shape, scale, eps), atol=1e-4
+            )
         except (RuntimeError, TypeError):
             return False
 

@@ -3,15 +3,18 @@
 import ctypes
 import functools
 import platform
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 EAGER_UP_TO = 512
 """Longest sequence for which a CPU multiplies whole score matrices; for longer ones fused attention is faster."""
 
 
-def tune(model: PreTrainedModel, device: torch.device, seq_len: int) -> None:
+def tune(model: "PreTrainedModel", device: torch.device, seq_len: int) -> None:
     """Choose the attention implementation and, on a CPU, let freed memory be reused; for every residual alike.
 
     Plain matrix products are faster than PyTorch's fused attention on a CPU for short sequences in bf16, and no slower

@@ -367,7 +367,7 @@ def test_a_folder_that_is_no_model_of_ours_is_refused(tmp_path):
         ("llama", {"hidden_size": 34}, "hidden_size is 34 and num_attention_heads 4"),
         ("gpt2", {"n_embd": 34}, "hidden_size is 34 and num_attention_heads 4"),
         ("qwen3", {"num_key_value_heads": 3}, "num_attention_heads is 4 and num_key_value_heads 3"),
-        ("qwen3", {"hidden_size": "wide"}, "cannot be built"),
+        ("qwen3", {"hidden_size": "wide"}, "hidden_size is 'wide': expected a whole number"),
         ("qwen3", {"intermediate_size": -4}, "cannot be built"),
     ],
 )
