@@ -121,7 +121,7 @@ def recover_folder(path: str | Path) -> None:
 
 
 _WRITER = re.compile(r"\..+\.(?:(?P<host>[a-z0-9-]+)-)?(?P<process>[0-9]+)\.new")
-_HOST = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower())[:16]
+_HOST = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower())[:16] or "node"
 """Of this machine's name as much as stands in the names of what it writes, beside the number of the process."""
 
 
