@@ -20,12 +20,14 @@ class RankCache:
     """Slots held by (microbatch, name), and gradients owed to the stage that they came by.
 
     Attributes:
+        unwanted: slots that no gradient is owed to.
         peak: bytes held at once, at most. The tensors are aliases of what autograd keeps anyway.
     """
 
     def __init__(self) -> None:
         self.held: dict[int, dict[str, Tensor]] = {}
         self.owed: dict[int, dict[str, Tensor]] = {}
+        self.unwanted: set[tuple[int, str]] = set()
         self.peak = 0
 
     def keep(self, microbatch: int, name: str, tensor: Tensor) -> None:
@@ -39,8 +41,8 @@ class RankCache:
         self.held.pop(microbatch, None)
 
     def owe(self, microbatch: int, name: str, gradient: Tensor | None) -> None:
-        """Leave a gradient for the stage that brought or made the slot."""
-        if gradient is not None:
+        """Leave a gradient for the stage that brought or made the slot, if it wants one."""
+        if gradient is not None and (microbatch, name) not in self.unwanted:
             owed = self.owed.setdefault(microbatch, {})
             owed[name] = owed[name] + gradient if name in owed else gradient
 
@@ -54,8 +56,13 @@ class RankCache:
             return left if gradient is None else gradient
         return gradient + left
 
+    def want_none(self, microbatch: int, names: Sequence[str]) -> None:
+        """Take no gradients for these slots until the step ends: all before them is frozen, so that nobody collects."""
+        self.unwanted.update((microbatch, name) for name in names)
+
     def check(self) -> None:
         """After a step: nothing is held, nothing is owed. Raises RuntimeError."""
+        self.unwanted.clear()
         if self.held or self.owed:
             held, owed = ({key: sorted(names) for key, names in part.items()} for part in (self.held, self.owed))
             self.held.clear()

@@ -204,6 +204,8 @@ class StageModule(nn.Module):
         packed = stream.residual("pack", stream.written(), self.index_out)
         names = [slot.name for slot in slots]
         tensors = Collect.apply(self.cache, number, names, *(tensor.to(dtype) for tensor in packed))
+        if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in tensors):
+            self.cache.want_none(number, names)
         if self.caching and not self.last_here:
             for slot, tensor in zip(slots, tensors, strict=True):
                 if slot.kept:

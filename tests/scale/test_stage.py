@@ -31,14 +31,16 @@ def losses(model, call, y):
     return called_losses(model, call, y, "whole")
 
 
-def cut_and_whole(residual, layers, size=FIVE, **settings):
-    """(names whose gradients are missing on one side, largest relative error) of a cut over two ranks."""
+def cut_and_whole(residual, layers, size=FIVE, *, frozen=False, **settings):
+    """(names whose gradients are missing on one side, largest relative error) of a cut over two ranks; `frozen`: the
+    embedding is."""
     model = build(size, residual, vocab_size=31, max_positions=32, settings=settings).double().train()
     model.set_experts_implementation("eager")  # grouped products have no fp64
     draw = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.residual.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=draw).to(parameter) * 0.2)
+    model.get_input_embeddings().requires_grad_(not frozen)
     x, y = torch.randint(31, (2, 4), generator=draw), torch.randint(31, (2, 4), generator=draw)
     loss = losses(model, {"input_ids": x}, y)
     loss.sum().backward()
@@ -63,7 +65,9 @@ def cut_and_whole(residual, layers, size=FIVE, **settings):
     outputs[-1].sum().backward()
     for place in reversed(range(len(stages) - 1)):
         gradients = [torch.zeros_like(t) if t.grad is None else t.grad for t in inputs[place + 1]]
-        torch.autograd.backward(outputs[place], gradients)
+        wanting = [pair for pair in zip(outputs[place], gradients, strict=True) if pair[0].requires_grad]
+        if wanting:
+            torch.autograd.backward(*zip(*wanting, strict=True))
     for cache in caches:
         cache.check()
     ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -87,6 +91,13 @@ def test_families_are_cut_without_a_trace(family):
 @pytest.mark.parametrize("tie", [True, False])
 def test_uneven_cuts_ends_of_their_own_and_tied_tables(layers, tie):
     missing, error = cut_and_whole("block", layers, {**FIVE, "tie_word_embeddings": tie}, block_size=3)
+    assert not missing and error < 1e-10
+
+
+@pytest.mark.parametrize("layers", [(0, 3, 2, 0), (1, 2, 1, 1)])
+def test_a_frozen_embedding_is_owed_nothing(layers):
+    size = {**FIVE, "tie_word_embeddings": False}
+    missing, error = cut_and_whole("block", layers, size, frozen=True, block_size=3)
     assert not missing and error < 1e-10
 
 
