@@ -72,6 +72,8 @@ def why_no_bank(residual: "Residual", embedding: Tensor, *, training: bool) -> s
         return "plain torch is asked for, or a transform or a trace is under way"
     if not embedding.numel():
         return "there are no tokens"
+    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.float16:
+        return "autocast is to fp16, which the kernels do not write"
     return cpu.why_not((embedding,), compute_dtype(embedding.dtype))
 
 
@@ -81,11 +83,11 @@ def take_bank(residual: "Residual", embedding: Tensor) -> Bank | None:
         return None
     assert isinstance(residual.program, Program)
     queries = residual.bank_queries()
-    if type(queries) is not Tensor or not queries.is_cpu:  # the general path says what is wrong
-        return None
+    if type(queries) is not Tensor or not queries.is_cpu or queries.dtype is not torch.float32:
+        return None  # the general path computes it, or says what is wrong
     embedding = embedding.detach().contiguous()
     bank = residual.banks.take(residual.program, embedding)
-    bank.begin(embedding, queries)
+    bank.begin(embedding, queries.contiguous())
     return bank
 
 

@@ -311,3 +311,25 @@ def test_one_rule_says_who_takes_a_bank_and_explain_says_it(monkeypatch):
             return 2 * x, state
 
     assert "has a read of its own" in why(Doubled(6, 32))
+
+
+def test_autocast_to_fp16_takes_no_bank():
+    """Its norms put out fp16, for which the kernels have no code: they wrote fp32 into a buffer of half the size."""
+    model = build(SIZE, "block", vocab_size=64, settings={"block_size": 3}).eval()
+    ids = torch.arange(50)[None]
+    expected = model(input_ids=ids, use_cache=False).logits
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+        logits = model(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(logits.float(), expected, rtol=0, atol=0.02)
+
+
+def test_queries_of_another_dtype_or_layout_are_read_as_what_they_are():
+    model = build(SIZE, "full", vocab_size=64).eval()
+    torch.nn.init.normal_(model.residual.query, std=0.5)
+    ids = torch.arange(9)[None]
+    expected = model(input_ids=ids, use_cache=False).logits.detach()
+    for change in (lambda p: p.t().contiguous().t(), lambda p: p.double()):
+        for parameter in (model.residual.query, model.residual.gain):
+            parameter.data = change(parameter.data)
+        with torch.no_grad():
+            torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
