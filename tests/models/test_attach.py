@@ -146,6 +146,11 @@ def test_mistakes_are_one_sentence(options, says):
         attach(module)
 
 
+def test_values_of_a_module_of_ones_own_are_not_mixed():
+    with pytest.raises(UserError, match="value_residual is 'layer', and where a module's attention makes its values"):
+        attach(encoder(), "block", value_residual="layer")
+
+
 def test_a_norm_that_is_not_named_is_found_out():
     module = encoder()
     attach(module, norms=("norm1",), sublayers=("attention",))
