@@ -21,6 +21,10 @@ from attnres.errors import UserError
 from attnres.locks import Taken, is_same_file, lock
 
 LOCK = ".lock"
+_HOST = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower())[:16] or "node"
+"""Of this machine's name as much as stands in the names of what it writes, beside the number of the process."""
+_WRITER = re.compile(r"\..+\.(?:(?P<host>[a-z0-9-]+)-)?(?P<process>[0-9]+)\.new")
+"""Such a name; one of an earlier version has no machine in it."""
 
 
 def in_the_way(folder: Path) -> Path | None:
@@ -118,11 +122,6 @@ def recover_folder(path: str | Path) -> None:
         old.rename(path)
     _remove(old)
     _remove_strays(path.parent.glob(f".{glob.escape(path.name)}.*.new"))
-
-
-_WRITER = re.compile(r"\..+\.(?:(?P<host>[a-z0-9-]+)-)?(?P<process>[0-9]+)\.new")
-_HOST = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower())[:16] or "node"
-"""Of this machine's name as much as stands in the names of what it writes, beside the number of the process."""
 
 
 def is_half_written(name: str) -> bool:

@@ -218,18 +218,16 @@ def open_tokens(
     return Tokens(folder, split, header)
 
 
-def is_prepared(folder: Path) -> bool:
-    """Whether it is a folder of token shards, as `prepare` writes it."""
-    return (folder / "header.json").is_file()
-
-
 def prepared_folder(source: str) -> Path | None:
-    """The prepared folder that a source is; None of any other source. Raises UserError for a name that no file can
-    have."""
+    """The folder of token shards that a source is, as `prepare` writes it; None of any other source.
+
+    Raises:
+        UserError: a name that no file can have.
+    """
     if source.startswith(NO_PATHS):
         return None
     folder = user_path(source)
-    return folder if is_prepared(folder) else None
+    return folder if (folder / "header.json").is_file() else None
 
 
 def read_header(folder: Path) -> dict[str, Any]:
@@ -239,7 +237,7 @@ def read_header(folder: Path) -> dict[str, Any]:
         UserError: no header, or not one of this version and form.
     """
     path = folder / "header.json"
-    if not is_prepared(folder):
+    if not path.is_file():
         raise UserError(f"{folder} holds no prepared data (it has no {path.name}): prepare it")
     values = read_json(path)
     version = values.get("version") if isinstance(values, dict) else None

@@ -133,14 +133,14 @@ def learned(inspection: "Inspection") -> Plot:
     width = COLUMN if len(tables) == 1 else PAGE
     figure, axes = canvas(width, height, 1, len(tables))
     look = Comparison.of_models([inspection]).looks()[0]
-    of_reads = depths(inspection.layout)
+    of_reads, each = depths(inspection.layout), per_layer(inspection.layout)
     for ax, (table, values) in zip(axes[0], flat):
         ax.set_ylabel(table["title"])
         if table["axes"][0] in ("read", "sublayer"):
             sublayers = of_reads[: len(values)] if table["axes"] == ["read"] else None
-            depth_line(ax, values, sublayers, each=per_layer(inspection.layout), **look)
+            depth_line(ax, values, sublayers, each=each, **look)
             count = len(values) if sublayers is None else sublayers[-1] + 1
-            depth_axis(ax, count, reads=len(values) == len(inspection.reads), each=per_layer(inspection.layout))
+            depth_axis(ax, count, reads=len(values) == len(inspection.reads), each=each)
         else:
             ax.plot(values, marker="o", linewidth=1.2, markersize=3.0, **look)
             ax.set_xlabel(table["axes"][0])

@@ -159,7 +159,7 @@ def depth_line(
     values: Sequence[float | None] | np.ndarray,
     sublayers: Sequence[int] | None = None,
     *,
-    each: int = 2,
+    each: int,
     **look: Any,
 ) -> None:
     """A value for each sublayer or read: filled points for a layer's first sublayer, its attention, hollow for the

@@ -176,7 +176,7 @@ def _check_fields(config_class: Any, fields: Mapping[str, Any]) -> None:
         if (count := value(name)) is not None and (type(count) is not int or count < 1):
             raise UserError(f"{name} is {count!r}: expected a whole number, at least 1")
     layers = value("num_hidden_layers")
-    if isinstance(layers, int) and not 0 < layers <= MOST_LAYERS:
+    if layers is not None and layers > MOST_LAYERS:
         raise UserError(f"num_hidden_layers is {layers}: expected 1 to {MOST_LAYERS:,}")
     width, heads, shared = value("hidden_size"), value("num_attention_heads"), value("num_key_value_heads")
     if width and heads and not fields.get("head_dim") and width % heads:

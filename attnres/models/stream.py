@@ -368,10 +368,10 @@ def describe_norm(module: nn.Module, like: Tensor) -> Norm | nn.Module:
 
 def _is_rms_norm(module: nn.Module) -> bool:
     """Whether a norm with a `variance_epsilon` computes x / rms(x) * weight, as far as one vector tells."""
-    weight, eps = module._parameters.get("weight"), getattr(module, "variance_epsilon", None)
-    if weight is None or eps is None:
+    weight: Any = module._parameters.get("weight")
+    if weight is None:
         return True
-    norm = copy.copy(module)
+    norm, eps = copy.copy(module), cast(float, module.variance_epsilon)
     grid = torch.linspace(0.0, 1.0, weight.numel(), dtype=torch.float32, device="cpu")
     scale, x = (0.5 + grid).view(weight.shape), (3 * grid - 1).view(1, *weight.shape)
     norm._parameters = {**module._parameters, "weight": nn.Parameter(scale, requires_grad=False)}
@@ -454,7 +454,8 @@ def make_reading(norm: nn.Module, *, last: bool = False) -> None:
     Args:
         last: it is the norm before the head.
     """
-    norm.__dict__["is_rms_norm"] = _is_rms_norm(norm)
+    if hasattr(norm, "variance_epsilon"):
+        norm.__dict__["is_rms_norm"] = _is_rms_norm(norm)
     exchange(norm, _Finishing if last else _Reading)
 
 

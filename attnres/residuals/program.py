@@ -72,9 +72,8 @@ def why_no_bank(residual: "Residual", embedding: Tensor, *, training: bool) -> s
         return "plain torch is asked for, or a transform or a trace is under way"
     if not embedding.numel():
         return "there are no tokens"
-    if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.float16:
-        return "autocast is to fp16, which the kernels do not write"
-    return cpu.why_not((embedding,), compute_dtype(embedding.dtype))
+    normed = (torch.get_autocast_dtype("cpu"),) if torch.is_autocast_enabled("cpu") else ()
+    return cpu.why_not((embedding,), compute_dtype(embedding.dtype), normed)
 
 
 def take_bank(residual: "Residual", embedding: Tensor) -> Bank | None:

@@ -79,13 +79,9 @@ class Slurm:
                     on_poll([child for child, _ in running])
                     for child, job in [pair for pair in running if pair[1].done()]:
                         running.remove((child, job))
-                        if (
-                            job.exception() is None
-                            or child.has_diverged
-                            or others_go_on(
-                                child, child.failure(f"failed as job {job.job_id}", job.paths.stderr), failures
-                            )
-                        ):
+                        ok = job.exception() is None or child.has_diverged
+                        failure = None if ok else child.failure(f"failed as job {job.job_id}", job.paths.stderr)
+                        if failure is None or others_go_on(child, failure, failures):
                             on_end(child)
                         else:
                             ended = True

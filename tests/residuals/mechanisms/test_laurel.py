@@ -54,7 +54,7 @@ def test_only_scalar_weights_make_reads_weighted_sums():
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"form": "rl"}, "unknown form 'rl'.*[vV]alid are lr, pa, rw, rw.lr, rw.pa"),
+        ({"form": "rl"}, "unknown form 'rl'.*Valid are lr, pa, rw, rw.lr, rw.pa"),
         ({"rank": 9}, "rank is 9 and the width 8: expected a rank of at most the width"),
         ({"form": "rw", "rank": 4}, "rank=4 is given, and form 'rw' has none: leave it out"),
         ({"form": "lr", "previous": 2}, "previous=2 is given, and form 'lr' has none: leave it out"),
