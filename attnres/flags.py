@@ -14,6 +14,7 @@ from tyro.constructors import PrimitiveConstructorSpec
 from attnres.errors import UserError
 from attnres.paths import user_path
 from attnres.reading import parse_yaml, read_config
+from attnres.text import listed
 from attnres.training.config import Setting
 
 T = TypeVar("T")
@@ -36,6 +37,9 @@ def _settings_from(words: list[str]) -> dict[str, Setting]:
 
     if wrong := [word for word in words if "=" not in word]:
         raise ValueError(f"'{wrong[0]}' is not NAME=VALUE")
+    names = [word.partition("=")[0] for word in words]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"'{twice}' is given twice: give it once")
     return {name: setting_value(value) for name, _, value in (word.partition("=") for word in words)}
 
 
@@ -86,7 +90,18 @@ def parse(command: str, kind: type[T], arguments: list[str], default: T | None =
         if rest[0].startswith("-"):
             raise _unknown_option(rest[0].split("=")[0], command, flags)
         raise UserError(f"unexpected argument '{rest[0]}': options start with --, see attnres {command} --help")
+    _refuse_empty(values)
     return values
+
+
+def _refuse_empty(values: Any) -> None:
+    """Refuse with a UserError an empty value, which a variable of a shell that is not set leaves, of all but texts."""
+    for item in dataclasses.fields(values):
+        value = getattr(values, item.name)
+        if dataclasses.is_dataclass(value):
+            _refuse_empty(value)
+        elif value == "" and item.name not in ("prompt", "text"):
+            raise UserError(f"{item.name} is given and empty: leave it out, or give a value")
 
 
 def fields_of(config: Any, only: Any = None, **changes: Any) -> dict[str, Any]:
@@ -147,6 +162,11 @@ def _sentence(box: str) -> str:
     untyped = re.match(r"(.*): no type matching ({None}\|)?(.*?) could be instantiated from \[(.*?)\]", message[0])
     if untyped:
         return f"{untyped[1]}: {untyped[4]} is no {untyped[3]}"
+    if bare := re.match(r"Missing value for argument '(.*?)'", message[0]):
+        return f"{bare[1]} needs a value" if bare[1].startswith("-") else f"{bare[1].upper()} is missing"
+    if message[0].startswith("Missing from"):
+        names = re.findall(r"(?:: |\(required\) )(--[\w-]+|[A-Z@]+)", message[0])
+        return f"{listed(names)} {'is' if len(names) == 1 else 'are'} missing"
     return message[0].removesuffix(".")
 
 

@@ -19,6 +19,9 @@ from attnres.evals.speed import beside
 from attnres.forward import evaluating
 from attnres.models.context import context_of
 
+LOWEST = 1e-6
+"""A temperature that logits are divided by without becoming infinite."""
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -26,7 +29,7 @@ class Sampling:
 
     Attributes:
         greedy: always the likeliest.
-        temperature: above 0; divides the logits.
+        temperature: at least `LOWEST`; divides the logits.
         top_k: only the k likeliest.
         top_p: only the likeliest whose probabilities sum to p.
         seed: of the random numbers; the global random state is left as it was.
@@ -42,9 +45,9 @@ class Sampling:
         """Raise UserError for values that cannot be."""
         if self.greedy and any(value is not None for value in (self.temperature, self.top_k, self.top_p)):
             raise UserError("greedy takes the likeliest token: leave out temperature, top_k and top_p, or greedy")
-        if self.temperature is not None and not 0 < self.temperature < float("inf"):
+        if self.temperature is not None and not LOWEST <= self.temperature < float("inf"):
             raise UserError(
-                f"temperature is {self.temperature}: expected a number above 0, or greedy for the likeliest token"
+                f"temperature is {self.temperature}: expected {LOWEST} or more, or greedy for the likeliest token"
             )
         if not 0 <= self.seed < 2**63:
             raise UserError(f"seed is {self.seed}: expected a whole number from 0 to {2**63 - 1}")

@@ -66,4 +66,6 @@ def open_speaker(
     """Load a run folder, a model folder or a hub model with its tokenizer. Raises UserError."""
     checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
     model = checkpoint.load(dtype, str(pick_device(device)))
+    if not model.can_generate():
+        raise UserError(f"{name} is a {type(model).__name__}, which generates no text: give a causal language model")
     return Speaker(checkpoint.name, model, checkpoint.tokenizer, checkpoint.context)

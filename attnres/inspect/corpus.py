@@ -14,8 +14,8 @@ from attnres.inspect import notebook
 from attnres.inspect.pieces import pieces
 from attnres.inspect.places import choose_reads
 from attnres.inspect.record import find_residual, record
-from attnres.inspect.routing import By
-from attnres.inspect.survey import encode
+from attnres.inspect.routing import FIELD, By
+from attnres.inspect.survey import check_documents, encode
 from attnres.models.context import token_in_front
 from attnres.text import short
 
@@ -109,8 +109,11 @@ def search(
         on_tokens: called with the number of tokens of each pass.
 
     Raises:
-        UserError: no such read, or it lacks the source; no text; a context or count that is none.
+        UserError: no such read, or it lacks the source; no text, or one alone; a number, context or count that is none.
     """
+    check_documents(documents)
+    if by not in FIELD:
+        raise unknown("number to search by", str(by), FIELD)
     index, place = find_edge(model, source, read)
     layout = find_residual(model).layout()
     before = token_in_front(tokenizer)

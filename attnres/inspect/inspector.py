@@ -21,7 +21,7 @@ from attnres.inspect.inspection import ByLabel, Example, Inspection, Weights
 from attnres.inspect.kinds import KINDS, guess_language, kinds_of
 from attnres.inspect.pieces import pieces
 from attnres.inspect.record import Trace, find_residual, record
-from attnres.inspect.survey import Encoded, Survey, encode, survey
+from attnres.inspect.survey import Encoded, Survey, check_documents, encode, survey
 from attnres.models.context import token_in_front
 from attnres.progress import counting
 from attnres.residuals import depths
@@ -68,6 +68,7 @@ def inspect_model(
         UserError: no residual of this package, no text, a single token, or what `survey` and `encode` raise.
     """
     find_residual(model)
+    check_documents(documents)
     before = token_in_front(tokenizer)
     if context < len(before) + 2:
         raise UserError(f"context is {context} tokens: expected at least {len(before) + 2}, one to predict another")

@@ -82,6 +82,12 @@ class Survey:
         return [part.tolist() for part in np.split(values, ends[:-1])]
 
 
+def check_documents(documents: object) -> None:
+    """Refuse with a UserError one text for documents: its characters would be them."""
+    if isinstance(documents, str):
+        raise UserError("documents is one text: expected several, or [text]")
+
+
 def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> Encoded:
     """The tokens of a text without special ones, labelled -1.
 

@@ -70,13 +70,13 @@ def attach(
     scale = {"read_scale": read_scale} if "read_scale" in settings_of(name) else {}
     parameter = next(stack[0].parameters())
     with torch.device(parameter.device):
-        connection = make_residual(name, len(stack) * len(norms), width, **scale, **settings).float()
+        depth = len(stack) * len(norms)
+        connection = make_residual(name, depth, width, sublayers=kinds, **scale, **settings).float()
     if connection.value_kind != "none":
         raise UserError(
             f"value_residual is '{connection.value_kind}', and where a module's attention makes its values is not "
             "known here: leave it out"
         )
-    connection.sublayers = kinds
     connection.train(module.training)
     attach_stream(module, connection, stack, norms, final_norm)
     return connection

@@ -112,6 +112,9 @@ def _resolved(size: str | Mapping[str, Any], vocab_size: int, max_positions: int
         size = SIZES[size]
     fields = copy.deepcopy(dict(size))  # Transformers fills in nested ones where they lie
     key = fields.pop("family", None)
+    if key is None:
+        keys = ", ".join(map(str, fields))
+        raise UserError(f"the size {{{keys}}} names no family: expected {{family: qwen3, hidden_size: 64, ...}}")
     if not isinstance(key, str) or key not in FAMILIES:
         raise unknown("model family", str(key), FAMILIES)
     if key not in CLASSES:

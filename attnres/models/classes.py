@@ -154,8 +154,8 @@ class ResidualConfigMixin:
         residual_class(self.residual, self.residual_file)
         layers, kinds = cast(int, layer_count(self)), self.family.sublayers
         width = self.layers_config.hidden_size
-        residual = make_residual(self.residual, layers * len(kinds), width, **(self.residual_settings or {}))
-        residual.sublayers = kinds
+        settings = self.residual_settings or {}
+        residual = make_residual(self.residual, layers * len(kinds), width, sublayers=kinds, **settings)
         if residual.value_kind != "none":
             residual.value_residual = ValueResidual(residual.value_kind, layers, self.shared_heads, width)
         return residual

@@ -182,9 +182,13 @@ def check_source(source: Checkpoint) -> None:
     name, quantised = source.name, source.fields.get("quantization_config")
     refuse_own_reads(name, source.fields.get("model_type"))
     if source.kind == "attnres":
-        raise UserError(
-            f"{name} has depth reads already (residual '{source.fields.get('residual')}'): convert the plain one"
-        )
+        residual = source.fields.get("residual")
+        if residual == "standard":
+            raise UserError(
+                f"{name} is a model of attnres already, with the standard residual: attnres train --init-from {name} "
+                "trains it with another"
+            )
+        raise UserError(f"{name} has depth reads already (residual '{residual}'): convert the plain one")
     if source.kind == "foreign":
         raise UserError(
             f"{name} has depth reads in the format of '{formats_of(source.fields)[0].name}': attnres convert {name} "
@@ -233,8 +237,8 @@ def _convert(
         )
     sizes = model.config.get_text_config(decoder=True)
     with torch.device("meta"):
-        sublayers = len(family.sublayers) * cast(int, layer_count(model.config))
-        make_residual(residual, sublayers, sizes.hidden_size, **settings)
+        depth = len(family.sublayers) * cast(int, layer_count(model.config))
+        make_residual(residual, depth, sizes.hidden_size, sublayers=family.sublayers, **settings)
     # A copy of every module around the same tensors, which then becomes an instance of the family's own subclass.
     tensors = [*model.parameters(), *model.buffers()]
     new: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
@@ -269,15 +273,10 @@ def _report(model: PreTrainedModel, new: DepthMixin, source: str, probed: bool, 
         hint = "; to train it from there all the same: attnres train --init-from MODEL --inexact"
         if scale == "mean":
             hint = "; read_scale 'mean' is exact only up to the norms' eps: leave it at 'sum'"
-        residual: Residual = new.residual.itself()
-        reason = ""
-        if not residual.traits.starts_standard:
-            rule = "" if residual.about is None else f", {residual.about.rule},"
-            reason = f": its rule{rule} is not the standard residual at the start"
         raise UserError(
             f"residual '{new.config.residual}' would change the logits of {source} by {difference.largest:.2g} of "
             f"{difference.scale:.3g}, {difference.relative:.1e} of their scale, where at most {difference.bound:.0e} "
-            f"is rounding{reason}{hint}"
+            f"is rounding: {_why_not_standard(new.residual.itself(), new.config.residual_settings)}{hint}"
         )
     dtype = str(model.dtype).removeprefix("torch.")
     change = difference.largest
@@ -307,6 +306,17 @@ def _report(model: PreTrainedModel, new: DepthMixin, source: str, probed: bool, 
         ignored=tuple(ignored),
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
     )
+
+
+def _why_not_standard(residual: Residual, settings: Mapping[str, Any]) -> str:
+    """Why a residual is not the standard one at the start to within rounding, as part of a sentence."""
+    if residual.traits.starts_standard:
+        return "it starts as the standard residual up to the eps of the norms alone, which is not small here"
+    if type(residual).traits.starts_standard:
+        given = ", ".join(f"{name}={value}" for name, value in settings.items() if name != "read_scale")
+        return f"with {given} it is not the standard residual at the start"
+    rule = "" if residual.about is None else f", {residual.about.rule},"
+    return f"its rule{rule} is not the standard residual at the start"
 
 
 def _with_exact_scale(residual: str, settings: Mapping[str, Any]) -> dict[str, Any]:

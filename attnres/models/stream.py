@@ -84,6 +84,8 @@ class Stream:
     values: Tensor | None = None
     call: Callable[..., Any] | None = None
     """What does a verb of the residual; found out once a pass."""
+    tracked: bool = False
+    """The pass began with gradients on."""
 
     _after_read = None  # no fields: `dataclasses.replace` starts them anew
     _inputs = None
@@ -104,7 +106,8 @@ class Stream:
     @classmethod
     def plain(cls, residual: nn.Module, embedding: Tensor) -> "Stream":
         """Begin a forward pass whose state can be taken out anywhere, with gradients or without."""
-        return cls(residual, None, 0, embedding.detach(), embedding, call=verbs(residual))
+        tracked = torch.is_grad_enabled()
+        return cls(residual, None, 0, embedding.detach(), embedding, call=verbs(residual), tracked=tracked)
 
     def written(self) -> Any:
         """The state with the last output in it; not kept where there are gradients, for checkpointing makes a layer's
@@ -124,6 +127,11 @@ class Stream:
 
     def read(self, norm: nn.Module | None) -> Tensor | Inputs:
         """The input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
+        if self.tracked and not torch.is_grad_enabled():
+            raise UserError(
+                f"gradients were on when the pass began and are off at sublayer {self.index}, where they would be "
+                "lost: checkpoint layers with use_reentrant=False; a pass without gradients begins with them off"
+            )
         spec = as_it_is if norm is None else describe_norm(norm, self.like)
         inner = self.residual if isinstance(self.residual, Residual) else self.residual("itself")
         for watcher in (inner.observer, inner.editor):
@@ -176,7 +184,7 @@ class Stream:
             return dataclasses.replace(self, output=(cast(Tensor, self.output) + output).to(self.dtype))
         inputs, self._inputs = self._inputs, None
         values = self.values if inputs is None else inputs.first
-        after = Stream(self.residual, state, self.index + 1, self.like, output, values, self.call)
+        after = Stream(self.residual, state, self.index + 1, self.like, output, values, self.call, self.tracked)
         after.inside = True
         return after
 

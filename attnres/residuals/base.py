@@ -90,7 +90,8 @@ class Residual(nn.Module):
     parts: ClassVar[tuple[type, ...]] = ()
     """Classes whose keyword arguments are settings of the mechanism too, handed on to them."""
     sublayers: Sequence[str] = ("attention", "mlp")
-    """The kinds of a layer's sublayers, in order; a network of other layers sets its own on the instance."""
+    """The kinds of a layer's sublayers, in order; `make_residual` sets those of a network of other layers before it
+    calls the constructor."""
     whole_layers: ClassVar[bool] = False
     """It takes every two sublayers, an attention and an MLP, for one layer."""
     watched_from_start: ClassVar[bool] = False

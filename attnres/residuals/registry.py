@@ -6,7 +6,7 @@ import inspect
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -203,11 +203,18 @@ def check_settings(name: str, settings: Mapping[str, Any]) -> None:
 
 
 def make_residual(
-    name: str, num_sublayers: int, width: int, *, value_residual: str = "none", **settings: Any
+    name: str,
+    num_sublayers: int,
+    width: int,
+    *,
+    sublayers: Sequence[str] | None = None,
+    value_residual: str = "none",
+    **settings: Any,
 ) -> Residual:
     """Return the residual called `name` for L sublayers of width d.
 
     Args:
+        sublayers: the kinds of a layer's sublayers, in order; attention and MLP unless given.
         value_residual: what the values of a model's attentions take from the first layer's (`ValueResidual`); the model
             makes it, as it knows its heads.
 
@@ -219,6 +226,10 @@ def make_residual(
         raise UserError(f"{num_sublayers} sublayers of width {width}: expected at least 1 of each")
     if value_residual not in VALUE_KINDS:
         raise unknown("value_residual", str(value_residual), VALUE_KINDS)
-    residual = residual_class(name)(num_sublayers, width, **settings)
+    mechanism = residual_class(name)
+    residual = mechanism.__new__(mechanism)
+    if sublayers is not None:
+        residual.sublayers = tuple(sublayers)
+    mechanism.__init__(residual, num_sublayers, width, **settings)
     residual.value_kind = value_residual
     return residual

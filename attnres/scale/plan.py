@@ -325,7 +325,8 @@ def in_flight(schedule: str, ranks: int, virtual: int, microbatches: int) -> lis
     for rank in range(ranks):
         ahead = min(virtual * microbatches, (virtual - 1) * together + 2 * (ranks - 1 - rank))
         counts, moments = [0] * virtual, set[tuple[int, ...]]()
-        for step in range(virtual * microbatches):
+        period = virtual * together  # after which, once the first goes back, as many went back as forward
+        for step in range(min(virtual * microbatches, ahead + 1 + period)):
             if step > ahead:
                 counts[virtual - 1 - (step - ahead - 1) // together % virtual] -= 1
             counts[step // together % virtual] += 1

@@ -62,6 +62,7 @@ class Child:
         # The same package as this process's, wherever it was imported from.
         paths = [str(Path(attnres.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables["PYTHONPATH"] = os.pathsep.join(paths)
+        variables["PYTHONSAFEPATH"] = "1"  # `python -m` would import from the current folder first
         if self.threads == 1:  # others have the other cores: a run that was begun with more threads must not spin there
             variables["OMP_WAIT_POLICY"] = "passive"
         if self.kernels is not None:

@@ -264,7 +264,9 @@ def resolve(config: TrainConfig) -> TrainConfig:
             f"{file} has changed since this configuration was written (model.residual_sha256): restore the file, or "
             "take that line out of the configuration"
         )
-    name = config.name or run_name(mechanism.name, config.seed)
+    name = config.name if config.name is not None else run_name(mechanism.name, config.seed)
+    if name in ("", ".", "..") or name != Path(name).name:
+        raise UserError(f"name is '{name}': expected a plain name, without folders; --out says where the run lies")
     model = dataclasses.replace(
         config.model,
         residual=mechanism.name,
@@ -274,7 +276,8 @@ def resolve(config: TrainConfig) -> TrainConfig:
         block_size=None,
         num_blocks=None,
     )
-    config = dataclasses.replace(config, model=model, name=name, out=str(user_path(config.out or Path("runs") / name)))
+    out = user_path(config.out if config.out is not None else Path("runs") / name)
+    config = dataclasses.replace(config, model=model, name=name, out=str(out))
     if config.finetune.init_from is not None:
         return config
     data = dataclasses.replace(config.data, tokenizer=tokenizer_of(config.data))

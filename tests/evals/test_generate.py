@@ -168,7 +168,8 @@ def test_a_chat_template_frames_the_prompt(speakers):
     ("options", "message"),
     [
         ({"greedy": True, "top_k": 3}, "greedy takes the likeliest token: leave out"),
-        ({"temperature": 0.0}, "temperature is 0.0: expected a number above 0, or greedy"),
+        ({"temperature": 0.0}, "temperature is 0.0: expected 1e-06 or more, or greedy"),
+        ({"temperature": 1e-300}, "temperature is 1e-300: expected 1e-06 or more"),
         ({"temperature": float("nan")}, "temperature is nan"),
         ({"top_k": 0}, "top_k is 0: expected a whole number"),
         ({"top_p": 1.5}, "top_p is 1.5: expected a number above 0, at most 1"),

@@ -73,6 +73,7 @@ def test_a_limit_stops_and_a_recording_after_it_is_free(model, tokenizer, docume
         ("embedding", "mpl 1", {}, "did you mean 'mlp 1'"),
         ("embedding", "mlp 1", {"context": 0}, "context is 0"),
         ("embedding", "mlp 1", {"top": 0}, "top is 0: expected 1 or more"),
+        ("embedding", "mlp 1", {"by": "size"}, "unknown number to search by 'size'"),
     ],
 )
 def test_what_is_not_there_is_one_sentence(model, tokenizer, source, read, options, words):
@@ -80,6 +81,8 @@ def test_what_is_not_there_is_one_sentence(model, tokenizer, source, read, optio
         search(model, tokenizer, ["some text"], source, read, **({"context": CONTEXT} | options))
     with pytest.raises(UserError, match="the documents are empty"):
         search(model, tokenizer, ["", ""], "embedding", "output", context=CONTEXT)
+    with pytest.raises(UserError, match="documents is one text: expected several"):
+        search(model, tokenizer, "some text", "embedding", "output", context=CONTEXT)
 
 
 def test_the_command_prints_and_writes_them(folder_of, tmp_path, capsys):

@@ -1,8 +1,11 @@
 """A depth stream for modules that are not of Transformers."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -42,9 +45,9 @@ class DiT(nn.Module):
         return self.head(x)
 
 
-def encoder():
+def encoder(layers=3):
     layer = nn.TransformerEncoderLayer(WIDTH, 2, 32, dropout=0.0, norm_first=True, batch_first=True)
-    return nn.TransformerEncoder(layer, 3, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
+    return nn.TransformerEncoder(layer, layers, nn.LayerNorm(WIDTH), enable_nested_tensor=False)
 
 
 def vit():
@@ -108,10 +111,43 @@ def test_a_norm_is_what_it_computes_not_what_its_attributes_are_called(norm):
     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("residual", ["denseformer", "mrla_light", "dca"])
+@pytest.mark.parametrize("residual", ["denseformer", "mrla_light", "dca", "boundary", "post_block", "adaptive"])
 def test_what_counts_whole_layers_is_refused_where_layers_have_other_sublayers(residual):
     with pytest.raises(UserError, match=f"'{residual}' takes every two sublayers for a layer, and layers have 1"):
         attach(encoder(), residual, norms=("norm1",), sublayers=("layer",))
+
+
+class Checkpointed(nn.Module):
+    """A layer whose activations are made again in backward."""
+
+    def __init__(self, inner, use_reentrant):
+        super().__init__()
+        self.inner, self.use_reentrant = inner, use_reentrant
+
+    def forward(self, *args):
+        return checkpoint(self.inner, *args, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_keeps_gradients_or_says_why_not(use_reentrant):
+    module, inputs = DiT(), (torch.randn(2, 5, WIDTH), torch.randn(2, WIDTH, requires_grad=True))
+    module.blocks = nn.ModuleList(Checkpointed(block, use_reentrant) for block in module.blocks)
+    attach(module, "full", layers="blocks", norms=("inner.norm1", "inner.norm2"), final_norm="head.0", width=WIDTH)
+    with torch.no_grad():
+        module(*inputs)
+    if use_reentrant:
+        with pytest.raises(UserError, match="off at sublayer 0, where they would be lost: checkpoint layers with"):
+            module(*inputs)
+        return
+    module(*inputs).sum().backward()
+    assert all(parameter.grad is not None for parameter in module.blocks.parameters())
+
+
+def test_constants_go_by_the_layers_that_there_are():
+    one = {"norms": ("norm1",), "sublayers": ("layer",)}
+    assert attach(encoder(layers=3), "norm_preserving", **one).share().tolist() == pytest.approx([math.log(2) / 3] * 3)
+    assert attach(encoder(layers=20), "layerscale", **one).scale_init == 1e-5, "of twenty layers, not of ten"
+    assert attach(encoder(layers=3), "keel", **one).gain.shape == (2, WIDTH)
 
 
 @pytest.mark.parametrize("residual", ["standard", "full", "mhc", "densenet"])

@@ -73,12 +73,17 @@ def test_a_run_that_was_moved_aside_is_no_second_seed(tmp_path):
     assert study.labels == ["block", "block-seed0.saved"] and len(study.of("block")) == 1
 
 
+def test_a_model_is_not_a_damaged_run(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(UserError, match="holds a model and no run: expected what attnres train"):
+        load_run(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
         ("config.json", "{", "damaged"),
         ("config.json", "[]", r"damaged \(is \[\]: expected keys and values"),
-        ("config.json", '{"model_type": "llama"}', r"damaged \(model is None: expected it to be there\)"),
         ("summary.json", "not json", "damaged"),
         ("metrics.jsonl", '{"step": 1}\n{"kind": "val", "step": 2}\n', "line 1 of .* is damaged"),
         ("metrics.jsonl", '{"step": 1, "kind": "val", "loss": null}\n', r"damaged \(loss is None: expected a number\)"),

@@ -61,8 +61,7 @@ def test_a_kind_of_a_mechanisms_own_has_names_too():
 
 
 def test_layers_of_three_sublayers_and_reads_of_projections_have_names():
-    residual = make_residual("full", 6, 8)
-    residual.sublayers = ("attention", "cross", "mlp")
+    residual = make_residual("full", 6, 8, sublayers=("attention", "cross", "mlp"))
     layout = residual.layout()
     assert [read.name for read in layout[:4]] == ["attention 0", "cross 0", "mlp 0", "attention 1"]
     assert [source.name for source in layout[3].sources] == ["embedding", "attention 0", "cross 0", "mlp 0"]

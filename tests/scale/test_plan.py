@@ -58,6 +58,7 @@ def test_micro_batches_in_flight():
     assert in_flight("1f1b", 4, 1, 16) == [{(4,)}, {(3,)}, {(2,)}, {(1,)}]
     assert in_flight("gpipe", 2, 1, 16) == [{(16,)}, {(16,)}]
     assert [max(map(sum, moments)) for moments in in_flight("interleaved", 2, 2, 8)] == [5, 3]
+    assert in_flight("interleaved", 2, 2, 10**9) == in_flight("interleaved", 2, 2, 64), "what recurs is counted once"
 
 
 def test_shapes_of_trillions_of_parameters_are_planned(capsys):

@@ -82,6 +82,12 @@ def test_threads_that_wait_leave_their_core_to_others(tmp_path):
     assert beside.variables()["OMP_WAIT_POLICY"] == "passive" and "OMP_WAIT_POLICY" not in alone.variables()
 
 
+def test_nothing_is_imported_from_the_folder_that_a_run_is_started_in(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "colorsys.py").write_text("open('planted', 'w')")
+    assert run([script(tmp_path, "a", "import colorsys")]) == ["+a", "-a"] and not (tmp_path / "planted").exists()
+
+
 def test_a_run_is_reckoned_by_those_of_other_seeds():
     pace = Pace({"quick-seed1": 1.0, "slow-seed1": 1.0, "other-seed0": 1.0})
     pace.left |= {"quick-seed0": 1.0, "slow-seed0": 0.5}  # half of it was there before

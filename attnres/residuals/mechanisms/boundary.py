@@ -41,6 +41,7 @@ class Boundary(Residual):
 
     name = "boundary"
     traits = Traits(True, sums_to_one=True, has_query=True, starts_standard=False)
+    whole_layers = True
     slow = ("query", "gain")
     about = About(
         "x + f(N x) inside a block; after it x = sum_i softmax_i(w . N(e_i)) e_i over all states at block ends",

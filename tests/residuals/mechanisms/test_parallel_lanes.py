@@ -27,9 +27,7 @@ def test_start_values_are_the_published_ones():
 
 
 def test_of_three_sublayers_a_layer_the_mlp_alone_reads_lane_1():
-    residual = make_residual("parallel_lanes", 3, 8)
-    residual.sublayers = ("attention", "cross", "mlp")
-    residual.init_parameters()
+    residual = make_residual("parallel_lanes", 3, 8, sublayers=("attention", "cross", "mlp"))
     assert residual.write_share.tolist() == [[1.0, 1.5], [1.0, 1.5], [1.0, 1.0]]
     state = residual.start(torch.ones(8))
     for index, expected in enumerate([1.0, 1.1**0.5 + 1.0, 1.1 + 1.5 * 1.1**0.5 + 1.5]):
