@@ -6,6 +6,7 @@ nobody foresaw is one sentence too, with status 1 and where it happened; --debug
 """
 
 import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -97,6 +98,8 @@ def carry_out(action: Callable[[], object], words: Sequence[str] = ()) -> None:
             raise
         if fault := mechanism_fault(error):
             _fail(f"error: {one_line(str(fault))}", 2)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _fail(f"error: cannot write {error.filename or 'its output'} ({error.strerror}): make room", 2)
         _fail(_unforeseen(error, words), 1)
 
 

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -326,6 +327,14 @@ def test_what_nobody_foresaw_is_a_sentence_that_says_where_and_its_traceback_if_
     assert code == 1 and "Traceback" in err and "in two lines" in err
     code, _, err = run(capsys, "trian", "--debug")
     assert code == 2 and "Traceback" in err and err.splitlines()[-1].startswith("attnres: error: unknown command")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_output_that_finds_no_room_is_a_sentence():
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([sys.executable, "-m", "attnres", "--help"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2
+    assert done.stderr == "attnres: error: cannot write its output (No space left on device): make room\n"
 
 
 class PanicException(BaseException):

@@ -427,7 +427,17 @@ with torch.no_grad():
 """
 
 
-def test_a_fresh_process_loads_it_where_the_environment_names_the_file(place):
+TRUSTING = """
+import sys, torch
+from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True)
+with torch.no_grad():
+    print(model.config.residual, repr(model(input_ids=torch.arange(24).view(2, 12)).logits.double().sum().item()))
+"""
+
+
+def test_a_fresh_process_loads_it_where_the_environment_names_the_file_or_code_is_trusted(place):
     """And one that does not is told which file is missing; nothing in the model's folder is run."""
     model = model_of(place, "gated")
     export_model(model, place.root / "saved")
@@ -440,3 +450,7 @@ def test_a_fresh_process_loads_it_where_the_environment_names_the_file(place):
     refusal, computed = done.stdout.splitlines()
     assert place.gated in refusal and f"{PLUGINS}=" in refusal and "not run unasked" in refusal
     assert computed == f"gated {expected!r}"
+    environment["HF_MODULES_CACHE"] = str(place.root / "modules")
+    done = subprocess.run([*arguments[:2], TRUSTING, arguments[3]], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == computed

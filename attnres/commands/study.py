@@ -117,6 +117,10 @@ def run(arguments: list[str]) -> None:
             if options.source is not None and "hub:" not in options.source:
                 open_source(options.source)  # a name that is wrong is refused here as it would be in earnest
             return _dry_run(designs, setting, options, adopted)
+        if images is not None and "resnet" in names:
+            from attnres.studies.lab.images import load_images
+
+            load_images(images)  # what is wrong with them is said before anything is written
         _carry_out(designs, setting, options, adopted)
 
 

@@ -18,7 +18,7 @@ import json
 
 CONFIG = json.loads({config!r})
 
-globals().update(register_stored(CONFIG, __file__))
+globals().update(register_stored(CONFIG, __file__, trust_remote_code=True))  # this file runs where code is trusted
 '''
 
 
@@ -34,5 +34,8 @@ def write_loader(config: Any, folder: Path, classes: dict[str, str]) -> dict[str
     if family and family.get("remote"):
         return {}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{NAME}.py").write_text(_TEXT.format(config=json.dumps(config.stored)), encoding="utf-8")
+    stored = config.stored
+    if config.residual_file:
+        stored |= {"residual": config.residual, "residual_file": config.residual_file}
+    (folder / f"{NAME}.py").write_text(_TEXT.format(config=json.dumps(stored)), encoding="utf-8")
     return {auto: f"{NAME}.{name}" for auto, name in classes.items()}

@@ -104,8 +104,8 @@ def residual_class(name: str, file: str | None = None) -> type[Residual]:
         raise unknown("residual", name, _MECHANISMS)
     raise UserError(
         f"residual '{name}' is of a user's own file, {file}, which is not run unasked: read it, then set the "
-        f"environment variable {PLUGINS}={shlex.quote(file)}, or, where a model is loaded, pass trust_remote_code "
-        "(--trust-remote-code of the commands that have it)"
+        f"environment variable {PLUGINS}={shlex.quote(file)}, or load the model by attnres.load with "
+        "trust_remote_code=True (--trust-remote-code of the commands that have it)"
     )
 
 
@@ -122,6 +122,8 @@ def is_known(name: str) -> bool:
         UserError: such a file is not there, fails, or lacks the class.
     """
     for entry in filter(None, os.environ.get(PLUGINS, "").split(";")):
+        if ".py:" not in entry:
+            raise UserError(f"the environment variable {PLUGINS} has '{entry}': expected FILE.py:CLASS")
         _from_file(entry)
     return name in _MECHANISMS
 

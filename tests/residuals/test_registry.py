@@ -111,6 +111,9 @@ def test_the_environment_names_files_that_names_are_looked_up_in(file, monkeypat
     monkeypatch.setenv(PLUGINS, f"{file}:Mine;{file.parent / 'other.py'}:Other")
     with pytest.raises(UserError, match=r"no file .*other\.py"):
         residual_class("mine")
+    monkeypatch.setenv(PLUGINS, "mine")
+    with pytest.raises(UserError, match=f"the environment variable {PLUGINS} has 'mine': expected FILE.py:CLASS"):
+        residual_class("mine")
 
 
 def test_what_something_stored_says_is_told_and_not_run(file):
