@@ -332,7 +332,9 @@ def test_what_nobody_foresaw_is_a_sentence_that_says_where_and_its_traceback_if_
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 def test_output_that_finds_no_room_is_a_sentence():
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run([sys.executable, "-m", "attnres", "--help"], stdout=full, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(
+            [sys.executable, "-m", "attnres", "--help"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
     assert done.returncode == 2
     assert done.stderr == "attnres: error: cannot write its output (No space left on device): make room\n"
 

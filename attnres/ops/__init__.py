@@ -4,7 +4,7 @@ from attnres.ops.dispatch import Plan, explain, in_two_phases
 from attnres.ops.norms import Norm, inverse_rms
 from attnres.ops.one_read import depth_read
 from attnres.ops.plain import plain_torch
-from attnres.ops.precision import compute_dtype, full_precision
+from attnres.ops.precision import compute_dtype, full_precision, rounded_sum
 from attnres.ops.reference import depth_read_reference, scaled_query
 from attnres.ops.two_phase import Merged, SealedRead, SealedReads, apply_norm, merge, read_sealed
 
@@ -25,5 +25,6 @@ __all__ = [
     "merge",
     "plain_torch",
     "read_sealed",
+    "rounded_sum",
     "scaled_query",
 ]

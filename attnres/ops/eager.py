@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnres.ops.backend import MergeGrads, MergeSaved, Sealed
 from attnres.ops.norms import Norm, inverse_rms, normalise, normalise_backward
-from attnres.ops.precision import compute_dtype
+from attnres.ops.precision import compute_dtype, rounded_sum
 
 BY_ADDRESS = False
 
@@ -93,7 +93,7 @@ def merge(
     compute = compute_dtype(dtype)
     partial = None
     if added is not None:
-        partial = (opens[-1] + added).to(dtype)
+        partial = rounded_sum(opens[-1], added, dtype)
         opens = [*opens[:-1], partial]
     if not opens:
         assert output is not None

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from attnres.errors import UserError
 from attnres.ops.norms import Norm
-from attnres.ops.precision import compute_dtype
+from attnres.ops.precision import compute_dtype, rounded_sum
 
 MOST_COMPILED = 40
 """Tensors of a read that a compiler is given as torch operations; its work grows with their square."""
@@ -100,7 +100,7 @@ def merge(
     """Return (x, h, sealed, weights, opens) of one read, as `eager.merge` computes them; vectors are (..., d)."""
     compute = compute_dtype(dtype)
     if added is not None:
-        opens = [*opens[:-1], (opens[-1] + added).to(dtype)]
+        opens = [*opens[:-1], rounded_sum(opens[-1], added, dtype)]
     before: Any = output if output is not None else opens[0]
     p = torch.ones_like(before[..., :1], dtype=compute)
     h = before

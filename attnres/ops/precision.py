@@ -12,6 +12,11 @@ def compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
+def rounded_sum(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x + y rounded once, to `dtype`: under autocast both may be in less than the stream is."""
+    return (x.to(torch.promote_types(x.dtype, dtype)) + y).to(dtype)
+
+
 def full_precision(reference: Tensor) -> AbstractContextManager[Any]:
     """Turn autocast off: depth mixing is a softmax or a sum of many terms, which bf16 loses. On meta there is none."""
     if reference.device.type == "meta":

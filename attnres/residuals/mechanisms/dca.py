@@ -102,7 +102,7 @@ class DeepCrossAttention(Mixtures):
 
     def write(self, state: Kept, index: int, output: Tensor) -> Kept:
         if index % 2 == 0:
-            return Kept(state.past, (state.inside[0] + output, output))
+            return Kept(state.past, (state.inside[0] + output, output.to(state.past[0].dtype)))
         return Kept((*state.past, state.inside[1] + output))
 
     def finish(self, state: Kept, norm: NormLike) -> Tensor:

@@ -91,7 +91,7 @@ class DeltaAttnRes(Residual):
 
     def write(self, state: Deltas, index: int, output: Tensor) -> Deltas:
         stream = state.stream + output
-        partial = state.partial[0] + output if state.partial else output
+        partial = state.partial[0] + output if state.partial else output.to(stream.dtype)
         if index + 1 in self.bounds:
             return Deltas(stream, (*state.finished, partial))
         return Deltas(stream, state.finished, (partial,))

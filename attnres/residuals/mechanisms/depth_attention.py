@@ -17,6 +17,7 @@ from attnres.ops import (
     in_two_phases,
     merge,
     read_sealed,
+    rounded_sum,
     scaled_query,
 )
 from attnres.residuals.base import NormLike, Residual, Slot, slots_of, with_norm
@@ -334,7 +335,7 @@ class DepthAttention(Residual):
         """The open sources with nothing left to add."""
         if not state.added:
             return state.open
-        return (*state.open[:-1], (state.open[-1] + state.added[0]).to(state.sealed[0].dtype))
+        return (*state.open[:-1], rounded_sum(state.open[-1], state.added[0], state.sealed[0].dtype))
 
     @torch.no_grad()
     def direction(self, index: int) -> Tensor | None:

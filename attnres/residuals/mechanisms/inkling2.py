@@ -88,7 +88,7 @@ class Inkling2(Mixtures):
         return (parts[0] if len(parts) == 1 else Ways(*parts)), state
 
     def write(self, state: Kept, index: int, output: Tensor) -> Kept:
-        partial = state.inside[0] + output if state.inside else output
+        partial = state.inside[0] + output if state.inside else output.to(state.past[0].dtype)
         return Kept((*state.past, partial)) if index + 1 in self.bounds else Kept(state.past, (partial,))
 
     def finish(self, state: Kept, norm: NormLike) -> Tensor:

@@ -36,4 +36,4 @@ class PeriLN(OneStream):
         nn.init.ones_(self.gain)
 
     def write(self, state: Tensor, index: int, output: Tensor) -> Tensor:
-        return state + apply_norm(output, Norm(self.gain[index], eps=self.eps))
+        return state + apply_norm(output, Norm(self.gain[index], eps=self.eps, out_dtype=state.dtype))

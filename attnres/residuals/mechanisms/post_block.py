@@ -50,7 +50,8 @@ class PostBlock(Boundary):
         return x, Sums(after.stream, state.ends, state.partial)
 
     def write(self, state: State, index: int, output: Tensor) -> State:
-        stream, partial = state.stream + output, state.partial[0] + output if state.partial else output
+        stream = state.stream + output
+        partial = state.partial[0] + output if state.partial else output.to(stream.dtype)
         return Sums(stream, (*state.ends, partial)) if self._at_end(index + 1) else Sums(stream, state.ends, (partial,))
 
     def sources(self, index: int) -> tuple[Source, ...]:
