@@ -157,7 +157,7 @@ class ResidualConfigMixin:
         settings = self.residual_settings or {}
         residual = make_residual(self.residual, layers * len(kinds), width, sublayers=kinds, **settings)
         if residual.value_kind != "none":
-            residual.value_residual = ValueResidual(residual.value_kind, layers, self.shared_heads, width)
+            residual.value_mix = ValueResidual(residual.value_kind, layers, self.shared_heads, width)
         return residual
 
     @property
@@ -301,7 +301,7 @@ def _split_inputs(layers: nn.ModuleList, family: Family, residual: Residual, con
     """Let attentions take inputs for each of their projections, where the residual gives them such."""
     name = residual.name
     several = any(isinstance(way, str) for index in range(residual.num_sublayers) for way in residual.ways(index))
-    values = residual.value_residual
+    values = residual.value_mix
     if several or values is not None:
         what = f"residual '{name}'" if several else f"value_residual '{cast(ValueResidual, values).kind}'"
         fused = Fused(config.layers_config.num_attention_heads, config.shared_heads, family.by_head)

@@ -19,7 +19,7 @@ from torch.utils import _pytree
 from attnres.errors import UserError
 from attnres.models.exchange import Exchanged, exchange, own_class
 from attnres.models.inputs import Inputs
-from attnres.ops.bank import Bank
+from attnres.ops.bank import Bank, is_copied
 from attnres.ops.norms import Norm
 from attnres.ops.sharded import settled
 from attnres.residuals import Residual, Ways
@@ -145,13 +145,13 @@ class Stream:
         if self.index == inner.num_sublayers:
             return call("finish", self.written(), spec)
         x, self._after_read = call("read", self.written(), self.index, spec)
-        if inner.value_residual is not None:
+        if inner.value_mix is not None:
             return self._with_values(x, inner)
         return Inputs.of(x) if isinstance(x, Ways) else x
 
     def _with_values(self, x: Tensor | Ways, inner: Residual) -> Tensor | Inputs:
         """The input of the coming sublayer, where attentions' values take something from the first layer's."""
-        kinds, mixes = inner.sublayers, inner.value_residual
+        kinds, mixes = inner.sublayers, inner.value_mix
         if mixes is not None and kinds[self.index % len(kinds)] == "attention":
             layer = self.index // len(kinds)
             self._inputs = Inputs.of(
@@ -170,7 +170,7 @@ class Stream:
         if self.index != count:
             raise TypeError(
                 f"{self.index} of {count} sublayers have read the stream and written to it: is each of its pre-norms "
-                "named in its family?"
+                "named in its family? Depth reads take no pass that leaves layers out (assistant_early_exit)"
             )
         return self.read(norm)
 
@@ -299,7 +299,7 @@ class BankStream(Stream):
         if index == residual.num_sublayers:
             residual.banks.put(bank)
             return x
-        return x if residual.value_residual is None else self._with_values(x, residual)
+        return x if residual.value_mix is None else self._with_values(x, residual)
 
     def __add__(self, output: Tensor) -> "Stream":
         bank, index = self.bank, self.index
@@ -404,13 +404,17 @@ class KnownNorm:
         self.module, self.fused = module, spec if isinstance(spec, Norm) else None
         self.apply = as_it_is if isinstance(spec, Norm) else spec
         self.places = _places(self.fused)
+        self.is_copied = self.fused is not None and any(map(is_copied, (self.fused.weight, self.fused.bias)))
         self.eps_name = "eps" if isinstance(module, nn.LayerNorm) else "variance_epsilon"
 
     def holds(self, module: nn.Module | None) -> bool:
-        """Whether this is the module, and its weights lie where they lay, with the same eps and autocast."""
+        """Whether this is the module, and its weights, of which the bank has no copies, lie where they lay, with the
+        same eps and autocast."""
         fused = self.fused
         if module is not self.module or fused is None or module is None:
             return module is self.module
+        if self.is_copied:
+            return False
         vectors = module._parameters
         return (
             vectors.get("weight") is fused.weight

@@ -231,10 +231,15 @@ class Bank:
 
 
 def _readable(tensor: Any) -> Any:
-    """The tensor, or None, as the kernels read it: contiguous, in a dtype of theirs."""
+    """The tensor, or None, as the kernels read it: contiguous, in a dtype of theirs; a copy where it is not."""
     if tensor is None or (tensor.dtype in cpu.DTYPES and tensor.is_contiguous()):
         return tensor
     return (tensor if tensor.dtype in cpu.DTYPES else tensor.float()).contiguous()
+
+
+def is_copied(vector: Tensor | None) -> bool:
+    """Whether the kernels read a copy of it, which knows nothing of what is changed in place."""
+    return _readable(vector) is not vector
 
 
 def _pointer(tensor: Tensor | None) -> tuple[int, bool]:

@@ -109,7 +109,7 @@ class Residual(nn.Module):
         self.observer: Observer | None = None
         self.editor: Editor | None = None
         self.value_kind = "none"
-        self.value_residual: ValueResidual | None = None
+        self.value_mix: ValueResidual | None = None
         self.banks = Banks()
         self.program: Program | str | None = None
         """Its reads as a program for a bank, or why there is none; made when it is first asked for."""
@@ -143,8 +143,8 @@ class Residual(nn.Module):
     def mix_values(self, layer: int, value: Tensor, first: Tensor, x: Tensor) -> Tensor:
         """Return the values of a layer's attention, which take something from the first layer's; see `ValueResidual`,
         which a model puts here."""
-        assert self.value_residual is not None
-        return self.value_residual(layer, value, first, x)
+        assert self.value_mix is not None
+        return self.value_mix(layer, value, first, x)
 
     def start(self, embedding: Tensor) -> State:
         """Return the state that holds the token embedding (..., d) and nothing else."""
@@ -271,7 +271,7 @@ class Residual(nn.Module):
 
     def tables(self) -> dict[str, Learned]:
         """Return all that is learned here besides queries and gains, of a value residual too."""
-        return self.learned() | ({} if self.value_residual is None else self.value_residual.learned())
+        return self.learned() | ({} if self.value_mix is None else self.value_mix.learned())
 
     def mixing_row(self, index: int, weights: Tensor, rows: Sequence[Tensor]) -> Tensor | None:
         """Return the row of read `index` in the depth mixing matrix, h_l = sum_i M_{i->l} v_i, of each token.

@@ -33,7 +33,7 @@ def share_out_tokens(model: DepthMixin, mesh: DeviceMesh) -> Slices:
     """
     config: Any = model.config
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds or getattr(config, "attn_logit_softcapping", None) is not None or model.residual.itself().value_residual:
+    if kinds or getattr(config, "attn_logit_softcapping", None) is not None or model.residual.itself().value_mix:
         what = f"layers of {sorted(kinds)}" if kinds else "attention with capped logits or shared values"
         raise UserError(f"{type(model).__name__} has {what}, which cp does not gather: train it with dp, shard or pp")
     slices = Slices(mesh)

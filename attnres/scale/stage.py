@@ -67,7 +67,7 @@ def refuse_stages(model: DepthMixin) -> None:
     residual = model.residual.itself()
     if residual.watched:
         raise UserError("someone watches or edits the reads of the model: a pipeline's stages cannot be watched")
-    if residual.value_residual is not None:
+    if residual.value_mix is not None:
         raise UserError(
             "the first layer's values go to every later layer (value_residual), which stages do not send: train it "
             "with dp and shard"

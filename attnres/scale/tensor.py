@@ -137,7 +137,7 @@ def check_slices(model: DepthMixin, ranks: int) -> None:
             raise UserError(f"{path} has {size} features to share out, which does not divide by tp {ranks}")
     residual = model.residual.itself()
     several = any(isinstance(way, str) for index in range(residual.num_sublayers) for way in residual.ways(index))
-    if several or residual.value_residual is not None:
+    if several or residual.value_mix is not None:
         raise UserError(
             f"the residual '{residual.name}' gives an attention several inputs, which tp does not gather: train it "
             "with dp and shard"

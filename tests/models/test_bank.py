@@ -224,6 +224,10 @@ def test_what_changes_between_two_passes_is_what_the_second_one_has():
         changed()
         norm.variance_epsilon = 10.0
         changed()
+        norm.weight = torch.nn.Parameter(torch.linspace(1, 9, 64)[::2])  # strided: the kernels read a copy
+        changed()
+        norm.weight.mul_(3)
+        changed()
         model.residual.query.add_(1.0)
         changed()
         model.model.residual = make_residual("block", 6, 32, block_size=3)

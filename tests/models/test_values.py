@@ -6,7 +6,7 @@ import pytest
 import torch
 from explicit import HEAD, SHARED, VOCAB, Explicit, check_same, grouped_llama
 from one_graph import check_one_graph
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from test_families import fields_of
 from test_inputs import IDS, OTHERS
 from tiny import SIZE
@@ -22,7 +22,7 @@ KINDS = ["fixed", "layer", "head", "token", "first"]
 
 def values_of(model, kind):
     """v_l = (1 - lambda) v_l + lambda v_1, written out; keeps the values of every layer of the last pass."""
-    p = {name.removeprefix("value_residual."): tensor for name, tensor in model.residual.named_parameters()}
+    p = {name.removeprefix("value_mix."): tensor for name, tensor in model.residual.named_parameters()}
     kept = {}
 
     def values(layer, own, x):
@@ -110,17 +110,33 @@ def test_a_file_keeps_the_shares_and_a_config_remembers_the_kind(kind, tmp_path)
     assert {p.dtype for p in half.residual.parameters()} == {torch.float32}
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
+@pytest.mark.parametrize("kind", ["layer", "token"])
+def test_an_adapter_with_the_residual_is_loaded_as_it_was_saved(kind, tmp_path):
+    model = build(SIZE, "full", vocab_size=VOCAB, settings={"value_residual": kind})
+    model.save_pretrained(tmp_path / "model")
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=["residual"]))
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    assert any("value_mix" in name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
+    adapted.save_pretrained(tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(load(tmp_path / "model"), tmp_path / "adapter")
+    assert torch.equal(logits(loaded), logits(adapted))
+
+
 def test_shares_start_at_a_half_and_stand_in_the_residuals_group():
     for kind, shape in (("layer", (2,)), ("head", (2, 2)), ("token", (2, 2, 32))):
         model = build(SIZE, "standard", vocab_size=VOCAB, settings={"value_residual": kind})
-        parameters = dict(model.residual.value_residual.named_parameters())
+        parameters = dict(model.residual.value_mix.named_parameters())
         first = parameters["weight" if kind == "token" else "share"]
         assert first.shape == shape and bool((first == (0.0 if kind == "token" else 0.5)).all())
         table = model.residual.tables()["value_residual"]
         assert table.values.shape == (3, *shape[1 : len(table.axes)]) and bool(table.values[0].isnan().all())
         assert bool((table.values[1:] == 0.5).all())
         names = kinds(model)["residual"]
-        assert names == [f"model.residual.value_residual.{name}" for name in parameters]
+        assert names == [f"model.residual.value_mix.{name}" for name in parameters]
 
 
 def test_svformer_has_no_values_but_the_first_layers():
@@ -195,7 +211,7 @@ def test_every_family_caches_the_values_that_it_uses(family):
         for kind in ("first", "head")
     ]
     with torch.no_grad():
-        share = models[1].residual.value_residual.share
+        share = models[1].residual.value_mix.share
         share.add_(torch.linspace(-0.3, 0.3, share.numel()).view_as(share))
         first, mixed = (model(input_ids=IDS, use_cache=True).past_key_values.layers for model in models)
     assert torch.equal(first[1].values, first[0].values)
