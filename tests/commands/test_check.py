@@ -64,7 +64,7 @@ def test_what_fails_is_said_and_is_the_status(run):
         (["missing.py:Mine"], "there is no file"),
         (["block", "--settings", "blocksize=2"], "did you mean 'block_size'"),
         (["block", "--settings", "block_size=99"], "fits no network"),
-        ([], "required"),
+        ([], "is missing"),
     ],
 )
 def test_a_mistake_is_one_sentence(run, arguments, message):
