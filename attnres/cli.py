@@ -60,7 +60,7 @@ examples:
   attnres generate runs/mine --prompt "Once upon a time" --show-depth
   attnres figures runs/demo figures/
   attnres inspect runs/mine --text "Once upon a time" --knock-out embedding@output --attribute
-  attnres search runs/mine embedding@output --corpus my_text/
+  attnres search runs/mine embedding@mlp0 --corpus my_text/
   attnres app runs/demo/block-seed0 runs/demo/full-seed0 --open
   attnres plan 0.6b --gpus 16 --context 8192
   attnres check my_residual.py:Mine
