@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from attnres.errors import UserError
 from attnres.inspect.pieces import piece
 from attnres.residuals import Residual, Source, depths
+from attnres.residuals.watch import Observer
 
 TOP = 3
 """Sources of the output read that are named."""
@@ -50,7 +51,7 @@ class TokenDepth:
         return f"{self.text!r:16} output: {output} | {blocks}"
 
 
-class DepthReader:
+class DepthReader(Observer):
     """Watches the reads of a model while it generates, one sequence at a time; changes no number.
 
     Raises:
@@ -84,15 +85,9 @@ class DepthReader:
     ) -> None:
         self.residual.observer = None
 
-    def on_start(self, embedding: Tensor) -> None:
-        pass
-
     def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
         assert weights is not None
         self.weights[index] = weights[-1].detach()  # the last position of the pass is the one that predicts
-
-    def on_write(self, index: int, output: Tensor) -> None:
-        pass
 
     def read(self, token: int) -> TokenDepth:
         """What the pass that predicted `token` did; call it before the next pass."""

@@ -16,6 +16,7 @@ from torch.utils import _pytree
 from attnres.models.classes import Depth
 from attnres.models.stream import Stream
 from attnres.residuals import Residual
+from attnres.residuals.watch import Observer
 
 
 class Replay:
@@ -97,7 +98,7 @@ class _Packed:
         return Stream(self.residual, state, self.index, like, None, values)
 
 
-class _Written:
+class _Written(Observer):
     """An observer that keeps the embedding and what sublayers write."""
 
     def __init__(self, outputs: list[Tensor]) -> None:
@@ -105,9 +106,6 @@ class _Written:
 
     def on_start(self, embedding: Tensor) -> None:
         self.outputs.append(embedding)
-
-    def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
-        pass
 
     def on_write(self, index: int, output: Tensor) -> None:
         self.outputs.append(output)

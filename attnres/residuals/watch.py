@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 
 class Observer(Protocol):
-    """Sees what a forward pass really does, without changing it."""
+    """Sees what a forward pass really does, without changing it. A subclass has what it looks at."""
 
     def on_start(self, embedding: Tensor) -> None:
         """A forward pass begins with the token embedding (..., d)."""
+        return
 
     def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
         """Read `index` made `h` (..., d) before its norm, from the sources that the layout names for it.
@@ -25,9 +26,11 @@ class Observer(Protocol):
         `weights` are (tokens, sources), None where a read is no weighted sum. `values` are the sources themselves,
         (..., d) each, or empty where they are the embedding and the sublayers' outputs, one by one.
         """
+        return
 
     def on_write(self, index: int, output: Tensor) -> None:
         """Sublayer `index` wrote `output` (..., d)."""
+        return
 
 
 class Editor(Protocol):

@@ -26,6 +26,7 @@ from attnres.scale.cache import RankCache
 from attnres.scale.crossings import Cut, crossings
 from attnres.scale.cut import balanced, cut_of, placed
 from attnres.scale.lean import LeanStage, stage_class
+from attnres.scale.shard import local
 from attnres.scale.stage import StageModule, refuse_stages, shapes, shell
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -317,11 +318,9 @@ class Pipeline:
 
 def _add_between(parameter: nn.Parameter, first: int, last: int, group: dist.ProcessGroup) -> None:
     """Make the gradient the sum of the two ends' own."""
-    from torch.distributed.tensor import DTensor
-
     gradient = parameter.grad
     assert gradient is not None
-    ours = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    ours = local(gradient)
     theirs = torch.empty_like(ours)
     other = last if dist.get_rank(group) == first else first
     peer = dist.get_global_rank(group, other)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from attnres.scale.shard import local
 from attnres.training import environment
 
 
@@ -63,11 +64,6 @@ class StackedMuon(torch.optim.Muon):
         gradient, buffer = local(parameter.grad), local(state["momentum_buffer"])
         buffer.lerp_(gradient, 1 - group["momentum"])
         return gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer.clone()
-
-
-def local(tensor: Tensor) -> Tensor:
-    """What this rank has of a DTensor; any other tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @functools.cache
