@@ -1,7 +1,8 @@
 """Those who see or change what a forward pass reads: the protocols, and what a read does for them."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -61,6 +62,12 @@ class Editor(Protocol):
     def steer(self, index: int, h: Tensor) -> Tensor:
         """Return what goes on in place of `h` (..., d), which read `index` made."""
         return h
+
+
+def looking(residual: "Residual") -> AbstractContextManager[Any]:
+    """Make what is only shown without gradients, so that a layer that runs again in backward, when nobody looks, keeps
+    as many tensors. What an editor is given goes on into the read."""
+    return nullcontext() if residual.editor is not None else torch.no_grad()
 
 
 def watched(

@@ -360,6 +360,22 @@ def test_routing_weights_can_be_asked_of_the_model(residual):
     assert model.residual.observer is None
 
 
+@pytest.mark.parametrize("residual", WEIGHED)
+def test_layers_that_run_again_in_backward_do_so_when_nobody_looks(residual):
+    model = make(residual).train()
+    (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)(
+        {"use_reentrant": False}
+    )
+    grads = []
+    for asked in (True, False):
+        model.zero_grad()
+        model(input_ids=some_ids(), use_cache=False, output_routing_weights=asked).logits.square().mean().backward()
+        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grad, grads[1][name], rtol=1e-4, atol=1e-7, msg=name)
+
+
 def test_asking_a_residual_without_weights_for_them_says_so():
     model = make("deepnorm")
     with pytest.raises(UserError, match="weighs no sources"):

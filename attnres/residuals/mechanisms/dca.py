@@ -12,7 +12,7 @@ from attnres.residuals.base import NormLike, Ways, with_norm
 from attnres.residuals.layout import EMBEDDING, About, Learned, Source, Traits
 from attnres.residuals.mechanisms.mixtures import Kept, Mixtures
 from attnres.residuals.settings import positive, whole
-from attnres.residuals.watch import watched
+from attnres.residuals.watch import looking, watched
 
 T = TypeVar("T")
 
@@ -88,10 +88,11 @@ class DeepCrossAttention(Mixtures):
         return [self._shown(h, row + way, dynamic[..., way], biases[way], sources) for way, h in enumerate(parts)]
 
     def _shown(self, h: Tensor, row: int, dynamic: Tensor, bias: Tensor, sources: Sequence[Tensor]) -> Tensor:
-        weights = dynamic + bias.mean(-1)
-        least = torch.finfo(weights.dtype).tiny
-        shares = (dynamic.unsqueeze(-1) + bias) / torch.where(weights.abs() > least, weights, least).unsqueeze(-1)
-        values = [share * source for share, source in zip(shares.unbind(-2), sources)]
+        with looking(self):
+            weights = dynamic + bias.mean(-1)
+            least = torch.finfo(weights.dtype).tiny
+            shares = (dynamic.unsqueeze(-1) + bias) / torch.where(weights.abs() > least, weights, least).unsqueeze(-1)
+            values = [share * source for share, source in zip(shares.unbind(-2), sources)]
         return watched(self, h, row, weights.reshape(-1, len(sources)), values)
 
     def read(self, state: Kept, index: int, norm: NormLike) -> tuple[Tensor | Ways, Kept]:

@@ -12,7 +12,7 @@ from attnres.residuals.layout import About, Source, Traits, block_sources
 from attnres.residuals.mechanisms.block import resolve_block_sizes
 from attnres.residuals.mechanisms.mixtures import Kept, Mixtures
 from attnres.residuals.settings import positive, whole
-from attnres.residuals.watch import watched
+from attnres.residuals.watch import looking, watched
 
 
 class Inkling2(Mixtures):
@@ -80,7 +80,8 @@ class Inkling2(Mixtures):
         if not self.watched:
             return list(parts)
         rows = weights.reshape(-1, *weights.shape[-2:]).unbind(-2)
-        keys = [self._keys(source.to(weights.dtype)) for source in sources]
+        with looking(self):
+            keys = [self._keys(source.to(weights.dtype)) for source in sources]
         return [watched(self, h, row + way, rows[way], keys) for way, h in enumerate(parts)]
 
     def read(self, state: Kept, index: int, norm: NormLike) -> tuple[Tensor | Ways, Kept]:

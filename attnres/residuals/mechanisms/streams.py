@@ -8,6 +8,7 @@ from torch import Tensor
 from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.base import NormLike, Residual
 from attnres.residuals.settings import whole
+from attnres.residuals.watch import looking
 
 
 class Streams(NamedTuple):
@@ -69,12 +70,13 @@ class ParallelStreams(Residual):
         """Return what read `index` is made of, (tokens, index + 1), and keep what the streams (..., n, outputs) will be
         sums of after its write. Kept beside the state and by index: looking changes no state, and a layer that runs
         again finds what it found."""
-        outputs = self._made_of[index].to(alpha)
-        mixed = alpha.transpose(-1, -2) @ outputs
-        kept = mixed[..., 1:, :] if alpha.shape[-1] > 1 else outputs
-        newest = beta.to(alpha).unsqueeze(-1).expand(*kept.shape[:-1], 1)
-        self._made_of[index + 1] = torch.cat([kept, newest], -1)
-        return mixed[..., 0, :].reshape(-1, index + 1)
+        with looking(self):
+            outputs = self._made_of[index].to(alpha)
+            mixed = alpha.transpose(-1, -2) @ outputs
+            kept = mixed[..., 1:, :] if alpha.shape[-1] > 1 else outputs
+            newest = beta.to(alpha).unsqueeze(-1).expand(*kept.shape[:-1], 1)
+            self._made_of[index + 1] = torch.cat([kept, newest], -1)
+            return mixed[..., 0, :].reshape(-1, index + 1)
 
     def write(self, state: Streams, index: int, output: Tensor) -> Streams:
         (beta,) = state.beta  # a write follows its read

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from attnres.residuals.base import NormLike, State
 from attnres.residuals.mechanisms.one_stream import OneStream
+from attnres.residuals.watch import looking
 
 
 class TokenMix(OneStream):
@@ -27,7 +28,8 @@ class TokenMix(OneStream):
     def follow(self, index: int, shortcut: Tensor | float, branch: Tensor) -> None:
         """Keep what the read after sublayer `index` is made of, if someone watches: a and b are (..., 1)."""
         if self.watched and self.traits.linear:
-            self._weights[index + 1] = torch.cat([self._weights[index].to(branch) * shortcut, branch], -1)
+            with looking(self):
+                self._weights[index + 1] = torch.cat([self._weights[index].to(branch) * shortcut, branch], -1)
 
     def weights(self, index: int) -> Tensor | None:
         """Return the weights (tokens, index + 1) of read `index`, if someone watches and there are such weights."""
