@@ -37,6 +37,8 @@ class Study:
     """Runs of a group; none is the preset's number. The study of noise takes more."""
     source: str | None = None
     """The text: a file, a folder or hub:NAME; none is the preset's."""
+    column: str | None = None
+    """Field or column of --source that holds the text, of rows; none is `text`."""
     images: str | None = None
     """CIFAR-10 for the study resnet: a folder or an archive with train/CLASS/*.jpg and test/CLASS/*.jpg."""
     out: str = "runs/studies"
@@ -107,6 +109,7 @@ def run(arguments: list[str]) -> None:
         options.source,
         out,
         images,
+        options.column,
     )
     if "resnet" in options.name and images is None:
         raise UserError("the study resnet needs --images: a folder or an archive with train/CLASS/*.jpg and test/...")

@@ -254,7 +254,10 @@ def held_below(source: Source, held_out: float) -> int:
 
 
 def _one_document(source: Source) -> int:
-    raise UserError(f"source '{source.name}' is one document, so none can be held out: give text of several documents")
+    raise UserError(
+        f"source '{source.name}' is one document, or one over and over, so that none can be held "
+        "out: give text of several documents"
+    )
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer, eos: int) -> None:

@@ -211,8 +211,9 @@ def _source(known: Known, path: Path | None) -> str:
 
 def _file_in(folder: Path, pattern: str, name: str) -> Path:
     if not folder.is_dir():
+        fault = "is a file" if folder.exists() else "does not exist"
         raise UserError(
-            f"data folder {folder} does not exist: give the folder of the tasks' files, or none for the hub"
+            f"{folder} {fault}: --data is the folder of the tasks' files; without it they come from the hub"
         )
     files = sorted(folder.glob(pattern))
     if len(files) != 1:

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from attnres.errors import UserError
 from attnres.files import LOCK, write_json
@@ -27,6 +27,7 @@ class Asked(TypedDict):
     preset: str
     seeds: int
     source: str | None
+    column: NotRequired[str | None]
     images: str | None
 
 
@@ -38,6 +39,7 @@ def asked(design: Design, setting: Setting) -> Asked:
         "preset": setting.name,
         "seeds": setting.seeds,
         "source": setting.source,
+        "column": setting.column,
         "images": setting.images,
     }
 

@@ -207,7 +207,7 @@ class Setting:
 
     Attributes:
         seeds: how many each group has, where the study does not say how many it needs.
-        source: the text; none is the preset's. images: of the study resnet.
+        source: the text; none is the preset's. column: of rows, what holds it. images: of the study resnet.
         name: the preset's. out: OUT/PRESET/STUDY is the study's folder.
     """
 
@@ -217,6 +217,7 @@ class Setting:
     source: str | None
     out: Path
     images: str | None = None
+    column: str | None = None
 
     def folder(self, study: str) -> Path:
         """Where a study of this setting lies."""
@@ -225,8 +226,9 @@ class Setting:
     def config(self, **values: Any) -> TrainConfig:
         """The preset's run with nested values laid over it."""
         base = from_dict(self.preset.train)
-        if self.source is not None:
-            base = dataclasses.replace(base, data=dataclasses.replace(base.data, source=self.source))
+        text = {"source": self.source, "column": self.column}
+        given = {name: value for name, value in text.items() if value is not None}
+        base = dataclasses.replace(base, data=dataclasses.replace(base.data, **given))
         return from_dict(values, base)
 
     def sized(self, size: dict[str, Any], **values: Any) -> TrainConfig:

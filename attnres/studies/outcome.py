@@ -111,7 +111,13 @@ def outcome_in(folder: Path) -> Outcome:
             raise unknown(what, str(name), known)
     out = folder.parent.parent
     setting = Setting(
-        record["preset"], PRESETS[record["preset"]], int(record["seeds"]), record["source"], out, record["images"]
+        record["preset"],
+        PRESETS[record["preset"]],
+        int(record["seeds"]),
+        record["source"],
+        out,
+        record["images"],
+        record.get("column"),
     )
     design = STUDIES[record["study"]]
     measured = survey(design, setting)[1]

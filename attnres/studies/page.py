@@ -94,8 +94,8 @@ def command(outcome: "Outcome") -> str:
     """The command that carries the study out again."""
     setting = outcome.setting
     words = ["attnres study", outcome.design.name, "--preset", setting.name, "--seeds", str(setting.seeds)]
-    words += ["--source", setting.source] if setting.source else []
-    return " ".join([*words, *(["--images", setting.images] if setting.images else [])])
+    places = {"--source": setting.source, "--column": setting.column, "--images": setting.images}
+    return " ".join([*words, *(word for flag, value in places.items() if value for word in (flag, value))])
 
 
 def _anchor(outcome: "Outcome") -> str:

@@ -142,8 +142,11 @@ def test_other_mistakes(tmp_path, monkeypatch):
         read_task("helaswag")
     with pytest.raises(UserError, match=r"has no piqa\*\.jsonl: expected one file for the task piqa"):
         read_task("piqa", tmp_path)
-    with pytest.raises(UserError, match=r"data folder .* does not exist"):
+    with pytest.raises(UserError, match=r"absent does not exist: --data is the folder"):
         read_task("piqa", tmp_path / "absent")
+    (tmp_path / "rows.jsonl").write_text(GOOD)
+    with pytest.raises(UserError, match=r"rows.jsonl is a file: --data is the folder of the tasks' files"):
+        read_task("piqa", tmp_path / "rows.jsonl")
     for name in ("piqa_a.jsonl", "piqa_b.jsonl"):
         (tmp_path / name).write_text(GOOD)
     with pytest.raises(UserError, match=r"has piqa_a.jsonl and piqa_b.jsonl: expected one file"):

@@ -31,7 +31,7 @@ from attnres.studies.design import Design, Measured, Result, Row, Setting
 from attnres.studies.lab import STUDIES
 from attnres.studies.lab.ablations import PUBLISHED
 from attnres.studies.outcome import Outcome, names_of, outcome_in, survey
-from attnres.studies.page import report_page
+from attnres.studies.page import command, report_page
 from attnres.studies.plan import CompareConfig, make_plan
 from attnres.studies.presets import PRESETS, shape
 from attnres.studies.rows import to_csv
@@ -103,6 +103,12 @@ def setting(tmp_path_factory, corpus, images, cache):
 @pytest.fixture(scope="module")
 def noise(setting):
     return conduct(STUDIES["noise"], setting, say=QUIET, jobs=1, run=Here())
+
+
+def test_of_rows_the_text_is_in_the_column_that_was_asked_for(noise, setting):
+    asked = dataclasses.replace(setting, column="body")
+    assert asked.config().data.column == "body" and setting.config().data.column == "text"
+    assert f"--source {setting.source} --column body" in command(dataclasses.replace(noise, setting=asked))
 
 
 LONG = ("rates", "budgets", "scaling", "depth-width", "rivals")
