@@ -31,7 +31,7 @@ from attnres.studies.speed import step_times
 from attnres.studies.standing import Standing
 from attnres.studies.variants import Variant
 from attnres.text import duration
-from attnres.training.config import size_of, to_dict
+from attnres.training.config import size_or_default, to_dict
 from attnres.training.data import data_record, held_out, prepare_from
 from attnres.training.environment import emulated
 from attnres.training.records import TIMES, Compared
@@ -276,7 +276,7 @@ def time_steps(work: Work, seconds: float, say: Console) -> None:
         speed = step_times(
             {PLAIN: (None, {})}
             | {label: (plan.variants[label].residual, plan.variants[label].settings) for label in labels},
-            size=size_of(run.model),
+            size=size_or_default(run.model),
             vocab_size=vocabulary,
             seq_len=run.data.seq_len,
             batch_size=run.batch_size,
@@ -311,7 +311,7 @@ def _fits(models: int, plan: Plan, vocabulary: int) -> bool:
     else:
         with torch.device("meta"):
             model = build(
-                size=size_of(run.model),
+                size=size_or_default(run.model),
                 residual="standard",
                 vocab_size=vocabulary,
                 max_positions=run.data.seq_len,

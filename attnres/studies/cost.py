@@ -16,7 +16,7 @@ from attnres.run_names import label_and_seed
 from attnres.studies.design import Arm
 from attnres.studies.variants import parse_variants
 from attnres.training.branch import branch_step
-from attnres.training.config import TrainConfig, size_of, tokenizer_of
+from attnres.training.config import TrainConfig, size_or_default, tokenizer_or_default
 
 CALL = 2e-5
 """Seconds of an operation of PyTorch on a CPU, forward or backward, where calling it takes longer than computing it."""
@@ -49,7 +49,7 @@ class Step(NamedTuple):
     @classmethod
     def of(cls, run: TrainConfig, model: TrainConfig, mechanism: Mechanism = STANDARD) -> "Step":
         """A run's; a pretrained model's size is taken to be that of `model`."""
-        size = size_of((run if run.finetune.init_from is None else model).model)
+        size = size_or_default((run if run.finetune.init_from is None else model).model)
         shape = vocabulary_of(run), run.data.seq_len, run.batch_size, run.accumulation
         return cls(mechanism, json.dumps(size, sort_keys=True), *shape)
 
@@ -103,7 +103,7 @@ def costs_of(arm: Arm, model: TrainConfig, names: Collection[str]) -> list[Cost]
 
 def vocabulary_of(config: TrainConfig) -> int:
     """The size of the vocabulary that a tokenizer spec asks for; a usual one where it does not say."""
-    kind, _, size = tokenizer_of(config.data).partition(":")
+    kind, _, size = tokenizer_or_default(config.data).partition(":")
     return int(size) if kind == "bpe" and size.isdecimal() else 50_257
 
 

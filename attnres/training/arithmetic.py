@@ -37,7 +37,7 @@ def arithmetic(who: Processes, width: int) -> Arithmetic:
 
 
 @contextmanager
-def kept(recorded: Mapping[str, Any], who: Processes, width: int, *, different: bool) -> Generator[None]:
+def restored(recorded: Mapping[str, Any], who: Processes, width: int, *, different: bool) -> Generator[None]:
     """Compute as `recorded` says inside the block: its number of threads, its C kernels or plain torch.
 
     Args:

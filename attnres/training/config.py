@@ -224,7 +224,7 @@ class TrainConfig:
 # ------------------------------------------------------------------ resolving
 
 
-def settings_of(model: ModelConfig) -> dict[str, Setting]:
+def merged_settings(model: ModelConfig) -> dict[str, Setting]:
     """The residual's settings with the plain `block_size` and `num_blocks` merged in, once each or UserError."""
     settings = dict(model.settings)
     for name in ("block_size", "num_blocks"):
@@ -239,12 +239,12 @@ def settings_of(model: ModelConfig) -> dict[str, Setting]:
     return settings
 
 
-def size_of(model: ModelConfig) -> str | dict[str, Any]:
+def size_or_default(model: ModelConfig) -> str | dict[str, Any]:
     """The size of a new model."""
     return "nano" if model.size is None else model.size
 
 
-def tokenizer_of(data: DataConfig) -> str:
+def tokenizer_or_default(data: DataConfig) -> str:
     """The tokenizer that is taken where neither the configuration nor a pretrained model names one."""
     return "bpe:4096" if data.tokenizer is None else data.tokenizer
 
@@ -272,7 +272,7 @@ def resolve(config: TrainConfig) -> TrainConfig:
         residual=mechanism.name,
         residual_file=file,
         residual_sha256=content,
-        settings=settings_of(config.model),
+        settings=merged_settings(config.model),
         block_size=None,
         num_blocks=None,
     )
@@ -280,8 +280,8 @@ def resolve(config: TrainConfig) -> TrainConfig:
     config = dataclasses.replace(config, model=model, name=name, out=str(out))
     if config.finetune.init_from is not None:
         return config
-    data = dataclasses.replace(config.data, tokenizer=tokenizer_of(config.data))
-    return dataclasses.replace(config, model=dataclasses.replace(model, size=size_of(model)), data=data)
+    data = dataclasses.replace(config.data, tokenizer=tokenizer_or_default(config.data))
+    return dataclasses.replace(config, model=dataclasses.replace(model, size=size_or_default(model)), data=data)
 
 
 # ------------------------------------------------------------------ checking
@@ -323,7 +323,7 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
     if isinstance(config.model.size, str) and config.model.size not in SIZES:
         raise unknown("size", config.model.size, SIZES)
     mechanism = residual_class(config.model.residual, config.model.residual_file)
-    check_settings(mechanism.name, settings_of(config.model))
+    check_settings(mechanism.name, merged_settings(config.model))
     optim, finetune = config.optim, config.finetune
     if config.device.split(":")[0] not in ("auto", "cpu", "cuda"):
         raise unknown("device", config.device, ("auto", "cpu", "cuda"))

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from attnres.training.config import DataConfig, TrainConfig, tokenizer_of
+from attnres.training.config import DataConfig, TrainConfig, tokenizer_or_default
 from attnres.training.parallel import Processes
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ def prepare_from(data: DataConfig, *, progress: bool = True) -> "Prepared":
         refuse_prepared(data.source)
     return prepare(
         data.source,
-        tokenizer_of(data),
+        tokenizer_or_default(data),
         held_out=data.held_out,
         limit=HEAD if data.stream and data.limit is None else data.limit,
         column=data.column,

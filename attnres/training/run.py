@@ -97,7 +97,7 @@ class Run:
             self._restore(here, state)
         recorded = (state or {}).get("arithmetic") or {}
         width = self.model.residual("itself").width
-        self.arithmetic = partial(arithmetic.kept, recorded, who, width, different=config.allow_different)
+        self.arithmetic = partial(arithmetic.restored, recorded, who, width, different=config.allow_different)
         with who.alike(), self.arithmetic():
             pass  # what cannot be kept is refused before a file is changed
         if who.first:

@@ -25,9 +25,8 @@ import torch
 from attnres.data.shards import prepared_folder
 from attnres.errors import UserError, foreign
 from attnres.forward import evaluating
-from attnres.residuals import make_residual
-from attnres.residuals import settings_of as settings_with_defaults
-from attnres.training.config import ModelConfig, TrainConfig, size_of, tokenizer_of
+from attnres.residuals import make_residual, settings_of
+from attnres.training.config import ModelConfig, TrainConfig, size_or_default, tokenizer_or_default
 from attnres.training.optim import kinds
 from attnres.training.transfer import carry_start
 
@@ -85,7 +84,7 @@ def settle(config: TrainConfig) -> TrainConfig:
     if name is None:
         from attnres.models.build import check_size
 
-        check_size(size_of(model))
+        check_size(size_or_default(model))
         return config
     if model.size is not None:
         raise UserError(
@@ -95,12 +94,12 @@ def settle(config: TrainConfig) -> TrainConfig:
     if _continued(start):
         settings = _kept_settings(start, model)
     else:
-        exact = {"read_scale": "sum"} if "read_scale" in settings_with_defaults(model.residual) else {}
+        exact = {"read_scale": "sum"} if "read_scale" in settings_of(model.residual) else {}
         settings = {**exact, **model.settings}
     data = config.data
     prepared = prepared_folder(data.source) is not None
     if data.tokenizer is None:
-        data = dataclasses.replace(data, tokenizer=tokenizer_of(data) if prepared else str(start.folder))
+        data = dataclasses.replace(data, tokenizer=tokenizer_or_default(data) if prepared else str(start.folder))
     optim = config.optim
     if optim.residual_lr is None:
         optim = dataclasses.replace(optim, residual_lr=optim.lr)
@@ -117,7 +116,7 @@ def _kept_settings(start: "Checkpoint", model: ModelConfig) -> dict[str, Any]:
             f"{start.name} has the residual '{start.residual}' and '{model.residual}' was asked for: give residual "
             f"{start.residual}, or start from a plain or standard model, which any residual can be put on"
         )
-    theirs = {**settings_with_defaults(model.residual), **start.settings}
+    theirs = {**settings_of(model.residual), **start.settings}
     for name, value in model.settings.items():
         if name in theirs and theirs[name] != value:
             raise UserError(
@@ -158,7 +157,7 @@ def _layers_of_new(config: TrainConfig) -> int:
 
     with torch.device("meta"):
         model: Any = build(
-            size=size_of(config.model),
+            size=size_or_default(config.model),
             residual=config.model.residual,
             vocab_size=256,
             max_positions=config.data.seq_len,
@@ -228,7 +227,7 @@ def _new(config: TrainConfig, prepared: "Prepared") -> Any:
     from attnres.models import build
 
     model = build(
-        size=size_of(config.model),
+        size=size_or_default(config.model),
         residual=config.model.residual,
         vocab_size=prepared.vocab_size,
         max_positions=config.data.seq_len,
@@ -240,7 +239,7 @@ def _new(config: TrainConfig, prepared: "Prepared") -> Any:
         if described is not None:
             described.bos_token_id = described.eos_token_id = prepared.eos_id
     trial = foreign(
-        f"a model of the size {_named(size_of(config.model))} does not run", "change the fields of the size"
+        f"a model of the size {_named(size_or_default(config.model))} does not run", "change the fields of the size"
     )
     with trial, evaluating(model), torch.no_grad():
         model(torch.zeros(1, 2, dtype=torch.long), use_cache=False)

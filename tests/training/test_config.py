@@ -10,7 +10,7 @@ from attnres.commands.train import Train
 from attnres.errors import UserError
 from attnres.flags import config_file, parse
 from attnres.training import TrainConfig, from_dict, to_dict
-from attnres.training.config import check, differences, resolve, settings_of
+from attnres.training.config import check, differences, merged_settings, resolve
 
 
 def test_the_defaults_can_run() -> None:
@@ -141,7 +141,7 @@ def test_plain_flags_become_settings() -> None:
     config = resolve(from_dict({"model": {"num_blocks": 3}, "seed": 2}))
     assert config.model.settings == {"num_blocks": 3} and config.model.num_blocks is None
     assert (config.name, config.out) == ("block-seed2", "runs/block-seed2")
-    assert settings_of(config.model) == {"num_blocks": 3}
+    assert merged_settings(config.model) == {"num_blocks": 3}
 
 
 def test_flags_of_the_command_line() -> None:
