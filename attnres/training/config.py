@@ -421,4 +421,5 @@ def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]
         names = [name for name in names if name != _CONTENT]
     if left.get("finetune.init_from") and right.get("finetune.init_from"):  # an earlier version wrote a size then too
         names = [name for name in names if name.split(".")[:2] != ["model", "size"]]
-    return [name for name in names if left.get(name) != right.get(name)]
+    differ = [name for name in names if left.get(name) != right.get(name)]
+    return [name for name in differ if not any(name.startswith(f"{whole}.") for whole in differ)]

@@ -152,3 +152,6 @@ def test_flags_of_the_command_line() -> None:
 def test_differences_name_what_changes_a_number(configure: Callable[..., TrainConfig]) -> None:
     ours, theirs = to_dict(configure()), to_dict(configure(out="b", optim={"lr": 0.5}, resume=True, save_every=1))
     assert differences(ours, theirs) == ["optim.lr"]
+    sizes = ["nano", {"family": "llama", "hidden_size": 8}, {"family": "llama", "hidden_size": 16}]
+    named, small, large = ({**ours, "model": {**ours["model"], "size": size}} for size in sizes)
+    assert differences(named, small) == ["model.size"] and differences(small, large) == ["model.size.hidden_size"]
