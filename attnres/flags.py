@@ -95,13 +95,15 @@ def parse(command: str, kind: type[T], arguments: list[str], default: T | None =
 
 
 def _refuse_empty(values: Any) -> None:
-    """Refuse with a UserError an empty value, which a variable of a shell that is not set leaves, of all but texts."""
+    """Refuse with a UserError an empty value, which a variable of a shell that is not set leaves, of all but texts;
+    lists are left to those who read them."""
     for item in dataclasses.fields(values):
         value = getattr(values, item.name)
         if dataclasses.is_dataclass(value):
             _refuse_empty(value)
         elif value == "" and item.name not in ("prompt", "text"):
-            raise UserError(f"{item.name} is given and empty: leave it out, or give a value")
+            is_required = item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING
+            raise UserError(f"{item.name} is given and empty: {'' if is_required else 'leave it out, or '}give a value")
 
 
 def fields_of(config: Any, only: Any = None, **changes: Any) -> dict[str, Any]:
@@ -165,7 +167,7 @@ def _sentence(box: str) -> str:
     if bare := re.match(r"Missing value for argument '(.*?)'", message[0]):
         return f"{bare[1]} needs a value" if bare[1].startswith("-") else f"{bare[1].upper()} is missing"
     if message[0].startswith("Missing from"):
-        names = re.findall(r"(?:: |\(required\) )(--[\w-]+|[A-Z@]+)", message[0])
+        names = [part.split()[0] for part in message[0].partition(": ")[2].split("(required)") if part.strip()]
         return f"{listed(names)} {'is' if len(names) == 1 else 'are'} missing"
     return message[0].removesuffix(".")
 

@@ -102,6 +102,8 @@ def run(arguments: list[str]) -> None:
     images = None if options.images is None else str(user_path(options.images).resolve())
     if images is not None and not Path(images).exists():
         raise UserError(f"images '{options.images}' does not exist: give a folder or an archive with train/CLASS/*.jpg")
+    if options.column is not None and options.source is None:
+        raise UserError(f"column is '{options.column}' and the text the preset's own: give --source too")
     setting = Setting(
         options.preset,
         preset,

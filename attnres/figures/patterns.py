@@ -206,7 +206,7 @@ def _refuse_constant(part: "ByLabel", by: By) -> None:
     rows = part.get("contribution", []) if by == "contribution" else part["weights"]
     first, *others = [[value for read in one for value in read] for one in rows]
     if not others:
-        raise NotShown("all tokens are of one kind")
+        raise NotShown("there is one label alone")
     if all(np.allclose(np.array(first, float), np.array(other, float), atol=1e-6, equal_nan=True) for other in others):
         raise NotShown(f"its {by}s are the same for every token")
 

@@ -84,7 +84,7 @@ def between(run: str | Path | Checkpoint, first: int, last: int | None = None) -
     """What the residual of a run, a folder, learned from step `first` to step `last`; None is the last that was kept.
 
     Raises:
-        UserError: no run there, no snapshots of these steps, or one step twice.
+        UserError: no run there, no snapshots of these steps, or the first is not before the last.
     """
     checkpoint = run if isinstance(run, Checkpoint) else open_checkpoint(run)
     if checkpoint.run is None:
@@ -96,8 +96,11 @@ def between(run: str | Path | Checkpoint, first: int, last: int | None = None) -
             raise UserError(
                 f"{checkpoint.name} kept no snapshot of its residual at step {step:,}: expected {_there(kept)}"
             )
-    if first == last:
-        raise UserError(f"both are step {first:,} of {checkpoint.name}: expected an earlier one first, {_there(kept)}")
+    if first >= last:
+        raise UserError(
+            f"step {first:,} of {checkpoint.name} is not before step {last:,}: expected an earlier one first, "
+            f"{_there(kept)}"
+        )
     residuals = [residual_at(checkpoint.config, kept[step]) for step in (first, last)]
     return step_change(residuals[0], residuals[1], (first, last))
 

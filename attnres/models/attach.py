@@ -45,7 +45,8 @@ def attach(
         layers: path in `module` of the list of layers.
         norms: paths in a layer of the norms that read the stream, in the order of the calls.
         final_norm: path in `module` of the norm after the last layer; None where the layers' output is used as it is.
-        sublayers: kinds of the sublayers, one for each norm, for figures; attention and MLP unless given.
+        sublayers: kinds of the sublayers, one for each norm, attention and MLP unless given: for figures, and for
+            mechanisms that treat an "mlp" otherwise.
         width: of the stream; None asks the first norm.
 
     Returns:

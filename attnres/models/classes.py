@@ -472,7 +472,8 @@ def register_stored(config: Mapping[str, Any], folder: Path, *, trust_remote_cod
         UserError: the config does not say, names classes that are not there, or needs code that was not trusted.
     """
     file = config.get("residual_file")
-    if file and trust_remote_code and not is_known(str(config.get("residual"))):
+    here = bool(file) and Path(str(file).rpartition(":")[0]).is_file()  # else the model says what it needs
+    if here and trust_remote_code and not is_known(str(config.get("residual"))):
         residual_class(str(file))
     key = str(config.get("model_type", "")).removeprefix("attnres_")
     stored = config.get("residual_family")

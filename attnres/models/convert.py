@@ -183,7 +183,7 @@ def check_source(source: Checkpoint) -> None:
     refuse_own_reads(name, source.fields.get("model_type"))
     if source.kind == "attnres":
         residual = source.fields.get("residual")
-        if residual == "standard":
+        if residual == "standard" and not source.settings:
             raise UserError(
                 f"{name} is a model of attnres already, with the standard residual: attnres train --init-from {name} "
                 "trains it with another"
@@ -269,14 +269,13 @@ def _convert(
 def _report(model: PreTrainedModel, new: DepthMixin, source: str, probed: bool, ignored: Sequence[str]) -> Conversion:
     difference = compare_logits(model, new)
     if not difference.within:
-        scale = new.config.residual_settings.get("read_scale")
-        hint = "; to train it from there all the same: attnres train --init-from MODEL --inexact"
-        if scale == "mean":
-            hint = "; read_scale 'mean' is exact only up to the norms' eps: leave it at 'sum'"
+        why = "read_scale 'mean' is exact only up to the norms' eps: leave it at 'sum'"
+        if new.config.residual_settings.get("read_scale") != "mean":
+            why = f"{_why_not_standard(new)}; to train it all the same: attnres train --init-from MODEL --inexact"
         raise UserError(
             f"residual '{new.config.residual}' would change the logits of {source} by {difference.largest:.2g} of "
             f"{difference.scale:.3g}, {difference.relative:.1e} of their scale, where at most {difference.bound:.0e} "
-            f"is rounding: {_why_not_standard(new.residual.itself(), new.config.residual_settings)}{hint}"
+            f"is rounding: {why}"
         )
     dtype = str(model.dtype).removeprefix("torch.")
     change = difference.largest
@@ -308,8 +307,12 @@ def _report(model: PreTrainedModel, new: DepthMixin, source: str, probed: bool, 
     )
 
 
-def _why_not_standard(residual: Residual, settings: Mapping[str, Any]) -> str:
-    """Why a residual is not the standard one at the start to within rounding, as part of a sentence."""
+def _why_not_standard(model: DepthMixin) -> str:
+    """Why a model's residual is not the standard one at the start to within rounding, as part of a sentence."""
+    residual: Residual = model.residual.itself()
+    settings = model.config.residual_settings
+    if residual.traits.starts_standard and not model.family.normed:
+        return "its sublayers take the stream with no norm before them, so that its scale counts"
     if residual.traits.starts_standard:
         return "it starts as the standard residual up to the eps of the norms alone, which is not small here"
     if type(residual).traits.starts_standard:

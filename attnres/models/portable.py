@@ -59,7 +59,8 @@ def export_graph(model: str | Path, out: str | Path, *, onnx: bool = False) -> s
     sizes = {0: torch.export.Dim("rows"), 1: torch.export.Dim("tokens")}
     with evaluating(loaded), torch.no_grad(), replaced_folder(out) as folder:
         wrapped = _Logits(loaded)
-        with foreign(f"{model}, a {type(loaded).__name__}, has no graph of any number of tokens", "it is not exported"):
+        what = f"torch.export makes no graph of {model}, a {type(loaded).__name__}, for any number of tokens"
+        with foreign(what, "use the model as it is"):
             program = torch.export.export(wrapped, (ids, mask), dynamic_shapes=(dict(sizes), dict(sizes)))
         run = _write_onnx(program, folder) if onnx else _write_program(program, folder)
         longer = torch.cat([ids, ids.flip(1)[:, :3]], 1)[:1]  # of other sizes than those it was traced with

@@ -7,6 +7,7 @@ becomes a `Stream`, each pre-norm reads when it is given one, and the residual a
 import copy
 import dataclasses
 import operator
+import sys
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
+from torch.utils.checkpoint import CheckpointFunction
 
 from attnres.errors import UserError
 from attnres.models.exchange import Exchanged, exchange, own_class
@@ -44,8 +46,23 @@ _UNREAD = (
     "output before the layer's hooks run (nnsight) adds to its MLP's output instead"
 )
 
+_REENTRANT = CheckpointFunction.forward.__code__
+
 hidden_states_wanted: ContextVar[bool] = ContextVar("hidden_states_wanted", default=False)
 """Whether the running pass is asked for its hidden states, all of which a bank does not keep."""
+
+
+def refuse_reentrant() -> None:
+    """Refuse with a UserError to be run by torch's reentrant checkpointing, which runs layers with gradients off and
+    passes on those of tensors alone."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _REENTRANT:
+            raise UserError(
+                "reentrant checkpointing runs the layers of a depth stream, whose gradients it would drop: checkpoint "
+                "them with use_reentrant=False"
+            )
+        frame = frame.f_back
 
 
 def is_addition(func: Callable) -> bool:
@@ -97,6 +114,8 @@ class Stream:
     def start(cls, residual: nn.Module, embedding: Tensor, *, hooked: bool = False) -> "Stream":
         """Begin a forward pass. `residual` is a `Residual`, or what wraps one: it is called for every verb, so that the
         wrapper's parameters and hooks are those that count. `hooked`: streams between layers are looked at."""
+        if not torch.is_grad_enabled() and embedding.grad_fn is not None and not torch.compiler.is_compiling():
+            refuse_reentrant()
         if not torch.compiler.is_compiling() and isinstance(residual, Residual) and not hidden_states_wanted.get():
             bank = None if hooked else take_bank(residual, embedding)
             if bank is not None:
@@ -128,10 +147,7 @@ class Stream:
     def read(self, norm: nn.Module | None) -> Tensor | Inputs:
         """The input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
         if self.tracked and not torch.is_grad_enabled():
-            raise UserError(
-                f"gradients were on when the pass began and are off at sublayer {self.index}, where they would be "
-                "lost: checkpoint layers with use_reentrant=False; a pass without gradients begins with them off"
-            )
+            refuse_reentrant()
         spec = as_it_is if norm is None else describe_norm(norm, self.like)
         inner = self.residual if isinstance(self.residual, Residual) else self.residual("itself")
         for watcher in (inner.observer, inner.editor):
@@ -341,13 +357,13 @@ def _as_vector(stream: Stream) -> Tensor:
     return stream.hidden_state()  # that of its own class
 
 
-def _flatten(stream: Stream) -> tuple[list[Any], tuple[nn.Module, int]]:
-    return [stream.state, stream.like, stream.output, stream.values], (stream.residual, stream.index)
+def _flatten(stream: Stream) -> tuple[list[Any], tuple[nn.Module, int, bool]]:
+    return [stream.state, stream.like, stream.output, stream.values], (stream.residual, stream.index, stream.tracked)
 
 
-def _unflatten(parts: Any, context: tuple[nn.Module, int]) -> Stream:
+def _unflatten(parts: Any, context: tuple[nn.Module, int, bool]) -> Stream:
     state, like, output, values = parts
-    return Stream(context[0], state, context[1], like, output, values)
+    return Stream(context[0], state, context[1], like, output, values, tracked=context[2])
 
 
 _pytree.register_pytree_node(Stream, _flatten, _unflatten)

@@ -109,6 +109,7 @@ class Residual(nn.Module):
         self.observer: Observer | None = None
         self.editor: Editor | None = None
         self.value_kind = "none"
+        # not called ..residual: adapters find what they save by how its name ends, and would take this one apart
         self.value_mix: ValueResidual | None = None
         self.banks = Banks()
         self.program: Program | str | None = None

@@ -228,8 +228,8 @@ def make_residual(
         raise UserError(f"{num_sublayers} sublayers of width {width}: expected at least 1 of each")
     if value_residual not in VALUE_KINDS:
         raise unknown("value_residual", str(value_residual), VALUE_KINDS)
-    mechanism = residual_class(name)
-    residual = mechanism.__new__(mechanism)
+    mechanism: Any = residual_class(name)
+    residual: Residual = mechanism.__new__(mechanism, num_sublayers, width, **settings)
     if sublayers is not None:
         residual.sublayers = tuple(sublayers)
     mechanism.__init__(residual, num_sublayers, width, **settings)

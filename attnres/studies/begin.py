@@ -64,8 +64,9 @@ def same_material(folder: Path, design: Design, setting: Setting) -> None:
         "source": any(arm.compare is not None and arm.compare.base.data.source == text for arm in arms),
         "images": setting.images is not None and before["images"] is not None,
     }
+    uses["column"] = uses["source"]
     for name, used in uses.items():
-        there, here = before[name], getattr(setting, name)  # type: ignore
+        there, here = before.get(name), getattr(setting, name)
         if used and not same_name(there, here):
             raise UserError(
                 f"the study in {folder} was carried out with --{name} {there or 'of the preset'}, not "

@@ -60,8 +60,8 @@ class Child:
         """Return what the environment of its process has besides, on whatever machine."""
         variables = {ERROR_FILE: str(self._error_file.resolve()), "OMP_NUM_THREADS": str(self.threads)}
         # The same package as this process's, wherever it was imported from.
-        paths = [str(Path(attnres.__file__).parent.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-        variables["PYTHONPATH"] = os.pathsep.join(paths)
+        theirs = os.environ.get("PYTHONPATH", "").split(os.pathsep)  # of which an empty one is the current folder
+        variables["PYTHONPATH"] = os.pathsep.join([str(Path(attnres.__file__).parent.parent), *filter(None, theirs)])
         variables["PYTHONSAFEPATH"] = "1"  # `python -m` would import from the current folder first
         if self.threads == 1:  # others have the other cores: a run that was begun with more threads must not spin there
             variables["OMP_WAIT_POLICY"] = "passive"

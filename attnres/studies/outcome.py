@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from attnres.errors import unknown
 from attnres.files import write_json, write_text
@@ -46,6 +46,7 @@ class Known(TypedDict):
     """result.json, as far as other studies read it."""
 
     source: str | None
+    column: NotRequired[str | None]
     values: Values
 
 
@@ -173,4 +174,5 @@ def _values(setting: Setting, study: str) -> Values:
     if not path.is_file():
         return {}
     result = checked(read_json(path), Known, path, "carry that study out again")
-    return result["values"] if same_name(result["source"], setting.source) else {}
+    same = same_name(result["source"], setting.source) and result.get("column") == setting.column
+    return result["values"] if same else {}

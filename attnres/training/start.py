@@ -145,9 +145,14 @@ def _layers_of_start(config: TrainConfig) -> int | None:
         layers, width = described.num_hidden_layers, described.hidden_size
     except AttributeError:
         return None
-    settings: dict[str, Any] = config.model.settings
-    with torch.device("meta"):
-        make_residual(config.model.residual, 2 * layers, width, **settings)
+    from attnres.models.families import FAMILIES
+
+    family = getattr(described, "family", None) or FAMILIES.get(described.model_type)
+    if family is not None:
+        settings: dict[str, Any] = config.model.settings
+        depth = layers * len(family.sublayers)
+        with torch.device("meta"):
+            make_residual(config.model.residual, depth, width, sublayers=family.sublayers, **settings)
     return layers
 
 

@@ -128,19 +128,57 @@ class Checkpointed(nn.Module):
         return checkpoint(self.inner, *args, use_reentrant=self.use_reentrant)
 
 
+class CheckpointedDiT(DiT):
+    """As `DiT`, whose forward checkpoints its blocks."""
+
+    use_reentrant = False
+
+    def forward(self, x, condition):
+        for block in self.blocks:
+            x = checkpoint(block, x, condition, use_reentrant=self.use_reentrant)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("where", ["layer", "module"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_keeps_gradients_or_says_why_not(use_reentrant):
-    module, inputs = DiT(), (torch.randn(2, 5, WIDTH), torch.randn(2, WIDTH, requires_grad=True))
-    module.blocks = nn.ModuleList(Checkpointed(block, use_reentrant) for block in module.blocks)
-    attach(module, "full", layers="blocks", norms=("inner.norm1", "inner.norm2"), final_norm="head.0", width=WIDTH)
+def test_checkpointing_keeps_gradients_or_says_why_not(use_reentrant, where):
+    module, norms = DiT(), ("norm1", "norm2")
+    if where == "layer":
+        module.blocks = nn.ModuleList(Checkpointed(block, use_reentrant) for block in module.blocks)
+        norms = ("inner.norm1", "inner.norm2")
+    else:
+        module = CheckpointedDiT()
+        module.use_reentrant = use_reentrant
+    attach(module, "full", layers="blocks", norms=norms, final_norm="head.0", width=WIDTH)
+    embed, condition = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH, requires_grad=True)
+    x = embed(torch.randn(2, 5, WIDTH))
     with torch.no_grad():
-        module(*inputs)
+        module(x.detach(), condition)
     if use_reentrant:
-        with pytest.raises(UserError, match="off at sublayer 0, where they would be lost: checkpoint layers with"):
-            module(*inputs)
+        with pytest.raises(UserError, match="reentrant checkpointing runs the layers of a depth stream"):
+            module(x, condition)
         return
-    module(*inputs).sum().backward()
+    module(x, condition).sum().backward()
     assert all(parameter.grad is not None for parameter in module.blocks.parameters())
+
+
+def test_blocks_that_a_module_runs_without_gradients_are_its_own_affair():
+    class Frozen(DiT):
+        """Its upper blocks are not trained."""
+
+        def forward(self, x, condition):
+            x = self.blocks[0](x, condition)
+            with torch.no_grad():
+                for block in self.blocks[1:]:
+                    x = block(x, condition)
+                return self.head(x)
+
+    module, plain = Frozen(), DiT()
+    plain.load_state_dict(module.state_dict())
+    x, condition = torch.randn(2, 5, WIDTH), torch.randn(2, WIDTH)
+    expected = plain(x, condition)
+    attach(module, "full", layers="blocks", final_norm="head.0", width=WIDTH)
+    torch.testing.assert_close(module(x, condition), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_constants_go_by_the_layers_that_there_are():
