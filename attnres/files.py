@@ -61,7 +61,7 @@ def write_bytes(path: str | Path, data: bytes) -> None:
                 os.fsync(file.fileno())
             temporary.replace(path)
     finally:
-        if temporary.exists():
+        with suppress(OSError):
             temporary.unlink()
 
 

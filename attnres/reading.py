@@ -5,6 +5,7 @@ UTF-8, not of its format, nested too deep, a key that stands twice, NaN or infin
 """
 
 import json
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -89,7 +90,7 @@ def read_config(path: Path) -> dict[str, Any]:
     text = read_text(path, CONFIG_BYTES)
     if path.suffix == ".toml":
         try:
-            values: Any = tomllib.loads(text)
+            values: Any = tomllib.loads(text, parse_float=_finite)
         except RecursionError:
             raise _too_deep(where) from None
         except ValueError as error:
@@ -141,8 +142,8 @@ def _no_number(name: str) -> NoReturn:
 
 def _finite(text: str) -> float:
     value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"the number {text[:20]} is too large")
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:20]} is no finite number")
     return value
 
 
@@ -176,6 +177,13 @@ def _whole(loader: _Yaml, node: Any) -> int:
     return int(text, {"0o": 8, "0x": 16}.get(text[:2], 10))
 
 
+def _number(loader: _Yaml, node: Any) -> float:
+    value = loader.construct_yaml_float(node)
+    if not math.isfinite(value):
+        raise ConstructorError(None, None, f"{node.value} is no finite number", node.start_mark)
+    return value
+
+
 for _tag, _pattern, _first in (
     ("bool", r"(true|True|TRUE|false|False|FALSE)", "tTfF"),
     ("int", r"([-+]?[0-9]+|0o[0-7]+|0x[0-9a-fA-F]+)", "-+0123456789"),
@@ -185,3 +193,4 @@ for _tag, _pattern, _first in (
 ):
     _Yaml.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"{_pattern}$"), list(_first))
 _Yaml.add_constructor("tag:yaml.org,2002:int", _whole)
+_Yaml.add_constructor("tag:yaml.org,2002:float", _number)

@@ -89,8 +89,8 @@ def standard_error(values: np.ndarray, axis: int | None = None) -> Any:
 
 
 def or_none(value: float) -> float | None:
-    """None for NaN, which JSON does not have."""
-    return None if math.isnan(value) else value
+    """None for NaN and infinity, which JSON does not have."""
+    return value if math.isfinite(value) else None
 
 
 def plain(value: Any, digits: int = 6) -> Any:

@@ -206,3 +206,8 @@ def test_waiting_for_a_lock_outlasts_the_one_that_removes_its_file(tmp_path: Pat
         order.append("first")
     other.join()
     assert order == ["first", "second"] and names(tmp_path) == []
+
+
+def test_a_name_that_is_too_long_is_a_sentence(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="File name too long"):
+        write_text(tmp_path / ("x" * 250), "text")

@@ -47,7 +47,7 @@ def difference(first: Pane, second: Pane) -> str:
     )
     losses = [p.reading.loss for p in (first, second)]
     change = ""
-    if losses[0] is not None and losses[1] is not None:
+    if losses[0] is not None and losses[1] is not None and first.reading.ids == second.reading.ids:
         apart = number(losses[1] - losses[0], signed=True)
         change = f"Loss {losses[0]:.3f} and {losses[1]:.3f} nats per token, {apart}. "
     note = (

@@ -44,7 +44,8 @@ def pane(p: Pane, scales: Scales) -> str:
     rows = f"Rows are reads, bars their sources: {short_names}. Every edge in place."
     if scales.span[0] < 0:
         rows += " Left of the line: sources that point against the read."
-    share = "how much of the read it is, by projection on it" if p.by == "contribution" else "the weight it is given"
+    of_weights = "its weight's size, a share of the sizes of all"
+    share = "how much of the read it is, by projection on it" if p.by == "contribution" else of_weights
     click = f"Rows are reads, columns sources: {share}, every edge in place. Click a cell to knock its edge out."
     left = [
         section(p.title, "next", f"Next token after {p.of_token}", _next(p, scales)),

@@ -266,13 +266,15 @@ class Opened:
                 self._kept.move_to_end(key)
             else:
                 self._kept[key] = make()
-                while len(self._kept) > (KEPT if self._bytes() < KEPT_BYTES else 2):
+                while len(self._kept) > KEPT:
                     self._kept.popitem(last=False)
+                sizes = {key: _bytes(one) for key, one in list(self._kept.items())[:-2]}
+                total = sum(sizes.values()) + sum(map(_bytes, list(self._kept.values())[-2:]))
+                for old, size in sizes.items():  # what has no tensors, as scores that took long, may stay
+                    if size and total >= KEPT_BYTES:
+                        del self._kept[old]
+                        total -= size
             return self._kept[key]
-
-    def _bytes(self) -> int:
-        kept = [getattr(one, name, None) for one in self._kept.values() for name in ("log_probs", "mean", "largest")]
-        return sum(tensor.nbytes for tensor in kept if isinstance(tensor, Tensor))
 
     def _read(self, text: str) -> Reading:
         ids, offsets = self._encode(text)
@@ -352,6 +354,12 @@ class Opened:
         with intervene(self.model, *edits):
             prediction = predict(self.model, ids)
         return Effect(prediction.log_probs, prediction.losses.double().numpy())
+
+
+def _bytes(kept: Any) -> int:
+    """How large the tensors of a text's reading are."""
+    tensors = [getattr(kept, name, None) for name in ("log_probs", "mean", "largest")]
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
 
 
 def choose_threads(models: Sequence[Opened]) -> None:

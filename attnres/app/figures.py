@@ -207,7 +207,7 @@ def stack(
     if span[0] < 0:
         line = f'stroke="currentColor" stroke-width="0.8" pointer-events="none" d="M{zero:.2f} 2V{bottom:.1f}"'
         parts.append(f"<path {line}/>")
-    for end in sorted({0.0, 0.5, 1.0}):
+    for end in (0.0, 0.5, 1.0):
         parts.append(_text(zero + end * wide, bottom + 9, f"{end:g}", "end" if end == 1 else "start"))
     return svg("stack", title, bottom + 13, parts + marks)
 

@@ -57,7 +57,7 @@ def application(page: Page, *, local: bool) -> Starlette:
     """The page as an ASGI application; `local` as in `Guard`."""
 
     def show(question: Asked) -> dict[str, Any]:
-        words, steps = "", []
+        steps = []
         view, words = _view(page, question)
         for action in question.get("actions", [])[:MAX_ACTIONS]:
             try:

@@ -71,7 +71,7 @@ def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False)
         for one in named[model]:
             one.name = model.name
     models = [one for model, steps in named.items() for one in (*steps, model)]
-    if len({model.label for model in models}) < len(models):
+    if len({model.name for model in named}) < len(named):  # else two runs would be taken for steps of one
         for model, steps in named.items():
             model.name = model.checkpoint.title(parts=2)
             for step in steps:

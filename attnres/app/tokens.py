@@ -113,8 +113,8 @@ def _alike(p: Pane) -> bool:
 
 def _ramp(low: float, high: float, words: str, flip: bool = False) -> str:
     """A scale with both its ends."""
-    ends = [_shade((-1 if flip else 1) * value, high) for value in (low, (low + high) / 2, high)]
+    stops = [_shade((-1 if flip else 1) * value, high) for value in np.linspace(low, high, 9)]  # a root is no line
     return (
-        f'<p class="legend">{low:.3g} <i class="ramp" style="background:linear-gradient(90deg,{",".join(ends)})"></i> '
+        f'<p class="legend">{low:.3g} <i class="ramp" style="background:linear-gradient(90deg,{",".join(stops)})"></i> '
         f"{high:.3g} {escape(words)}</p>"
     )

@@ -123,7 +123,8 @@ def prepare(
                     header = _build(folder, text, loaded or size or 0, held_out, progress, workers, parts)
                     about = {"version": VERSION, "key": key, "settings": settings, "source": text.name}
                     write_json(folder / "header.json", about | header)
-            for left in target.parent.glob(f".{glob.escape(target.name)}.*.parts"):  # of a killed one too
+            ours = f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}.parts"
+            for left in target.parent.glob(ours):  # of a killed one too
                 shutil.rmtree(left, ignore_errors=True)
     return Prepared(target, read_header(target))
 

@@ -257,7 +257,7 @@ def _files_in(folder: Path) -> list[Path]:
         splits = checked(read_json(folder / _SPLITS, ours=False), _Splits, folder / _SPLITS, "save it again")["splits"]
         if "train" not in splits and len(splits) != 1:
             raise UserError(f"{folder} has the splits {', '.join(splits)}: name one, for example {folder / splits[0]}")
-        folder = folder / ("train" if "train" in splits else splits[0])
+        folder = folder / ("train" if "train" in splits else Path(splits[0]).name)
     if (folder / _SAVED).is_file():
         saved = checked(read_json(folder / _SAVED, ours=False), _Saved, folder / _SAVED, "save it again")
         return [folder / Path(file["filename"]).name for file in saved["_data_files"]]
@@ -277,7 +277,7 @@ def _files(name: str, files: list[Path], column: str, salt: str) -> Source:
             stat = file.stat()
         except OSError as error:
             raise UserError(f"{file} cannot be read: {error.strerror}") from error
-        state.update(f"{file.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
+        state.update(os.fsencode(file.resolve()) + f"\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode())
         size += text_bytes(file, column)
 
     def read() -> Iterator[str]:

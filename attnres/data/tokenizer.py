@@ -143,8 +143,9 @@ def fingerprint(spec: str) -> str:
     if path.is_file():
         return file_sha256(path)
     if path.is_dir():
-        names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "merges.txt", "vocab.txt", "tokenizer.model")
-        return " ".join(file_sha256(path / name) for name in names if (path / name).is_file())
+        patterns = (*TOKENIZER_FILES, "config.json")
+        files = sorted({file for pattern in patterns for file in path.glob(pattern) if file.is_file()})
+        return " ".join(f"{file.name} {file_sha256(file)}" for file in files)
     return spec
 
 
@@ -189,7 +190,8 @@ def _from_folder(folder: Path) -> tuple[Tokenizer, str | None]:
 def _kind_of_pair(folder: Path) -> str:
     """Whose vocab.json and merges.txt lie in a folder without a config. Raises UserError."""
     vocabulary = read_json(folder / "vocab.json", ours=False)
-    ids = sorted(vocabulary.items(), key=lambda pair: pair[1]) if isinstance(vocabulary, dict) else []
+    numbered = isinstance(vocabulary, dict) and all(type(number) is int for number in vocabulary.values())
+    ids = sorted(vocabulary.items(), key=lambda pair: pair[1]) if numbered else []
     key = hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
     if key not in _PAIRS:
         raise UserError(

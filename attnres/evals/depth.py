@@ -94,7 +94,7 @@ class DepthReader(Observer):
         sublayers = self.residual.num_sublayers
         rows = {index: weights.float().tolist() for index, weights in self.weights.items()}
         names = [source.name for source in self.sources[-1]]
-        output = sorted(zip(names, rows[len(self.sources) - 1]), key=lambda pair: -pair[1])
+        output = sorted(zip(names, rows[len(self.sources) - 1]), key=lambda pair: -abs(pair[1]))
         blocks = []
         sealed = [source for row in self.sources for source in row if source.kind in ("block", "state")]
         ends = {source.span.stop - 1 for source in sealed if source.span} or set(
@@ -109,6 +109,6 @@ class DepthReader(Observer):
                 for source, weight in zip(self.sources[index], rows[index]):
                     sums[source.name] = sums.get(source.name, 0.0) + weight / len(reads)
                     sources[source.name] = source
-            heaviest = max(sums, key=lambda name: sums[name])
+            heaviest = max(sums, key=lambda name: abs(sums[name]))
             blocks.append((f"b{number}", sources[heaviest], sums[heaviest]))
         return TokenDepth(token, piece(self.tokenizer, token), output, blocks)

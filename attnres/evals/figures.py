@@ -31,11 +31,11 @@ class Asked:
     notes: list[str]
     width: int = 0
     stride: int = 0
-    bytes: int = 0
+    bytes: float = 0.0
 
 
 def ask(task: Task, checkpoint: Checkpoint, *, width: int, stride: int, limit: int | None) -> Asked:
-    """Encode a task; of a text at most `limit` windows.
+    """Encode a task; of a text at most `limit` windows side by side.
 
     Raises:
         UserError: the tokenizer is not the model's, or a text too short to score.
@@ -51,16 +51,16 @@ def _ask_text(task: Task, checkpoint: Checkpoint, width: int, stride: int, limit
     tokenizer = checkpoint.tokenizer
     ids = tokenizer(task.text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     size = len(task.text.encode())
-    if limit is not None and len(ids) > limit * width:
-        ids = ids[: limit * width]
-        size = len(str(tokenizer.decode(ids)).encode())
     before = token_in_front(tokenizer)
+    if limit is not None and len(ids) > limit * (width - len(before)):
+        ids = ids[: limit * (width - len(before))]
+        size = len(str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)).encode())
     apart = windows(ids, width, width, before)
     sliding = windows(ids, width, stride, before)
     if not apart:
         raise UserError(f"{task.source} is too short: expected two tokens or more")
     groups = [range(len(apart)), range(len(apart), len(apart) + len(sliding))]
-    return Asked(task, apart + sliding, groups, [], width, stride, size)
+    return Asked(task, apart + sliding, groups, [], width, stride, size / len(ids))
 
 
 def _ask_items(task: Task, checkpoint: Checkpoint) -> Asked:
@@ -120,8 +120,8 @@ def _text_figures(questions: Asked, scored: Sequence[Scored]) -> list[Measure]:
         loss, count = _losses(scores), np.array([float(len(s.logprobs)) for s in scores])
         measures.append(Measure(key, label, loss, count, exp=True, unit="nats/token", tokens=digest))
     last = measures[-1]
-    # Bytes are shared among the windows by their tokens: the sum is exact, to within the text's first token.
-    share = last.below / last.below.sum() * questions.bytes
+    # Each scored token has its share of the text's bytes: a window's first one, with nothing before it, has no score.
+    share = last.below * questions.bytes
     bits = last.above / math.log(2)
     measures.append(
         Measure("bits_per_byte", "bits per byte, sliding windows", bits, share, tokens=last.tokens, universal=True)

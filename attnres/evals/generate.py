@@ -28,7 +28,7 @@ class Sampling:
     """How the next token is chosen. None takes the model's own setting (generation_config.json), else none is made.
 
     Attributes:
-        greedy: always the likeliest.
+        greedy: always the likeliest, after what the model's own settings take off it (a repetition penalty).
         temperature: at least `LOWEST`; divides the logits.
         top_k: only the k likeliest.
         top_p: only the likeliest whose probabilities sum to p.

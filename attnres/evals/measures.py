@@ -10,7 +10,7 @@ perplexity), with a = a2 - a1.
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -46,7 +46,7 @@ class Measure:
     chance: float | None = None
     tokens: str = ""
     universal: bool = False
-    fixed: tuple[float, float | None] | None = field(default=None)
+    fixed: tuple[float, float | None] | None = None
     """(figure, standard error) where another program gave no values per item."""
 
     @property

@@ -23,6 +23,7 @@ from attnres.files import write_json, write_text
 from attnres.folders import refuse_other_file
 from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.progress import Bars
+from attnres.stats import or_none
 from attnres.training import environment
 
 MAX_WINDOW = 2048
@@ -220,7 +221,8 @@ def _task_record(models: Sequence[Sequence[Measure]], source: str, notes: list[l
         figure: Row = {"key": first.key, "label": first.label, "chance": first.chance, "unit": first.unit, "values": []}
         for measure in column:
             value, error = measure.estimate()
-            figure["values"].append({"value": value, "standard_error": error, "items": measure.count})
+            error = None if error is None else or_none(error)
+            figure["values"].append({"value": or_none(value), "standard_error": error, "items": measure.count})
         figure["differences"] = [_difference_record(first, other) for other in column[1:]]
         figures.append(figure)
     return {"source": source, "figures": figures, "notes": notes}
@@ -228,11 +230,11 @@ def _task_record(models: Sequence[Sequence[Measure]], source: str, notes: list[l
 
 def _difference_record(first: Measure, second: Measure) -> Row:
     paired = difference(first, second)
-    if paired.value is None:
-        return {"value": None, "reason": paired.reason}
+    if paired.value is None or or_none(paired.value) is None:
+        return {"value": None, "reason": paired.reason or "one of the two is no number"}
     return {
         "value": paired.value,
-        "standard_error": paired.error,
+        "standard_error": None if paired.error is None else or_none(paired.error),
         "items": paired.count,
         "paired": paired.paired,
         "unit": second.unit,

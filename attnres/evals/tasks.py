@@ -179,7 +179,7 @@ def read_task(name: str, data: str | Path | None = None, limit: int | None = Non
         path = None if data is None else _file_in(user_path(data), known.files or f"{name}*.jsonl", name)
         if known.hub[0] == "Salesforce/wikitext":
             lines = [row["text"].rstrip("\n") for row in _hub_rows(name, known)] if path is None else None
-            text = wikitext(lines if lines is not None else _text_of(path).splitlines())
+            text = wikitext(lines if lines is not None else _text_of(path).removesuffix("\n").split("\n"))
             return Task(name, "text", _source(known, path), text=_some(text, str(path or name)))
         items = _hub_items(name, known) if path is None else _lines(path, known.query)
         return _task(name, _source(known, path), items, limit, norm=known.norm, per_token=known.per_token)

@@ -112,13 +112,14 @@ def named(
 
 
 def scale(figure: Figure, mesh: Collection, axes: Any, label: str, **options: Any) -> None:
-    """The colour scale beside the axes."""
+    """The colour scale beside the axes, as far down as any cells of theirs."""
     settings: dict[str, Any] = {"fraction": 0.03, "pad": 0.015, "aspect": 22, **options}
     bar = figure.colorbar(mesh, ax=axes, **settings)
     if mesh.norm is SHARES:
         bar.set_ticks([0, 0.05, 0.2, 0.5, 1], labels=["0", ".05", ".2", ".5", "1"])
     if mesh.norm is CONTRIBUTIONS:
-        least = float(np.nanmin(np.asarray(mesh.get_array(), dtype=float)))
+        meshes = [one for ax in np.ravel(axes) for one in ax.collections if one.norm is CONTRIBUTIONS]
+        least = min(float(np.nanmin(np.asarray(one.get_array(), dtype=float))) for one in meshes)
         lowest = -0.1 if least > -0.1 else -0.5 if least > -0.5 else -1.0
         names = {-1.0: "−1", -0.5: "−.5", -0.1: "−.1", 0.0: "0", 0.1: ".1", 0.5: ".5", 1.0: "1"}
         ticks = [tick for tick in names if tick >= lowest]

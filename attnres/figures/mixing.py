@@ -119,8 +119,8 @@ def layers(inspection: "Inspection", by: By = "contribution") -> Plot:
     links = _arcs(arcs, values, names)
     what = "How much of each layer's reads is" if by == "contribution" else "Which coefficients each layer's reads give"
     caption = f"{what} the embedding and each earlier layer (both sublayers' outputs). " + (
-        "Right: each layer's strongest links, three at most and each at least twice the even share, coloured by what "
-        "is read, left for layers and right for the output; a layer's read of its own attention is left out."
+        "Right: each layer's strongest links, three at most and each at least twice the even share, or .6, coloured by "
+        "what is read, left for layers and right for the output; a layer's read of its own attention is left out."
         if links
         else "Right: no link is twice the even share: nothing stands out."
     )
@@ -138,9 +138,9 @@ def _arcs(ax: Axes, values: np.ndarray, names: list[str]) -> int:
     colours, drawn = source_colours(sources), 0
     for reader in range(count + 1):
         node = reader + 1
-        links = [(values[reader, source], source) for source in range(min(reader + 1, count + 1))]
+        links = [(values[reader, source], source) for source in range(reader + 1)]
         for weight, source in sorted(links, reverse=True)[:3]:
-            if len(links) < 2 or weight < min(0.6, 2 / len(links)) or source == node:
+            if len(links) < 2 or weight < min(0.6, 2 / len(links)):
                 continue
             drawn += 1
             side, bend = (margin, -0.5) if reader == count else (-0.06, 0.5)

@@ -10,14 +10,12 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from attnres.figures.cells import LOOKS, SIGNED_MAP, cell_numbers, cells, named, scale
 from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label, plain
 from attnres.inspect.colours import MORE
+from attnres.inspect.notebook import FLOOR
 from attnres.inspect.routing import By, Routing, amounts
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import ByLabel, Inspection
 
-
-FLOOR = 0.02
-"""The least that a scale of differences runs to: what is smaller is no news, and stays pale."""
 TITLES: dict[By, str] = {"contribution": "what reads are made of", "weight": "weights of reads"}
 """What a figure of these numbers shows."""
 
@@ -231,7 +229,8 @@ def label_sources(inspection: "Inspection", by: By = "contribution") -> Plot:
     _refuse_constant(part, routing.by)
     row = last_mix(routing)
     read = inspection.layout.index(routing.layout[row])
-    values = label_rows(part, read, routing.by)[0] - np.array(routing.values[row])
+    table = label_rows(part, read, routing.by)[0]
+    values = table - np.average(table, axis=0, weights=part["tokens"])
     columns, names = routing.layout[row].sources, part["names"]
     largest = max(FLOOR, float(np.abs(values).max()))
     height = 0.17 * len(names)

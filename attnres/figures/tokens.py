@@ -15,9 +15,10 @@ from matplotlib.patches import Rectangle
 
 from attnres.figures import style
 from attnres.figures.cells import SIGNED_MAP
-from attnres.figures.patterns import FLOOR, TITLES, axis, boundaries, last_mix, shares, what_numbers_are, which_reads
+from attnres.figures.patterns import TITLES, axis, boundaries, last_mix, shares, what_numbers_are, which_reads
 from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label, number, plain
 from attnres.inspect.colours import ink_on, source_colours
+from attnres.inspect.notebook import FLOOR
 from attnres.inspect.routing import FIELD, By, Routing, amounts
 from attnres.residuals import Source
 

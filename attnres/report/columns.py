@@ -146,7 +146,8 @@ def print_table(table: Table, verdict: str, console: "Console | None" = None) ->
     for row in table.rows:
         cells = {}
         for column in columns:  # eighty columns: what is in brackets or can be had from the CSV is left out
-            text = column.text(row, table).split(" (")[0]
+            text = column.text(row, table)
+            text = text if column is columns[0] else text.split(" (")[0]
             cells[column.name] = Text(text if column.name == "difference" else text.split(" ± ")[0])
         if row.paired and row.decided and row.complete:
             cells["difference"].stylize("bold green" if row.paired.mean < 0 else "bold red")

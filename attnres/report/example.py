@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attnres.figures.patterns import FLOOR
 from attnres.figures.plot import NotShown, number
 from attnres.figures.tokens import example_columns
+from attnres.inspect.notebook import FLOOR
 from attnres.inspect.routing import FIELD, amounts
 from attnres.residuals import Source
 

@@ -39,19 +39,19 @@ def measured() -> Comparison:
         residual = label.partition("-")[0]
         losses = {seed: [(float(row["tokens"]), float(row["loss"])) for row in rows] for seed, rows in seeds.items()}
         places = [] if label == BASELINE else zip(*seeds.values(), strict=True)
-        differences = [_difference(rows) for rows in places]
+        differences = [_difference(rows, len(runs) - 1) for rows in places]
         variants.append(
             Variant(label, residual, traits_of(residual), seeds=list(seeds), held_out=losses, differences=differences)
         )
     return Comparison(variants, baseline=BASELINE, unit="training tokens", equal=True)
 
 
-def _difference(rows: Sequence[Mapping[str, str]]) -> Difference:
-    """The mean over seeds at one place. The files have no single windows, so that their error is the seeds' mean one,
-    which the error of the mean does not exceed."""
+def _difference(rows: Sequence[Mapping[str, str]], comparisons: int) -> Difference:
+    """The mean over seeds at one place, one of so many that are looked at together. The files have no single windows,
+    so that their error is the seeds' mean one, which the error of the mean does not exceed."""
     values = np.array([float(row["difference"]) for row in rows])
     se_windows = float(np.mean([float(row["difference_se_windows"]) for row in rows]))
-    basis, _, margin = interval(se_windows, int(rows[0]["windows"]), standard_error(values), len(rows))
+    basis, _, margin = interval(se_windows, int(rows[0]["windows"]), standard_error(values), len(rows), comparisons)
     return Difference(float(rows[0]["tokens"]), float(values.mean()), margin, basis, tuple(values))
 
 

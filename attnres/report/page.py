@@ -152,7 +152,7 @@ def figure_cards(plots: Sequence[Plot], anchor: str = "") -> str:
     grid = " broad" if broad else " three" if len(plots) == 3 else ""
     parts = []
     for plot in plots:
-        svg = theme.to_svg(plot.figure, anchor + plot.name, escape(plot.title, quote=True), ZOOM)
+        svg = theme.to_svg(plot.figure, anchor + plot.name, plot.title, ZOOM)
         if broad:
             svg = f'<div class="scroll">{svg}</div>'
         caption = f"<figcaption>{escape(plot.caption)}</figcaption>"

@@ -290,5 +290,5 @@ def _what_the_error_is(pairs: list[Paired], baseline: str, comparisons: int) -> 
     if len(by_windows) == len(pairs):
         what += f"± is its standard error over windows, wider here than that over {counts} seeds; "
         return what + f"95 % intervals by Student's t{together}."
-    exception = " (over windows where that interval is wider, or seeds are fewer than three)" if by_windows else ""
+    exception = " (over windows where that interval is wider, or there is one seed)" if by_windows else ""
     return what + f"± is its standard error over {counts} seeds{exception}; 95 % intervals by Student's t{together}."

@@ -6,6 +6,7 @@ variable, so that the same SVG is readable on both backgrounds.
 
 import io
 import re
+from html import escape
 
 import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -44,6 +45,10 @@ def variables(dark: bool) -> str:
     return "".join(f"--{name}:{DARK[colour] if dark else colour};" for colour, name in NAMES.items())
 
 
+def _themed(attribute: re.Match[str]) -> str:
+    return re.sub(r"#[0-9a-f]{6}\b", lambda colour: variable(colour[0]), attribute[0])
+
+
 def to_svg(figure: Figure, name: str, alt: str, zoom: float) -> str:
     """An `<svg>` to put in the page: scales with its box, the theme's colours, ids that no other figure has.
 
@@ -56,8 +61,8 @@ def to_svg(figure: Figure, name: str, alt: str, zoom: float) -> str:
     svg = out.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'(<(?:g|image)\b[^>]*?) id="[^"]*"', r"\1", svg)
-    svg = re.sub(r"#[0-9a-f]{6}\b", lambda colour: variable(colour[0]), svg)
+    svg = re.sub(r'\b(?:style|fill|stroke)="[^"]*"', _themed, svg)  # and not in what a text says
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)  # hundredths of a point do
     width = figure.get_figwidth() * 72
     size = f"max-width:{width * 4 / 3 * zoom:.0f}px" + (f";min-width:{width * 1.1:.0f}px" if width > 300 else "")
-    return svg.replace("<svg ", f'<svg role="img" aria-label="{alt}" style="{size}" ', 1)
+    return svg.replace("<svg ", f'<svg role="img" aria-label="{escape(alt, quote=True)}" style="{size}" ', 1)

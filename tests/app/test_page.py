@@ -388,10 +388,10 @@ def test_a_step_of_which_the_residual_alone_was_kept_shows_what_it_learned(folde
         Page(open_models([run])).show(View(TEXT, models=(1, 2)))
 
 
-def test_runs_of_one_name_are_told_apart(folders, tmp_path):
-    for parent in "ab":
+def test_runs_of_one_name_are_told_apart_and_are_no_steps_of_one(folders, tmp_path):
+    for parent, residual in zip("ab", ("block", "full"), strict=True):
         (tmp_path / parent).mkdir()
-        (tmp_path / parent / "block").symlink_to(folders["block"])
+        (tmp_path / parent / "block").symlink_to(folders[residual])
     assert [model.name for model in open_models([tmp_path / "a" / "block", tmp_path / "b" / "block"])] == [
         "a/block",
         "b/block",
@@ -414,8 +414,11 @@ def test_few_analyses_are_kept_of_a_large_vocabulary(folders, monkeypatch):
         model.read(f"text {i}")
     assert len(model._kept) == KEPT
     monkeypatch.setattr("attnres.app.explorer.KEPT_BYTES", 1.0)
-    model.read("one more")
-    assert len(model._kept) == 2
+    model._keep("scores", lambda: "what took long and has no tensors")
+    for i in range(3):
+        model.read(f"one more {i}")
+    readings = [one for one in model._kept.values() if not isinstance(one, str)]
+    assert len(readings) == 2 and "scores" in model._kept
 
 
 def test_encode_has_no_link_for_views_beyond_it():

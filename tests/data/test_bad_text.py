@@ -149,7 +149,11 @@ def test_wrong_column_names_the_ones_there_are(tmp_path: Path, own_cache: Path):
 
 
 def test_one_document_cannot_be_split(tmp_path: Path, own_cache: Path):
-    refused(write_jsonl(tmp_path / "a.jsonl", ["only"]), "is one document, so none can be held out", own_cache)
+    refused(
+        write_jsonl(tmp_path / "a.jsonl", ["only"]),
+        "is one document, or one over and over, so that none",
+        own_cache,
+    )
     refused(write_jsonl(tmp_path / "a.jsonl", ["same", "same"]), "is one document", own_cache, held_out=0.999)
 
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from attnres.data import load_tokenizer
-from attnres.data.tokenizer import load_with_end, train_tokenizer, vocabulary_size
+from attnres.data.tokenizer import fingerprint, load_with_end, train_tokenizer, vocabulary_size
 from attnres.errors import UserError
 
 TRAINED, END = train_tokenizer(400, [document(i) for i in range(200)])
@@ -133,3 +133,15 @@ def test_qwen2_files_give_qwen2s_split():
     tokenizer, end = load_with_end(DATA / "tokenizers" / "qwen2")
     assert end == 151_643
     assert tokenizer.encode("Hello world 2024").ids == [9707, 1879, 220, 17, 15, 17, 19]
+
+
+def test_a_tokenizer_differs_where_any_of_its_files_does(tmp_path):
+    (tmp_path / "tekken.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_text("weights")
+    before = fingerprint(str(tmp_path))
+    (tmp_path / "model.safetensors").write_text("other weights")
+    assert before and fingerprint(str(tmp_path)) == before
+    for name in ("tekken.json", "added_tokens.json", "spiece.model"):
+        (tmp_path / name).write_text(f"another {name}")
+        assert fingerprint(str(tmp_path)) != before
+        before = fingerprint(str(tmp_path))

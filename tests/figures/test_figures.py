@@ -1,5 +1,6 @@
 """Figures of an inspection: every value stands where its name says, at any depth; what does not apply is left out."""
 
+import copy
 import dataclasses
 import math
 import re
@@ -22,6 +23,7 @@ from attnres.figures import (
     style,
     write_figures,
 )
+from attnres.figures.cells import CONTRIBUTIONS, SIGNED_MAP, scale
 from attnres.figures.cells import cells as draw_cells
 from attnres.figures.comparison import Difference
 from attnres.figures.depth import CHOICE, by_depth
@@ -29,7 +31,7 @@ from attnres.figures.dynamics import over_steps
 from attnres.figures.geometry import learned
 from attnres.figures.mixing import layer_shares, mixing
 from attnres.figures.patterns import at_boundaries, boundaries, by_kind, label_sources, patterns, shares
-from attnres.figures.plot import label, thin_ticks
+from attnres.figures.plot import PAGE, canvas, label, thin_ticks
 from attnres.figures.tokens import _layout, drawable, stacked, token_map
 from attnres.inspect.routing import FIELD
 from attnres.report.theme import to_svg
@@ -455,6 +457,28 @@ def test_a_network_whose_output_has_one_source_shows_its_last_mix():
     with style.style():
         assert "'mlp 1'" in stacked(example).caption
         assert "'mlp 1'" in label_sources(example).caption
+
+
+def test_kinds_are_held_against_their_own_tokens():
+    """In a report routing is the mean over seeds and kinds are the first seed's."""
+    example = inspection("full", 3)
+    values = {}
+    for shift in (0.0, 0.3):
+        moved = copy.deepcopy(example)
+        for row in moved.routing["contribution"]:
+            row[0] += shift
+        with style.style():
+            (mesh,) = (one for one in label_sources(moved).figure.axes[0].collections if one.get_array() is not None)
+            values[shift] = np.asarray(mesh.get_array())
+    np.testing.assert_allclose(values[0.3], values[0.0])
+
+
+def test_the_scale_reaches_as_far_down_as_any_panel():
+    figure, axes = canvas(PAGE, 2.0, 1, 2)
+    for ax, value in zip(axes[0], (-0.6, 0.1)):
+        mesh = draw_cells(ax, np.array([[value, 0.5]]), norm=CONTRIBUTIONS, colourmap=SIGNED_MAP)
+    scale(figure, mesh, list(axes[0]), "share")
+    assert figure.axes[-1].get_ylim()[0] == -1.0
 
 
 def test_a_long_text_on_many_boundaries_fits_a_page():

@@ -10,6 +10,7 @@ from synthetic import routing, write_study
 
 from attnres.errors import UserError
 from attnres.figures import draw_model, style
+from attnres.figures.plot import canvas
 from attnres.inspect.inspection import Inspection
 from attnres.report import load_study, theme
 from attnres.report.example import example
@@ -131,6 +132,13 @@ def test_cells_without_a_value_are_no_paths_in_the_page(inspected: Path) -> None
     assert len(cells) == 3 * count * (count + 1) // 2
     assert not re.search(r' d="[^"]*\.\d{3}', svg)
     assert "<pattern" not in svg, "each of its uses is an image where a browser prints"
+
+
+def test_what_a_picture_says_is_text_and_no_markup() -> None:
+    figure, axes = canvas(3.0, 1.0)
+    axes[0, 0].set_title("#0072b2")
+    svg = theme.to_svg(figure, "x", 'a"><img src=x>', 1.0)
+    assert 'aria-label="a&quot;&gt;&lt;img src=x&gt;"' in svg and "<img" not in svg
 
 
 def test_every_figure_inside_has_a_file_of_its_own(inspected: Path, monkeypatch: pytest.MonkeyPatch) -> None:
