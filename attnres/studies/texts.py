@@ -45,9 +45,6 @@ def text_of(config: LookConfig, run: Path | None) -> LookText:
     options = [name for name in ("text", "file", "corpus") if getattr(config, name) is not None]
     if len(options) > 1:
         raise UserError(f"both --{options[0]} and --{options[1]} are given: give one of them")
-    for name in options:
-        if name != "text" and not getattr(config, name).strip():
-            raise UserError(f"--{name} is empty: expected a name")
     if config.limit < 2:
         raise UserError(f"limit is {config.limit} tokens: expected at least 2, one to predict another")
     if config.text is not None:
