@@ -88,6 +88,15 @@ def standard_error(values: np.ndarray, axis: int | None = None) -> Any:
     return float(error.item()) if axis is None else error.squeeze(axis)
 
 
+def perplexity(loss: float) -> float:
+    """e to the loss, as far as a number can hold it.
+
+    >>> perplexity(0.0), perplexity(1e6) < math.inf
+    (1.0, True)
+    """
+    return math.exp(min(loss, 700.0))
+
+
 def or_none(value: float) -> float | None:
     """None for NaN and infinity, which JSON does not have."""
     return value if math.isfinite(value) else None

@@ -8,6 +8,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 UNKNOWN = "–"
 
 
+def whole_characters(text: str) -> str:
+    """The text with U+FFFD for lone surrogates, which arguments that are no UTF-8 and JSON's escapes come with.
+
+    >>> whole_characters("caf\\udce9")
+    'caf\ufffd'
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def number(value: float | None, digits: int = 3, *, signed: bool = False) -> str:
     """Fixed digits with a true minus sign; zero has no sign.
 

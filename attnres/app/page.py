@@ -17,6 +17,7 @@ from attnres.errors import UserError
 from attnres.inspect.corpus import Search
 from attnres.inspect.steps import step_change
 from attnres.studies.texts import LookText
+from attnres.text import whole_characters
 from attnres.typed import Count, Misfit, fit
 
 SEARCHED = 20_000
@@ -357,4 +358,4 @@ def _words(text: Any) -> str:
     """A text from the browser, half a character made none. Raises UserError."""
     if not isinstance(text, str):
         raise UserError("the text is none: type some")
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return whole_characters(text)

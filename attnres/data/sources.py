@@ -20,6 +20,7 @@ from attnres.data.tasks import documents
 from attnres.errors import UserError
 from attnres.paths import refuse_special, user_path
 from attnres.reading import read_json
+from attnres.text import whole_characters
 from attnres.typed import checked
 
 # Not the library itself, or (the last) its own build: paths and flags of one machine.
@@ -295,15 +296,6 @@ def _walk(root: Path, skip: set[str]) -> Iterator[Path]:
         yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
 
 
-def _clean(text: str) -> str:
-    """The text with U+FFFD for lone surrogates, which JSON escapes can spell and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    return text
-
-
 class _Documents:
     """The texts that are not blank, `limit` characters of them at most.
 
@@ -315,7 +307,7 @@ class _Documents:
         self.texts, self.left = texts, limit
 
     def __iter__(self) -> Iterator[str]:
-        for text in map(_clean, self.texts):
+        for text in map(whole_characters, self.texts):
             if self.left is not None:
                 text = text[: self.left]
                 self.left -= len(text)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attnres.evals.scoring import Request
-from attnres.stats import or_none, ratio
+from attnres.stats import or_none, perplexity, ratio
 
 OTHER_TOKENS = "different tokens: bits per byte compare, this does not"
 NO_ITEMS = "no values per item"
@@ -59,7 +59,7 @@ class Measure:
         if self.fixed is not None:
             return self.fixed
         mean, error, *_ = ratio(self.above, self.below)
-        figure = math.exp(min(700.0, mean)) if self.exp else mean
+        figure = perplexity(mean) if self.exp else mean
         return figure, or_none(figure * error if self.exp else error)
 
 

@@ -18,6 +18,7 @@ from attnres.report.stats import (
     why_unpaired,
 )
 from attnres.residuals import Traits
+from attnres.stats import perplexity
 from attnres.text import listed, number
 from attnres.timing import spread
 
@@ -76,7 +77,7 @@ class Row:
 
     @property
     def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))  # what fp64 can hold
+        return perplexity(self.loss)
 
     @property
     def flops_per_s(self) -> float:

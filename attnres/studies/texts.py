@@ -13,6 +13,7 @@ from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.paths import refuse_special, user_path
 from attnres.reading import read_json
 from attnres.studies.look_config import LookConfig
+from attnres.text import whole_characters
 from attnres.training.records import ADVICE, RunConfig
 from attnres.typed import checked
 
@@ -70,8 +71,7 @@ def corpus_text(spec: str, column: str) -> LookText:
 
 
 def _alone(name: str, text: str) -> LookText:
-    # Arguments that are no UTF-8 come with lone surrogates in them.
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    text = whole_characters(text)
     if not text or text.isspace():
         raise UserError(f"{name} is empty: expected some text, at least two tokens")
     return LookText(name, lambda: iter([text]), text)

@@ -25,7 +25,7 @@ from attnres.models.flops import forward_flops, peak_flops, step_flops
 from attnres.models.snapshot import tensors_of, write_snapshot
 from attnres.progress import STEPS, Bars
 from attnres.reading import read_json
-from attnres.stats import or_none, standard_error
+from attnres.stats import or_none, perplexity, standard_error
 from attnres.terminal import say
 from attnres.training import arithmetic, checkpoint, distill, environment, regimes, start, validate
 from attnres.training.by_depth import magnitudes, recorded
@@ -340,7 +340,7 @@ class Run:
             "tokens": past.step * tokens,
             "val_loss": past.val_loss,
             "val_se": or_none(standard_error(losses)),
-            "perplexity": math.exp(min(700.0, float(losses.mean()))),
+            "perplexity": perplexity(float(losses.mean())),
             "train_loss": past.train_loss,
             "tokens_per_s": tokens / seconds,
             "step_s": seconds,
