@@ -97,9 +97,9 @@ def perplexity(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def or_none(value: float) -> float | None:
-    """None for NaN and infinity, which JSON does not have."""
-    return value if math.isfinite(value) else None
+def or_none(value: float | None) -> float | None:
+    """None for NaN and infinity, which JSON does not have, and for what is not known."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def plain(value: Any, digits: int = 6) -> Any:

@@ -268,9 +268,9 @@ class Opened:
                 self._kept[key] = make()
                 while len(self._kept) > KEPT:
                     self._kept.popitem(last=False)
-                sizes = {key: _bytes(one) for key, one in list(self._kept.items())[:-2]}
-                total = sum(sizes.values()) + sum(map(_bytes, list(self._kept.values())[-2:]))
-                for old, size in sizes.items():  # what has no tensors, as scores that took long, may stay
+                sizes = [(old, _bytes(one)) for old, one in self._kept.items()]
+                total = sum(size for _, size in sizes)
+                for old, size in sizes[:-2]:  # what has no tensors, as scores that took long, may stay
                     if size and total >= KEPT_BYTES:
                         del self._kept[old]
                         total -= size

@@ -221,8 +221,8 @@ def _task_record(models: Sequence[Sequence[Measure]], source: str, notes: list[l
         figure: Row = {"key": first.key, "label": first.label, "chance": first.chance, "unit": first.unit, "values": []}
         for measure in column:
             value, error = measure.estimate()
-            error = None if error is None else or_none(error)
-            figure["values"].append({"value": or_none(value), "standard_error": error, "items": measure.count})
+            items = measure.count
+            figure["values"].append({"value": or_none(value), "standard_error": or_none(error), "items": items})
         figure["differences"] = [_difference_record(first, other) for other in column[1:]]
         figures.append(figure)
     return {"source": source, "figures": figures, "notes": notes}
@@ -230,11 +230,11 @@ def _task_record(models: Sequence[Sequence[Measure]], source: str, notes: list[l
 
 def _difference_record(first: Measure, second: Measure) -> Row:
     paired = difference(first, second)
-    if paired.value is None or or_none(paired.value) is None:
+    if or_none(paired.value) is None:
         return {"value": None, "reason": paired.reason or "one of the two is no number"}
     return {
         "value": paired.value,
-        "standard_error": None if paired.error is None else or_none(paired.error),
+        "standard_error": or_none(paired.error),
         "items": paired.count,
         "paired": paired.paired,
         "unit": second.unit,

@@ -316,8 +316,8 @@ def _why_not_standard(model: DepthMixin) -> str:
     if residual.traits.starts_standard:
         return "it starts as the standard residual up to the eps of the norms alone, which is not small here"
     if type(residual).traits.starts_standard:
-        given = ", ".join(f"{name}={value}" for name, value in settings.items() if name != "read_scale")
-        return f"with {given} it is not the standard residual at the start"
+        changes = settings_text({name: value for name, value in settings.items() if name != "read_scale"})
+        return f"with {changes} it is not the standard residual at the start"
     rule = "" if residual.about is None else f", {residual.about.rule},"
     return f"its rule{rule} is not the standard residual at the start"
 

@@ -52,7 +52,7 @@ hidden_states_wanted: ContextVar[bool] = ContextVar("hidden_states_wanted", defa
 """Whether the running pass is asked for its hidden states, all of which a bank does not keep."""
 
 
-def refuse_reentrant() -> None:
+def _refuse_reentrant() -> None:
     """Refuse with a UserError to be run by torch's reentrant checkpointing, which runs layers with gradients off and
     passes on those of tensors alone."""
     frame = sys._getframe(1)
@@ -115,7 +115,7 @@ class Stream:
         """Begin a forward pass. `residual` is a `Residual`, or what wraps one: it is called for every verb, so that the
         wrapper's parameters and hooks are those that count. `hooked`: streams between layers are looked at."""
         if not torch.is_grad_enabled() and embedding.grad_fn is not None and not torch.compiler.is_compiling():
-            refuse_reentrant()
+            _refuse_reentrant()
         if not torch.compiler.is_compiling() and isinstance(residual, Residual) and not hidden_states_wanted.get():
             bank = None if hooked else take_bank(residual, embedding)
             if bank is not None:
@@ -147,7 +147,7 @@ class Stream:
     def read(self, norm: nn.Module | None) -> Tensor | Inputs:
         """The input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
         if self.tracked and not torch.is_grad_enabled():
-            refuse_reentrant()
+            _refuse_reentrant()
         spec = as_it_is if norm is None else describe_norm(norm, self.like)
         inner = self.residual if isinstance(self.residual, Residual) else self.residual("itself")
         for watcher in (inner.observer, inner.editor):

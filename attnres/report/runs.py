@@ -113,12 +113,13 @@ def load_run(folder: Path | str) -> Run:
         raise UserError(f"{folder} is not a folder; give a run folder, or a folder of runs as `attnres compare` makes")
     if not (folder / "config.json").is_file():
         raise UserError(f"{folder} is not a run folder: it has no config.json")
-    fields = read_json(folder / "config.json")
+    path = folder / "config.json"
+    fields = read_json(path)
     if isinstance(fields, dict) and "model_type" in fields:
         raise UserError(
             f"{folder} holds a model and no run: expected what attnres train or attnres compare has written"
         )
-    config = _read(folder / "config.json", RunConfig)
+    config: Any = checked(fields, RunConfig, path, ADVICE)
     seed = int(config.get("seed") or 0)
     names = (folder.resolve().name, str(config.get("name") or ""))  # the folder may have been renamed: it counts first
     taken = (label_and_seed(name) for name in names)

@@ -60,11 +60,12 @@ def same_material(folder: Path, design: Design, setting: Setting) -> None:
         return
     before = asked_in(path)
     arms, text = design.arms(setting, Measured()), setting.config().data.source
+    of_text = any(arm.compare is not None and arm.compare.base.data.source == text for arm in arms)
     uses = {
-        "source": any(arm.compare is not None and arm.compare.base.data.source == text for arm in arms),
+        "source": of_text,
+        "column": of_text,
         "images": setting.images is not None and before["images"] is not None,
     }
-    uses["column"] = uses["source"]
     for name, used in uses.items():
         there, here = before.get(name), getattr(setting, name)
         if used and not same_name(there, here):

@@ -227,8 +227,8 @@ class Setting:
         """The preset's run with nested values laid over it."""
         base = from_dict(self.preset.train)
         text = {"source": self.source, "column": self.column}
-        given = {name: value for name, value in text.items() if value is not None}
-        base = dataclasses.replace(base, data=dataclasses.replace(base.data, **given))
+        changes = {name: value for name, value in text.items() if value is not None}
+        base = dataclasses.replace(base, data=dataclasses.replace(base.data, **changes))
         return from_dict(values, base)
 
     def sized(self, size: dict[str, Any], **values: Any) -> TrainConfig:
