@@ -23,6 +23,8 @@ def pick_device(name: str) -> torch.device:
         raise UserError(f"device {name} is none that depth reads run on: expected auto, cpu or cuda")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name} was asked for, but PyTorch finds no CUDA device here: use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {name} does not exist: the last one here is cuda:{torch.cuda.device_count() - 1}")
     return device
 
 

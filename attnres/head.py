@@ -207,8 +207,8 @@ class _InParts(torch.autograd.Function):
             begin += len(y)
             del grad
         ctx.gradients = [
-            None if one is None else one.to(of.dtype)
-            for one, of in ((to_hidden, hidden), (to_weight, weight), (to_bias, weight))
+            None if one is None or of is None else one.to(of.dtype)
+            for one, of in ((to_hidden, hidden), (to_weight, weight), (to_bias, bias))
         ]
         entropy, divergence = sums[1], sums[2]
         ctx.mark_non_differentiable(entropy, divergence)

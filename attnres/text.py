@@ -118,6 +118,15 @@ def settings_text(settings: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items())
 
 
+def with_settings(name: str, settings: Mapping[str, object] | None) -> str:
+    """A mechanism's name, and in brackets the settings that are given.
+
+    >>> with_settings("block", {"num_blocks": 8}), with_settings("full", None)
+    ('block (num_blocks=8)', 'full')
+    """
+    return f"{name} ({settings_text(settings)})" if settings else name
+
+
 def first_of(names: Sequence[str], what: str) -> str:
     """The first of several, and how many more there are.
 

@@ -17,3 +17,11 @@ def test_devices():
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match=r"finds no CUDA device here: use --device cpu"):
             pick_device("cuda")
+
+
+def test_a_gpu_that_is_not_there(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [pick_device(name).index for name in ("cuda", "cuda:1")] == [None, 1]
+    with pytest.raises(UserError, match=r"device cuda:2 does not exist: the last one here is cuda:1"):
+        pick_device("cuda:2")

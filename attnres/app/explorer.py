@@ -229,11 +229,11 @@ class Opened:
                 self.model, self.tokenizer, documents, source, read, context=context, on_tokens=on_tokens, **options
             )
 
-    def top(self, reading: Reading, effect: Effect | None, token: int, count: int = 8) -> list[Candidate]:
-        """The `count` likeliest tokens after `token`; with a knock-out half of them those before it, half after."""
+    def top(self, reading: Reading, effect: Effect | None, token: int) -> list[Candidate]:
+        """The eight likeliest tokens after `token`; with a knock-out half of them those before it, half after."""
         before = reading.log_probs[token]
         after = effect.log_probs[token] if effect is not None else None
-        count = min(count, len(before))
+        count = min(8, len(before))
         likeliest = before.topk(count).indices.tolist()
         if after is not None:
             likeliest = likeliest[: count // 2]

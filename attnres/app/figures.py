@@ -10,7 +10,7 @@ from html import escape
 
 import numpy as np
 
-from attnres.inspect.colours import GRID, LESS, PAPER, ink_on, signed_colour
+from attnres.inspect.colours import GRID, LESS, PAPER, ink_on, place_of_size, signed_colour
 from attnres.residuals import Read, columns
 
 WIDTH = 370.0
@@ -146,7 +146,7 @@ def _cross(box: Box, both: bool = True) -> str:
 
 def _colour(value: float, largest: float) -> str:
     """Over the root of the size, with the sign."""
-    return signed_colour(float(np.sign(value)) * min(1.0, abs(value) / largest) ** 0.5)
+    return signed_colour(place_of_size(value, largest))
 
 
 def _scale(y: float, largest: float) -> str:
@@ -160,7 +160,7 @@ def _scale(y: float, largest: float) -> str:
     ]
     for part in (-1.0, -0.25, 0.0, 0.05, 0.25, 0.5, 1.0):
         anchor = "start" if part == -1 else "end" if part == 1 else "middle"
-        x = LABEL + (1 + np.sign(part) * abs(part) ** 0.5) / 2 * width
+        x = LABEL + (1 + place_of_size(part, 1.0)) / 2 * width
         parts.append(_text(x, y + 16, f"{part * largest:.2g}", anchor))
     return "".join(parts)
 
@@ -252,7 +252,7 @@ def attention(layers: Sequence[int], rows: dict[str, np.ndarray], names: Sequenc
                 tip = escape(f"layer {layer} attends to token {t} “{names[t]}”: {head} {float(value):.3f}")
                 parts.append(
                     f"<rect {_place((LABEL + t * wide, y, wide - (0.4 if wide > 3 else 0), tall - 0.6))} "
-                    f'fill="{signed_colour(min(1.0, float(value)) ** 0.5)}" data-tip="{tip}"/>'
+                    f'fill="{signed_colour(place_of_size(float(value), 1.0))}" data-tip="{tip}"/>'
                 )
             y += tall
         y += 4

@@ -208,11 +208,12 @@ def serve(page: Page, *, host: str = "127.0.0.1", port: int = 7860, browser: boo
     Raises:
         UserError: a host that is not this machine's, or a port that is in use.
     """
-    local = is_loopback(check_port(host, port))
+    address = check_port(host, port)
+    local = is_loopback(address)
     config = uvicorn.Config(application(page, local=local), log_level="critical", lifespan="off", server_header=False)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener = socket.create_server((host, port), family=family)
+        listener = socket.create_server((address, port), family=family)
     except OSError as error:
         raise UserError(f"cannot serve on {host}:{port}: {error}; choose another --port") from error
     shown = f"[{host}]" if ":" in host else host

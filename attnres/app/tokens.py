@@ -8,7 +8,7 @@ from attnres.app.markup import swatch, visible
 from attnres.app.pane import Pane, Scales
 from attnres.app.reading import dominant
 from attnres.app.state import ATTENDED, LARGEST, LOSS
-from attnres.inspect.colours import LESS, MORE, blend, ink_on
+from attnres.inspect.colours import LESS, MORE, blend, ink_on, place_of_size
 from attnres.text import short
 
 PLAIN = "#ffffff"
@@ -102,7 +102,7 @@ def _inline(piece: str) -> str:
 
 def _shade(value: float, largest: float) -> str:
     """Blue of more, orange of less, over the root of the size."""
-    return blend(PLAIN, MORE if value > 0 else LESS, FULL * min(1.0, abs(float(value)) / largest) ** 0.5)
+    return blend(PLAIN, MORE if value > 0 else LESS, FULL * abs(place_of_size(float(value), largest)))
 
 
 def _alike(p: Pane) -> bool:

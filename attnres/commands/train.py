@@ -1,5 +1,6 @@
 """`attnres train`: train one model."""
 
+import os
 from dataclasses import dataclass, field
 
 from attnres.flags import Hidden, Settings, Size, config_file, fields_of, parse
@@ -42,7 +43,7 @@ def run(arguments: list[str]) -> None:
     from attnres.training import train
 
     summary = train(config, progress=options.progress)
-    if options.progress:
+    if options.progress and os.environ.get("RANK", "0") == "0":  # torchrun's; one process says it
         print(
             f"held-out loss {summary['val_loss']:.3f} nats per token (perplexity {summary['perplexity']:.2f}) after "
             f"{summary['step']:,} steps, {summary['tokens']:,} tokens"

@@ -246,15 +246,10 @@ def held_below(source: Source, held_out: float) -> int:
     if not held and not kept:
         raise UserError(f"source '{source.name}' holds no text: every document in it is empty")
     if held and not kept:  # a handful of documents, all below: keep the highest to train on
-        kept = {max(held)}
-        held -= kept
-        return max(kept) if held else _one_document(source)
-    if len(kept) < 2:
-        return _one_document(source)
-    return min(kept) + 1
-
-
-def _one_document(source: Source) -> int:
+        if len(held) > 1:
+            return max(held)
+    elif len(kept) > 1:
+        return min(kept) + 1
     raise UserError(
         f"source '{source.name}' is one document, or one over and over, so that none can be held "
         "out: give text of several documents"

@@ -41,7 +41,7 @@ _ARROW_FILE = b"ARROW1"  # a file of Arrow's begins with it, a stream does not
 
 
 def read_documents(path: Path, column: str, *, alone: bool) -> Iterator[str]:
-    """The documents of one file in its own order, without the ones that hold nothing but white space.
+    """The documents of one file in its own order, empty ones among them.
 
     Args:
         path: a file whose `suffix_of` is one of `SUFFIXES`.
@@ -238,39 +238,37 @@ def _arrow(path: Path, column: str) -> Iterator[str]:
                 rows = batch.column(place).slice(start, _ROWS).to_pylist()
                 yield from (text for text in rows if text is not None)
 
-    try:
-        with pa.memory_map(str(path)) as file:
-            if file.read(len(_ARROW_FILE)) == _ARROW_FILE:
-                with pa.ipc.open_file(file) as reader:
-                    yield from texts(reader, map(reader.get_batch, range(reader.num_record_batches)))
-            else:
-                file.seek(0)
-                with pa.ipc.open_stream(file) as reader:
-                    yield from texts(reader, reader)
-    except (pa.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        raise UserError(
-            f"{path} is not a complete Arrow file ({first_line(error)}): write or fetch it again"
-        ) from error
+    with _complete(path, "Arrow"), pa.memory_map(str(path)) as file:
+        if file.read(len(_ARROW_FILE)) == _ARROW_FILE:
+            with pa.ipc.open_file(file) as reader:
+                yield from texts(reader, map(reader.get_batch, range(reader.num_record_batches)))
+        else:
+            file.seek(0)
+            with pa.ipc.open_stream(file) as reader:
+                yield from texts(reader, reader)
 
 
 def _parquet(path: Path, column: str) -> Iterator[str]:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
+    with _complete(path, "Parquet"), pq.ParquetFile(path) as file:
+        _textual(path, column, file.schema_arrow)
+        for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
+            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+
+
+@contextmanager
+def _complete(path: Path, kind: str) -> Generator[None]:
+    """Raise a UserError where Arrow cannot read what is in a file; what the system says of it stays an OSError."""
+    import pyarrow as pa
+
     try:
-        with pq.ParquetFile(path) as file:
-            _textual(path, column, file.schema_arrow)
-            for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
-                for text in batch.column(0).to_pylist():
-                    if text is not None:
-                        yield text
+        yield
     except (pa.ArrowException, OSError) as error:
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise UserError(
-            f"{path} is not a complete Parquet file ({first_line(error)}): write or fetch it again"
+            f"{path} is not a complete {kind} file ({first_line(error)}): write or fetch it again"
         ) from error
 
 

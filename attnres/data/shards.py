@@ -130,7 +130,6 @@ class Tokens:
         folder, split: what it is.
         vocab_size: every id is below it.
         eos_id: the id that closes each document.
-        tokenizer_sha256: hash of the folder's tokenizer.json.
         documents: how many documents there are.
     """
 

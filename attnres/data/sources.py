@@ -30,6 +30,19 @@ _DESCRIPTIONS = (".json", ".csv")
 """Kinds of files that describe others as often as they hold text."""
 NO_PATHS = ("mix:", "hub:", "task:")
 """What sources that name no file or folder begin with."""
+
+
+def title_of(source: str) -> str:
+    """A source without the folders that it lies in.
+
+    >>> title_of("books/a.jsonl"), title_of("mix:books/a.jsonl=3,stdlib=1"), title_of("hub:team/corpus")
+    ('a.jsonl', 'mix:a.jsonl=3,stdlib=1', 'hub:team/corpus')
+    """
+    if source.startswith("mix:"):
+        return "mix:" + ",".join(title_of(part.strip()) for part in source.removeprefix("mix:").split(","))
+    return source if source.startswith(NO_PATHS) else Path(source).name
+
+
 _SAVED, _SPLITS = "state.json", "dataset_dict.json"
 """Files of the folders that the library datasets saves: of one data set, of its splits in folders of their names."""
 _SAMPLE = 100

@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from attnres.errors import UserError
 from attnres.inspect.pieces import piece
-from attnres.residuals import Residual, Source, depths
+from attnres.inspect.record import find_residual
+from attnres.residuals import Source, depths
 from attnres.residuals.watch import Observer
 
 TOP = 3
@@ -59,11 +60,12 @@ class DepthReader(Observer):
     """
 
     def __init__(self, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-        residual = next((module for module in model.modules() if isinstance(module, Residual)), None)
-        if residual is None:
+        try:
+            residual = find_residual(model)
+        except UserError as error:
             raise UserError(
                 f"{type(model).__name__} has no depth reads to show: give a model of attnres, or leave out --show-depth"
-            )
+            ) from error
         if not residual.traits.by_token:
             raise UserError(
                 f"residual '{residual.name}' weighs its sources alike for every token: --show-depth needs one that "

@@ -99,7 +99,7 @@ def _unknown_of_many(name: str, manager: Any) -> UserError:
 
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
-    """lm-eval reports every default it takes; its warnings and progress stay."""
+    """lm-eval warns of every default it takes: of what it logs its errors alone are shown."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

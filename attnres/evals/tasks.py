@@ -178,16 +178,18 @@ def read_task(name: str, data: str | Path | None = None, limit: int | None = Non
         known = TASKS[name]
         path = None if data is None else _file_in(user_path(data), known.files or f"{name}*.jsonl", name)
         if known.hub[0] == "Salesforce/wikitext":
-            lines = [row["text"].rstrip("\n") for row in _hub_rows(name, known)] if path is None else None
-            text = wikitext(lines if lines is not None else _text_of(path).removesuffix("\n").split("\n"))
-            return Task(name, "text", _source(known, path), text=_some(text, str(path or name)))
+            if path is None:
+                lines = [row["text"].rstrip("\n") for row in _hub_rows(name, known)]
+            else:
+                lines = read_text(path).removesuffix("\n").split("\n")
+            return Task(name, "text", _source(known, path), text=_some(wikitext(lines), str(path or name)))
         items = _hub_items(name, known) if path is None else _lines(path, known.query)
         return _task(name, _source(known, path), items, limit, norm=known.norm, per_token=known.per_token)
     path = user_path(name)
     if path.suffix == ".jsonl":
         return _task(path.stem, str(path), _lines(path, str), limit)
     if path.suffix in (".txt", ".raw"):
-        return Task(path.stem, "text", str(path), text=_some(_text_of(path), str(path)))
+        return Task(path.stem, "text", str(path), text=_some(read_text(path), str(path)))
     raise unknown("task", name, [*TASKS, f"{LM_EVAL}NAME", "FILE.jsonl", "FILE.txt"])
 
 
@@ -222,11 +224,6 @@ def _file_in(folder: Path, pattern: str, name: str) -> Path:
     return files[0]
 
 
-def _text_of(path: Path | None) -> str:
-    assert path is not None
-    return read_text(path)
-
-
 def _some(text: str, source: str) -> str:
     if not text.strip():
         raise UserError(f"{source} holds no text")
@@ -234,7 +231,7 @@ def _some(text: str, source: str) -> str:
 
 
 def _lines(path: Path, query: Callable[[str], str]) -> Iterator[Item]:
-    for number, line in enumerate(_text_of(path).split("\n"), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         where = f"{path} line {number}"

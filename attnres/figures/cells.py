@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import Collection, PolyCollection
-from matplotlib.colors import FuncNorm, LinearSegmentedColormap, Normalize, PowerNorm
+from matplotlib.colors import FuncNorm, LinearSegmentedColormap, Normalize, PowerNorm, to_hex
 from matplotlib.figure import Figure
-from numpy.typing import ArrayLike
 
 from attnres.figures import style
 from attnres.figures.plot import SMALL, number, plain, thin_ticks
-from attnres.inspect.colours import DIVERGING
+from attnres.inspect.colours import DIVERGING, ink_on
 from attnres.inspect.routing import By
 
 COLOURMAP = "viridis"  # even in lightness for every kind of colour vision
@@ -77,10 +76,9 @@ def cells(
     return mesh
 
 
-def readable_on(colour: ArrayLike) -> str:
-    """White or black, whichever can be read on a colour (red, green and blue, 0 to 1)."""
-    red, green, blue = np.asarray(colour)[:3]
-    return "#fefefe" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "#101010"
+def readable_on(colour: Any) -> str:
+    """Nearly white or nearly black, whichever can be read on a colour of matplotlib's."""
+    return {"#000000": "#101010", "#ffffff": "#fefefe"}[ink_on(to_hex(colour))]
 
 
 def cell_numbers(ax: Axes, mesh: Collection, values: np.ndarray, tops: np.ndarray, size: float) -> None:
@@ -97,18 +95,17 @@ def named(
     tops: np.ndarray,
     width: float,
     height: float,
-    size: float = SMALL,
 ) -> None:
     """Names beside the cells, thinned to the axes' `width` and `height` in inches; upright where all fit so."""
     places = [i + 0.5 for i in range(len(columns))]
-    upright = max(len(name) for name in columns) * size * 0.68 / 72 < width / len(columns)
+    upright = max(len(name) for name in columns) * SMALL * 0.68 / 72 < width / len(columns)
     if upright:
-        ax.set_xticks(places, [plain(name) for name in columns], fontsize=size)
+        ax.set_xticks(places, [plain(name) for name in columns], fontsize=SMALL)
     else:
-        thin_ticks(ax.xaxis, places, columns, width, size)
+        thin_ticks(ax.xaxis, places, columns, width, SMALL)
         for tick in ax.get_xticklabels():
             tick.set(rotation=90, ha="center")
-    thin_ticks(ax.yaxis, [top + 0.5 for top in tops], rows, height, size)
+    thin_ticks(ax.yaxis, [top + 0.5 for top in tops], rows, height, SMALL)
 
 
 def scale(figure: Figure, mesh: Collection, axes: Any, label: str, **options: Any) -> None:

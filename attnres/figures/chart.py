@@ -168,7 +168,6 @@ class Grid:
     column_label: str
     columns: list[str]
     panels: dict[str, np.ndarray]
-    digits: int = 3
 
     def draw(self) -> Plot:
         """Draw it inside `style.style`; all panels have one colour scale."""
@@ -180,7 +179,7 @@ class Grid:
             ax.grid(False)
             for (row, column), value in np.ndenumerate(panel):
                 if math.isfinite(value):
-                    text, colour = f"{value:.{self.digits}f}", readable_on(image.to_rgba(value))
+                    text, colour = f"{value:.3f}", readable_on(image.to_rgba(value))
                     ax.text(column, row, text, ha="center", va="center", fontsize=6, color=colour)
             for row in np.flatnonzero(np.isfinite(panel).any(1)):
                 column = np.nanargmin(panel[row])

@@ -57,18 +57,24 @@ class Quantity(NamedTuple):
 
 QUANTITIES = {
     "output_rms": Quantity(
-        *("RMS of outputs", "Root mean square of what each sublayer writes.", False),
+        "RMS of outputs",
+        "Root mean square of what each sublayer writes.",
+        False,
         of=lambda one: one.output_rms,
         log=6.0,
     ),
     "input_rms": Quantity(
-        *("RMS of reads", "Root mean square of what each read makes, before its norm.", True),
+        "RMS of reads",
+        "Root mean square of what each read makes, before its norm.",
+        True,
         of=lambda one: one.input_rms,
         log=6.0,
     ),
     "grad_rms": Quantity("RMS of gradients", "Root mean square of the loss's gradient at each output.", False, log=6.0),
     "entropy": Quantity(
-        *("entropy of reads (nats)", "Mean entropy of a read's weights.", True),
+        "entropy of reads (nats)",
+        "Mean entropy of a read's weights.",
+        True,
         of=lambda one: one.entropy.get("nats"),
     ),
     "effective": Quantity(
@@ -99,7 +105,9 @@ QUANTITIES = {
         plain=lambda depth: 1 / (depth + 1),
     ),
     "sharpness": Quantity(
-        *("sharpness |w g| √d", "Sharpness: the largest logit that a read's query can give.", True),
+        "sharpness |w g| √d",
+        "Sharpness: the largest logit that a read's query can give.",
+        True,
         of=lambda one: one.sharpness,
     ),
     "recency_bias": Quantity("bias of the last source", "What is added to the last source's logit.", True),
@@ -151,7 +159,7 @@ def by_depth(comparison: Comparison, keys: Sequence[str], name: str, title: str)
     keys = [key for key in keys if any(rows(variant, key) is not None for variant in comparison.variants)]
     if not keys:
         raise NotShown("nothing of it is measured for this residual")
-    figure, axes = panels(len(keys), 1.9)
+    figure, axes = panels(len(keys))
     for ax, key in zip(axes, keys, strict=True):
         panel(ax, comparison, key)
     legend(figure, *axes)

@@ -28,7 +28,7 @@ def dynamics(comparison: Comparison) -> Plot:
     losses = any(len(points) > 1 for one in comparison.variants for points in one.held_out.values())
     if not losses and not depths:
         raise NotShown("the runs recorded neither held-out loss nor magnitudes")
-    figure, axes = panels(losses + len(depths), 1.9)
+    figure, axes = panels(losses + len(depths))
     if losses:
         held_out_panel(axes[0], comparison)
     for ax, key in zip(axes[losses:], depths, strict=True):

@@ -143,11 +143,11 @@ def _draw_node(ax: Axes, name: str, place: tuple[float, float], colour: str) -> 
     )
 
 
-def leading(attribution: "Attribution", most: int = DRAWN) -> list[tuple[int, Source, float]]:
+def leading(attribution: "Attribution") -> list[tuple[int, Source, float]]:
     """(number of the read, source, change of ln p) of the edges of a graph, the output's first."""
     layout, order = attribution.layout, depths(attribution.layout)
     sizes = sorted((abs(value) for row in attribution.knockout for value in row), reverse=True)
-    least = max(FLOOR, sizes[min(most, len(sizes)) - 1])
+    least = max(FLOOR, sizes[min(DRAWN, len(sizes)) - 1])
     feeds = {len(layout) - 1}
     edges: list[tuple[int, Source, float]] = []
     for index in range(len(layout) - 1, -1, -1):

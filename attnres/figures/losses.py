@@ -18,7 +18,7 @@ START = 1 / 8
 
 def held_out_loss(comparison: Comparison) -> Plot:
     """Draw the mean held-out loss over training. Raises NotShown."""
-    figure, (ax,) = panels(1, 2.15)
+    figure, (ax,) = panels(1)
     held_out_panel(ax, comparison)
     ax.set_ylabel("held-out loss, nats per token")
     legend(figure, ax)
@@ -36,7 +36,7 @@ def held_out_panel(ax: Axes, comparison: Comparison) -> None:
 
 def train_loss(comparison: Comparison) -> Plot:
     """Draw the loss on the training batches, smoothed. Raises NotShown."""
-    figure, (ax,) = panels(1, 2.15)
+    figure, (ax,) = panels(1)
     curves = [{seed: _smooth(points) for seed, points in one.train.items()} for one in comparison.variants]
     _curves(ax, comparison, curves)
     ax.set_ylabel("training loss, nats per token")
@@ -48,7 +48,7 @@ def train_loss(comparison: Comparison) -> Plot:
 
 def difference(comparison: Comparison) -> Plot:
     """Draw the paired differences to the baseline over training, with their 95 % intervals. Raises NotShown."""
-    figure, (ax,) = panels(1, 2.15)
+    figure, (ax,) = panels(1)
     base, noise = comparison.baseline, comparison.noise()
     settled = [0.0]
     if len(noise) > 1:
@@ -70,7 +70,7 @@ def difference(comparison: Comparison) -> Plot:
     _training_axis(ax, comparison)
     ax.set_ylabel("difference, nats per token")
     legend(figure, ax)
-    over = " or ".join(sorted({one.differences[-1].basis for one in comparison.variants if one.differences}))
+    over = " or ".join(sorted({part.basis for one in comparison.variants for part in one.differences}))
     caption = (
         f"Below the line is better than {base}. Bands: interval of the paired difference, 95 % over all variants "
         f"together, from {over}."
@@ -94,7 +94,7 @@ def final_difference(comparison: Comparison) -> Plot:
         if not math.isnan(last.margin):
             ends = [last.mean - last.margin, last.mean + last.margin]
             ax.plot(ends, [y, y], color=colour, linewidth=1.8, solid_capstyle="butt")
-        chance = one.traits.is_control and one.traits.starts_standard
+        chance = one.traits.is_chance
         filled = colour if last.decided and not chance else style.PAPER
         ax.plot(last.mean, y, "s" if chance else "o", color=colour, markersize=4.5, markerfacecolor=filled)
         if len(last.per_seed) > 1:
@@ -110,7 +110,7 @@ def final_difference(comparison: Comparison) -> Plot:
         "Left of the line is better. Bars: interval of the paired difference, 95 % over all variants together; hollow: "
         "within the error."
     )
-    if any(one.traits.is_control and one.traits.starts_standard for one in shown):
+    if any(one.traits.is_chance for one in shown):
         caption += " Square: the baseline's own function, which shows what chance does to a run."
     if any(math.isnan(one.differences[-1].margin) for one in shown):
         caption += " No bar: the error is not known."
@@ -125,7 +125,7 @@ def learning_rates(comparison: Comparison) -> Plot:
     groups = list({one.group: one for one in reversed(shown)}.values())[::-1]
     if len(groups) == len(shown):
         raise NotShown("no variant was trained at several learning rates")
-    figure, (ax,) = panels(1, 2.15)
+    figure, (ax,) = panels(1)
     lines = dataclasses.replace(comparison, variants=[dataclasses.replace(one, label=one.group) for one in groups])
     for look in lines.looks():
         points = sorted((one.rate or 0.0, one.finals) for one in shown if plain(one.group) == look["label"])

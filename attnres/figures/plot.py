@@ -61,11 +61,11 @@ def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **optio
     return figure, axes
 
 
-def panels(count: int, height: float, **options: Any) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` panels, each so high: one in a column's width, four in two rows, others side by side."""
+def panels(count: int) -> tuple[Figure, list[Axes]]:
+    """A figure of `count` panels: one in a column's width, four in two rows, others side by side."""
     rows = 2 if count == 4 else 1
-    width = COLUMN if count == 1 else PAGE
-    figure, axes = canvas(width, (height if count > 1 else 2.15) * rows + 0.25, rows, count // rows, **options)
+    width, height = (COLUMN, 2.15) if count == 1 else (PAGE, 1.9)
+    figure, axes = canvas(width, height * rows + 0.25, rows, count // rows)
     return figure, list(axes.flat)
 
 

@@ -14,10 +14,10 @@ from matplotlib.ft2font import FT2Font
 from matplotlib.patches import Rectangle
 
 from attnres.figures import style
-from attnres.figures.cells import SIGNED_MAP
+from attnres.figures.cells import SIGNED_MAP, readable_on
 from attnres.figures.patterns import TITLES, axis, boundaries, last_mix, shares, what_numbers_are, which_reads
 from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label, number, plain
-from attnres.inspect.colours import ink_on, source_colours
+from attnres.inspect.colours import source_colours
 from attnres.inspect.notebook import FLOOR
 from attnres.inspect.routing import FIELD, By, Routing, amounts
 from attnres.residuals import Source
@@ -32,14 +32,14 @@ HATCH = "////"  # every second source of a kind: told from its neighbours by mor
 LETTERS = 68  # in a line: at 3.1 inches each is 3.3 points wide
 
 
-def stacked(inspection: "Inspection", by: By = "contribution", read: str | None = None) -> Plot:
-    """Bars of a read's sources, one for each token of the example; by default of the last read that has several. What
-    points against the read hangs below zero.
+def stacked(inspection: "Inspection", by: By = "contribution") -> Plot:
+    """Bars of the sources of the last read that has several, one for each token of the example. What points against the
+    read hangs below zero.
 
     Raises:
-        NotShown: there is no example, or the read has one source.
+        NotShown: there is no example, or every read has one source.
     """
-    tokens, routing, row, values = _example(inspection, by, read)
+    tokens, routing, row, values = _example(inspection, by)
     shown_read = routing.layout[row]
     groups = _grouped(shown_read.sources)
     parts = np.stack([values[:, members].sum(1) for members in groups])
@@ -179,27 +179,20 @@ def _draw_text(ax: Axes, fragments: Iterable[tuple[int, int, int, str]], parts: 
                 text,
                 fontsize=size,
                 family="DejaVu Sans Mono",
-                color=ink_on(colour).replace("000000", "101010").replace("ffffff", "fefefe"),
+                color=readable_on(colour),
                 parse_math=False,
                 clip_on=True,
             )
 
 
-def _example(inspection: "Inspection", by: By, name: str | None) -> tuple[list[str], Routing, int, np.ndarray]:
-    """Tokens, the routing, the row of the read (by default the last with several sources) and (tokens, sources)
-    numbers."""
+def _example(inspection: "Inspection", by: By) -> tuple[list[str], Routing, int, np.ndarray]:
+    """Tokens, the routing, the row of the last read with several sources and (tokens, sources) numbers."""
     example: Any = inspection.example
     if example is None:
         raise NotShown("the inspection has no example text")
     routing = shares(inspection, by)
-    names = [read.name for read in routing.layout]
-    if name is not None and name not in names:
-        raise NotShown(f"there is no read '{name}' that weighs its sources")
-    row = last_mix(routing) if name is None else names.index(name)
-    read = routing.layout[row]
-    if len(read.sources) < 2:
-        raise NotShown(f"the read '{read.name}' has one source")
-    rows = example[FIELD[routing.by]][inspection.layout.index(read)]
+    row = last_mix(routing)
+    rows = example[FIELD[routing.by]][inspection.layout.index(routing.layout[row])]
     values = np.stack([amounts(token, routing.by) for token in rows])
     _refuse_constant(values)
     return example["tokens"], routing, row, values

@@ -67,13 +67,15 @@ FIGURES = (
     Figure("final-difference", final_difference, "differences", "Training"),
     Figure("learning-rates", learning_rates, "finals", "Training"),
     Figure(
-        *("patterns", partial(patterns, width=COLUMN)),
+        "patterns",
+        partial(patterns, width=COLUMN),
         section="What each read is made of",
         paper=False,
         mean=True,
     ),
     Figure(
-        *("patterns-weight", partial(patterns, by="weight", width=COLUMN)),
+        "patterns-weight",
+        partial(patterns, by="weight", width=COLUMN),
         section="What each read is made of",
         paper=False,
         mean=True,
@@ -85,7 +87,8 @@ FIGURES = (
     Figure("depth", partial(by_depth, keys=CHOICE, name="depth", title="reads by depth"), "inspections"),
     *(_alone(key, "How reads choose, by depth") for key in CHOICE),
     Figure(
-        *("magnitudes", partial(by_depth, keys=MAGNITUDES[:2], name="magnitudes", title="magnitudes by depth")),
+        "magnitudes",
+        partial(by_depth, keys=MAGNITUDES[:2], name="magnitudes", title="magnitudes by depth"),
         needs="inspections",
     ),
     Figure("source-norms", source_norms, "inspections", "How large the sources are", mean=True),

@@ -179,8 +179,8 @@ def attribute(
         log_probability=log_p,
         everywhere=everywhere,
         layout=probe.layout,
-        knockout=_as_rows(knockout, probe.sources),
-        gradient=_as_rows(gradient, probe.sources),
+        knockout=as_rows(knockout, probe.sources),
+        gradient=as_rows(gradient, probe.sources),
         agreement=agreement(np.array(knockout)[choice], np.array(gradient)[choice]),
     )
 
@@ -208,7 +208,8 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return (last - (count - 1) / 2)[place]
 
 
-def _as_rows(values: Sequence[float], sources: Sequence[Sequence[str]]) -> list[list[float]]:
+def as_rows(values: Sequence[float], sources: Sequence[Sequence[Any]]) -> list[list[float]]:
+    """One number an edge as a row a read, of its sources."""
     rest = iter(values)
     return [[next(rest) for _ in names] for names in sources]
 
@@ -269,16 +270,14 @@ def _backward(model: nn.Module, residual: Residual, ids: Tensor, target: int | N
     observer, residual.observer = residual.observer, probe
     try:
         with torch.enable_grad():
-            log_probs = last_log_probs(model, ids)[0]
+            row = last_log_probs(model, ids)[0]
             if target is None:
-                target = int(log_probs.argmax())
-            if not 0 <= target < len(log_probs):
-                raise UserError(f"target is {target}: expected a token id from 0 to {len(log_probs) - 1}")
-            grads = torch.autograd.grad(log_probs[target], probe.zeros, allow_unused=True, materialize_grads=True)
+                target = int(row.argmax())
+            grads = torch.autograd.grad(row[target], probe.zeros, allow_unused=True, materialize_grads=True)
             probe.grads = grads
     finally:
         residual.editor, residual.observer = None, observer
-    return probe, log_probs[target].item(), target
+    return probe, row[target].item(), target
 
 
 def _removed(

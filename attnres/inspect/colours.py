@@ -6,6 +6,7 @@ hues as well as from dark to light, so that two of one kind differ by more than 
 more, alike or better, orange less, opposite or worse.
 """
 
+import math
 from collections.abc import Sequence
 
 from attnres.residuals import Read, Source, columns
@@ -42,6 +43,11 @@ def along(stops: Sequence[str], place: float) -> str:
     place = min(1.0, max(0.0, place)) * (len(stops) - 1)
     index = min(int(place), len(stops) - 2)
     return blend(stops[index], stops[index + 1], place - index)
+
+
+def place_of_size(value: float, largest: float) -> float:
+    """Where a number stands on a scale over the root of its size: from -1 at -largest to 1 at `largest`, not beyond."""
+    return math.copysign(min(1.0, abs(value) / largest) ** 0.5, value)
 
 
 def signed_colour(value: float) -> str:

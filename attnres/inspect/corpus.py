@@ -15,7 +15,7 @@ from attnres.inspect.pieces import pieces
 from attnres.inspect.places import choose_reads
 from attnres.inspect.record import find_residual, record
 from attnres.inspect.routing import FIELD, By
-from attnres.inspect.survey import check_documents, encode
+from attnres.inspect.survey import batches, check_documents, encode
 from attnres.models.context import token_in_front
 from attnres.text import short
 
@@ -123,7 +123,7 @@ def search(
     best = _Best(top)
     total, tokens, numbers = 0.0, 0, set[int]()
     device = next(model.parameters()).device
-    for batch in _batches(_windows(tokenizer, documents, context - len(before), limit), batch_size):
+    for batch in batches(_windows(tokenizer, documents, context - len(before), limit), batch_size):
         ids = torch.tensor([[*before, *window.ids] for window in batch], device=device)
         weights, contributions = _of_edge(model, ids, index, place)
         for window, *rows in zip(batch, weights[:, len(before) :], contributions[:, len(before) :], strict=True):
@@ -202,18 +202,6 @@ def _windows(
             yield _Window(number, text, start, ids[part], encoded.offsets[: len(ids)][part])
         if left is not None and not (left := left - len(ids)):
             return
-
-
-def _batches(windows: Iterable[_Window], size: int) -> Iterator[list[_Window]]:
-    """Neighbouring windows of one length together."""
-    batch: list[_Window] = []
-    for window in windows:
-        if batch and (len(batch) == size or len(batch[0].ids) != len(window.ids)):
-            yield batch
-            batch = []
-        batch.append(window)
-    if batch:
-        yield batch
 
 
 def _of_edge(model: Any, ids: torch.Tensor, index: int, place: int) -> tuple[torch.Tensor, torch.Tensor]:

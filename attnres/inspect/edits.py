@@ -207,10 +207,9 @@ class AddLogit(Edit):
 
     def check(self, reads: Sequence[int], residual: Residual) -> None:
         check_sources((self.source,), reads, residual)
-        if isinstance(self.delta, bool) or not isinstance(self.delta, int | float) or abs(self.delta) > LARGEST_DELTA:
+        number = isinstance(self.delta, int | float) and not isinstance(self.delta, bool)
+        if not (number and abs(self.delta) <= LARGEST_DELTA):  # nor NaN
             raise UserError(f"delta is {self.delta!r}: expected a number from -{LARGEST_DELTA:g} to {LARGEST_DELTA:g}")
-        if math.isnan(self.delta):
-            raise UserError("delta is nan: expected a number")
 
     def rewrite(self, weights: Tensor, sources: Sequence[Source], place: int, sums_to_one: bool) -> Tensor:
         raised = torch.tensor([source.name == self.source for source in sources], device=weights.device)

@@ -92,7 +92,7 @@ class Inspection:
         entropy: `nats` (L+1) mean over tokens, `effective` exp of it, `most` how many sources there are.
         mixing: (R, L+1) for R reads of L sublayers, see `measures`. distance, persistence: (R) of it.
         mixing_contribution: (R, L+1) what each single output is of each read, by projection on it.
-        sharpness, query_cosine, query_pca: see `geometry`. learned: what `Residual.learned` says, by name.
+        sharpness, query_cosine, query_pca: see `geometry`. learned: what `Residual.tables` says, by name.
         output_rms: (L). input_rms: (R).
         source_rms, source_cosine: rows parallel to `routing["sources"]`; key_cosine (n, n) of the output's sources.
         kinds: `names`, `tokens`, `documents`; `weights` and `error`, by kind, read and source: standard errors over
@@ -211,7 +211,8 @@ class Inspection:
         wrong = [name for name in by_read if len(getattr(self, name) or self.reads) != len(self.reads)]
         rows = [len(row) for row in self.routing["sources"]] if self.routing else []
         try:
-            described = self.traits and [len(read.sources) for read in self.layout]
+            _ = self.traits  # raises where the model's say nothing
+            described = [len(read.sources) for read in self.layout]
             places = [part.number for read in self.layout for part in (read, *read.sources) if part.number is not None]
             depth = self.model.get("num_sublayers", max(places, default=0) + 1)
             if not all(0 <= place <= depth for place in places):
@@ -224,8 +225,7 @@ class Inspection:
 
         if not self.reads or not all(len(row) == len(self.reads) for row in self.entropy.values()):
             wrong.append("reads or entropy")
-        by_sublayer = [self.output_rms] if self.output_rms else []
-        if not all(len(rows) == self.model.get("num_sublayers", len(rows)) for rows in by_sublayer):
+        if self.output_rms and len(self.output_rms) != self.model.get("num_sublayers", len(self.output_rms)):
             wrong.append("output_rms")
         if described is None or not all(isinstance(self.model.get(name), str) for name in ("name", "residual")):
             wrong.append("model or routing")

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from attnres.errors import UserError
-from attnres.forward import next_token_losses
+from attnres.forward import evaluating, next_token_losses
 from attnres.inspect import geometry, measures
 from attnres.inspect.inspection import ByLabel, Example, Inspection, Weights
 from attnres.inspect.kinds import KINDS, guess_language, kinds_of
@@ -175,7 +175,7 @@ def show_example(
     ids = encoded.ids[:keep].tolist()
     device = next(model.parameters()).device
     inputs = torch.tensor([[*before, *ids]], device=device)
-    with record(model, tokens=True) as trace:
+    with evaluating(model), record(model, tokens=True) as trace:
         losses = next_token_losses(model, inputs)[0]
     if not trace.weighs:
         return None
@@ -228,9 +228,9 @@ def _prompts(model: nn.Module, tokenizer: "PreTrainedTokenizerBase", options: di
     texts = prompts()
     names = list(texts)
     encoded = [
-        encode(tokenizer, text)._replace(labels=np.full(len(encode(tokenizer, text).ids), label))
+        one._replace(labels=np.full(len(one.ids), label))
         for label, name in enumerate(names)
-        for text in texts[name]
+        for one in (encode(tokenizer, text) for text in texts[name])
     ]
     return _by_label(survey(model, encoded, labels=len(names), **options), names)
 

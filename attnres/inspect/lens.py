@@ -19,7 +19,7 @@ from attnres.inspect.effects import Text, Token, prompt_ids, token_id
 from attnres.inspect.places import position_of
 from attnres.inspect.record import find_residual
 from attnres.inspect.vectors import read_vectors
-from attnres.models.stream import describe_norm
+from attnres.models.known_norm import describe_norm
 from attnres.ops import Norm
 from attnres.residuals import outputs as outputs_of
 from attnres.text import short

@@ -36,11 +36,6 @@ def embedding_persistence(mixing: np.ndarray) -> np.ndarray:
     return normalised(mixing)[:, 0]
 
 
-def effective_number(nats: Sequence[float] | np.ndarray) -> np.ndarray:
-    """exp(entropy): over how many sources a read would spread evenly to have it (perplexity of the weights)."""
-    return np.exp(np.asarray(nats, dtype=float))
-
-
 def source_spike(source_rms: Sequence[Sequence[float]]) -> np.ndarray:
     """max_i rms(v_i) / median_i rms(v_i) of each read's sources; NaN for a read with fewer than three.
 

@@ -4,10 +4,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from attnres.errors import UserError
-from attnres.inspect.colours import ink_on, signed_colour
+from attnres.inspect.colours import ink_on, place_of_size, signed_colour
 from attnres.residuals import Read, columns
 from attnres.text import short
 
@@ -69,7 +67,7 @@ def heat(title: str, layout: Sequence[Read], values: Sequence[Sequence[float]], 
             if value is None:
                 cells.append("<td></td>")
                 continue
-            colour = signed_colour(float(np.sign(value)) * min(1.0, abs(value) / top) ** 0.5)
+            colour = signed_colour(place_of_size(value, top))
             style = f"background:{colour};color:{ink_on(colour)};text-align:right"
             cells.append(f'<td style="{style}" title="{escape(f"{read.name} ← {source.name}")}">{short(value)}</td>')
         lines.append(f"<tr><th>{escape(read.name)}</th>{''.join(cells)}</tr>")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.forward import evaluating
 from attnres.inspect import notebook
-from attnres.inspect.attribution import TOP, by_size, last_log_probs
+from attnres.inspect.attribution import TOP, as_rows, by_size, last_log_probs
 from attnres.inspect.edits import Patch
 from attnres.inspect.effects import Text, Token, prompt_ids, token_id
 from attnres.inspect.intervene import intervene
@@ -132,6 +132,5 @@ def patch(
                 patched += measure(last_log_probs(model, other.expand(shape))).tolist()
             if progress is not None:
                 progress(len(part))
-    rest = iter(patched)
-    rows = [[next(rest) for _ in read.sources] for read in vectors.layout]
+    rows = as_rows(patched, [read.sources for read in vectors.layout])
     return Patching(target_id, rival, before, after, vectors.layout, rows)

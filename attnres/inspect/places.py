@@ -121,7 +121,8 @@ def check_sources(names: Sequence[str], reads: Sequence[int], residual: Residual
             holders = [f"'{s.name}'" for s in layout[last].sources if s.span is not None and number in s.span]
             where = f"inside {' and '.join(holders)}" if holders else "inside other sources"
             raise UserError(f"'{name}' is no source of its own but {where}: {has}; give one of these")
-        if first := next((index for index, row in enumerate(rows) if name in row), None):
+        first = next((index for index, row in enumerate(rows) if name in row), None)
+        if first is not None:
             raise UserError(
                 f"no selected read has the source '{name}': '{layout[first].name}' is the first that has it; {has}"
             )

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +24,14 @@ HIGH = 0.99
 """The quantile over tokens that is kept beside the mean and the largest."""
 WAITING = 16
 """Batches of windows that wait for others of their length: what is kept of a corpus of short documents."""
+
+
+class _WithIds(Protocol):
+    @property
+    def ids(self) -> Any: ...
+
+
+_Some = TypeVar("_Some", bound=_WithIds)
 
 
 class Encoded(NamedTuple):
@@ -134,7 +142,7 @@ def survey(
     sums = _Sums(labels)
     device = next(model.parameters()).device
     with evaluating(model), torch.no_grad(), record(model, tokens=True) as trace:
-        for batch in _batches(sums.opened(_windows(documents, context - len(before))), batch_size):
+        for batch in batches(sums.opened(_windows(documents, context - len(before))), batch_size):
             ids = np.stack([np.concatenate([before, window.ids]) for window in batch]).astype(np.int64)
             losses = next_token_losses(model, torch.from_numpy(ids).to(device)).double().cpu().numpy()
             if not np.isfinite(losses).all():
@@ -225,9 +233,9 @@ def _windows(documents: Iterable[Encoded], room: int) -> Iterator[_Window | None
         yield None
 
 
-def _batches(windows: Iterable[_Window], size: int) -> Iterator[list[_Window]]:
+def batches(windows: Iterable[_Some], size: int) -> Iterator[list[_Some]]:
     """Windows of equal length together, in memory bounded by `WAITING` batches."""
-    waiting: dict[int, list[_Window]] = {}
+    waiting: dict[int, list[_Some]] = {}
     for window in windows:
         group = waiting.setdefault(len(window.ids), [])
         group.append(window)

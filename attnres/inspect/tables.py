@@ -12,7 +12,7 @@ from attnres.inspect.pieces import spelled
 from attnres.inspect.routing import FIELD, By, by_in
 from attnres.residuals import Read, depths
 from attnres.terminal import grid, say, wide
-from attnres.text import counted, settings_text, short, with_error
+from attnres.text import counted, short, with_error, with_settings
 
 TOP = 3
 """Sources that are named in a row."""
@@ -63,10 +63,9 @@ def top(names: Sequence[str], weights: Sequence[float | None], count: int = TOP)
 
 def _heading(inspection: Inspection) -> str:
     model, data, losses = inspection.model, inspection.data, inspection.losses
-    settings = settings_text(model["settings"])
     windows = f"{counted(data['windows'], 'window')} of up to {data['context']:,}, each seen alone"
     return (
-        f"{model['name']}: residual {model['residual']}{f' ({settings})' if settings else ''}, "
+        f"{model['name']}: residual {with_settings(model['residual'], model['settings'])}, "
         f"{model['num_sublayers']} sublayers of width {model['width']}, {model['parameters']:,} parameters\n"
         f"{data['source']}: {counted(data['tokens'], 'token')} of {data['kind']} in "
         f"{counted(data['documents'], 'document')} ({windows}), "
@@ -184,17 +183,12 @@ def _labels(title: str, part: ByLabel, routing: Weights, by: By) -> Table:
 def _example(example: Example, layout: Sequence[Read], width: int, by: By) -> Table:
     """For each token its kind, how badly the next was predicted, and where its reads came from."""
     table = grid()
-    titles = (
-        "token",
-        "kind",
-        "loss of\nthe next",
-        "embedding in\nattention reads",
-        "in MLP\nreads",
-        f"output, by {by}",
-    )
     rows = example["contribution"] if by == "contribution" else example["weights"]
-    for title in titles:
-        table.add_column(title, justify="right" if title[0] in "lei" else "left", no_wrap=title[0] == "k")
+    table.add_column("token")
+    table.add_column("kind", no_wrap=True)
+    for title in ("loss of\nthe next", "embedding in\nattention reads", "in MLP\nreads"):
+        table.add_column(title, justify="right")
+    table.add_column(f"output, by {by}")
     most = TOP if width >= NARROW else 1
     count = len(example["tokens"])
     of_kind = {

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.forward import evaluating
+from attnres.forward import evaluating, log_probs
 from attnres.inspect.effects import Text, prompt_ids
 from attnres.inspect.record import find_residual
 from attnres.residuals import Read
@@ -86,7 +86,7 @@ def read_vectors(model: nn.Module, text: Text) -> Vectors:
     weights = [one[1] for one in kept if one[1] is not None]
     if len(weights) < len(kept):
         raise UserError(f"residual '{residual.name}' mixes its sources by no weights: there are no sources to show")
-    last = logits[0, -1].float().log_softmax(-1)
+    last = log_probs(logits[0, -1])
     return Vectors(
         ids[0], residual.layout(), [one[0] for one in kept], weights, [one[2] for one in kept], keep.outputs, last
     )

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from attnres.errors import UserError
-from attnres.models.stream import Stream, make_reading, make_taking
+from attnres.models.readers import make_reading, make_taking
+from attnres.models.stream import Stream
 from attnres.residuals import Residual, make_residual, residual_class, settings_of
 
 _CAPTURES = "transformers.utils.output_capturing"

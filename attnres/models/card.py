@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from attnres.hub import is_hub_name
-from attnres.text import settings_text
+from attnres.text import with_settings
 
 
 def model_card(model: Any, source: str | None, report: Any = None, *, reloaded: bool = False) -> str:
@@ -17,8 +17,7 @@ def model_card(model: Any, source: str | None, report: Any = None, *, reloaded: 
         reloaded: what was written has been loaded and compared.
     """
     config, name = model.config, type(model).__name__
-    settings = settings_text(config.residual_settings or {})
-    residual = f"`{config.residual}`{f' ({settings})' if settings else ''}"
+    residual = with_settings(f"`{config.residual}`", config.residual_settings)
     names = reversed((getattr(config, "auto_map", None) or {}).items())
     auto = next((auto for auto, cls in names if cls.endswith(f".{name}")), "AutoModel")
     head = ["---", "library_name: transformers", "tags:", "- attnres", "- attention-residuals"]

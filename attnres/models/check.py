@@ -14,6 +14,7 @@ from transformers.utils import logging
 from attnres.errors import UserError, foreign
 from attnres.forward import evaluating, next_token_losses
 from attnres.models.build import build
+from attnres.models.checkpointing import checkpoint_activations
 from attnres.models.classes import DepthMixin
 from attnres.models.open import load
 from attnres.models.weight_files import SINGLE
@@ -146,8 +147,7 @@ def training(subject: Subject) -> str:
     loss, grads = gradients()
     for (name, _), grad in zip(model.named_parameters(), grads, strict=True):
         expect(bool(grad.isfinite().all()), f"the gradient of {name} is not finite")
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    checkpoint_activations(model, "layer")
     largest = max(
         close(remade, grad, f"activation checkpointing changes the gradient of {name}", _FP32)
         for (name, _), grad, remade in zip(model.named_parameters(), grads, gradients()[1], strict=True)

@@ -25,7 +25,7 @@ from attnres.models.foreign import formats_of
 from attnres.models.open import DTYPES, Checkpoint, open_checkpoint
 from attnres.models.probe import probe
 from attnres.residuals import Residual, check_settings, make_residual, residual_class, settings_of
-from attnres.text import first_of, memory, settings_text
+from attnres.text import first_of, memory, settings_text, with_settings
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,11 @@ class Conversion:
         return asdict(self)
 
     def __str__(self) -> str:
-        settings = settings_text(self.settings)
         family = f"{self.family}{' (probed)' if self.probed else ''}"
         lines = [
             f"{self.source} -> {self.out or 'memory'}",
             f"  family      {family}, {self.sublayers} sublayers of width {self.width}",
-            f"  residual    {self.residual}{f' ({settings})' if settings else ''}",
+            f"  residual    {with_settings(self.residual, self.settings)}",
             f"  parameters  {self.parameters:,} {self.dtype} + {self.added_parameters:,} fp32 (of the residual)",
             f"  logits      differ by at most {self.max_difference:.2g} of {self.logit_scale:.3g}, "
             f"that is {self.relative_difference:.1e} (bound {self.bound:.0e}, {self.arithmetic}, {self.tokens} tokens)",

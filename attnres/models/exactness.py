@@ -81,7 +81,7 @@ class Arithmetic(TorchDispatchMode):
 
 
 def fixed_tokens(model: PreTrainedModel, tokens: int = _TOKENS, rows: int = _ROWS) -> Tensor:
-    """The same ids (2, at most 32) for every model of one vocabulary."""
+    """The same ids (rows, at most `tokens`) for every model of one vocabulary."""
     table: Any = model.get_input_embeddings().weight
     text: Any = model.config.get_text_config()
     longest = getattr(text, "max_position_embeddings", None) or tokens

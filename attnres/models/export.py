@@ -21,7 +21,7 @@ from attnres.models.foreign.weights import foreign_state
 from attnres.models.open import open_checkpoint
 from attnres.models.weight_files import INDEX
 from attnres.progress import quiet_transformers
-from attnres.text import settings_text
+from attnres.text import with_settings
 
 SHARD = "5GB"
 """Largest file of weights; they are written from where they lie, so its size costs no memory."""
@@ -119,12 +119,11 @@ def _write_foreign(model: DepthMixin, out: Path, kind: WrittenFormat, extra_file
 
 def _description(model: DepthMixin) -> list[str]:
     config: Any = model.config
-    settings = settings_text(config.residual_settings)
     residual = sum(parameter.numel() for parameter in model.residual.parameters())
     dtype = str(model.dtype).removeprefix("torch.")
     return [
         f"  family      {type(model).plain_class.__name__}, {model.residual.num_sublayers} sublayers of width "
         f"{model.residual.width}",
-        f"  residual    {config.residual}{f' ({settings})' if settings else ''}",
+        f"  residual    {with_settings(config.residual, config.residual_settings)}",
         f"  parameters  {model.num_parameters() - residual:,} {dtype} + {residual:,} of the residual",
     ]

@@ -125,14 +125,14 @@ class Checkpoint:
                 f"{self.name} brings its own code ({', '.join(sorted(self.code.values()))}), which is not run unasked: "
                 "read it, then pass trust_remote_code (--trust-remote-code)"
             )
-        kind = self.fields.get("model_type")
+        model_type = self.fields.get("model_type")
         if self.kind == "foreign":
             return foreign_config(self.name, self.fields)
         if self.kind == "attnres":
             register_stored(self.fields, self.folder, trust_remote_code=self.trusted)
-        elif kind not in CONFIG_MAPPING and not self.code:
+        elif model_type not in CONFIG_MAPPING and not self.code:
             raise UserError(
-                f"{self.name} is of type '{kind}', which this version of Transformers does not know: upgrade it"
+                f"{self.name} is of type '{model_type}', which this version of Transformers does not know: upgrade it"
             )
         if not self.trusted:
             _refuse_fetched_code(self.name, self.fields)

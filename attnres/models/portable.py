@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError, foreign
-from attnres.files import replaced_folder
+from attnres.files import copy_files, replaced_folder
 from attnres.folders import refuse_other
 from attnres.forward import evaluating
 from attnres.models.exactness import BOUNDS, fixed_tokens
@@ -68,8 +68,7 @@ def export_graph(model: str | Path, out: str | Path, *, onnx: bool = False) -> s
         largest = (run(longer, torch.ones_like(longer)) - expected).abs().max().item() / expected.abs().max().item()
         if not largest <= BOUNDS[torch.float32]:
             raise UserError(f"the graph of {model} computes other logits than the model ({largest:.1e} of the largest)")
-        for name, file in checkpoint.files_beside().items():
-            (folder / name).write_bytes(file.read_bytes())
+        copy_files(checkpoint.files_beside(), folder)
     name = "model.onnx" if onnx else "model.pt2"
     return f"{model} -> {Path(out) / name}\n  logits      differ by at most {largest:.1e} of the largest"
 

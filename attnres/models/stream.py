@@ -4,7 +4,6 @@ A pre-norm layer's own code already says the two verbs, so no layer is copied or
 becomes a `Stream`, each pre-norm reads when it is given one, and the residual additions write.
 """
 
-import copy
 import dataclasses
 import operator
 import sys
@@ -19,10 +18,9 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction
 
 from attnres.errors import UserError
-from attnres.models.exchange import Exchanged, exchange, own_class
 from attnres.models.inputs import Inputs
-from attnres.ops.bank import Bank, is_copied
-from attnres.ops.norms import Norm
+from attnres.models.known_norm import KnownNorm, describe_norm
+from attnres.ops.bank import Bank
 from attnres.ops.sharded import settled
 from attnres.residuals import Residual, Ways
 from attnres.residuals.base import as_it_is, verbs
@@ -367,135 +365,3 @@ def _unflatten(parts: Any, context: tuple[nn.Module, int, bool]) -> Stream:
 
 
 _pytree.register_pytree_node(Stream, _flatten, _unflatten)
-
-
-def _forward(module: nn.Module) -> Callable:
-    """The forward of a norm's own class."""
-    return own_class(module).forward
-
-
-def describe_norm(module: nn.Module, like: Tensor) -> Norm | nn.Module:
-    """A pre-norm as a value, where its arithmetic is known; else the module itself.
-
-    Under autocast the normed vector comes out in the autocast dtype, since only matrix products consume it.
-    """
-    device = like.device.type
-    out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-    if isinstance(module, nn.LayerNorm) and _forward(module) is nn.LayerNorm.forward:
-        return Norm(module.weight, module.bias, module.eps, center=True, out_dtype=out_dtype)
-    eps = getattr(module, "variance_epsilon", None)  # the RMSNorm that most families copy from each other
-    if eps is not None and module.__dict__.get("is_rms_norm", True):
-        weight: Any = module._parameters.get("weight")
-        return Norm(cast(Tensor, module.weight) if weight is None else weight, None, eps, False, out_dtype)
-    return module
-
-
-def _is_rms_norm(module: nn.Module) -> bool:
-    """Whether a norm with a `variance_epsilon` computes x / rms(x) * weight, as far as one vector tells."""
-    weight: Any = module._parameters.get("weight")
-    if weight is None:
-        return True
-    norm, eps = copy.copy(module), cast(float, module.variance_epsilon)
-    grid = torch.linspace(0.0, 1.0, weight.numel(), dtype=torch.float32, device="cpu")
-    scale, x = (0.5 + grid).view(weight.shape), (3 * grid - 1).view(1, *weight.shape)
-    norm._parameters = {**module._parameters, "weight": nn.Parameter(scale, requires_grad=False)}
-    with torch.no_grad():
-        try:
-            return torch.allclose(
-                _forward(module)(norm, x), nn.functional.rms_norm(x, scale.shape, scale, eps), atol=1e-4
-            )
-        except (RuntimeError, TypeError):
-            return False
-
-
-class KnownNorm:
-    """A norm module as a bank's read knows it from one pass to the next.
-
-    Attributes:
-        fused: its arithmetic, where that is known; else None, and `apply` is the module, or nothing.
-    """
-
-    def __init__(self, module: nn.Module | None, like: Tensor) -> None:
-        spec = as_it_is if module is None else describe_norm(module, like)
-        self.module, self.fused = module, spec if isinstance(spec, Norm) else None
-        self.apply = as_it_is if isinstance(spec, Norm) else spec
-        self.places = _places(self.fused)
-        self.is_copied = self.fused is not None and any(map(is_copied, (self.fused.weight, self.fused.bias)))
-        self.eps_name = "eps" if isinstance(module, nn.LayerNorm) else "variance_epsilon"
-
-    def holds(self, module: nn.Module | None) -> bool:
-        """Whether this is the module, and its weights, of which the bank has no copies, lie where they lay, with the
-        same eps and autocast."""
-        fused = self.fused
-        if module is not self.module or fused is None or module is None:
-            return module is self.module
-        if self.is_copied:
-            return False
-        vectors = module._parameters
-        return (
-            vectors.get("weight") is fused.weight
-            and vectors.get("bias") is fused.bias
-            and self.places == _places(fused)
-            and getattr(module, self.eps_name) == fused.eps
-            and (torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None) is fused.out_dtype
-        )
-
-
-def _places(norm: Norm | None) -> tuple[int, int]:
-    """Where a norm's weight and bias lie."""
-    weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
-    return (0 if weight is None else weight.data_ptr()), (0 if bias is None else bias.data_ptr())
-
-
-class _Reading(Exchanged):
-    """Mixed into a norm's own class: reads when given a stream, norms when given a tensor."""
-
-    def forward(self, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(hidden_states, torch.fx.Proxy):
-            raise TypeError(
-                f"a {own_class(self).__name__} that reads a depth stream is more than its arithmetic: it cannot be "
-                "traced by itself, nor replaced by another norm"
-            )
-        if not isinstance(hidden_states, Stream):
-            return super().forward(hidden_states, *args, **kwargs)
-        if args or kwargs:
-            raise UserError(
-                f"a {own_class(self).__name__} was named as a norm and takes more than the hidden state: name the norm "
-                "inside of it"
-            )
-        return self.of_stream(hidden_states)
-
-    def of_stream(self, stream: Stream) -> Tensor | Inputs:
-        return stream.read(self)
-
-
-class _Finishing(_Reading):
-    """As `_Reading`, of the norm before the head."""
-
-    def of_stream(self, stream: Stream) -> Tensor | Inputs:
-        return stream.finish(self)
-
-
-def make_reading(norm: nn.Module, *, last: bool = False) -> None:
-    """Let this norm read streams. Its parameters, name and behaviour on tensors stay as they are.
-
-    Args:
-        last: it is the norm before the head.
-    """
-    if hasattr(norm, "variance_epsilon"):
-        norm.__dict__["is_rms_norm"] = _is_rms_norm(norm)
-    exchange(norm, _Finishing if last else _Reading)
-
-
-def _read_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
-    if args and isinstance(args[0], Stream):
-        return (args[0].read(None), *args[1:]), kwargs
-    if isinstance(kwargs.get("hidden_states"), Stream):
-        return args, {**kwargs, "hidden_states": kwargs["hidden_states"].read(None)}
-    return None
-
-
-def make_taking(mixer: nn.Module) -> None:
-    """Let an attention or an MLP that takes the stream with no norm before it read the stream. A hook: an attention's
-    class stays what Transformers takes it for."""
-    mixer.register_forward_pre_hook(_read_input, with_kwargs=True)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from attnres.ops import cpu
 from attnres.ops.dispatch import in_two_phases
-from attnres.ops.norms import Norm
+from attnres.ops.norms import Norm, norm_kind
 
 KEPT = 32 << 20
 """Bytes of all banks that wait for their next pass; the memory of a long prompt is given back."""
@@ -169,10 +169,10 @@ class Bank:
     def set_norm(self, norm: Norm | None) -> None:
         """Let the coming read, of this pass and of later ones, end with this norm; with None it is times its scale."""
         index = self.index
-        weight, bias, eps, center, dtype = norm or Norm()
+        weight, bias, eps, _, dtype = norm or Norm()
         vectors = self._vectors[index] = _readable(weight), _readable(bias)
         self._dtypes[index] = dtype
-        kind, scale = 0 if norm is None else 2 if center else 1, self.program.steps[index].scale
+        kind, scale = norm_kind(norm), self.program.steps[index].scale
         rows = list[int]()
         for vector in vectors:
             rows += (0, 0, 0) if vector is None else (cpu.address(vector, (self.width,)), 0, _is_bf16(vector))
@@ -276,7 +276,5 @@ class Banks:
         bank.end()
         with self._lock:
             self._waiting.insert(0, bank)
-            while len(self._waiting) > 1 and sum(one.nbytes for one in self._waiting) > KEPT:
+            while self._waiting and sum(one.nbytes for one in self._waiting) > KEPT:
                 self._waiting.pop()
-            if bank.nbytes > KEPT:
-                self._waiting.clear()

@@ -18,7 +18,7 @@ from torch import Tensor
 from attnres.errors import UserError
 from attnres.ops.backend import MergeGrads, MergeSaved, Sealed
 from attnres.ops.cpu_build import SWITCH, library
-from attnres.ops.norms import Norm
+from attnres.ops.norms import Norm, norm_kind
 from attnres.ops.sharded import PLAIN, settled
 
 LANES = 16
@@ -285,12 +285,12 @@ def merge(
         partial = _new(shape, dtype=dtype)
         opens = (*earlier, partial)
     weight = bias = None
-    kind, norm_eps = 0, 0.0
+    kind, norm_eps = norm_kind(norm), 0.0
     if norm is None:  # <dh, h> is then a true term of the gradient: h is kept unrounded
         h = written = _new(shape)
         x = h if dtype is torch.float32 else _new(shape, dtype=dtype)
     else:
-        weight, bias, norm_eps, kind = norm.weight, norm.bias, norm.eps, 2 if norm.center else 1
+        weight, bias, norm_eps = norm.weight, norm.bias, norm.eps
         keep = not k and output is not None and output.dtype is dtype
         h = output if keep else _new(shape, dtype=dtype)
         written = None if keep else h
@@ -340,9 +340,9 @@ def merge_backward(
         parts, both = _parts(scalars, k), len(scalars) > 1 + 3 * k
     tokens = h.numel() // d
     weight = dweight = dbias = doutput = dtop = dquery = None
-    kind, eps = 0, 0.0
+    kind, eps = norm_kind(norm), 0.0
     if norm is not None:
-        weight, kind, eps = norm.weight, 2 if norm.center else 1, norm.eps
+        weight, eps = norm.weight, norm.eps
         dweight = None if weight is None else _new(d)
         dbias = None if norm.bias is None else _new(d)
     if not k or both:

@@ -28,6 +28,11 @@ class Norm(NamedTuple):
     out_dtype: torch.dtype | None = None
 
 
+def norm_kind(norm: Norm | None) -> int:
+    """The number by which operators and kernels know a norm: 0 none, 1 RMSNorm, 2 LayerNorm."""
+    return 0 if norm is None else 2 if norm.center else 1
+
+
 def inverse_rms(x: Tensor, eps: float) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last axis, in the compute dtype; carries no gradient."""
     with torch.no_grad():

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnres.ops.backend import MergeGrads, MergeSaved, Sealed
 from attnres.ops.dispatch import backend_for
-from attnres.ops.norms import Norm
+from attnres.ops.norms import Norm, norm_kind
 from attnres.ops.precision import compute_dtype
 
 BY_ADDRESS = False
@@ -107,10 +107,6 @@ def _norm(
     return Norm(weight, bias, eps, kind == 2, out_dtype) if kind else None
 
 
-def _kind(norm: Norm | None) -> int:
-    return 0 if norm is None else 2 if norm.center else 1
-
-
 @torch.library.custom_op("attnres::merge", mutates_args=())
 def _merge(
     opens: Sequence[Tensor],
@@ -192,7 +188,7 @@ def merge(
         output,
         top,
         total,
-        _kind(norm),
+        norm_kind(norm),
         weight,
         bias,
         norm_eps,
@@ -285,7 +281,7 @@ def merge_backward(
     weight, bias, norm_eps, _, _ = norm or Norm()
     earlier = [_filled(g, grad) for g in carried]
     output, top, dquery, dweight, dbias, *dopens = _merge_backward(
-        grad, earlier, list(opens), query, _kind(norm), weight, bias, norm_eps, *saved[:6]
+        grad, earlier, list(opens), query, norm_kind(norm), weight, bias, norm_eps, *saved[:6]
     )
     none = _or_none
     return MergeGrads(none(output), none(top), dopens, none(dquery), none(dweight), none(dbias))

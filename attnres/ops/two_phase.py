@@ -34,7 +34,7 @@ from torch import Tensor
 from attnres.ops import plain, registered
 from attnres.ops.backend import Backend, MergeSaved
 from attnres.ops.dispatch import backend_for
-from attnres.ops.norms import Norm
+from attnres.ops.norms import Norm, norm_kind
 from attnres.ops.precision import compute_dtype, full_precision
 from attnres.ops.sharded import settled
 
@@ -44,9 +44,9 @@ class SealedReads(NamedTuple):
 
     Attributes:
         sources: the sources, to be used from now on in place of those given.
-        outputs: S tensors (T, d), each read's mixture of the sealed sources.
-        top: S tensors (T,), the largest of its logits.
-        total: S tensors (T,), the sum of exp(logit - top); no gradient.
+        outputs: S tensors of the sources' shape (..., d), each read's mixture of the sealed sources.
+        top: S tensors, one number a token, the largest of its logits. total: the sum of exp(logit - top); no gradient.
+            Of kernels they are (T,), in plain torch (...); there `top` is the whole log-sum-exp and `total` one.
         logits: (T, n, S), no gradient.
     """
 
@@ -219,7 +219,7 @@ class _Merge(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         backend, k = form.backend, form.k
         opens = rest[:k]
-        norm = Norm(weight, bias, form.norm_eps, form.kind == 2, form.out_dtype) if form.kind else None
+        norm = form.norm(weight, bias)
         if backend.BY_ADDRESS:
             x, saved, partial = backend.merge(opens, added, query, form.eps, output, top, total, norm, form.dtype)
         else:
@@ -268,7 +268,7 @@ class _Merge(torch.autograd.Function):
             )
         if form.recompute:
             saved = saved._replace(h=_read_again(form, recomputed, opens, saved, h_dtype))
-        norm = Norm(weight, bias, form.norm_eps, form.kind == 2) if form.kind else None
+        norm = form.norm(weight, bias)
         if backend.BY_ADDRESS:
             output, top, dopens, dquery, dweight, dbias = backend.merge_backward(
                 grad, carried, opens, query, norm, saved
@@ -415,21 +415,21 @@ def merge(
         vectors = [*vectors, *_settled((added,))]
     dtype = dtype or vectors[0].dtype
     weight = bias = out_dtype = None
-    kind, norm_eps = 0, 0.0
+    norm_eps = 0.0
     if norm is not None:
-        weight, bias, norm_eps, center, out_dtype = norm
-        kind = 2 if center else 1
+        weight, bias, norm_eps, _, out_dtype = norm
     out_dtype = out_dtype or dtype
     compute = compute_dtype(dtype)
     backend = _backend(vectors, (weight, bias, query), compute, dtype, out_dtype, opens=k)
-    form = _Form(backend, k, eps, dtype, kind, norm_eps, out_dtype, index, recompute, watched)
+    form = _Form(backend, k, eps, dtype, norm_kind(norm), norm_eps, out_dtype, index, recompute, watched)
     out = _run(_Merge, form, weight, bias, query, output, top, total, added, *opens, *recomputed)
     x, handed_on = out[0], out[1 : 1 + k]
     if not watched:
         return Merged(x, handed_on)
     if not k:
         assert read is not None and output is not None
-        return Merged(x, (), *_flat([output.detach()]), torch.ones_like(read.top), x.new_empty(read.top.numel(), 0))
+        tokens = read.top.numel()
+        return Merged(x, (), *_flat([output.detach()]), read.top.new_ones(tokens), x.new_empty(tokens, 0))
     h, sealed, weights = out[1 + k :]
     return Merged(x, handed_on, *_flat([x.detach() if norm is None else h]), sealed, weights)
 
@@ -447,11 +447,11 @@ def apply_norm(h: Tensor, norm: Norm) -> Tensor:
 
     Every residual of this package uses it, the standard one included, so that comparisons compare residuals.
     """
-    weight, bias, eps, center, out_dtype = norm
+    weight, bias, eps, _, out_dtype = norm
     dtype = h.dtype
     out_dtype = out_dtype or dtype
     if torch.compiler.is_compiling() and h.device.type == "cpu":  # which fuses it with what is around it
         return plain.apply(h.to(compute_dtype(dtype)), norm).to(out_dtype)
     backend = _backend(_settled((h,)), (weight, bias), compute_dtype(dtype), dtype, out_dtype)
-    form = _Form(backend, 0, 0.0, dtype, 2 if center else 1, eps, out_dtype)
+    form = _Form(backend, 0, 0.0, dtype, norm_kind(norm), eps, out_dtype)
     return _run(_Merge, form, weight, bias, None, h, None, None, None)[0]

@@ -1,5 +1,7 @@
 """Every held-out loss of a study's runs and its difference to the baseline's, as CSV."""
 
+import math
+
 from attnres.report.runs import Study
 from attnres.report.stats import paired_at, strongest_baseline, unequal
 from attnres.text import csv_text
@@ -9,7 +11,7 @@ COLUMNS = ("label", "seed", "step", "tokens", "loss", "windows", "difference", "
 
 def curves_csv(study: Study) -> str:
     """Give one line a measurement: losses and paired differences in nats per token to the table's baseline; nothing
-    where a run has no partner of its seed under equal conditions.
+    where a run has no partner of its seed under equal conditions, nor for the error over one window.
     """
     baseline = strongest_baseline(study)
     lines: list[list[object]] = []
@@ -24,6 +26,6 @@ def curves_csv(study: Study) -> str:
                 row: list[object] = [label, run.seed, step, tokens, mean, len(losses)]
                 if partner is not None and step in partner.windows:
                     pair = paired_at([(run, partner)], step)
-                    row += [f"{pair.mean:.6f}", f"{pair.se_windows:.6f}"]
+                    row += ["" if math.isnan(value) else f"{value:.6f}" for value in (pair.mean, pair.se_windows)]
                 lines.append(row + [""] * (len(COLUMNS) - len(row)))
     return csv_text(COLUMNS, lines)

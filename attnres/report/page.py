@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from attnres.data.sources import title_of
 from attnres.figures import Comparison, Plot, style
 from attnres.figures.plot import COLUMN
 from attnres.files import write_text
@@ -92,7 +93,7 @@ def _kicker(study: Study) -> str:
     pretrained = _of_all(study, "finetune.init_from")
     facts = [
         f"from {pretrained}" if pretrained else f"model {size}" if isinstance(size, str) else None,
-        f"data {Path(str(source)).name}" if source else None,
+        f"data {title_of(str(source))}" if source else None,
         f"{steps:,} steps" if steps else None,
         f"{len(seeds)} seeds" if len(seeds) > 1 else "one seed",
     ]

@@ -102,9 +102,6 @@ class Study:
         runs = self.of(label)
         return [run for run in runs if run.finished] or runs
 
-    def residual(self, label: str) -> str:
-        return self.of(label)[0].residual
-
 
 def load_run(folder: Path | str) -> Run:
     """Read one run folder. Raises `UserError` if it is not one, or if a file in it is damaged."""

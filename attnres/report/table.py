@@ -43,14 +43,9 @@ class Row:
     step_quartiles: tuple[float, float] = (math.nan, math.nan)  # of that ratio over the rounds of a timing in turn
 
     @property
-    def is_chance(self) -> bool:
-        """Whether it computes what the baseline computes: its difference is what chance does to a run."""
-        return self.traits.is_control and self.traits.starts_standard
-
-    @property
     def decided(self) -> bool:
         """Whether its difference to the baseline is outside its error, and more than chance."""
-        return self.paired is not None and self.paired.decided and not self.is_chance
+        return self.paired is not None and self.paired.decided and not self.traits.is_chance
 
     @property
     def residual(self) -> str:

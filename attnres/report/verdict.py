@@ -36,9 +36,9 @@ def verdict(study: Study, table: Table) -> str:
     compared = [row for row in done if row.paired is not None]
     controls = [row for row in compared if row.traits.is_control]
     tested = [row for row in compared if not row.traits.is_control]
-    same = [row for row in controls if row.is_chance]
-    other = [row for row in compared if not row.is_chance]
-    controls = [row for row in controls if not row.is_chance]  # against chance no gain is stated
+    same = [row for row in controls if row.traits.is_chance]
+    other = [row for row in compared if not row.traits.is_chance]
+    controls = [row for row in controls if not row.traits.is_chance]  # against chance no gain is stated
     sentences = [_against_baseline(other, base)] if other else []
     sentences += [_chance(row, base) for row in same]
     reasons: dict[str, list[str]] = {}
@@ -138,7 +138,7 @@ def _best_of_each(rows: list[Row]) -> list[Row]:
 def _at_equal_rates(study: Study, rows: list[Row], base: str) -> list[str]:
     """For each other variant: at how many of the learning rates it shares with the baseline it wins, unless that is the
     baseline's alone, which is said already. What computes the baseline's function wins nothing."""
-    first = {row.label: row.runs[0] for row in rows if row.label == base or not row.is_chance}
+    first = {row.label: row.runs[0] for row in rows if row.label == base or not row.traits.is_chance}
     against = [label for label in first if kind(first[label]) == kind(first[base])]
     counts = []
     for which in dict.fromkeys(kind(run) for run in first.values() if kind(run) != kind(first[base])):

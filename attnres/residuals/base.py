@@ -122,7 +122,7 @@ class Residual(nn.Module):
         call = getattr(self, verb)
         if not (self.recompute_reads and verb in ("read", "finish") and torch.is_grad_enabled()):
             return call(*args)
-        if self.heeds_recompute or self.observer is not None or self.editor is not None:  # these would see a read twice
+        if self.heeds_recompute or self.watched:  # who watches would see a read twice
             return call(*args)
         return checkpoint(call, *args, use_reentrant=False)
 
@@ -173,9 +173,9 @@ class Residual(nn.Module):
     ) -> Tensor:
         """Return norm(h), for mechanisms whose read is not fused with its norm; show it first, as read number `index`,
         to those who watch. `weights` and `values` as in `watched`."""
-        if self.observer is not None or self.editor is not None:
+        if self.watched:
             h = watched(self, h, index, weights, values)
-        return apply_norm(h, norm) if isinstance(norm, Norm) else norm(h)
+        return with_norm(h, norm)
 
     def bank_reads(self) -> BankReads | str:
         """Return how a pass without gradients makes the reads in a bank of sources, or why it cannot."""

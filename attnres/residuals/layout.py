@@ -196,6 +196,11 @@ class Traits(NamedTuple):
     is_control: bool = False
     colour: str | None = None
 
+    @property
+    def is_chance(self) -> bool:
+        """Whether it is the standard residual's function under another name: what it differs by is chance."""
+        return self.is_control and self.starts_standard
+
 
 class About(NamedTuple):
     """What a mechanism is, in a table's words.

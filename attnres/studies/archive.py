@@ -16,6 +16,7 @@ from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
+from attnres.data.sources import title_of
 from attnres.errors import UserError
 from attnres.files import write_json, write_text
 from attnres.reading import parse_json, read_json, read_text
@@ -82,7 +83,7 @@ def _archived(folder: Path, arm: str) -> Archived:
     if arguments := files.get(MEASURES, {}).get("arguments"):
         arguments |= {key: Path(arguments[key]).name for key in PLACES if arguments.get(key)}
     if config := files.get("config.json"):
-        config |= {"out": None, "data": config["data"] | {"source": Path(config["data"]["source"]).name}}
+        config |= {"out": None, "data": config["data"] | {"source": title_of(config["data"]["source"])}}
         lines = metrics.read(folder / "metrics.jsonl")
         last = {line["kind"]: line for line in lines}
         run["metrics"] = [line for line in lines if line["kind"] == "val" or line is last[line["kind"]]]

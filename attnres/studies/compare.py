@@ -257,6 +257,8 @@ def time_steps(work: Work, seconds: float, say: Console) -> None:
             "dtype": run.dtype,
             "device": run.device,
             "compile": run.compile,
+            "loss": run.loss,
+            "gradient_checkpointing": run.gradient_checkpointing,
         },
     }
     path = out / TIMES
@@ -285,6 +287,8 @@ def time_steps(work: Work, seconds: float, say: Console) -> None:
             dtype=run.dtype,
             device=run.device,
             compile=run.compile,
+            loss=run.loss,
+            gradient_checkpointing=run.gradient_checkpointing,
             baseline=PLAIN,
             seconds=seconds,
         )

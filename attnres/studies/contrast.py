@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attnres.figures.chart import Differences
+from attnres.stats import or_none
 from attnres.studies.analyses.exchange import Exchange, exchange
 from attnres.studies.analyses.noise import Noise, Spread, Verdict
 from attnres.studies.design import Measured, Table
@@ -178,16 +179,16 @@ class Contrast:
         """Plain numbers for result.json."""
         return {
             "baseline": self.baseline,
-            "base": _plain(self.base),
-            "sigma": _plain(self.noise.sigma),
+            "base": or_none(self.base),
+            "sigma": or_none(self.noise.sigma),
             "degrees": self.noise.degrees,
             "variants": {
                 one.label: {
-                    "loss": _plain(one.mean),
+                    "loss": or_none(one.mean),
                     "seeds": one.seeds,
-                    "difference": _plain(one.difference),
-                    "error": _plain(one.error),
-                    "needed": _plain(one.threshold),
+                    "difference": or_none(one.difference),
+                    "error": or_none(one.error),
+                    "needed": or_none(one.threshold),
                     "verdict": one.verdict,
                 }
                 for one in self.others
@@ -256,7 +257,3 @@ def _cells(one: Against) -> list[str]:
     error = f" ± {number(one.error, 4)}" if math.isfinite(one.error) else ""
     difference = f"{number(one.difference, 4, signed=True)}{error}"
     return [one.label, number(one.mean, 4), str(one.seeds), difference, needed, one.verdict]
-
-
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None

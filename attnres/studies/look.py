@@ -122,20 +122,26 @@ def look(config: InspectConfig, console: Console | None = None) -> Inspection:
     change = None if config.since is None else change_since(checkpoint, config.since)
     out = _Out(None if config.out is None else refuse_other(config.out, "inspection"))
 
-    model = checkpoint.load(config.dtype, str(pick_device(config.device)))
+    model = _load(config, checkpoint)
     knock_outs = [(request, find_knock_out(source, read, model)) for request, source, read in edges]
     batch_size = batch_size_of(config.batch_tokens, checkpoint, context)
     subject = _Subject(config, console, checkpoint, model, text, context, batch_size)
 
     inspection = _inspect(subject, out)
     if change is not None:
-        record = since_table(change, checkpoint, inspection, subject.inspect, config.by, console)
+        then = partial(_load, config)
+        record = since_table(change, checkpoint, inspection, then, subject.inspect, config.by, console)
         out.write_record("since.json", record)
     _remove(subject, inspection, knock_outs, out)
     if config.attribute:
         _attribute(subject, out)
     _draw(subject, inspection, out)
     return inspection
+
+
+def _load(config: InspectConfig, checkpoint: Checkpoint) -> Any:
+    """The model of a checkpoint in the precision and on the device that are asked for."""
+    return checkpoint.load(config.dtype, str(pick_device(config.device)))
 
 
 def _check_options(config: InspectConfig, text: LookText, residual: str) -> None:

@@ -75,6 +75,7 @@ def make_plan(config: CompareConfig, here: bool = True) -> Plan:
                 base.model,
                 residual=variant.residual,
                 residual_file=variant.file,
+                residual_sha256=None,
                 settings={**variant.settings},
                 block_size=None,
                 num_blocks=None,

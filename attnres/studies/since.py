@@ -13,6 +13,7 @@ from attnres.inspect.steps import StepChange, between
 from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.terminal import grid, say
 from attnres.text import number, short
+from attnres.training.checkpoint import kept
 
 EDGES = 10
 """Of which the change is listed."""
@@ -33,6 +34,7 @@ def since_table(
     change: StepChange,
     checkpoint: Checkpoint,
     now: Inspection,
+    load: Callable[[Checkpoint], Any],
     inspected: Callable[[Any, str], Inspection],
     by: By,
     console: Console,
@@ -41,7 +43,8 @@ def since_table(
 
     Args:
         now: what the model makes of the text.
-        inspected: the same of another model, with its name.
+        load: the model of a checkpoint, as that one was loaded.
+        inspected: what another model makes of the text, with its name.
     """
     console.print()
     record = change.to_dict()
@@ -53,11 +56,14 @@ def since_table(
     for name, largest in change.tables.items():
         say(console, f"{name}: a number changed by {number(largest)} at most")
     assert checkpoint.run is not None
-    kept = checkpoint.run / "kept" / f"{change.first:06d}"
-    if not kept.is_dir():
+    folder = kept(checkpoint.run, change.first)
+    if not folder.is_dir():
         say(console, not_kept(change.first))
         return record
-    then = inspected(open_checkpoint(kept).load(), f"{checkpoint.title()} at step {change.first:,}")
+    then = inspected(
+        load(open_checkpoint(folder, trust_remote_code=checkpoint.trusted)),
+        f"{checkpoint.title()} at step {change.first:,}",
+    )
     losses = [number(one.losses["mean"]) for one in (then, now)]
     say(console, f"\nloss {losses[0]} at step {change.first:,}, {losses[1]} at {change.last:,}")
     earlier, later = Routing.of(then, by), Routing.of(now, by)

@@ -14,8 +14,11 @@ from attnres.training.interrupt import caught_signals
 POLL_S = 1.0
 
 
+MOST = 64
+
+
 class Slurm:
-    """Runs children as jobs, up to `most` waiting or running at once.
+    """Runs children as jobs, up to `MOST` waiting or running at once.
 
     Args:
         settings: of submitit's executor, e.g. slurm_partition, timeout_min, gpus_per_node; submitit's own names.
@@ -26,15 +29,12 @@ class Slurm:
         UserError: submitit is not installed, or does not know a setting.
     """
 
-    def __init__(
-        self, folder: Path, settings: Mapping[str, Any], cluster: str | None = "slurm", most: int = 64
-    ) -> None:
+    def __init__(self, folder: Path, settings: Mapping[str, Any], cluster: str | None = "slurm") -> None:
         try:
             submitit = importlib.import_module("submitit")
         except ImportError:
             raise UserError("--executor slurm needs submitit: pip install 'attnres[slurm]'") from None
         self._command = submitit.helpers.CommandFunction
-        self.most = most
         try:
             self.executor = submitit.AutoExecutor(folder=folder / "jobs", cluster=cluster)
             self.executor.update_parameters(**{"name": "attnres", "timeout_min": 24 * 60, **settings})
@@ -70,7 +70,7 @@ class Slurm:
                 while (running or waiting) and not ended and not (signals.interrupts or signals.terminations):
                     if time.monotonic() > until:
                         waiting.clear()
-                    while waiting and len(running) < self.most:
+                    while waiting and len(running) < MOST:
                         child = waiting.pop(0)
                         on_start(child)
                         child.began = time.monotonic()

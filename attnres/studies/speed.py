@@ -1,17 +1,17 @@
 """What a training step costs, variant against variant: timed in turn in one process."""
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from attnres.models.checkpointing import checkpoint_activations
 from attnres.timing import device_name, in_turn, seconds_of, spread
 from attnres.training.config import OptimConfig
 from attnres.training.device import tune
-from attnres.training.objective import Objective, loss_kind
+from attnres.training.objective import Objective, loss_kind, precision
 from attnres.training.optim import build_optimizers
 
 
@@ -27,6 +27,8 @@ def step_times(
     dtype: str = "fp32",
     device: str = "cpu",
     compile: bool = False,
+    loss: str = "auto",
+    gradient_checkpointing: str = "none",
     baseline: str | None = None,
     rounds: int = 50,
     seconds: float = 20.0,
@@ -39,6 +41,8 @@ def step_times(
         variants: label -> (residual, its settings); without a residual it is the family's own model.
         vocab_size, seq_len, batch_size, accumulation: the training shape; tokens are random ids.
         dtype: "fp32", or "bf16" for autocast over fp32 parameters.
+        compile, loss, gradient_checkpointing: as in `TrainConfig`; the family's own model knows checkpointing by layer
+            alone, and keeps everything for backward in the other two.
         baseline: the label that ratios are taken to; by default the first.
         rounds, seconds, least: at most so many rounds, none begun after so many seconds, but at least so many.
         on_round: called with the number of each finished round.
@@ -50,11 +54,13 @@ def step_times(
     baseline = baseline if baseline is not None else next(iter(variants))
     optim = optim or OptimConfig()
     on = torch.device(device)
-    tokens = batch_size // accumulation * seq_len
-    steps = {
-        label: _step(_build(size, residual, settings, vocab_size, seq_len, on), optim, dtype, compile, tokens)
-        for label, (residual, settings) in variants.items()
-    }
+    steps = {}
+    for label, (residual, settings) in variants.items():
+        model = _build(size, residual, settings, vocab_size, seq_len, on)
+        if residual is not None or gradient_checkpointing == "layer":
+            checkpoint_activations(model, gradient_checkpointing)
+        kind = loss_kind(loss, model, batch_size // accumulation * seq_len)
+        steps[label] = _step(model, optim, Objective(model, kind, partial(precision, dtype, on), compiled=compile))
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, (batch_size, seq_len + 1), generator=generator).to(on)
     micro = tokens.chunk(accumulation)
@@ -100,17 +106,9 @@ def _build(
     return model.to(on).train()
 
 
-def _step(
-    model: nn.Module, optim: OptimConfig, dtype: str, compile: bool, tokens: int
-) -> Callable[[tuple[torch.Tensor, ...]], None]:
-    """One update of micro-batches of so many tokens, as training does it."""
+def _step(model: nn.Module, optim: OptimConfig, objective: Objective) -> Callable[[tuple[torch.Tensor, ...]], None]:
+    """One update from micro-batches, as training does it."""
     optimizers = build_optimizers(model, optim)
-    kind = next(model.parameters()).device.type
-
-    def precision() -> AbstractContextManager[Any]:
-        return torch.autocast(kind, dtype=torch.bfloat16) if dtype == "bf16" else nullcontext()
-
-    objective = Objective(model, loss_kind("auto", model, tokens), precision, compiled=compile)
 
     def step(micro: tuple[torch.Tensor, ...]) -> None:
         for part in micro:

@@ -9,7 +9,7 @@ from attnres.residuals import make_residual
 from attnres.studies.analyses.halving import at_best
 from attnres.studies.contrast import Contrast, contrast
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
-from attnres.studies.variants import parse_variant
+from attnres.studies.variants import label_of, parse_variant
 from attnres.text import listed
 from attnres.training.config import READ_RATE
 
@@ -136,8 +136,3 @@ def chosen_rates(setting: Setting, measured: Measured, variants: Sequence[str]) 
     mechanism = {one: variant for variant in variants for one in candidates(setting, variant)}
     losses = {one: measured.mean(COARSE, label_of(one)) for one in mechanism}
     return at_best(losses, mechanism)
-
-
-def label_of(variant: str) -> str:
-    """How runs of a variant are called."""
-    return parse_variant(variant).label

@@ -47,6 +47,11 @@ class Variant:
         return "-".join([*parts, f"lr{self.lr:g}"] if self.lr is not None else parts)
 
 
+def label_of(variant: str) -> str:
+    """How runs of a variant are called."""
+    return parse_variant(variant).label
+
+
 def parse_variant(text: str) -> Variant:
     """Read one variant.
 

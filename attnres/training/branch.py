@@ -15,8 +15,8 @@ from attnres.errors import UserError
 from attnres.files import replaced_folder
 from attnres.residuals import Residual, residual_class
 from attnres.training.checkpoint import kept, reconfigure, stored_state
-from attnres.training.config import OptimConfig, TrainConfig, differences, from_dict, to_dict
-from attnres.training.schedule import fraction_of_peak, residual_fraction
+from attnres.training.config import TrainConfig, differences, from_dict, to_dict
+from attnres.training.schedule import rates
 
 SCHEDULE = ("steps", "optim.schedule", "optim.warmup", "optim.decay", "optim.min_lr_ratio")
 SCHEDULE += ("optim.residual_hold", "optim.residual_warmup")
@@ -78,15 +78,8 @@ def _same_until(step: int, config: TrainConfig, trunk: dict[str, Any], where: Pa
         )
     before = from_dict(trunk)
     for at in range(1, step + 1):
-        if _rates(at, config.steps, config.optim) != _rates(at, before.steps, before.optim):
+        if rates(at, config.steps, config.optim) != rates(at, before.steps, before.optim):
             raise UserError(
                 f"a branch of {where} has another learning rate at step {at} of the {step} before it branches off: "
                 "give both as many steps of warm-up, and let it branch off before any decay"
             )
-
-
-def _rates(step: int, steps: int, optim: OptimConfig) -> tuple[float, float]:
-    rate = fraction_of_peak(
-        step, steps, schedule=optim.schedule, warmup=optim.warmup, decay=optim.decay, floor=optim.min_lr_ratio
-    )
-    return rate, residual_fraction(step, steps, hold=optim.residual_hold, warmup=optim.residual_warmup)

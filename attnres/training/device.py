@@ -38,7 +38,9 @@ def keep_freed_memory() -> None:
     try:
         libc = ctypes.CDLL("libc.so.6")
         trim_threshold, mmap_threshold = -1, -3
-        libc.mallopt(mmap_threshold, 1 << 30)
-        libc.mallopt(trim_threshold, (1 << 31) - 1)
+        if any(
+            libc.mallopt(mmap_threshold, size) for size in (1 << 30, 32 << 20)
+        ):  # older ones refuse more than 32 MiB
+            libc.mallopt(trim_threshold, (1 << 31) - 1)
     except (OSError, AttributeError):
         return

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import nn
 
+from attnres.data.sources import title_of
 from attnres.forward import evaluating
 from attnres.training.config import TrainConfig
 from attnres.training.objective import Cast
@@ -64,7 +65,7 @@ def write_inside(model: nn.Module, prepared: "Prepared", config: TrainConfig, ca
         model,
         measured,
         name=config.name,
-        source=f"{Path(config.data.source).name}, held out",
+        source=f"{title_of(config.data.source)}, held out",
         context=length,
         kind=kind,
         kinds=KINDS[kind],

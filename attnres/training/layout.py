@@ -45,12 +45,14 @@ def layout_for(config: TrainConfig, who: Processes) -> "Whole":
 
 
 def _refuse(config: TrainConfig) -> None:
-    finetune, staged, sliced = config.finetune, config.parallel.pp > 1, config.parallel.tp > 1
-    table = "pp" if staged else "tp" if sliced else "shard"
-    if staged and sliced:
+    finetune, parallel = config.finetune, config.parallel
+    cuts = [name for name in ("pp", "tp", "cp") if getattr(parallel, name) > 1]
+    if len(cuts) > 1:
         raise UserError(
-            "parallel.pp and parallel.tp are above 1: stages in slices are not worked out, use tp with shard"
+            f"parallel.{' and parallel.'.join(cuts)} are above 1: a model is cut in one way alone, use {cuts[-1]} with "
+            "dp and shard"
         )
+    table = cuts[0] if cuts else "shard"
     if finetune.train_only == "lora":
         raise UserError(
             f"train_only is lora and parallel.{table} above 1: adapters are small, train them with dp alone"

@@ -33,12 +33,12 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
     with who.alike():
         check(config, who.world_size)
         start.check_model(config)
+        if config.track != "none" and who.first:
+            import_tracker(config.track)
+        if config.finetune.train_only == "lora":
+            import_peft()
     dtype = config.dtype if config.dtype != "auto" else ("bf16" if environment.has_bf16(who.device) else "fp32")
     config = dataclasses.replace(config, dtype=dtype, device=who.device.type)
-    if config.track != "none" and who.first:
-        import_tracker(config.track)
-    if config.finetune.train_only == "lora":
-        import_peft()
     going_on = f"give the same command with --resume to go on from the last checkpoint in {config.out}"
     with losses_said(who, going_on), _claimed(config, who) as (finished, in_place):
         if finished is not None:

@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -26,6 +26,11 @@ from attnres.training.distill import Teacher, divergence
 
 Cast = Callable[[], AbstractContextManager[Any]]
 """Makes the context of a forward pass: bf16 autocast, or nothing."""
+
+
+def precision(dtype: str, device: torch.device) -> AbstractContextManager[Any]:
+    """What a forward pass runs in: nothing for "fp32", autocast over fp32 parameters for "bf16"."""
+    return torch.autocast(device.type, dtype=torch.bfloat16) if dtype == "bf16" else nullcontext()
 
 
 def loss_kind(choice: str, model: Any, tokens: int, teacher: Teacher | None = None) -> str:

@@ -36,13 +36,13 @@ from attnres.training.feed import Arriving, Feed, Moment, to_device
 from attnres.training.inside import write_inside
 from attnres.training.interrupt import Signals
 from attnres.training.layout import collected, layout_for
-from attnres.training.objective import Objective, loss_kind
+from attnres.training.objective import Objective, loss_kind, precision
 from attnres.training.optim import kinds, optimizers_of, set_learning_rate
 from attnres.training.output import Output
 from attnres.training.parallel import Processes
 from attnres.training.past import Past, past_of
 from attnres.training.run_folder import DIVERGED, same_data
-from attnres.training.schedule import fraction_of_peak, residual_fraction
+from attnres.training.schedule import rates
 from attnres.training.transfer import Transfer
 
 UNTIMED = 3
@@ -172,15 +172,7 @@ class Run:
         began = Moment.now(who.device)
         x, y = self.feed.at(step - 1)
         optim = config.optim
-        rate = fraction_of_peak(
-            step,
-            config.steps,
-            schedule=optim.schedule,
-            warmup=optim.warmup,
-            decay=optim.decay,
-            floor=optim.min_lr_ratio,
-        )
-        share = residual_fraction(step, config.steps, hold=optim.residual_hold, warmup=optim.residual_warmup)
+        rate, share = rates(step, config.steps, optim)
         set_learning_rate(self.optimizers, rate, share)
         self.model.residual("set_progress", step / config.steps)
 
@@ -236,10 +228,8 @@ class Run:
         return torch.stack([sums.cross_entropy, sums.divergence]).double() / tokens
 
     def cast(self) -> AbstractContextManager[Any]:
-        """The precision of a forward pass: fp32, or bf16 by autocast over fp32 parameters."""
-        if self.config.dtype == "bf16":
-            return torch.autocast(self.who.device.type, dtype=torch.bfloat16)
-        return nullcontext()
+        """The precision of a forward pass."""
+        return precision(self.config.dtype, self.who.device)
 
     # -------------------------------------------------------------- what is written
 

@@ -5,8 +5,21 @@ learning rate as a fraction of its peak.
 """
 
 import math
+from typing import TYPE_CHECKING
 
 from attnres.errors import unknown
+
+if TYPE_CHECKING:
+    from attnres.training.config import OptimConfig
+
+
+def rates(step: int, steps: int, optim: "OptimConfig") -> tuple[float, float]:
+    """What an update of a run takes of each parameter's peak rate, and the share of that which those of the residual
+    take."""
+    rate = fraction_of_peak(
+        step, steps, schedule=optim.schedule, warmup=optim.warmup, decay=optim.decay, floor=optim.min_lr_ratio
+    )
+    return rate, residual_fraction(step, steps, hold=optim.residual_hold, warmup=optim.residual_warmup)
 
 
 def warm_up(step: int, steps: int) -> float:

@@ -257,7 +257,7 @@ def _with_residual(source: Any, config: TrainConfig) -> Any:
 
     standard: Any = source if isinstance(source, DepthMixin) else convert(source, "standard")
     if config.model.residual == "standard":
-        return standard if standard is not source else copy.deepcopy(source)
+        return standard
     new_config = copy.deepcopy(standard.config)
     new_config.residual, new_config.residual_settings = config.model.residual, dict(config.model.settings)
     new_config.dtype = torch.float32

@@ -83,3 +83,20 @@ def test_large_requests_are_refused():
 def test_a_name_that_no_host_can_have_is_refused():
     with pytest.raises(UserError, match=r"cannot serve on aaaa.*label too long"):
         check_port("a" * 300, 49517)
+
+
+def test_what_was_checked_is_what_is_bound(monkeypatch):
+    from attnres.app import server
+
+    places = []
+
+    def refuse(place, family):
+        places.append((place, family))
+        raise OSError("taken")
+
+    monkeypatch.setattr(server, "application", lambda page, local: None)
+    monkeypatch.setattr(server, "check_port", lambda host, port: "::1")
+    monkeypatch.setattr(server.socket, "create_server", refuse)
+    with pytest.raises(UserError, match="cannot serve on localhost:49518"):
+        server.serve(None, host="localhost", port=49518)
+    assert places == [(("::1", 49518), server.socket.AF_INET6)]

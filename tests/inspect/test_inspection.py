@@ -185,3 +185,11 @@ def test_a_file_that_is_no_inspection_is_one_sentence(tmp_path, text):
     (tmp_path / "x.json").write_text(text)
     with pytest.raises(UserError, match=r"x\.json is"):
         Inspection.load(tmp_path / "x.json")
+
+
+def test_an_example_is_of_a_model_that_drops_nothing(make_model, tokenizer, documents):
+    model = make_model("block", scale=0.2).train()
+    mlp = model.get_submodule("model.layers.0.mlp")
+    mlp.register_forward_hook(lambda module, args, out: torch.nn.functional.dropout(out, 0.5, module.training))
+    one, other = (show_example(model, tokenizer, documents[1], context=16, kind="prose") for _ in range(2))
+    assert one == other and model.training

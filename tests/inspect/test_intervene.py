@@ -265,6 +265,7 @@ def test_source_names_are_those_that_a_recording_sees():
         ("block", KnockOut("attention 2", "mlp 2"), "inside 'partial': 'mlp 2' reads embedding, block 1, partial"),
         ("cumulative", KnockOut("mlp 0", "mlp 1"), "inside 'state 2' and 'stream'"),
         ("boundary", KnockOut("mlp 0", "output"), "inside 'block 1': 'output' reads embedding, block 1"),
+        ("boundary", KnockOut("stream", "output"), "'attention 0' is the first that has it"),
         ("block", KnockOut("block 1", "mlp 0"), "'attention 2' is the first that has it"),
         ("full", KnockOut("mlp 2", [0, 1, "mlp 1"]), "is written after read 'mlp 1': choose a later read"),
         ("full", KnockOut("mpl 1"), "did you mean 'mlp 1'"),
@@ -319,3 +320,17 @@ def test_recordings_without_weights_cannot_be_pinned():
     with pytest.raises(UserError, match="tokens=True"):
         pin_from(trace, each_token=True)
     assert pin_from(trace, "output").reads == [6]
+
+
+def test_several_heads_take_an_edit_in_proportion_and_where_none_has_weight_alike():
+    from attnres.residuals.mechanisms.weighting import _in_proportion
+
+    weights = torch.tensor([[[0.2, 0.8, 0.0], [0.6, 0.4, 0.0]]])  # (token, heads, sources)
+    before, after = weights.mean(1), torch.tensor([[0.2, 0.5, 0.3]], requires_grad=True)
+    changed = _in_proportion(weights, before, after)
+    assert changed.mean(1).tolist()[0] == pytest.approx([0.2, 0.5, 0.3])
+    torch.testing.assert_close(changed[0, :, 0] / weights[0, :, 0], torch.full((2,), 0.5))
+    assert changed[0, :, 2].tolist() == pytest.approx([0.3, 0.3])
+    changed.sum().backward()
+    assert after.grad.isfinite().all() and after.grad.tolist()[0] == pytest.approx([2.0, 2.0, 2.0])
+    assert torch.equal(_in_proportion(weights, before, before.clone()), weights)

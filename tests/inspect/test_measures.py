@@ -1,7 +1,5 @@
 """Measures are the formulas in their docstrings, on arrays small enough to do by hand."""
 
-import math
-
 import numpy as np
 import pytest
 
@@ -28,10 +26,6 @@ def test_signs_and_scale_of_coefficients_do_not_matter():
     assert measures.normalised(scaled).sum(1) == pytest.approx(np.ones(5))
     assert measures.depth_distance(scaled) == pytest.approx(measures.depth_distance(STANDARD))
     assert measures.normalised(np.zeros((2, 2))).tolist() == [[0, 0], [0, 0]]
-
-
-def test_the_effective_number_of_even_weights_is_their_number():
-    assert measures.effective_number([math.log(4), 0, math.log(2)]) == pytest.approx([4, 1, 2])
 
 
 def test_the_spike_is_the_largest_source_over_the_median():

@@ -9,6 +9,7 @@ from tiny import SIZE
 from attnres import RESIDUALS, UserError, depth_read_reference
 from attnres.inspect import record
 from attnres.models import build
+from attnres.ops import plain_torch
 from attnres.residuals import Editor
 
 
@@ -444,3 +445,14 @@ def test_deepnorm_cannot_be_edited():
     model.residual.editor = Editing()
     with pytest.raises(UserError, match="nothing to edit"):
         forward(model)
+
+
+def test_plain_torch_shows_the_same_weights():
+    """Block's reads of both phases, of several texts at once: what opens a block has no open sources."""
+    model = make("block", block_size=2).eval()
+    with torch.no_grad(), record(model, tokens=True) as kernels:
+        forward(model)
+    with torch.no_grad(), plain_torch(), record(model, tokens=True) as plain:
+        forward(model)
+    for a, b in zip(plain.token_weights, kernels.token_weights, strict=True):
+        torch.testing.assert_close(a, b)

@@ -7,9 +7,10 @@ import pytest
 import torch
 from foreign_formats import IDS, fla, kimi, nanogpt, open_attnres, same_tensors
 from safetensors.torch import load_file, save_file
+from tiny import SIZE
 
 from attnres import UserError, cli, convert
-from attnres.models import build, load, open_checkpoint
+from attnres.models import build, export_model, load, open_checkpoint
 from attnres.models.foreign import WRITTEN
 
 FORMATS = {"open-attnres": open_attnres, "fla": fla, "kimi": kimi, "nanogpt": nanogpt}
@@ -97,3 +98,10 @@ def test_no_tool_passes_over_depth_reads_of_another_project(tmp_path):
     assert torch.equal(checkpoint.load().residual.query, torch.ones(5, 16))
     with pytest.raises(UserError, match="has depth reads in the format of 'kimi': attnres convert"):
         convert(theirs)
+
+
+def test_a_model_whose_config_gives_no_settings_is_exported(tmp_path):
+    model = build(SIZE, "full", vocab_size=50)
+    model.config.residual_settings = type(model.config)(residual="full").residual_settings
+    assert model.config.residual_settings is None
+    assert "  residual    full\n" in export_model(model, tmp_path / "out")

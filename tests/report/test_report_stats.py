@@ -517,3 +517,11 @@ def test_the_share_of_the_device_is_shown_where_it_is_known(tmp_path):
     assert rows == {"standard": "–", "block": f"{2048 / 0.43 * 1e6 / 1e10:.1%}"}
     assert to_csv(table).splitlines()[1].endswith(f",{2048 / 0.4 * 1e6:.10g},,,,")
     assert "MFU" not in [column.title for column in shown(both(write_study(tmp_path / "other"))[1])]
+
+
+def test_the_error_over_one_window_is_left_out(tmp_path):
+    for residual in ("standard", "block"):
+        write_run(tmp_path, residual, windows=1)
+    rows = list(csv.DictReader(io.StringIO(curves_csv(both(tmp_path)[0]))))
+    assert {row["difference_se_windows"] for row in rows} == {""}
+    assert all(row["difference"] for row in rows if row["label"] == "block")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from attnres import UserError
 from attnres.residuals import Learned, Residual, Slot, Ways, outputs, register
-from attnres.residuals.check import CHECKS, check_network, outcomes
+from attnres.residuals.check import CHECKS, outcomes
 from attnres.residuals.check.subject import Subject
 from attnres.residuals.mechanisms.block import Block
 from attnres.residuals.mechanisms.boundary import Boundary, BoundaryNormed
@@ -77,9 +77,9 @@ def test_settings_that_must_be_given_or_come_by_place():
 
 def test_settings_that_fit_no_depth_are_the_users_mistake():
     with pytest.raises(UserError, match=r"fits no network of 1 to 32 sublayers: block_size is 40"):
-        check_network("block", block_size=40)
+        Subject.of("block", {"block_size": 40})
     with pytest.raises(UserError, match="did you mean 'block_size'"):
-        check_network("block", blok_size=4)
+        Subject.of("block", {"blok_size": 4})
     assert Subject.of("block", {"num_blocks": 9}).depths == (9, 17, 18)
 
 

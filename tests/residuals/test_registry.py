@@ -128,3 +128,11 @@ def test_a_variant_may_be_of_a_file(file):
     assert (training.label, training.settings, training.lr) == ("mine-scale2-lr0.1", {"scale": 2}, 0.1)
     with pytest.raises(UserError, match="unknown setting of residual 'mine' 'scael': did you mean 'scale'"):
         parse_variant(f"{file}:Mine:scael=2")
+
+
+@pytest.mark.parametrize("name", RESIDUALS)
+def test_every_mechanism_can_be_pickled(name):
+    residual = make_residual(name, 4, 16)
+    again = pickle.loads(pickle.dumps(residual))
+    assert again.layout() == residual.layout()
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), residual.parameters(), strict=True))

@@ -111,6 +111,7 @@ def both(corpus, launched, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
         run("both", parallel={"tp": 2, "cp": 2, "dp": 1}),
         run("whole", parallel={"async_save": True}),
         run("watched slices", parallel={"tp": 2}, depth_every=5),
+        run("watched tokens", parallel={"cp": 2}, depth_every=5),
         run("short", parallel={"cp": 2}, data={"seq_len": 1}),
         run("finished", "shares", parallel=SHARD),
     ]
@@ -277,6 +278,7 @@ def test_mistakes_are_one_sentence_on_the_first_process(both):
     assert "tp 2 x cp 2 and there are 2 processes: start 4 " in runs["both"]
     assert "parallel.async_save is on and the model is whole" in runs["whole"]
     assert "parallel.tp above 1: nobody sees all depths" in runs["watched slices"]
+    assert "parallel.cp above 1: nobody sees all depths" in runs["watched tokens"]
     assert "data.seq_len is 1: too few tokens for 2 processes" in runs["short"]
     assert "1 microbatches a step (accumulation) are too few for the schedule 1f1b" in runs["few"]
     assert "holds a finished run" in runs["finished"]

@@ -15,6 +15,7 @@ from attnres.ops import cpu
 from attnres.report import load_study
 from attnres.residuals import register
 from attnres.residuals.mechanisms.standard import Standard
+from attnres.studies import speed
 from attnres.studies.compare import compare, opened
 from attnres.studies.plan import CompareConfig, make_plan
 from attnres.studies.speed import step_times
@@ -303,3 +304,30 @@ def test_a_mechanism_of_this_process_alone_is_refused(registered, tmp_path):
     register(type("Mine", (Standard,), {"name": "mine"}))
     with pytest.raises(UserError, match=r"give it as FILE\.py:CLASS"):
         make_plan(CompareConfig(["standard", "mine"], out=str(tmp_path)))
+
+
+@pytest.mark.parametrize("how", ["none", "layer"])
+def test_a_timed_step_is_the_one_that_is_trained(monkeypatch, how):
+    """Its loss in parts, its layers made again in backward: the plain model's too."""
+    kinds, models = [], []
+    objective = speed.Objective
+
+    def seen(model, kind, *args, **options):
+        models.append(model)
+        kinds.append(kind)
+        return objective(model, kind, *args, **options)
+
+    monkeypatch.setattr(speed, "Objective", seen)
+    variants = {"plain": (None, {}), "a": ("block", {"num_blocks": 2})}
+    shape = {"size": NARROW, "vocab_size": 64, "seq_len": 8, "batch_size": 2, "rounds": 1, "least": 1}
+    step_times(variants, **shape, loss="chunked", gradient_checkpointing=how)
+    assert kinds == ["chunked"] * 2
+    for model in models:
+        assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules()) == (how == "layer")
+
+
+def test_a_base_of_a_users_own_mechanism_leaves_nothing_of_it(tmp_path):
+    config = config_in(tmp_path, variants=["standard"])
+    model = dataclasses.replace(config.base.model, residual_sha256="0" * 64)
+    plan = make_plan(dataclasses.replace(config, base=dataclasses.replace(config.base, model=model)))
+    assert plan.runs["standard-seed0"].model.residual_sha256 is None

@@ -5,7 +5,7 @@ Networks here are small and in plain torch. What needs a model (decoding, saving
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from attnres.residuals.check import forward, interface, reads
 from attnres.residuals.check.subject import Subject, summary
@@ -54,12 +54,3 @@ def outcomes(checks: Mapping[str, Callable[[Subject], str]], subject: Subject) -
             yield Outcome(name, True, check(subject))
         except Exception as error:
             yield Outcome(name, False, summary(error))
-
-
-def check_network(name: str, **settings: Any) -> list[Outcome]:
-    """Check a mechanism, by name or as FILE.py:CLASS, with these settings, in networks of plain torch.
-
-    Raises:
-        UserError: an unknown name or setting, or settings that fit no depth.
-    """
-    return list(outcomes(CHECKS, Subject.of(name, settings)))

@@ -81,7 +81,7 @@ class Adaptive(Boundary):
             raise UserError(f"least_count is {least_count}, all gates there are: take residual boundary, block_size 2")
         self.target_weight = number("target_weight", target_weight, 0)
         self.gate_init = number("gate_init", gate_init)
-        self.schedule = SCHEDULES[one_of("schedule", schedule, list(SCHEDULES))]
+        self.schedule = one_of("schedule", schedule, list(SCHEDULES))
         self.first = positive("temperature_start", temperature_start)
         self.last = positive("temperature_end", temperature_end)
         self.begin, self.end = number("anneal_start", anneal_start, 0, 1), number("anneal_end", anneal_end, 0, 1)
@@ -102,7 +102,7 @@ class Adaptive(Boundary):
     @property
     def temperature(self) -> Tensor:
         """t, a scalar."""
-        return self.schedule(
+        return SCHEDULES[self.schedule](
             self.first, self.last, ((self.progress - self.begin) / (self.end - self.begin)).clamp(0, 1)
         )
 

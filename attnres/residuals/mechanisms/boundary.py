@@ -94,13 +94,11 @@ class Boundary(Residual):
 
     def _inside(self, index: int) -> bool:
         """Whether read `index` is of the plain stream: no block ends before it."""
-        return index == 0 or (index % self.block_size != 0 and index < self.num_sublayers)
+        return index == 0 or not self._at_end(index)
 
     def write(self, state: State, index: int, output: Tensor) -> State:
         stream = state.stream + output
-        if (index + 1) % self.block_size == 0 or index + 1 == self.num_sublayers:
-            return Boundaries(stream, (*state.ends, stream))
-        return Boundaries(stream, state.ends)
+        return Boundaries(stream, (*state.ends, stream) if self._at_end(index + 1) else state.ends)
 
     def bank_reads(self) -> BankReads | str:
         reads = range(self.num_sublayers + 1)
@@ -194,7 +192,7 @@ class BoundaryNormed(Boundary):
 
     def slots(self, index: int) -> tuple[Slot, ...]:
         slots = super().slots(index)
-        if index == 0 or not self._at_end(index):
+        if self._inside(index):
             return slots
         return (*slots[:-1], Slot(f"stream {index}", False))  # which the next read mixes
 

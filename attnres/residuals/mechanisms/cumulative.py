@@ -79,7 +79,7 @@ class Cumulative(DepthAttention):
         return state._replace(added=(output,))
 
     def sealed(self, index: int) -> tuple[Source, ...]:
-        ends = range(self.block_size, min(index, self.num_sublayers) + 1, self.block_size)
+        ends = range(self.block_size, index + 1, self.block_size)
         snapshots = [Source("state", end, range(end + 1)) for end in ends]
         if index == self.num_sublayers and index % self.block_size:
             snapshots.append(Source("state", index, range(index + 1)))  # the head reads the stream, which ends here
@@ -92,6 +92,7 @@ class Cumulative(DepthAttention):
         return self.opens(index) if index == self.num_sublayers else super().sources(index)
 
     def bank_reads(self) -> BankReads | str:
+        """Said anew, for `finish` is this class's own: the head reads one source, the stream."""
         return super().bank_reads()
 
     def hidden_state(self, state: DepthState) -> Tensor:

@@ -1,25 +1,22 @@
 """DenseNet-style: every read is a learned projection of all earlier outputs, concatenated."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
 from attnres.ops import compute_dtype
-from attnres.residuals.base import NormLike, Residual, Slot, slots_of
-from attnres.residuals.layout import About, Traits, outputs
+from attnres.residuals.base import NormLike
+from attnres.residuals.layout import About, Traits
+from attnres.residuals.mechanisms.all_outputs import AllOutputs
 from attnres.residuals.settings import start_at
 
 
-class DenseNet(Residual):
+class DenseNet(AllOutputs):
     """h_l = [v_0 .. v_l] W_l, W_l ((l+1) d, d): a matrix (d, d) for each source of each read; h_0 = v_0.
 
     `projection` is (L (L+3) / 2, d, d): the matrices of reads 1 to L, the output's, one after another. They start as
     identities, which makes the standard residual (a DenseNet draws them; for transformers no start is published). The
     parameters are d^2 L (L+3) / 2 and so are the multiplications a token: more than the rest of most transformers.
     Products run in the precision of the network's own (autocast), their sums in fp32.
-
-    State: the embedding and every output.
 
     Source: Huang et al., "Densely Connected Convolutional Networks", arXiv 1608.06993, as a transformer's residual.
     """
@@ -42,9 +39,6 @@ class DenseNet(Residual):
     def init_parameters(self) -> None:
         start_at(self.projection, torch.eye(self.width).expand_as(self.projection))
 
-    def start(self, embedding: Tensor) -> tuple[Tensor, ...]:
-        return (embedding,)
-
     def read(self, state: tuple[Tensor, ...], index: int, norm: NormLike) -> tuple[Tensor, tuple[Tensor, ...]]:
         h = state[0]
         if index > 0:
@@ -55,18 +49,3 @@ class DenseNet(Residual):
                 total = total + state[i] @ matrices[i].to(state[i].dtype)
             h = total.to(h.dtype)
         return self.normed(h, index, norm), state
-
-    def write(self, state: tuple[Tensor, ...], index: int, output: Tensor) -> tuple[Tensor, ...]:
-        return (*state, output)
-
-    def slots(self, index: int) -> tuple[Slot, ...]:
-        return slots_of(outputs(index + 1, self.sublayers), index)
-
-    def unpack(self, tensors: Sequence[Tensor], index: int) -> tuple[Tensor, ...]:
-        return tuple(tensors)
-
-    def hidden_state(self, state: tuple[Tensor, ...]) -> Tensor:
-        return torch.stack(state).sum(0)
-
-    def finish(self, state: tuple[Tensor, ...], norm: NormLike) -> Tensor:
-        return self.read(state, self.num_sublayers, norm)[0]

@@ -37,9 +37,9 @@ class DepthState(NamedTuple):
         sealed: finished sources (..., d).
         open: the current group's sources: its partial sum (Block) or its outputs so far (Full).
         added: nothing, or what the next read has still to add to the last open source.
-        outputs, top, total: phase 1 of the coming reads, the next one first: (T, d), (T,) and (T,). Empty where the
+        outputs, top, total: phase 1 of the coming reads, the next one first, as `SealedReads` has them. Empty where the
             group's reads are made in one pass each.
-        logits: (T, n, reads of the group), no gradient; empty with `outputs`.
+        logits: of all reads of the group, as there; empty with `outputs`.
         groups: what scores sources, (reads, d) for each group from the current one on; made once a pass, for all reads.
         queries: the current group's, (d,) each.
     """

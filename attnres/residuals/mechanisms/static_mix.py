@@ -1,6 +1,5 @@
 """Depth reads whose weights depend on no input: a learned number for each source of each read."""
 
-from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -8,18 +7,17 @@ from torch import Tensor, nn
 
 from attnres.ops import compute_dtype, full_precision
 from attnres.residuals.arithmetic import weighted_sum
-from attnres.residuals.base import NormLike, Residual, Slot, slots_of
-from attnres.residuals.layout import About, Learned, Traits, outputs
+from attnres.residuals.base import NormLike
+from attnres.residuals.layout import About, Learned, Traits
+from attnres.residuals.mechanisms.all_outputs import AllOutputs
 from attnres.residuals.settings import one_of
 
 
-class StaticMix(Residual):
+class StaticMix(AllOutputs):
     """h_l = sum_i a_li v_i over the embedding and every earlier output, a_l = softmax(b_l): Full without queries, keys.
 
     `logits` b is (L+1, L+1), row l uses its first l+1 entries; b = 0 at the start, the mean of the sources. The paper
     says "learned scalars", and not whether they are normalised: `weights="raw"` takes a_l = b_l, from one.
-
-    State: the embedding and every output.
 
     Source: arXiv 2603.15031, Table 4, "input-independent mixing".
     """
@@ -48,9 +46,6 @@ class StaticMix(Residual):
         row = self.logits[index, : index + 1].to(compute_dtype(dtype))
         return row if self.raw else row.softmax(0)
 
-    def start(self, embedding: Tensor) -> tuple[Tensor, ...]:
-        return (embedding,)
-
     def read(self, state: tuple[Tensor, ...], index: int, norm: NormLike) -> tuple[Tensor, tuple[Tensor, ...]]:
         dtype = state[0].dtype
         weights = self.coefficients(index, dtype)
@@ -58,24 +53,9 @@ class StaticMix(Residual):
             h = weighted_sum([source.to(weights.dtype) for source in state], weights).to(dtype)
         return self.normed(h, index, norm, values=state), state
 
-    def write(self, state: tuple[Tensor, ...], index: int, output: Tensor) -> tuple[Tensor, ...]:
-        return (*state, output)
-
-    def finish(self, state: tuple[Tensor, ...], norm: NormLike) -> Tensor:
-        return self.read(state, self.num_sublayers, norm)[0]
-
-    def hidden_state(self, state: tuple[Tensor, ...]) -> Tensor:
-        return torch.stack(state).sum(0)
-
     @torch.no_grad()
     def implied(self, index: int) -> Tensor:
         return self.coefficients(index, torch.float32).cpu()
-
-    def slots(self, index: int) -> tuple[Slot, ...]:
-        return slots_of(outputs(index + 1, self.sublayers), index)
-
-    def unpack(self, tensors: Sequence[Tensor], index: int) -> tuple[Tensor, ...]:
-        return tuple(tensors)
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:

@@ -168,8 +168,7 @@ class Weighting(nn.Module):
             rows = weights.mean(-2).reshape(-1, weights.shape[-1])
             if edit is not None:
                 rows, before = edit(rows), rows
-                factor = torch.where(before == rows, 1.0, rows / before).view(*weights.shape[:-2], 1, -1)
-                weights = weights * factor if self.heads > 1 else rows.view_as(weights)
+                weights = rows.view_as(weights) if self.heads == 1 else _in_proportion(weights, before, rows)
             if exchange is not None:
                 values = [value.to(dtype) for value in exchange(values)]
             h = weighted_sum(values, [self._factor(weights[..., i] * scale) for i in range(len(values))])
@@ -191,6 +190,15 @@ class Weighting(nn.Module):
             return weight
         slices = weight.unsqueeze(-1).expand(*weight.shape, self.width // self.heads)
         return slices.flatten(-2)
+
+
+def _in_proportion(weights: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Return weights (..., heads, sources) whose mean over heads is `after` (T, sources) and was `before`: each head's
+    in proportion, or where they were all zero all alike."""
+    shape = (*weights.shape[:-2], 1, weights.shape[-1])
+    before, after = before.view(shape), after.view(shape)
+    some = before >= torch.finfo(before.dtype).tiny
+    return torch.where(some, weights * (after / torch.where(some, before, 1.0)), after)
 
 
 def settings_among(options: dict[str, Any], maker: type) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from attnres.training.branch import branch_step
 from attnres.training.config import TrainConfig
 
 BUDGETS = (0.5, 1.0, 2.0, 4.0)
-VARIANTS = ("standard", "block", "full")
+VARIANTS = ("standard", "block")
 WARM_UP, DECAY = 0.05, 0.2
 """Of the unit's steps; of each run's."""
 
@@ -35,22 +35,21 @@ def config(setting: Setting, budget: float) -> TrainConfig:
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """The longest run of each seed, which keeps checkpoints; then the others' decays, of the seeds that have it."""
     *shorter, longest = BUDGETS
-    variants = [*VARIANTS[:2]]
     steps = tuple(sorted({branch_step(config(setting, budget)) for budget in shorter}))
     trunk = dataclasses.replace(config(setting, longest), keep_at=steps)
-    first = setting.arm(f"x{longest:g}", variants, of=trunk)
+    first = setting.arm(f"x{longest:g}", VARIANTS, of=trunk)
     ended = measured.finished.get(first.name, [])
-    seeds = [seed for seed in range(setting.seeds) if all(run_name(label, seed) in ended for label in variants)]
+    seeds = [seed for seed in range(setting.seeds) if all(run_name(label, seed) in ended for label in VARIANTS)]
     if not seeds:
         return [first]
     branches = {f"x{budget:g}": config(setting, budget) for budget in shorter}
-    return [first, *(setting.arm(name, variants, seeds, of=run, trunk=first.name) for name, run in branches.items())]
+    return [first, *(setting.arm(name, VARIANTS, seeds, of=run, trunk=first.name) for name, run in branches.items())]
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
     """The gap to the standard model at each budget, and its slope."""
     tokens_a_step = setting.config().batch_size * setting.config().data.seq_len
-    losses = {label: dict[float, list[float]]() for label in VARIANTS[:2]}
+    losses = {label: dict[float, list[float]]() for label in VARIANTS}
     for budget in BUDGETS:
         finals = {label: measured.finals(f"x{budget:g}", label) for label in losses}
         if seeds := sorted(set.intersection(*map(set, finals.values()))):

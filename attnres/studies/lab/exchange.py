@@ -4,6 +4,7 @@ import math
 import statistics
 
 from attnres.figures.chart import Curves, Line
+from attnres.stats import or_none
 from attnres.studies.analyses.exchange import exchange
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.text import number
@@ -42,7 +43,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     chart = Curves("exchange", "Loss by length", caption, "steps", "loss (nats)", {"": [line]}, log_x=True)
     values = {
         "curve": {str(n): loss for n, loss in curve.items()},
-        "worth_of_0.01": None if math.isnan(worth) else worth,
+        "worth_of_0.01": or_none(worth),
     }
     return Result(verdict, [table], [chart], values)
 

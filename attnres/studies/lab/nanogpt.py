@@ -4,6 +4,7 @@ from attnres.figures.chart import Chart, Curves, Line
 from attnres.studies.contrast import contrast
 from attnres.studies.design import Arm, Computed, Design, Measured, Result, Setting, Table
 from attnres.studies.lab.null_gates import STEPS, VARIANTS, runs
+from attnres.studies.variants import label_of
 from attnres.text import number
 
 CONFIGURATIONS = {
@@ -35,8 +36,6 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 def analyse(setting: Setting, measured: Measured) -> Result:
     """The configurations against the standard one; the course of gates that no loss depends on."""
-    from attnres.studies.tuning import label_of
-
     one = contrast(measured, "configurations", "standard")
     published = {label_of(variant): text for variant, text in CONFIGURATIONS.items()}
     rows, panels = [], {"sum of the gates": list[Line]()}

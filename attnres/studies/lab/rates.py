@@ -7,6 +7,7 @@ from attnres.studies.analyses.halving import beyond, survivors
 from attnres.studies.contrast import contrast
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.studies.presets import shape
+from attnres.studies.variants import label_of
 from attnres.text import number
 from attnres.training.config import READ_RATE
 
@@ -27,12 +28,6 @@ def _own(setting: Setting, factor: float) -> str:
     return f"block@residual_lr={digits:g}"
 
 
-def _label(variant: str) -> str:
-    from attnres.studies.variants import parse_variant
-
-    return parse_variant(variant).label
-
-
 def _at(setting: Setting, factor: float, residual: str = "standard") -> str:
     """A residual with all rates at this multiple of the recipe's."""
     return f"{residual}@lr={setting.config().optim.lr * factor:g}"
@@ -46,7 +41,7 @@ def _also(variant: str, change: str) -> str:
 def _best(setting: Setting, measured: Measured) -> list[str]:
     """Block at the two of its own rates with the lowest losses at the coarse seed, the better one first."""
     variants = setting.some([_own(setting, factor) for factor in OWN])
-    return survivors({one: measured.mean("own", _label(one)) for one in variants}, 2) or variants[:1]
+    return survivors({one: measured.mean("own", label_of(one)) for one in variants}, 2) or variants[:1]
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
@@ -58,14 +53,14 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     parts = [coarse, setting.arm("model", [_at(setting, factor) for factor in MODEL], [0], of=recipe)]
     if not all(measured.complete(arm.name) for arm in parts):
         return parts
-    losses = {factor: measured.mean("model", _label(_at(setting, factor))) for factor in MODEL}
+    losses = {factor: measured.mean("model", label_of(_at(setting, factor))) for factor in MODEL}
     losses[1.0] = measured.mean("own", "standard")
     while (further := beyond(losses, 2.0, MOST)) is not None:
         one = setting.arm(f"model-x{further:g}", [_at(setting, further)], [0], of=recipe)
         parts.append(one)
         if not measured.complete(one.name):
             return parts
-        losses[further] = measured.mean(one.name, _label(_at(setting, further)))
+        losses[further] = measured.mean(one.name, label_of(_at(setting, further)))
     best = _best(setting, measured)
     rate = best[0].removeprefix("block")
     whole = f"full@residual_lr={recipe.optim.lr:g}"
@@ -111,14 +106,13 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 def analyse(setting: Setting, measured: Measured) -> Result:
     """The loss by rate, the gap of the best over training, and what the rest changes."""
     optim = setting.config().optim
-    loss_by_factor = {f: measured.mean("own", _label(_own(setting, f))) for f in sorted(OWN)}
+    loss_by_factor = {f: measured.mean("own", label_of(_own(setting, f))) for f in sorted(OWN)}
     loss_by_factor = {factor: loss for factor, loss in loss_by_factor.items() if math.isfinite(loss)}
     base = measured.mean("own", "standard")
     model = {1.0: base} if math.isfinite(base) else {}
-    for row in measured.rows:
-        if row.arm.startswith("model") and row.quantity == "loss":
-            rate = float(row.label.rpartition("lr")[2])
-            model[rate / optim.lr] = measured.mean(row.arm, row.label)
+    for arm, label in sorted({(row.arm, row.label) for row in measured.rows if row.quantity == "loss"}):
+        if arm.startswith("model"):
+            model[float(label.rpartition("lr")[2]) / optim.lr] = measured.mean(arm, label)
     rows = [[f"{f:.3g}", number(loss, 4), "block, own parameters"] for f, loss in loss_by_factor.items()]
     rows += [[f"{f:.3g}", number(loss, 4), "standard, all"] for f, loss in sorted(model.items())]
     tables = [Table("Loss by rate, seed 0", ["multiple of the recipe's rate", "loss", "which"], rows)]
@@ -150,7 +144,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     titles = {
         "tuned": ("Both at the best rate of the standard model", _tuned_baseline(measured)),
         "best": ("The best rates with all seeds", "standard"),
-        "knobs": ("What else holds queries back", _label(_best(setting, measured)[0])),
+        "knobs": ("What else holds queries back", label_of(_best(setting, measured)[0])),
     }
     for arm, (title, baseline) in titles.items():
         if measured.labels(arm):
@@ -186,7 +180,7 @@ def _over_training(setting: Setting, measured: Measured) -> Curves | None:
     base = {row.step: row.value for row in measured.of("own", "standard")}
     lines = []
     for factor in sorted(OWN):
-        label = _label(_own(setting, factor))
+        label = label_of(_own(setting, factor))
         points = [(row.tokens, row.value - base[row.step]) for row in measured.of("own", label) if row.step in base]
         if points:
             lines.append(Line.through(f"{factor:.3g}", points))

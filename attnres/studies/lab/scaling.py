@@ -5,6 +5,7 @@ import statistics
 from typing import Any, NamedTuple
 
 from attnres.figures.chart import Curves, Line
+from attnres.stats import or_none
 from attnres.studies.analyses.noise import widest
 from attnres.studies.analyses.scaling import SURE, Fitted, fitted, multiplier, multiplier_interval
 from attnres.studies.cost import flops_a_token, vocabulary_of
@@ -76,7 +77,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         sentences.append(
             f"{label}: {number(one.ratio, 2)} times the compute (95 %: {_bounds(*one.interval)}){decided}."
         )
-        values[label] = {"multiplier": _plain(one.ratio), "interval": [_plain(bound) for bound in one.interval]}
+        values[label] = {"multiplier": or_none(one.ratio), "interval": [or_none(bound) for bound in one.interval]}
     return Result(" ".join(sentences), tables, [_chart(compute, losses, fits)], values)
 
 
@@ -122,10 +123,6 @@ def _bounds(low: float, high: float) -> str:
     if math.isnan(low):
         return UNKNOWN
     return f"{number(low, 3)} to {number(high, 3)}" if high < 1e6 else f"{number(low, 3)} upward"
-
-
-def _plain(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 STUDY = Design(
