@@ -22,6 +22,7 @@ from naive import register_naive
 from torch import Tensor
 from transformers import StaticCache
 
+from attnres.files import write_json
 from attnres.models import build, build_plain
 from attnres.models.sizes import SIZES as NAMED
 from attnres.training.device import tune
@@ -148,8 +149,9 @@ def run(
     seed: int,
     only: Sequence[str] = (),
     say: Callable[[str], None] = print,
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Decode at each batch size and one prefill; `say` is given each table as it is finished."""
+    """Decode at each batch size and one prefill; `say` is given each table as it is finished, `keep` all that is."""
     models = _models(size, device, dtype, max(prefill, context + 8), seed, only)
     result: dict[str, Any] = {"decode": {}, "prefill": {}}
     bar = harness.progress("decode", len(batches) + 1)
@@ -158,6 +160,7 @@ def run(
         result["decode"][str(batch)] = rows
         kind = ("", ", CUDA graph")[graphs] + ("", ", compiled")[compiled]
         say(f"decode, batch {batch}, after {context} tokens{kind}\n{harness.lines(rows)}\n")
+        keep(result)
         bar.advance(1, f"batch {batch}")
     ids = torch.randint(VOCABULARY, (1, prefill), generator=torch.Generator().manual_seed(seed)).to(device)
     candidates = {
@@ -186,10 +189,12 @@ def main() -> None:
         parser.error("--graphs needs a GPU: CUDA graphs do not exist on a CPU")
     values = {name: getattr(options, name) for name in DEFAULTS["cpu"]}
     shape: dict[str, Any] = DEFAULTS[device.type] | {name: value for name, value in values.items() if value is not None}
-    result = harness.head("decode", device, options.dtype, options.seed) | {"shape": shape, "graphs": options.graphs}
+    head = harness.head("decode", device, options.dtype, options.seed) | {"shape": shape, "graphs": options.graphs}
     how: dict[str, Any] = {"graphs": options.graphs, "compiled": options.compile}
     how |= {"seconds": options.seconds, "seed": options.seed, "only": options.variants}
-    result |= run(device, DTYPES[options.dtype], **shape, **how)
+    result = head | run(
+        device, DTYPES[options.dtype], **shape, **how, keep=lambda parts: write_json(options.out, head | parts)
+    )
     panels = {f"decode, batch {batch}": rows for batch, rows in result["decode"].items()}
     panels |= {f"prefill, {tokens} tokens": rows for tokens, rows in result["prefill"].items()}
     ratios = {

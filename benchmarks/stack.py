@@ -23,6 +23,7 @@ from naive import EPS, block_name, register_naive
 from peers import PEERS, Peer
 from torch import Tensor, nn
 
+from attnres.files import write_json
 from attnres.ops import Norm
 from attnres.residuals import Residual, make_residual
 
@@ -210,8 +211,9 @@ def run(
     seed: int,
     compiled: bool,
     say: Callable[[str], None] = print,
+    keep: Callable[[dict[str, Any]], None] = lambda result: None,
 ) -> dict[str, Any]:
-    """Both kinds of sublayer; `say` is given each table as it is finished."""
+    """Both kinds of sublayer; `say` is given each table as it is finished, `keep` all that is."""
     generator = torch.Generator().manual_seed(seed)
     x = harness.randn((tokens, width), generator, device, dtype)
     grad = harness.randn((tokens, width), generator, device, dtype)
@@ -230,6 +232,7 @@ def run(
         rows |= {name: {"reason": reason} for name, reason in reasons.items() if reason is not None}
         result["kinds"][kind] = rows
         say(f"{kind} sublayers, forward + backward (errors: relative rms against fp64)\n{harness.lines(rows)}\n")
+        keep(result)
         bar.advance(1, kind)
     return result
 
@@ -247,10 +250,10 @@ def main() -> None:
         harness.compile_many()
     values = {name: getattr(options, name) for name in DEFAULTS["cpu"]}
     shape: dict[str, Any] = DEFAULTS[device.type] | {name: value for name, value in values.items() if value is not None}
-    result: dict[str, Any] = harness.head("stack", device, options.dtype, options.seed) | {"shape": shape}
+    head: dict[str, Any] = harness.head("stack", device, options.dtype, options.seed) | {"shape": shape}
     dtype = DTYPES[options.dtype]
     how: dict[str, Any] = {"seconds": options.seconds, "seed": options.seed, "compiled": compiled}
-    result |= run(device, dtype, **shape, **how)
+    result = head | run(device, dtype, **shape, **how, keep=lambda parts: write_json(options.out, head | parts))
     panels = {
         f"{kind} sublayers": {name: row["median_s"] * 1e3 for name, row in rows.items() if "median_s" in row}
         for kind, rows in result["kinds"].items()

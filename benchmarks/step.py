@@ -26,6 +26,7 @@ import torch
 from naive import block_name, register_naive
 from peers import PEERS
 
+from attnres.files import write_json
 from attnres.models import build, build_plain
 from attnres.models.sizes import SIZES as NAMED
 from attnres.ops import cpu
@@ -291,6 +292,7 @@ def main() -> None:
     parts: dict[str, dict[str, Any]] = {}
     counts = [len(variants_of(name, dtype, device, options.variants)[0]) for name in sizes for dtype in dtypes]
     bar = harness.progress("step", sum(counts))
+    out = Path(options.out) if options.out else out_path(options)
     for name, size in sizes.items():
         part: dict[str, Any] = {"model": {**size.model, "vocab_size": size.vocabulary}}
         part["tokens"] = size.batch * size.length
@@ -306,8 +308,8 @@ def main() -> None:
             run = Run(name, size, dtype, device, options.compile, options.variants, options.torch_reads)
             part[dtype] = run.measure(options.seconds, bar)
             print(show(part[dtype], kept), flush=True)
-    result |= parts["nano-bench"] if list(parts) == ["nano-bench"] else {"sizes": parts}
-    out = Path(options.out) if options.out else out_path(options)
+            result |= parts["nano-bench"] if list(sizes) == ["nano-bench"] else {"sizes": parts}
+            write_json(out, result)  # what is measured stays where the rest is stopped
     ratios = {
         f"{name}, {dtype}": {label: row["ratio"] for label, row in part[dtype]["variants"].items()}
         for name, part in parts.items()

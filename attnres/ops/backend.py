@@ -11,6 +11,12 @@ from torch import Tensor
 
 from attnres.ops.norms import Norm
 
+MAX_ONE_PASS = 32
+"""Open sources of one pass, over which the Triton kernels' loops are unrolled: more are read in two phases."""
+
+MAX_SHARED = 256
+"""The most sources, and the most reads, of the Triton kernels' phase 1: those of a token are one tile."""
+
 
 class Sealed(NamedTuple):
     """Phase 1 of S reads over n sealed sources.

@@ -17,19 +17,13 @@ from torch import Tensor
 
 from attnres.errors import first_line
 from attnres.ops import cpu, eager
-from attnres.ops.backend import Backend
+from attnres.ops.backend import MAX_ONE_PASS, MAX_SHARED, Backend
 from attnres.ops.cpu_build import turned_off
 from attnres.ops.precision import compute_dtype
 from attnres.ops.sharded import refuse_sharded
 
-MAX_ONE_PASS = 32
-"""Sources that one pass can take: more are read in two phases."""
-
 MAX_WIDTH = 16384
 """The widest vector of the Triton kernels, which hold a row in registers."""
-
-MAX_SHARED = 256
-"""The most sources, and the most reads, of the Triton kernels' phase 1."""
 
 CACHED = 1 << 20
 """Bytes of sources that stay in a core's cache from one read to the next."""

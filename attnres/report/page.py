@@ -3,7 +3,7 @@ and on a phone. No script, no font, no address is loaded.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -51,8 +51,6 @@ def write_report(study: Study, folder: Path | str, images: str | None = None) ->
 
 def page(study: Study, table: Table, comparison: Comparison, drawn: Sequence[Section]) -> str:
     """The HTML text."""
-    headline, _, more = verdict(study, table).partition(". ")
-    template = Template((files("attnres.report") / "page.html").read_text(encoding="utf-8"))
     parts = [
         _section("Comparison", _table(table, comparison)),
         _more_training(study),
@@ -60,15 +58,24 @@ def page(study: Study, table: Table, comparison: Comparison, drawn: Sequence[Sec
         _examples(comparison),
         _section("Configuration and environment", _configuration(study)),
     ]
+    title = f"{study.title}: Attention Residuals"
+    return framed(title, _kicker(study), verdict(study, table), filter(None, parts), _footer(study))
+
+
+def framed(title: str, kicker: str, text: str, sections: Iterable[str], footer: str) -> str:
+    """A page that opens offline, as HTML: the first sentence of `text` is its headline; `sections` and `footer` are
+    HTML already."""
+    headline, _, more = text.partition(". ")
+    template = Template((files("attnres.report") / "page.html").read_text(encoding="utf-8"))
     return template.substitute(
-        title=escape(f"{study.title}: Attention Residuals"),
+        title=escape(title),
         light=theme.variables(dark=False),
         dark=theme.variables(dark=True),
-        kicker=escape(_kicker(study)),
+        kicker=escape(kicker),
         headline=_prose(headline.rstrip(".") + "."),
         more=f'<p class="more">{_prose(more)}</p>' if more else "",
-        sections="\n".join(part for part in parts if part),
-        footer=_footer(study),
+        sections="\n".join(sections),
+        footer=footer,
     )
 
 

@@ -4,7 +4,6 @@ Each run has a process to itself so that its peak memory is its own.
 """
 
 import contextlib
-import json
 import math
 import os
 import signal
@@ -27,6 +26,7 @@ from attnres.residuals.registry import PLUGINS, plugins
 from attnres.run_names import label_and_seed
 from attnres.text import duration
 from attnres.training.interrupt import PARENT, Signals, caught_signals
+from attnres.training.metrics import growing
 from attnres.training.run_folder import DIVERGED
 
 POLL_S = 0.2
@@ -128,17 +128,9 @@ class Child:
 
     def latest(self) -> tuple[int, float | None]:
         """The last training step in its metrics and the loss there; 0 and None before the first."""
-        try:
-            with (self.folder / "metrics.jsonl").open("rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 16384))
-                lines = file.read().splitlines()
-        except OSError:
-            return 0, None
-        for line in reversed(lines):
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                record = json.loads(line)
-                if record["kind"] == "train":
-                    return int(record["step"]), float(record["loss"])
+        with contextlib.suppress(OSError):
+            if lines := growing(self.folder / "metrics.jsonl", "train", tail=16384):
+                return lines[-1]
         return 0, None
 
     def failure(self, how: str = "", log: Path | None = None) -> UserError:

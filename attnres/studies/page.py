@@ -2,25 +2,26 @@
 
 from collections.abc import Sequence
 from html import escape
-from importlib.resources import files
-from string import Template
 from typing import TYPE_CHECKING
 
 from attnres.figures import style
-from attnres.report import theme
-from attnres.report.page import figure_cards
+from attnres.report.page import figure_cards, framed
 from attnres.studies.design import Table
 from attnres.studies.sizes import at_sizes
 
 if TYPE_CHECKING:
     from attnres.studies.outcome import Outcome
 
+FOOTER = (
+    "Made by <code>attnres study</code>. The mechanism: Attention Residuals, Kimi Team, arXiv 2603.15031. "
+    "Losses depend on the tokenizer and the text: compare them only within a table."
+)
+
 
 def study_page(outcome: "Outcome") -> str:
     """The page of one study, as HTML."""
-    design = outcome.design
-    headline, _, more = outcome.result.verdict.partition(". ")
-    return _page(f"{design.title} ({outcome.setting.name})", _kicker(outcome), headline, more, _sections(outcome))
+    title = f"{outcome.design.title} ({outcome.setting.name})"
+    return framed(title, _kicker(outcome), outcome.result.verdict, _sections(outcome), FOOTER)
 
 
 def report_page(outcomes: Sequence["Outcome"]) -> str:
@@ -39,22 +40,7 @@ def report_page(outcomes: Sequence["Outcome"]) -> str:
         parts.append(f'<section id="{_anchor(one)}">\n<h2>{title}</h2>\n{body}\n</section>')
     finished = sum(one.counts[0] == one.counts[1] for one in outcomes)
     headline = f"{finished} of {len(outcomes)} are complete"
-    return _page("Studies of depth reads", "The laboratory", headline, "", parts)
-
-
-def _page(title: str, kicker: str, headline: str, more: str, sections: Sequence[str]) -> str:
-    template = Template((files("attnres.report") / "page.html").read_text(encoding="utf-8"))
-    return template.substitute(
-        title=escape(title),
-        light=theme.variables(dark=False),
-        dark=theme.variables(dark=True),
-        kicker=escape(kicker),
-        headline=escape(headline.rstrip(".") + "."),
-        more=f'<p class="more">{escape(more)}</p>' if more else "",
-        sections="\n".join(sections),
-        footer="Made by <code>attnres study</code>. The mechanism: Attention Residuals, Kimi Team, arXiv 2603.15031. "
-        "Losses depend on the tokenizer and the text: compare them only within a table.",
-    )
+    return framed("Studies of depth reads", "The laboratory", headline, parts, FOOTER)
 
 
 def _kicker(outcome: "Outcome") -> str:

@@ -1,7 +1,5 @@
 """How a comparison stands while its runs go on: the last held-out loss of each variant, beside the baseline's."""
 
-import json
-from contextlib import suppress
 from pathlib import Path
 
 from rich.table import Table
@@ -10,6 +8,7 @@ from attnres.run_names import label_and_seed, run_name
 from attnres.studies.plan import Plan
 from attnres.terminal import grid
 from attnres.text import number
+from attnres.training.metrics import growing
 
 
 class Standing:
@@ -29,7 +28,7 @@ class Standing:
         try:
             size = path.stat().st_size
             if self._losses.get(name, (-1, {}))[0] != size:
-                self._losses[name] = size, _held_out(path)
+                self._losses[name] = size, dict(growing(path, "val"))
         except OSError:
             return {}
         return self._losses[name][1]
@@ -57,13 +56,3 @@ class Standing:
             gap = ("", "") if step is None else (number(losses[step] - base[step], 3, signed=True), f"{step:,}")
             table.add_row(name, f"{max(losses):,}", number(losses[max(losses)], 3), *gap)
         return table if table.row_count else None
-
-
-def _held_out(path: Path) -> dict[int, float]:
-    losses = {}
-    for line in path.read_bytes().splitlines():
-        with suppress(ValueError, KeyError, TypeError):  # a line that is being written
-            record = json.loads(line)
-            if record["kind"] == "val":
-                losses[int(record["step"])] = float(record["loss"])
-    return losses

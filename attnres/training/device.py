@@ -38,9 +38,8 @@ def keep_freed_memory() -> None:
     try:
         libc = ctypes.CDLL("libc.so.6")
         trim_threshold, mmap_threshold = -1, -3
-        if any(
-            libc.mallopt(mmap_threshold, size) for size in (1 << 30, 32 << 20)
-        ):  # older ones refuse more than 32 MiB
+        sizes = 1 << 30, 32 << 20  # older ones refuse more than 32 MiB
+        if any(libc.mallopt(mmap_threshold, size) for size in sizes):
             libc.mallopt(trim_threshold, (1 << 31) - 1)
     except (OSError, AttributeError):
         return

@@ -19,6 +19,22 @@ from attnres.training.records import ADVICE, LINES, Line
 from attnres.typed import checked
 
 
+def growing(path: Path, kind: str, tail: int | None = None) -> list[tuple[int, float]]:
+    """Step and loss of the lines of one kind in a metrics.jsonl that another process is writing, a line that is half
+    written left out; of its last `tail` bytes, if given. Raises OSError."""
+    with path.open("rb") as file:
+        if tail is not None:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - tail))
+        lines = file.read().splitlines()
+    losses = []
+    for line in lines:
+        with suppress(ValueError, KeyError, TypeError):
+            record = json.loads(line)
+            if record["kind"] == kind:
+                losses.append((int(record["step"]), float(record["loss"])))
+    return losses
+
+
 class Metrics:
     """The run's metrics.jsonl: one JSON object a line, each with its `kind` and `step`."""
 

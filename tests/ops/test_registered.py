@@ -5,6 +5,7 @@ import torch
 
 from attnres import Norm
 from attnres.ops import eager, registered
+from attnres.ops.norms import norm_kind
 
 CHECKS = ("test_schema", "test_faketensor")
 TOKENS, WIDTH = 6, 32
@@ -48,7 +49,7 @@ def test_merge(backend, dtype, kind, opens, pending, sealed):
     query = draw(WIDTH) if opens else None
     phase1 = (draw(TOKENS, WIDTH), draw(TOKENS), draw(TOKENS).abs() + 1) if sealed else (None, None, None)
     w, b = (None, None) if norm is None else (norm.weight, norm.bias)
-    flat = (values, added, query, 1e-6, *phase1, registered._kind(norm), w, b, norm.eps if norm else 0.0, dtype, dtype)
+    flat = (values, added, query, 1e-6, *phase1, norm_kind(norm), w, b, norm.eps if norm else 0.0, dtype, dtype)
     torch.library.opcheck(registered._merge, flat, test_utils=CHECKS)
     arguments = (values, added, query, 1e-6, *phase1, norm and norm._replace(out_dtype=dtype), dtype)
     (x, saved, partial), expected = registered.merge(*arguments), eager.merge(*arguments)

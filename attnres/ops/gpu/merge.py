@@ -12,12 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnres.ops.backend import MergeGrads, MergeSaved
+from attnres.ops.backend import MAX_ONE_PASS, MergeGrads, MergeSaved
 from attnres.ops.gpu.launch import DTYPES, Launch, block_of, multiprocessors, rows, shared_memory, warps_for
 from attnres.ops.gpu.merge_kernels import WIDE, merge_row, merge_rows_backward, mix_row
 from attnres.ops.norms import Norm
 
-MAX_OPENS = 32  # sources of one launch: the loop over them is unrolled
 REGISTERS = 65536  # of a multiprocessor
 PROGRAM_WARPS = 16  # of the backward on each multiprocessor, all its programs together
 
@@ -29,9 +28,9 @@ def _strides(tensors: Sequence[Tensor | None], width: int) -> tuple[int | None, 
 
 
 def _check_opens(count: int) -> None:
-    if count > MAX_OPENS:
+    if count > MAX_ONE_PASS:
         raise ValueError(
-            f"{count} open sources in one merge: these kernels take at most {MAX_OPENS}. Read the others in phase 1."
+            f"{count} open sources in one merge: these kernels take at most {MAX_ONE_PASS}. Read the others in phase 1."
         )
 
 
@@ -271,8 +270,8 @@ def plan_mix(sources: Sequence[Tensor], weights: Tensor, earlier: Tensor | None,
 def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
     """sum_j weights[:, j] v_j, (T, d) in `dtype`: a launch for every 32 sources, the sum so far in fp32."""
     weights, out = rows(weights), None
-    for start in range(0, len(sources), MAX_OPENS):
-        group = sources[start : start + MAX_OPENS]
+    for start in range(0, len(sources), MAX_ONE_PASS):
+        group = sources[start : start + MAX_ONE_PASS]
         last = start + len(group) == len(sources)
         launch = plan_mix(group, weights[:, start : start + len(group)], out, dtype if last else torch.float32)
         if launch.programs:

@@ -11,12 +11,11 @@ import torch
 import triton
 from torch import Tensor
 
-from attnres.ops.backend import Sealed
+from attnres.ops.backend import MAX_SHARED, Sealed
 from attnres.ops.gpu.launch import INTERPRETED, Launch, multiprocessors, rows
 from attnres.ops.gpu.sealed_kernels import dqueries, read, read_backward
 
 FEW = 256  # tokens, up to which a program takes one each
-MOST = 256  # sources, and reads, of one call: those of a token are one tile
 
 
 class _Bunch(NamedTuple):
@@ -53,8 +52,8 @@ def _bunch(tensors: Sequence[Tensor]) -> _Bunch:
 
 def _check(n: int, reads: int) -> None:
     for count, of in ((n, "sources"), (reads, "reads")):
-        if not 1 <= count <= MOST:
-            raise ValueError(f"the GPU kernels take 1 to {MOST} {of}, got {count}")
+        if not 1 <= count <= MAX_SHARED:
+            raise ValueError(f"the GPU kernels take 1 to {MAX_SHARED} {of}, got {count}")
 
 
 def _tokens(n: int, padded: int, most_rows: int, most_columns: int) -> int:
