@@ -4,7 +4,8 @@ Autograd stays in two_phase.py, whose Functions call these while a graph is trac
 run. An operator returns tensors only, never one of its inputs, so what may be absent is an empty tensor here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,17 @@ from attnres.ops.norms import Norm, norm_kind
 from attnres.ops.precision import compute_dtype
 
 BY_ADDRESS = False
+
+_LIBRARY = torch.library.Library("attnres", "DEF")
+
+
+def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make the operator `attnres::NAME` of a function `_NAME`, whose annotations are its schema. What
+    `torch.library.custom_op` adds, an autograd of its own and checks at every call, takes longer than a short read."""
+    name = function.__name__.removeprefix("_")
+    _LIBRARY.define(name + torch.library.infer_schema(function, mutates_args=()))
+    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    return getattr(torch.ops.attnres, name).default
 
 
 def _or_none(tensor: Tensor) -> Tensor | None:
@@ -27,24 +39,24 @@ def _filled(tensor: Tensor | None, like: Tensor) -> Tensor:
 
 def _apart(results: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[Tensor]:
     """Return `results`, copying what shares memory with an input or another one: an operator may return neither."""
-    storages = {tensor.untyped_storage().data_ptr() for tensor in arguments}
+    places = {tensor.data_ptr() for tensor in arguments}
     out = []
     for tensor in results:
-        place = tensor.untyped_storage().data_ptr()
-        shares = place in storages or tensor.storage_offset() > 0
-        out.append(tensor.clone(memory_format=torch.contiguous_format) if shares else tensor.contiguous())
-        storages.add(out[-1].untyped_storage().data_ptr())
+        shares = tensor.storage_offset() > 0 or tensor.data_ptr() in places
+        tensor = tensor.clone(memory_format=torch.contiguous_format) if shares else tensor.contiguous()
+        places.add(tensor.data_ptr())
+        out.append(tensor)
     return out
 
 
-@torch.library.custom_op("attnres::read_sealed", mutates_args=())
+@_operator
 def _read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> list[Tensor]:
     backend = backend_for(sources, queries.dtype, dtype, reads=len(queries))
     outputs, *rest = backend.read_sealed(queries, sources, eps, dtype)
     return _apart([*outputs, *rest], sources)
 
 
-@_read_sealed.register_fake
+@torch.library.register_fake("attnres::read_sealed")
 def _(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> list[Tensor]:
     (tokens, d), n, reads, new = sources[0].shape, len(sources), queries.shape[0], queries.new_empty
     outputs = [new(tokens, d, dtype=dtype) for _ in range(reads)]
@@ -57,7 +69,7 @@ def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: t
     return Sealed(out[:-4], *out[-4:])
 
 
-@torch.library.custom_op("attnres::read_sealed_backward", mutates_args=())
+@_operator
 def _read_sealed_backward(
     queries: Tensor,
     sources: Sequence[Tensor],
@@ -73,7 +85,7 @@ def _read_sealed_backward(
     return _apart([dqueries, *dsources], [*grads, *carried])
 
 
-@_read_sealed_backward.register_fake
+@torch.library.register_fake("attnres::read_sealed_backward")
 def _(
     queries: Tensor,
     sources: Sequence[Tensor],
@@ -107,7 +119,7 @@ def _norm(
     return Norm(weight, bias, eps, kind == 2, out_dtype) if kind else None
 
 
-@torch.library.custom_op("attnres::merge", mutates_args=())
+@_operator
 def _merge(
     opens: Sequence[Tensor],
     added: Tensor | None,
@@ -132,7 +144,7 @@ def _merge(
     return _apart([x, *(_filled(t, x) for t in (h, *saved[1:6], partial))], vectors)
 
 
-@_merge.register_fake
+@torch.library.register_fake("attnres::merge")
 def _(
     opens: Sequence[Tensor],
     added: Tensor | None,
@@ -210,7 +222,7 @@ def _dtype_of_phase1(h: Tensor, grad: Tensor, kind: int) -> torch.dtype:
     return compute_dtype(h.dtype) if h.device.type == "cpu" else h.dtype if kind else grad.dtype
 
 
-@torch.library.custom_op("attnres::merge_backward", mutates_args=())
+@_operator
 def _merge_backward(
     grad: Tensor,
     carried: Sequence[Tensor],
@@ -236,7 +248,7 @@ def _merge_backward(
     return _apart(grads, [grad, h, *carried])
 
 
-@_merge_backward.register_fake
+@torch.library.register_fake("attnres::merge_backward")
 def _(
     grad: Tensor,
     carried: Sequence[Tensor],
@@ -287,12 +299,12 @@ def merge_backward(
     return MergeGrads(none(output), none(top), dopens, none(dquery), none(dweight), none(dbias))
 
 
-@torch.library.custom_op("attnres::mix", mutates_args=())
+@_operator
 def _mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
     return backend_for(sources, weights.dtype, dtype).mix(sources, weights, dtype)
 
 
-@_mix.register_fake
+@torch.library.register_fake("attnres::mix")
 def _(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
     return sources[0].new_empty(sources[0].shape, dtype=dtype)
 

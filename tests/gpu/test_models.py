@@ -225,6 +225,8 @@ def test_a_model_keeps_nothing_stack_shaped_for_backward(device: str, residual: 
 @pytest.mark.parametrize("cap", [None, 2.0])
 def test_liger_makes_the_losses_that_parts_make(device: str, cap: float | None) -> None:
     pytest.importorskip("liger_kernel")
+    if device == "cpu" and cap is not None:
+        pytest.skip("Liger's soft cap does not run in Triton's interpreter")
     weight, hidden = (torch.randn(*shape, device=device, requires_grad=True) for shape in ((300, 64), (2, 40, 64)))
     targets = torch.randint(300, (2, 40), device=device)
     head = Head(weight, scale=2.0, cap=cap)

@@ -59,5 +59,6 @@ class Launch(NamedTuple):
     options: dict[str, int]
 
     def run(self, device: torch.device) -> None:
-        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        elsewhere = device.type == "cuda" and device.index not in (None, torch.cuda.current_device())
+        with torch.cuda.device(device) if elsewhere else contextlib.nullcontext():
             self.kernel[(self.programs,)](**self.arguments, **self.constants, **self.options)
