@@ -5,6 +5,7 @@ run. An operator returns tensors only, never one of its inputs, so what may be a
 """
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ BY_ADDRESS = False
 _LIBRARY = torch.library.Library("attnres", "DEF")
 
 
-def _operator(function: Callable[..., Any]) -> Callable[..., Any]:
+def _operator(function: FunctionType) -> Callable[..., Any]:
     """Make the operator `attnres::NAME` of a function `_NAME`, whose annotations are its schema. What
     `torch.library.custom_op` adds, an autograd of its own and checks at every call, takes longer than a short read."""
     name = function.__name__.removeprefix("_")
