@@ -30,6 +30,14 @@ _DESCRIPTIONS = (".json", ".csv")
 """Kinds of files that describe others as often as they hold text."""
 NO_PATHS = ("mix:", "hub:", "task:")
 """What sources that name no file or folder begin with."""
+_SAVED, _SPLITS = "state.json", "dataset_dict.json"
+"""Files of the folders that the library datasets saves: of one data set, of its splits in folders of their names."""
+_SAMPLE = 100
+"""Documents of a task by which it is known which version made them."""
+Rows = Iterable[Mapping[str, Any]]
+"""A data set in memory: rows by column, such as a `datasets.Dataset`."""
+Pass = tuple[Iterator[str], Callable[[], dict[str, Any]]]
+"""Documents, and a function that says where in the source one is."""
 
 
 def title_of(source: str) -> str:
@@ -41,17 +49,6 @@ def title_of(source: str) -> str:
     if source.startswith("mix:"):
         return "mix:" + ",".join(title_of(part.strip()) for part in source.removeprefix("mix:").split(","))
     return source if source.startswith(NO_PATHS) else Path(source).name
-
-
-_SAVED, _SPLITS = "state.json", "dataset_dict.json"
-"""Files of the folders that the library datasets saves: of one data set, of its splits in folders of their names."""
-_SAMPLE = 100
-"""Documents of a task by which it is known which version made them."""
-Rows = Iterable[Mapping[str, Any]]
-"""A data set in memory: rows by column, such as a `datasets.Dataset`."""
-
-Pass = tuple[Iterator[str], Callable[[], dict[str, Any]]]
-"""Documents, and a function that says where in the source one is."""
 
 
 class _SavedFile(TypedDict):

@@ -12,13 +12,12 @@ from attnres.studies.children import Child, others_go_on, several
 from attnres.training.interrupt import caught_signals
 
 POLL_S = 1.0
-
-
 MOST = 64
+"""Jobs that wait or run at once."""
 
 
 class Slurm:
-    """Runs children as jobs, up to `MOST` waiting or running at once.
+    """Runs children as jobs, at most `MOST` at once.
 
     Args:
         settings: of submitit's executor, e.g. slurm_partition, timeout_min, gpus_per_node; submitit's own names.
