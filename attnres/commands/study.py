@@ -54,6 +54,9 @@ class Study:
     adopt: tuple[str, ...] = ()
     """Folders, and files runs.jsonl, whose runs are taken, finished or with a checkpoint, where one of the study has
     their configuration and data. Finished runs of the other studies in OUT/PRESET are taken without being named."""
+    allow_different: bool = False
+    """Continue runs that were begun with other arithmetic (another torch, processor or build of the C kernels), which
+    then are not, to the bit, what they would have been."""
     dry_run: bool = False
     """Print what would be run and what it costs, and run nothing."""
     list: bool = False
@@ -112,6 +115,7 @@ def run(arguments: list[str]) -> None:
         out,
         images,
         options.column,
+        options.allow_different,
     )
     if "resnet" in options.name and images is None:
         raise UserError("the study resnet needs --images: a folder or an archive with train/CLASS/*.jpg and test/...")

@@ -27,7 +27,7 @@ RATES, OWN_RATE = ("optim.lr", "optim.muon_lr"), "optim.residual_lr"
 CHECKSUMS = ("windows_sha256", "tokenizer_sha256", "splits")
 """Keys of data.json that tell one text from another."""
 OWN = (
-    *("seed", "name", "out", "resume", "track", "device"),
+    *("seed", "name", "out", "resume", "track", "device", "allow_different"),
     *("save_every", "keep_at", "val_every", "log_every", "depth_every"),
 )
 """Fields that are no condition: each run's own, where it ran, and how often it was saved and measured."""

@@ -82,6 +82,25 @@ def adopt(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) ->
     return names
 
 
+def same_text(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) -> None:
+    """Refuse data.json's content `data` where finished `runs` with the plan's settings of data, from a text of the same
+    name, had other data: UserError. Runs of one study are compared whatever arm they are of."""
+    ours = to_dict(plan.first)["data"]
+    for folder, config in runs.items():
+        theirs = config["data"]
+        alike = same_name(theirs.get("source"), ours["source"]) and {**theirs, "source": ours["source"]} == ours
+        if alike and not _same_data(folder, data):
+            raise UserError(
+                f"{folder} was trained on another text than {ours['source']} has now: give the same --source, or "
+                "choose another --out"
+            )
+
+
+def same_name(there: str | None, here: str | None) -> bool:
+    """Whether two places may hold the same text or images, wherever they are: their last names are the same."""
+    return Path(there or "").name == Path(here or "").name
+
+
 def computed_in(folders: Iterable[Path]) -> list[Measures]:
     """What the computed runs in these folders, or in folders in them, gave."""
     paths = (path for folder in folders for path in _inside(folder, MEASURES))

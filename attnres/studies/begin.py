@@ -9,6 +9,7 @@ from typing import NotRequired, TypedDict
 from attnres.errors import UserError
 from attnres.files import LOCK, write_json
 from attnres.reading import read_json
+from attnres.studies.adopt import same_name
 from attnres.studies.archive import ARCHIVE, is_alone
 from attnres.studies.design import Design, Measured, Setting
 from attnres.studies.rows import MEASURES
@@ -73,11 +74,6 @@ def same_material(folder: Path, design: Design, setting: Setting) -> None:
                 f"the study in {folder} was carried out with --{name} {there or 'of the preset'}, not "
                 f"{here or 'of the preset'}: give the same, or choose another --out"
             )
-
-
-def same_name(there: str | None, here: str | None) -> bool:
-    """Whether two places may hold the same text or images, wherever they are: their last names are the same."""
-    return Path(there or "").name == Path(here or "").name
 
 
 class Begin:

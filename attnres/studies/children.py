@@ -52,6 +52,7 @@ class Child:
     process: subprocess.Popen | None = None
     log: Path | None = None
     began: float = 0.0
+    names_gpu: bool = False  # its configuration does, so that it has to see all of them
     is_alone: bool = False  # where it diverges or fails the others go on
     saves: bool = True  # what it has when it is stopped
     has_failed: bool = False  # where it is alone
@@ -329,7 +330,7 @@ def run_children(
                     child = waiting.pop(0)
                     on_start(child)
                     taken = [on[other.folder] for other in running]
-                    on[child.folder] = min(gpus, key=taken.count, default=None)
+                    on[child.folder] = None if child.names_gpu else min(gpus, key=taken.count, default=None)
                     child.start(log=log_of(child), gpu=on[child.folder])
                     running.append(child)
                 time.sleep(POLL_S)

@@ -66,6 +66,7 @@ def opened(
     say: Console,
     fill: Callable[[Plan, dict[str, Any]], None] | None = None,
     here: bool = True,
+    runs: int | None = None,
 ) -> Generator[Work]:
     """Claim a comparison's folder, prepare its data and write its plan; other processes are kept out meanwhile.
 
@@ -76,6 +77,7 @@ def opened(
         fill: may put run folders into it that were trained elsewhere on the same data (which it is told, as data.json
             has it), before it is looked at which are finished.
         here: runs are of this machine; else of others, whose devices this one need not have.
+        runs: how many there are, where others than the comparison's are trained beside them.
 
     Raises:
         UserError: something cannot run, or the folder holds something else.
@@ -88,7 +90,7 @@ def opened(
         finished = _claim(out, plan)
         vocabulary, record = _prepare(out, plan, say)
         before = _before(out)
-        jobs, threads = _share(before, config.jobs, plan, vocabulary)
+        jobs, threads = _share(before, config.jobs, plan, vocabulary, runs or len(plan.runs))
         kernels = _kernels(before, plan)
         # First of all, so that the folder is known as a comparison however early it is stopped.
         write_json(
@@ -119,6 +121,7 @@ def opened(
                 run.steps,
                 threads=threads,
                 kernels=kernels is not None,
+                names_gpu=":" in plan.first.device,
             )
             for name, run in plan.runs.items()
             if name not in finished
@@ -209,21 +212,22 @@ def _kernels(before: Compared, plan: Plan) -> str | None:
     return here
 
 
-def _share(before: Compared, jobs_option: int | None, plan: Plan, vocabulary: int) -> tuple[int, int]:
+def _share(before: Compared, jobs_option: int | None, plan: Plan, vocabulary: int, runs: int) -> tuple[int, int]:
     """How many runs train at once and with how many threads each: as before if this continues a comparison. With
     another number of runs at once new ones get their share of the threads, and those that were begun keep theirs: more
     threads than cores wait for each other at a multiple of the time."""
-    jobs = jobs_option or before.get("jobs") or _jobs(plan, vocabulary)
+    jobs = jobs_option or before.get("jobs") or _jobs(plan, vocabulary, runs)
     threads = before.get("threads") if jobs == before.get("jobs") else None
     return jobs, threads or max(1, torch.get_num_threads() // jobs)
 
 
-def _jobs(plan: Plan, vocabulary: int) -> int:
-    """Runs at once where none are asked for: on a CPU one a core (two small models on a thread each train faster than
-    one on two threads), as many as fit in memory and at most four; on GPUs one each."""
+def _jobs(plan: Plan, vocabulary: int, runs: int) -> int:
+    """Of so many runs, how many at once where nothing is asked for: on a CPU one a core (two small models on a thread
+    each train faster than one on two threads), as many as fit in memory and at most four; on GPUs one each, on a GPU
+    that is named one."""
     if not plan.first.device.startswith("cpu"):
-        return max(1, torch.cuda.device_count())
-    jobs = min(cores(), 4, len(plan.runs))
+        return 1 if ":" in plan.first.device else max(1, torch.cuda.device_count())
+    jobs = min(cores(), 4, runs)
     while jobs > 1 and not _fits(jobs, plan, vocabulary):
         jobs -= 1
     return max(1, jobs)

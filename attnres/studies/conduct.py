@@ -22,7 +22,7 @@ from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
 from attnres.folders import refuse_other
 from attnres.run_names import label_and_seed
-from attnres.studies.adopt import adopt, alike, computed_in, runs_in, same_computation
+from attnres.studies.adopt import adopt, alike, computed_in, runs_in, same_computation, same_text
 from attnres.studies.archive import ARCHIVE, archived_in, unpacked
 from attnres.studies.begin import RECORD, Begin, asked, begun, nothing_lost, same_material
 from attnres.studies.children import Child, Ended, Runner, train_all
@@ -166,7 +166,8 @@ def _carry_out(
     had, all has to be there by then (UserError), but for runs that others start from: it is written anew."""
     quiet = Console(quiet=True)
     children, done, most, timed = list[Child](), list[Ended](), list[int](), list[tuple[Work, float]]()
-    elsewhere = dataclasses.replace(elsewhere, trained=elsewhere.trained | runs_in([folder]))
+    own, runs = runs_in([folder]), sum(len(names_of(arm)) for arm in arms)
+    elsewhere = dataclasses.replace(elsewhere, trained=elsewhere.trained | own)
     with ExitStack() as stack:
         for arm in arms:
             if arm.computed is not None:
@@ -176,12 +177,13 @@ def _carry_out(
             config = dataclasses.replace(arm.compare, out=str(folder / arm.name), jobs=jobs)
 
             def fill(plan: Plan, data: dict[str, Any], arm: Arm = arm) -> None:
+                same_text(plan, data, own)
                 for name in adopt(plan, data, elsewhere.trained_for(arm)):
                     say.print(f"{arm.name}/{name}: taken from a run with this configuration", highlight=False)
                 if arm.trunk:
                     _branch(plan, folder / arm.trunk)
 
-            work = stack.enter_context(opened(config, quiet if children else say, fill, here))
+            work = stack.enter_context(opened(config, quiet if children else say, fill, here, runs))
             children += [
                 dataclasses.replace(
                     child,
@@ -211,7 +213,7 @@ def _carry_out(
         for work, seconds in timed:
             if time.monotonic() < until:
                 time_steps(work, seconds, say)
-        jobs = jobs or max(most, default=cores())
+        jobs = jobs or min(most, default=cores())
         train_all(children, done, jobs=jobs, say=say, run=run, until=until, on_end=measure)
 
 

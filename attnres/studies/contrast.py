@@ -119,12 +119,16 @@ class Contrast:
             rows.append([label, "diverged", str(count), *blank])
         notes = [self.noise.note]
         if self.noise.degrees:
-            n = min((one.seeds for one in self.others), default=1)
-            least = self.noise.detectable(n, n, self.comparisons)
+            counts = sorted({one.seeds for one in self.others} or {1})
+            least = listed(
+                [
+                    f"with {n} seed{'s' * (n > 1)} a true one of {self.noise.detectable(n, n, self.comparisons):.4f}"
+                    for n in counts
+                ]
+            )
             notes[0] += (
                 f" A difference has to exceed max(3, Student's t at 5 % over {self.comparisons} comparisons) standard "
-                f"errors; with {n} seed{'s' * (n > 1)} a true one of {least:.4f} would be seen in four of five such "
-                "studies."
+                f"errors; {least} would be seen in four of five such studies."
             )
         notes += [f"{label} varies more than the others and is judged by its own: {own}." for label, own in self._own()]
         notes.append("Differences are over the seeds that both have; ± is the standard error of them seed by seed.")

@@ -209,6 +209,7 @@ class Setting:
         seeds: how many each group has, where the study does not say how many it needs.
         source: the text; none is the preset's. column: of rows, what holds it. images: of the study resnet.
         name: the preset's. out: OUT/PRESET/STUDY is the study's folder.
+        allow_different: runs that were begun with other arithmetic go on with this machine's.
     """
 
     name: str
@@ -218,6 +219,7 @@ class Setting:
     out: Path
     images: str | None = None
     column: str | None = None
+    allow_different: bool = False
 
     def folder(self, study: str) -> Path:
         """Where a study of this setting lies."""
@@ -228,7 +230,8 @@ class Setting:
         base = from_dict(self.preset.train)
         text = {"source": self.source, "column": self.column}
         changes = {name: value for name, value in text.items() if value is not None}
-        base = dataclasses.replace(base, data=dataclasses.replace(base.data, **changes))
+        data = dataclasses.replace(base.data, **changes)
+        base = dataclasses.replace(base, data=data, allow_different=self.allow_different)
         return from_dict(values, base)
 
     def sized(self, size: dict[str, Any], **values: Any) -> TrainConfig:

@@ -16,9 +16,10 @@ from attnres.files import write_json, write_text
 from attnres.reading import read_json
 from attnres.run_names import run_name
 from attnres.stats import plain
+from attnres.studies.adopt import same_name
 from attnres.studies.analyses.noise import Noise
 from attnres.studies.archive import ARCHIVE, archive
-from attnres.studies.begin import RECORD, asked, asked_in, same_name
+from attnres.studies.begin import RECORD, asked, asked_in
 from attnres.studies.design import Arm, Design, Measured, Result, Setting
 from attnres.studies.lab import STUDIES
 from attnres.studies.presets import PRESETS
@@ -40,6 +41,7 @@ class Values(TypedDict, total=False):
 
     by_steps: dict[str, Sigma] | None
     curve: dict[str, float] | None
+    control_inside: bool | None
 
 
 class Known(TypedDict):
@@ -155,8 +157,10 @@ def _is_finished(arm: Arm, run: Path) -> bool:
 
 def _noises(setting: Setting) -> dict[int, Noise]:
     """The noise of this preset and text as its study has it, by the steps of a run."""
-    source = f"the study of noise at {setting.name}"
-    known = _values(setting, "noise").get("by_steps") or {}
+    values = _values(setting, "noise")
+    known = values.get("by_steps") or {}
+    outside = ", whose control, the same function, is OUTSIDE it" if values.get("control_inside") is False else ""
+    source = f"the study of noise at {setting.name}{outside}"
     return {
         int(n): Noise(one["sigma"], one["degrees"], source)
         for n, one in known.items()

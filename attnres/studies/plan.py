@@ -110,8 +110,10 @@ def _training(variant: Variant) -> dict[str, dict[str, Any]]:
 
 
 def _at_rate(optim: OptimConfig, lr: float | None) -> OptimConfig:
-    """`optim` at another peak learning rate: Muon's rate is scaled by the same factor."""
+    """`optim` at another peak learning rate: Muon's, and the residual's own where one is given, by the same factor."""
     if lr is None:
         return optim
-    muon_lr = optim.muon_lr * lr / optim.lr if optim.optimizer == "muon" else optim.muon_lr
-    return dataclasses.replace(optim, lr=lr, muon_lr=muon_lr)
+    factor = lr / optim.lr
+    muon_lr = optim.muon_lr * factor if optim.optimizer == "muon" else optim.muon_lr
+    residual_lr = None if optim.residual_lr is None else optim.residual_lr * factor
+    return dataclasses.replace(optim, lr=lr, muon_lr=muon_lr, residual_lr=residual_lr)

@@ -1,5 +1,6 @@
 """What a training step costs, variant against variant: timed in turn in one process."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -107,8 +108,9 @@ def _build(
 
 
 def _step(model: nn.Module, optim: OptimConfig, objective: Objective) -> Callable[[tuple[torch.Tensor, ...]], None]:
-    """One update from micro-batches, as training does it."""
-    optimizers = build_optimizers(model, optim)
+    """One update from micro-batches, as training does it, but that no rate is carried to a width: it changes no time,
+    and the plain model has no place for it."""
+    optimizers = build_optimizers(model, dataclasses.replace(optim, base_width=None))
 
     def step(micro: tuple[torch.Tensor, ...]) -> None:
         for part in micro:

@@ -345,6 +345,16 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
                 f"finetune.{name} is {getattr(finetune, name)} and the model is new: give init_from, the pretrained "
                 "model it is about"
             )
+    defaults = FinetuneConfig()
+    for name, needed, given in (
+        ("lora_rank", "train_only lora", finetune.train_only == "lora"),
+        ("lora_alpha", "train_only lora", finetune.train_only == "lora"),
+        ("distill_temperature", "a distill_weight above 0", finetune.distill_weight > 0),
+    ):
+        if not given and getattr(finetune, name) != getattr(defaults, name):
+            raise UserError(
+                f"finetune.{name} is {getattr(finetune, name)} and would change nothing: give {needed}, or leave it out"
+            )
     if finetune.init_from is not None and optim.base_width is not None:
         raise UserError(
             f"optim.base_width is {optim.base_width} and the model is {finetune.init_from}: it carries rates and start "

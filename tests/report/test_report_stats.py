@@ -147,7 +147,14 @@ def test_runs_under_other_conditions_are_never_paired(tmp_path, place, value):
 
 @pytest.mark.parametrize(
     ("place", "value"),
-    [("optim.lr", 0.5), ("optim.muon_lr", 0.5), ("model.settings", {"num_blocks": 2}), ("out", "x"), ("val_every", 7)],
+    [
+        ("optim.lr", 0.5),
+        ("optim.muon_lr", 0.5),
+        ("model.settings", {"num_blocks": 2}),
+        ("out", "x"),
+        ("val_every", 7),
+        ("allow_different", True),
+    ],
 )
 def test_what_a_variant_may_differ_in_does_not_part_runs(tmp_path, place, value):
     write_run(tmp_path, "standard")

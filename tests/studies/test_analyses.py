@@ -154,6 +154,11 @@ def test_a_fit_without_noise_is_the_curve():
     assert ours.compute(1.6) == math.inf
 
 
+def test_losses_that_do_not_fall_are_fitted_by_their_mean():
+    """The least squares of a curve that cannot rise."""
+    assert fit([1.0, 2.0, 3.0, 4.0], [3.0, 3.1, 3.2, 3.3]).loss(2.0) == pytest.approx(3.15)
+
+
 def test_the_papers_fit_gives_the_papers_multiplier():
     """1.25 times the compute at 5.6 PFLOP/s-days, from 1.891 C^-.057 and 1.870 C^-.058 (arXiv 2603.15031)."""
     base, block = Fit(0.0, 1.891, 0.057, 1.0), Fit(0.0, 1.870, 0.058, 1.0)

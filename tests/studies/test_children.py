@@ -123,6 +123,14 @@ def test_on_several_gpus_each_run_has_one(tmp_path, monkeypatch, visible, names)
     assert [(tmp_path / f"{name}.log").read_text().strip() for name in "abc"] == names
 
 
+def test_a_run_that_names_its_gpu_sees_all_of_them(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    source = "import os; print('CUDA_VISIBLE_DEVICES' in os.environ)"
+    run([script(tmp_path, "a", source, names_gpu=True)], log_of=lambda child: tmp_path / "a.log")
+    assert (tmp_path / "a.log").read_text().strip() == "False"
+
+
 @pytest.mark.parametrize("jobs", [1, 3])
 def test_each_has_the_threads_it_is_given(tmp_path, jobs):
     source = "import os; print(os.environ['OMP_NUM_THREADS'])"

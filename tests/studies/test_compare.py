@@ -240,6 +240,26 @@ def test_a_sweep_moves_both_rates_of_muon_alike(tmp_path):
         assert [run.optim.muon_lr for run in plan.runs.values()] == pytest.approx(expected)
 
 
+def test_a_sweep_moves_a_rate_of_the_residuals_own_too(tmp_path):
+    """At each rate it is the same part of it, so that one residual at several rates stays one."""
+    config = config_in(tmp_path, variants=["standard", "block@residual_lr=0.03"], lrs=[0.005, 0.02])
+    optim = OptimConfig(lr=0.01, residual_lr=0.001)
+    plan = make_plan(dataclasses.replace(config, base=dataclasses.replace(config.base, optim=optim)))
+    assert [run.optim.residual_lr for run in plan.runs.values()] == pytest.approx([0.0005, 0.002, 0.03, 0.03])
+
+
+def test_what_trains_at_once_is_settled_over_all_that_is_trained(done, tmp_path, monkeypatch):
+    """One run of four at once has the threads of one of four, whichever comparison it is of."""
+    config, _, _ = done
+    monkeypatch.setattr("attnres.studies.compare.cores", lambda: 8)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    for runs, expected in ((None, (2, 4)), (9, (4, 2))):
+        one = dataclasses.replace(config, out=str(tmp_path / str(runs)))
+        with opened(one, Console(quiet=True), runs=runs) as work:
+            assert (work.jobs, {child.threads for child in work.children}) == (expected[0], {expected[1]})
+            assert not any(child.names_gpu for child in work.children)
+
+
 def test_the_plan_differs_only_where_it_should(tmp_path):
     plan = make_plan(config_in(tmp_path, variants=["standard", "block"], seeds=[0, 1], lrs=[0.001, 0.01]))
     assert list(plan.runs)[:4] == [f"{name}-lr{lr}-seed0" for name in ("standard", "block") for lr in ("0.001", "0.01")]
@@ -291,6 +311,13 @@ def test_steps_are_timed_in_turn():
         assert len(entry["times"]) == 4
         assert entry["ratio_quartiles"][0] <= entry["ratio_quartiles"][1]
     assert result["threads"] == torch.get_num_threads()
+
+
+def test_rates_that_are_carried_to_a_width_are_timed_as_they_are():
+    """The plain model, which is timed beside, has no place for what carries them."""
+    shape = {"size": NARROW, "vocab_size": 64, "seq_len": 8, "batch_size": 2, "rounds": 1, "least": 1}
+    result = step_times({"plain": (None, {}), "a": ("block", {})}, **shape, optim=OptimConfig(base_width=64))
+    assert set(result["variants"]) == {"plain", "a"}
 
 
 def test_the_time_cap_leaves_the_least_number_of_rounds():

@@ -11,6 +11,7 @@ from PIL import Image
 from torch.nn import functional as F
 
 from attnres.errors import UserError
+from attnres.studies.lab import resnet
 from attnres.studies.lab.growth import grow
 from attnres.studies.lab.images import load_images
 from attnres.studies.lab.memorised import ALPHAS, RATES, mixture, taught
@@ -59,6 +60,20 @@ def test_a_resnet_has_the_published_number_of_parameters(kind):
     count = sum(parameter.numel() for parameter in net.parameters()) - own
     assert count == pytest.approx(0.27e6, rel=0.02)
     assert net(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_a_network_that_diverged_has_no_error(tmp_path, monkeypatch):
+    """All of its guesses are class 0, which would be right for one in ten."""
+    monkeypatch.setenv("ATTNRES_CACHE", str(tmp_path / "cache"))
+    draw = np.random.default_rng(0)
+    for name in ("train/a/0", "train/b/0", "test/a/0", "test/b/0"):
+        path = tmp_path / "images" / f"{name}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(draw.integers(0, 256, (8, 8, 3), dtype=np.uint8)).save(path)
+    call = {"kind": "plain", "blocks": 1, "images": str(tmp_path / "images"), "steps": 4, "seed": 0, "dtype": "fp32"}
+    assert all(math.isfinite(row["value"]) for row in resnet.train(**call))
+    monkeypatch.setattr(resnet, "RATE", 1e30)
+    assert not any(math.isfinite(row["value"]) for row in resnet.train(**call))
 
 
 def test_blocks_of_a_stage_are_connected_by_the_mechanism():

@@ -2,14 +2,18 @@
 
 import dataclasses
 import math
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+from attnres.files import write_json
 from attnres.studies.analyses.noise import Noise
 from attnres.studies.design import Measured, Result, Row
 from attnres.studies.lab import STUDIES
 from attnres.studies.lab.depth_tasks import documents_for
-from attnres.studies.outcome import Outcome
+from attnres.studies.lab.memorised import DIVERGED
+from attnres.studies.outcome import Outcome, survey
 from attnres.studies.sizes import at_sizes
 from tests.studies.simulated import at, chance, draw, simulated
 
@@ -188,6 +192,59 @@ def test_structure_that_favours_a_mechanism_is_seen_and_nothing_else():
         name, place = where.split(", ")[0], where.rpartition("/")[2]
         assert one["verdict"] == (expected.get(place, "undecided") if name == "full" else "undecided"), where
     assert len(values) == 2 * (6 * 5 + 3 * 4)
+
+
+def test_a_student_that_diverged_is_counted_and_not_averaged():
+    """Of each mechanism's three at one rate: with one of standard's and of the control's lost, Full is judged by those
+    that are left; with one of Full's own lost, it is not called better."""
+    design, setting = STUDIES["structured-vs-memorised"], at("micro")
+    for lost, expected in ((("standard", "rescaled"), "better"), (("full",), "undecided")):
+
+        def planted(row, lost=lost):
+            if row.quantity == "loss/0.01" and row.seed == 0 and row.label.startswith(lost):
+                return dataclasses.replace(row, value=DIVERGED)
+            chance = math.exp(0.05 * draw(row.arm, row.label, row.seed, row.quantity).standard_normal())
+            return dataclasses.replace(row, value=chance * (0.1 if row.label.startswith("full") else 1.0))
+
+        measured = simulated(design, setting)
+        measured = dataclasses.replace(measured, rows=[planted(row) for row in measured.rows])
+        result = design.analyse(setting, measured)
+        verdicts = {place: one["verdict"] for place, one in result.values.items() if place.startswith("full, T")}
+        assert len(verdicts) == 12
+        assert {one for place, one in verdicts.items() if place.endswith("/0.01")} == {expected}
+        assert {one for place, one in verdicts.items() if not place.endswith("/0.01")} == {"better"}
+        cells = [cell for table in result.tables for row in table.rows for cell in row]
+        assert any("1 diverged" in cell for cell in cells) == ("full" in lost or "rescaled" in lost)
+
+
+@pytest.mark.parametrize("name", ["nanogpt", pytest.param("ablations", marks=pytest.mark.long)])
+def test_whole_studies_of_one_function_find_nothing(name):
+    """With rates that are chosen by the lowest loss, if the study does that."""
+    design, setting, claims = STUDIES[name], at("micro"), 0
+    for world in range(100):
+        values = design.analyse(setting, simulated(design, setting, partial(chance, world=world))).values
+        arms = [one["variants"] for one in values.values() if isinstance(one, dict) and "variants" in one]
+        claims += any(one["verdict"] != "undecided" for variants in arms for one in variants.values())
+        assert arms
+    assert claims <= 7
+
+
+def test_regimes_are_asked_for_when_their_layouts_can_be_taken():
+    design, setting = STUDIES["retrofit"], at("micro")
+    planned = simulated(design, setting, finished=lambda arm, run: arm == "pretrained").planned
+    assert set(planned) == {"pretrained", "layouts"}
+    arms = design.arms(setting, simulated(design, setting))
+    assert [arm.name for arm in arms] == ["pretrained", "layouts", "regimes"]
+    start = arms[1].compare.base.finetune.init_from
+    assert Path(start).is_absolute()
+
+
+def test_a_control_outside_the_noise_is_said_wherever_that_noise_is_used(tmp_path):
+    setting = dataclasses.replace(at("micro"), out=tmp_path)
+    values = {"by_steps": {"2000": {"sigma": 0.01, "degrees": 7}}, "control_inside": False}
+    write_json(setting.folder("noise") / "result.json", {"source": None, "column": None, "values": values})
+    measured = survey(STUDIES["ablations"], setting)[1]
+    assert "OUTSIDE" in measured.noises[2000].note
 
 
 def test_two_presets_of_one_model_are_one_size():

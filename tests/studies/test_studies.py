@@ -691,6 +691,34 @@ def test_a_run_that_diverges_ends_no_study(setting, noise, tmp_path):
     assert again.measured.rows == outcome.measured.rows
 
 
+def test_one_study_is_of_one_text_whatever_its_name_says(setting, tmp_path):
+    """Two folders of one name: the arm that is trained is refused beside those that are finished."""
+    texts = [tmp_path / place / "text" for place in ("one", "two")]
+    for place, text in enumerate(texts):
+        text.mkdir(parents=True)
+        for i in range(20):
+            (text / f"{i}.txt").write_text(f"Document {i} has {place}: " + " ".join(str(n * i) for n in range(80)))
+    first = dataclasses.replace(setting, source=str(texts[0]), out=tmp_path / "out")
+    with pytest.raises(Interrupted):
+        conduct(STUDIES["exchange"], first, say=QUIET, jobs=1, run=Here(most=1))
+    (arm,) = {row.arm for row in survey(STUDIES["exchange"], first)[1].rows}
+    for name in first.folder("exchange").glob("x*"):
+        if name.name != arm:
+            shutil.rmtree(name)
+    with pytest.raises(UserError, match=r"was trained on another text than .*two/text has now: give the same --source"):
+        conduct(STUDIES["exchange"], dataclasses.replace(first, source=str(texts[1])), say=QUIET, jobs=1, run=Here())
+    moved = tmp_path / "three" / "text"
+    shutil.copytree(texts[0], moved)
+    conduct(STUDIES["exchange"], dataclasses.replace(first, source=str(moved)), say=QUIET, jobs=1, run=Here(most=9))
+
+
+def test_runs_begun_with_other_arithmetic_go_on_where_that_is_allowed(setting):
+    assert not setting.config().allow_different
+    allowed = dataclasses.replace(setting, allow_different=True)
+    assert allowed.config().allow_different and allowed.is_recipe(allowed.config(steps=7))
+    assert not differences(to_dict(setting.config()), to_dict(allowed.config()))
+
+
 def test_step_times_are_taken_first_and_kept_with_the_runs(setting, tmp_path):
     """A study that is stopped has them, and so has what a repository keeps of it."""
     other = dataclasses.replace(setting, out=tmp_path)
@@ -722,6 +750,18 @@ def test_several_studies_are_counted_in_the_order_given(setting, tmp_path, capsy
         study.run(["noise", *options[:-1], str(tmp_path / "file"), "--dry-run"])
     (tmp_path / "file").unlink()
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_study_costs_is_counted_before_it_runs(setting, tmp_path, capsys):
+    """Tokens are its runs' steps, batches and windows; nothing is left of what has run."""
+    other = dataclasses.replace(setting, out=tmp_path)
+    recipe, floor = other.config(), max(other.preset.floor, other.seeds)
+    options = ["--preset", "seconds", "--seeds", "1", "--source", str(setting.source), "--out", str(tmp_path)]
+    study.run(["noise", *options, "--dry-run"])
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (row,) = [row for row in rows if row[:2] == ["noise", "recipe"]]
+    tokens = floor * recipe.steps * recipe.batch_size * recipe.data.seq_len
+    assert row[2:5] == [f"{floor}", f"{floor}", f"{tokens:,}"] and float(row[5]) > 6 * tokens
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,14 @@ def test_a_size_has_the_nested_fields_of_a_hugging_face_config(tmp_path: Path) -
         ({"batch_size": 6, "accumulation": 4}, "use a multiple of 4, e.g. 4 or 8"),
         ({"steps": 8, "keep_at": (4, 9)}, r"keep_at is \[4, 9\]: the run has 8 steps, give some from 1 to 8"),
         ({"parallel": {"pp_layers": (1, 0)}}, "parallel.pp_layers is .*: it must be a number above 0"),
+        (
+            {"finetune": {"init_from": "x", "lora_rank": 4}},
+            "finetune.lora_rank is 4 and would change nothing: give train_only lora, or leave it out",
+        ),
+        (
+            {"finetune": {"init_from": "x", "distill_temperature": 2}},
+            "finetune.distill_temperature is 2.* would change nothing: give a distill_weight above 0, or leave it out",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused(values: dict[str, Any], message: str) -> None:

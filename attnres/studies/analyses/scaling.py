@@ -82,7 +82,8 @@ def _fits(compute: Sequence[float], losses: np.ndarray, floor: float | None, uni
 
 
 def _linear(power: np.ndarray, y: np.ndarray, floor: float | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Squares left, E and A of y = E + A power along the last axis, E >= 0 and A > 0."""
+    """Squares left, E and A of y = E + A power along the last axis, E >= 0 and A > 0: where losses do not fall,
+    E is their mean."""
     if floor is None:
         centred = power - power.mean(-1, keepdims=True)
         scale = (centred * y).sum(-1) / (centred**2).sum(-1)
@@ -90,6 +91,7 @@ def _linear(power: np.ndarray, y: np.ndarray, floor: float | None) -> tuple[np.n
         below = level < 0
         level = np.where(below, 0.0, level)
         scale = np.where(below, (power * y).sum(-1) / (power**2).sum(-1), scale)
+        level = np.where(scale <= 0, y.mean(-1), level)
     else:
         scale = (power * (y - floor)).sum(-1) / (power**2).sum(-1)
         level = np.full_like(scale, floor)

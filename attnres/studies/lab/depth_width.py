@@ -41,9 +41,9 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         for label, loss in zip(VARIANTS, losses, strict=True):
             panels[label].append(loss)
         rows.append([str(layers), f"{ratio:.1f}", *(number(loss, 4) for loss in losses)])
-    table = Table("Loss by shape at equal FLOPs", ["layers", "d / layers", *VARIANTS], rows)
     arms_of = [f"layers{layers}" for layers in setting.preset.layers]
     noise = widest([measured.spread(arm) for arm in arms_of])
+    table = Table("Loss by shape at equal FLOPs", ["layers", "d / layers", *VARIANTS], rows, [noise.note])
     counts = [n for arm in arms_of for label in VARIANTS if (n := len(measured.finals(arm, label)))]
     sigma = noise.wide / math.sqrt(min(counts)) if noise.degrees else None
     best, sentences = {}, []

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from attnres.figures.chart import Curves, Line
 from attnres.studies.analyses.noise import beside
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
-from attnres.text import number
+from attnres.text import UNKNOWN, number
 
 QUANTITIES = {"output_rms": "RMS of a sublayer's output", "grad_rms": "RMS of the gradient that reaches it"}
 VARIANTS = ("standard", "rescaled", "block", "full")
@@ -63,7 +63,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             ]
             ratios = _beside_standard(each, comparisons)
             for label, one in ratios.items():
-                rows.append([arm, label, name, number(one.ratio, 2), one.verdict, str(one.seeds)])
+                needed = f"{math.exp(one.needed):.3g}" if math.isfinite(one.needed) else UNKNOWN
+                rows.append([arm, label, name, number(one.ratio, 2), needed, one.verdict, str(one.seeds)])
                 values[f"{arm}/{label}/{quantity}"] = {"ratio": one.ratio, "verdict": one.verdict}
             if ratios:
                 said = ", ".join(f"{label} {one}" for label, one in ratios.items())
@@ -71,10 +72,11 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         if panels := {arm: lines for arm, lines in panels.items() if lines}:
             caption = f"{name} at the last step, by sublayer; mean over seeds."
             charts.append(Curves(quantity.replace("_", "-"), name, caption, "sublayer", name, panels, log_y=True))
-    head = ["arm", "variant", "quantity", "ratio", "beside standard", "seeds"]
+    head = ["arm", "variant", "quantity", "ratio", "needed", "beside standard", "seeds"]
     note = (
-        "Median of the last quarter of the depth over that of the first. Less or more than standard's: its "
-        f"logarithm by the noise of the arm's seeds, over {comparisons} comparisons."
+        "Median of the last quarter of the depth over that of the first. Needed: how many times standard's it has to "
+        "be to be more, or standard's it to be less, by the noise of the logarithms over the arm's seeds and for "
+        f"{comparisons} comparisons."
     )
     table = Table("Last quarter of the depth over the first", head, rows, [note])
     said = "From the first quarter of the depth to the last, times: " + " ".join(sentences)
@@ -83,9 +85,14 @@ def analyse(setting: Setting, measured: Measured) -> Result:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How much a quantity grows along the depth, over a mechanism's seeds, and what that is beside standard's."""
+    """How much a quantity grows along the depth, over a mechanism's seeds, and what that is beside standard's.
+
+    Attributes:
+        needed: what the logarithm of the ratio to standard's has to exceed; NaN of standard itself.
+    """
 
     ratio: float
+    needed: float
     verdict: str
     seeds: int
 
@@ -101,8 +108,9 @@ def _beside_standard(each: dict[str, dict[int, list[float]]], comparisons: int) 
     judged, ratios = beside(known, "standard", comparisons), {}
     for label, logs in known.items():
         if logs:
-            verdict = WORDS[judged[label].verdict] if label in judged else ""
-            ratios[label] = Ratio(math.exp(statistics.fmean(logs)), verdict, len(logs))
+            one = judged.get(label)
+            needed, verdict = (math.nan, "") if one is None else (one.threshold, WORDS[one.verdict])
+            ratios[label] = Ratio(math.exp(statistics.fmean(logs)), needed, verdict, len(logs))
     return ratios
 
 

@@ -6,6 +6,7 @@ import statistics
 from attnres.figures.chart import Curves, Line
 from attnres.stats import or_none
 from attnres.studies.analyses.exchange import exchange
+from attnres.studies.analyses.noise import combined
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.text import number
 
@@ -31,7 +32,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         if losses := list(measured.finals(name, "standard").values()):
             curve[steps] = statistics.fmean(losses)
     rows = [[f"{steps:,}", number(loss, 4)] for steps, loss in sorted(curve.items())]
-    table = Table("Loss of the standard model by the length of its run", ["steps", "loss"], rows)
+    noise = combined(*(measured.noise(name) for name in lengths(setting)))
+    table = Table("Loss of the standard model by the length of its run", ["steps", "loss"], rows, [noise.note])
     if len(curve) < 2:
         return Result("Too few lengths have finished.", [table], [], {"curve": {}})
     rate, steps = exchange(list(curve), list(curve.values())), setting.preset.steps

@@ -171,7 +171,10 @@ QUESTIONS = {
     "teachers": ("Loss of students over standard's by rate", "teacher", "", RATES),
 }
 """Of an arm: the title of its table, the heads of its first column and of the others, and what these are of."""
-NOTE = "In brackets the ratio that a verdict has to exceed, in that direction, by the noise of seeds there."
+NOTE = (
+    "In brackets the ratio that a verdict has to exceed, in that direction, by the noise of seeds there. Networks that "
+    "diverged are left out; where more did than of standard's nothing is called better."
+)
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,7 @@ class Cell:
 
     Attributes:
         ratio: of their losses. needed: the logarithm of the ratio that a verdict has to exceed.
+        diverged: how many of the mechanism's networks did, which are left out.
     """
 
     kind: str
@@ -188,10 +192,12 @@ class Cell:
     ratio: float
     needed: float
     verdict: Verdict
+    diverged: int
 
     def __str__(self) -> str:
         bound = f" ({math.exp(self.needed):.2g})" if abs(self.needed) < 10 else ""
-        return f"{self.ratio:.2g}{bound}{f' {self.verdict}' * (self.verdict != 'undecided')}"
+        lost = f", {self.diverged} diverged" if self.diverged else ""
+        return f"{self.ratio:.2g}{bound}{f' {self.verdict}' * (self.verdict != 'undecided')}{lost}"
 
 
 def _cells(measured: Measured, arm: str, places: Sequence[float]) -> Iterator[Cell]:
@@ -201,9 +207,13 @@ def _cells(measured: Measured, arm: str, places: Sequence[float]) -> Iterator[Ce
     tested = len(places) * sum(name != baseline for name, _, _ in asked)
     for kind, place in itertools.product(dict.fromkeys(kind for _, _, kind in asked), places):
         logs = {name: _logs(measured, arm, f"{name}, {kind}", f"{place:g}") for name in MECHANISMS}
-        for name, one in beside(logs, baseline, tested).items():
+        kept = {name: _converged(each) for name, each in logs.items()}
+        lost = {name: len(logs[name]) - len(kept[name]) for name in MECHANISMS}
+        for name, one in beside(kept, baseline, tested).items():
             needed = math.copysign(one.threshold, one.difference)
-            yield Cell(kind, name, place, math.exp(one.difference), needed, one.verdict)
+            lucky = one.verdict == "better" and lost[name] > lost[baseline]
+            verdict = "undecided" if lucky else one.verdict
+            yield Cell(kind, name, place, math.exp(one.difference), needed, verdict, lost[name])
 
 
 def _rows(cells: Sequence[Cell], places: Sequence[float]) -> list[list[str]]:
@@ -230,7 +240,7 @@ def _sentence(arm: str, name: str, cells: Sequence[Cell]) -> str:
 def _taught_cell(measured: Measured, label: str, rate: float) -> str:
     """The mean loss of the students that did not diverge, and how many did."""
     logs = _logs(measured, "teachers", label, f"{rate:g}")
-    kept = [one for one in logs if one < math.log(DIVERGED)]
+    kept = _converged(logs)
     lost = f"{len(logs) - len(kept)} of {len(logs)} diverged" if len(kept) < len(logs) else ""
     mean = f"{math.exp(statistics.fmean(kept)):.2g}" if kept else ""
     return ", ".join(filter(None, (mean, lost))) or UNKNOWN
@@ -239,6 +249,11 @@ def _taught_cell(measured: Measured, label: str, rate: float) -> str:
 def _logs(measured: Measured, arm: str, label: str, place: str) -> list[float]:
     """Logarithms of a loss over seeds."""
     return [math.log(max(row.value, 1e-12)) for row in measured.of(arm, label, f"loss/{place}")]
+
+
+def _converged(logs: Sequence[float]) -> list[float]:
+    """Those of networks that did not diverge."""
+    return [one for one in logs if one < math.log(DIVERGED)]
 
 
 STUDY = Design(

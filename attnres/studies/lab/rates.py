@@ -115,7 +115,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             model[float(label.rpartition("lr")[2]) / optim.lr] = measured.mean(arm, label)
     rows = [[f"{f:.3g}", number(loss, 4), "block, own parameters"] for f, loss in loss_by_factor.items()]
     rows += [[f"{f:.3g}", number(loss, 4), "standard, all"] for f, loss in sorted(model.items())]
-    tables = [Table("Loss by rate, seed 0", ["multiple of the recipe's rate", "loss", "which"], rows)]
+    head = ["multiple of the recipe's rate", "loss", "which"]
+    tables = [Table("Loss by rate, seed 0", head, rows, [measured.noise("own").note])]
     values: dict = {"own": {f"{f:.4g}": loss for f, loss in loss_by_factor.items()}}
     values["model"] = {f"{f:.4g}": loss for f, loss in sorted(model.items())}
     charts = []
@@ -166,7 +167,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             seeds = len(measured.finals(arm, label))
             lines_of.append([arm, label, number(measured.mean(arm, label), 4), str(seeds)])
     if lines_of:
-        tables.append(Table("Depth, optimizer, Full", ["arm", "variant", "loss", "seeds"], lines_of))
+        notes = [f"{arm}: {measured.noise(arm).note}" for arm in others if measured.labels(arm)]
+        tables.append(Table("Depth, optimizer, Full", ["arm", "variant", "loss", "seeds"], lines_of, notes))
     return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
 
 

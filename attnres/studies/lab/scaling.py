@@ -48,7 +48,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
                 continue
             points[label][arm] = flops, loss
             rows.append([arm, label, f"{flops:.2e}", number(loss, 4), str(seeds)])
-    tables = [Table("Losses", ["size", "variant", "FLOPs", "loss", "seeds"], rows)]
+    noise = widest([measured.spread(arm) for arm in measured.planned])
+    tables = [Table("Losses", ["size", "variant", "FLOPs", "loss", "seeds"], rows, [noise.note])]
     complete = {label: each for label, each in points.items() if len(each) >= 3}
     shared = set.intersection(*map(set, complete.values())) if complete else set()
     if "standard" not in complete or len(shared) < 3:
@@ -57,7 +58,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     sizes = sorted(shared, key=lambda arm: points["standard"][arm])
     compute = {label: [each[arm][0] for arm in sizes] for label, each in complete.items()}
     losses = {label: [each[arm][1] for arm in sizes] for label, each in complete.items()}
-    noise, sigma = widest([measured.spread(arm) for arm in measured.planned]), None
+    sigma = None
     if noise.degrees:
         counts = (len(measured.finals(arm, label)) for arm in measured.planned for label in measured.labels(arm))
         sigma = noise.wide / math.sqrt(min(filter(None, counts)))
