@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -50,7 +50,7 @@ def difference(comparison: Comparison) -> Plot:
     """Draw the paired differences to the baseline over training, with their 95 % intervals. Raises NotShown."""
     figure, (ax,) = panels(1)
     base, noise = comparison.baseline, comparison.noise()
-    settled = [0.0]
+    settled, edges = [0.0], list[float]()
     if len(noise) > 1:
         where, width = np.array(noise).T
         ax.fill_between(where, -width, width, color=style.MUTED, alpha=0.15, linewidth=0, zorder=0)
@@ -63,10 +63,12 @@ def difference(comparison: Comparison) -> Plot:
         ax.fill_between(place, mean - margin, mean + margin, color=look["color"], alpha=0.18, linewidth=0)
         ax.plot(place, mean, marker="o", markersize=2.2, linewidth=1.2, **look)
         late = place >= 0.1 * place[-1]
-        settled += [*mean[late], *(mean - margin)[late], *(mean + margin)[late]]
+        settled += [*mean[late]]
+        edges += [*(mean - margin)[late], *(mean + margin)[late]]
     if len(settled) == 1:
         raise NotShown("no two measurements that can be compared with the baseline's")
-    _limits(ax, settled)
+    shown = _beside(settled, edges)
+    _limits(ax, [*settled, *shown])
     _training_axis(ax, comparison)
     ax.set_ylabel("difference, nats per token")
     legend(figure, ax)
@@ -77,6 +79,8 @@ def difference(comparison: Comparison) -> Plot:
     )
     if len(noise) > 1:
         caption += f" Grey: one standard deviation of the difference of two runs of {base} with other seeds."
+    if shown != edges:
+        caption += " Bands that leave the axes go on: a few seeds leave them wide."
     return Plot("difference", f"Difference to {base} over training", caption, figure)
 
 
@@ -89,10 +93,13 @@ def final_difference(comparison: Comparison) -> Plot:
     figure, axes = canvas(COLUMN, 0.75 + 0.33 * len(shown))
     ax = axes[0, 0]
     ax.axvline(0, color=colours.get(comparison.baseline or "", style.MUTED), linewidth=0.9)
+    means, edges = [0.0], list[float]()
     for y, one in enumerate(reversed(shown)):
         last, colour = one.differences[-1], colours[one.label]
+        means += [last.mean, *last.per_seed]
         if not math.isnan(last.margin):
             ends = [last.mean - last.margin, last.mean + last.margin]
+            edges += ends
             ax.plot(ends, [y, y], color=colour, linewidth=1.8, solid_capstyle="butt")
         chance = one.traits.is_chance
         filled = colour if last.decided and not chance else style.PAPER
@@ -105,11 +112,15 @@ def final_difference(comparison: Comparison) -> Plot:
     ax.grid(visible=False, axis="y")
     ax.spines["left"].set_visible(False)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    bars = _beside(means, edges)
+    _limits(ax, [*means, *bars], of=ax.set_xlim)
     ax.set_xlabel("difference in held-out loss, nats per token")
     caption = (
         "Left of the line is better. Bars: interval of the paired difference, 95 % over all variants together; hollow: "
         "within the error."
     )
+    if bars != edges:
+        caption += " Bars to the edge go on."
     if any(one.traits.is_chance for one in shown):
         caption += " Square: the baseline's own function, which shows what chance does to a run."
     if any(math.isnan(one.differences[-1].margin) for one in shown):
@@ -190,11 +201,21 @@ def _cut_off(ax: Axes) -> str:
     return " The steep start is cut off." if any(len(line) and line[0] > top for line in lines) else ""
 
 
-def _limits(ax: Axes, values: Sequence[float]) -> None:
+def _limits(ax: Axes, values: Sequence[float], of: Callable[..., object] | None = None) -> None:
+    """Let an axis, the upright one unless told, hold these values."""
     values = [value for value in values if math.isfinite(value)]
     if values:
         pad = 0.06 * (max(values) - min(values)) or 0.01
-        ax.set_ylim(min(values) - pad, max(values) + pad)
+        (of or ax.set_ylim)(min(values) - pad, max(values) + pad)
+
+
+def _beside(values: Sequence[float], edges: Sequence[float]) -> list[float]:
+    """Ends of intervals, no further out than half the values' range on either side: of two seeds they may lie tens of
+    times as far out, and would leave nothing else to see."""
+    finite = [value for value in values if math.isfinite(value)]
+    low, high = min(finite), max(finite)
+    reach = (high - low) / 2 or math.inf
+    return [edge if math.isnan(edge) else min(max(edge, low - reach), high + reach) for edge in edges]
 
 
 def _training_axis(ax: Axes, comparison: Comparison) -> None:

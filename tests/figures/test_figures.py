@@ -505,6 +505,22 @@ def test_captions_say_what_is_shown():
         assert "Sharpness" not in by_depth(models(standard), CHOICE, "depth", "reads").caption
 
 
+def test_intervals_of_two_seeds_leave_the_lines_to_be_seen():
+    """Student's t of one degree of freedom makes them tens of times as wide as the differences are."""
+    block = variant("block", "block", differences=[Difference(step, -0.06, 0.01) for step in (1, 2, 3)], complete=True)
+    full = dataclasses.replace(
+        block, label="full", residual="full", differences=[Difference(step, -0.05, 0.8, "seeds") for step in (1, 2, 3)]
+    )
+    comparison = Comparison([variant("standard", "standard"), block, full], "standard")
+    plot, last = losses.difference(comparison), losses.final_difference(comparison)
+    for low, high in (plot.figure.axes[0].get_ylim(), last.figure.axes[0].get_xlim()):
+        assert -0.2 < low < -0.07 and 0 < high < 0.2
+    assert "leave the axes" in plot.caption and "to the edge" in last.caption
+    narrow = Comparison([variant("standard", "standard"), block], "standard")
+    assert "leave the axes" not in losses.difference(narrow).caption
+    assert "to the edge" not in losses.final_difference(narrow).caption
+
+
 def test_what_chance_does_is_a_band_where_the_baseline_has_several_seeds():
     differences = [Difference(step, -0.2, 0.05) for step in (1, 2, 3)]
     block = variant("block", "block", differences=differences)
