@@ -145,8 +145,9 @@ class Contrast:
         if rate is not None:
             notes.append(
                 f"Steps saved: how many fewer than {self.baseline} it needs to be as good, by the standard model's own "
-                "losses at several lengths (attnres study exchange), none where nothing is decided."
-                + " Time: with the time of a step, taken in turn."
+                "losses at several lengths (attnres study exchange), none where nothing is decided; ± is the standard "
+                "error by the noise of losses alone."
+                + " Time: with the time of a step, taken in turn, whose own error is not in it."
                 * timed
             )
         return Table(title, head, rows, notes)
@@ -156,15 +157,19 @@ class Contrast:
         return [(label, self.spread.own[label]) for label in labels if label in self.spread.own]
 
     def _saved(self, one: Against, rate: Exchange, ratio: float = 1.0) -> str:
-        """What a decided difference is worth; a bound where it lies beyond the lengths that were trained."""
+        """What a decided difference is worth, with its standard error by the noise of losses; a bound where it lies
+        beyond the lengths that were trained."""
         if one.verdict == "undecided" or math.isnan(ratio):
             return UNKNOWN
         base, loss = rate.within(self.base), rate.within(one.mean)
         saved = rate.saved(loss, base, ratio)
         if math.isnan(saved) or base != self.base:
             return UNKNOWN
-        sign = "" if loss == one.mean else "> " if loss > one.mean else "< "
-        return f"{sign}{number(100 * saved, 0)} %"
+        if loss != one.mean:
+            return f"{'>' if loss > one.mean else '<'} {number(100 * saved, 0)} %"
+        chance = one.noise.error(one.seeds, one.seeds)
+        less, more = (rate.saved(loss + side * chance, base, ratio) for side in (1, -1))
+        return f"{number(100 * saved, 0)} ± {number(50 * (more - less), 0)} %"
 
     def chart(self, name: str, title: str) -> Differences:
         """Differences with their standard errors over the band of the threshold."""

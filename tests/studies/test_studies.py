@@ -635,11 +635,13 @@ def test_steps_saved_are_in_the_table_where_a_difference_is_one():
     table = contrast(measured, "arm", "standard").table("t")
     cells = {row[0]: row[-1] for row in table.rows}
     assert table.head[-1] == "steps saved"
-    assert cells == {"standard": "", "good": "50 %", "best": "> 50 %", "bad": "−25 %", "worst": "< −100 %", "same": "–"}
+    assert cells == {
+        "standard": "", "good": "50 ± 1 %", "best": "> 50 %", "bad": "−25 ± 1 %", "worst": "< −100 %", "same": "–"
+    }  # fmt: skip
     ratios = {("arm", "standard"): 1.1, ("arm", "good"): 1.65}
     timed = contrast(dataclasses.replace(measured, step_ratios=ratios), "arm", "standard").table("t")
     cells = {row[0]: row[-1] for row in timed.rows}
-    assert timed.head[-1] == "time saved" and cells["good"] == "25 %" and cells["best"] == "–"
+    assert timed.head[-1] == "time saved" and cells["good"] == "25 ± 1 %" and cells["best"] == "–"
 
 
 def test_a_difference_is_over_the_seeds_that_both_have():
