@@ -153,7 +153,6 @@ DEMO = dataclasses.replace(
     about="the same model for 1 M tokens: early learning alone, about 4 minutes a run on one core",
     train={**NANO.train, "steps": 500, "val_every": 100, "depth_every": 100, "save_every": 500},
     many=500,
-    floor=4,
     tokens_a_parameter=2.0,
 )
 

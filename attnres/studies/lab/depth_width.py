@@ -79,8 +79,8 @@ STUDY = Design(
     "depth-width",
     "Do depth reads want deeper models?",
     "Models of equal compute from wide and shallow to narrow and deep, standard and Block, at the recipe's rates, "
-    "carried to each width as muP has it. The compute is the standard model's: Block's reads come on top, more where "
-    "the model is deep.",
+    "carried to each width as muP has it, but that heads are not all as wide as the recipe's, which muP asks for. The "
+    "compute is the standard model's: Block's reads come on top, more where the model is deep.",
     "arXiv 2603.15031, Figure 7 (6.5e19 FLOPs): baseline best at d / layers = 60 (1.847), Full at 45 (1.802).",
     arms,
     analyse,

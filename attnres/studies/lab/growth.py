@@ -9,7 +9,6 @@ from attnres.figures.chart import Curves, Line
 from attnres.run_names import run_name
 from attnres.studies.design import Arm, Call, Computed, Design, Measured, Result, Setting, Table
 from attnres.studies.lab.mlp import Mlps
-from attnres.text import number
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "standard, no norm": {"residual": "standard", "norm": False},
@@ -88,7 +87,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         away, dilution = (measured.mean("growth", label, name) for name in ("from_standard", "dilution"))
         lines.append(Line(label, sorted(stream), curve))
         times = curve[-1] / curve[0]
-        rows.append([label, f"{curve[0]:.3g}", f"{curve[-1]:.3g}", f"{times:.3g}", number(dilution, 2), f"{away:.1e}"])
+        rows.append([label, f"{curve[0]:.3g}", f"{curve[-1]:.3g}", f"{times:.3g}", f"{dilution:.3g}", f"{away:.1e}"])
         values[label] = {"growth": times, "dilution": dilution, "from_standard": away}
     head = ["variant", "first", "last", "growth", "first sublayer's effect over the last's", "distance to standard"]
     table = Table("The stream, random weights, no training", head, rows)

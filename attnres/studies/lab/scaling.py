@@ -130,7 +130,7 @@ STUDY = Design(
     "scaling",
     "How much compute does depth attention save?",
     "Standard, Block and Full at a ladder of sizes, each with the same tokens a parameter and the recipe's rates, "
-    "carried to its width as muP has it.",
+    "carried to its width as muP has it, but that heads are not all as wide as the recipe's, which muP asks for.",
     "arXiv 2603.15031: 1.891 C^-.057, Block 1.870 C^-.058, Full 1.865 C^-.057 (C in PFLOP/s-days, 194 M to 528 M "
     "active), 1.25 times the compute at 5.6. marin, data-matched: 1.06 at d = 512, 1.17 at d = 768.",
     arms,
