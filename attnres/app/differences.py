@@ -20,14 +20,14 @@ def difference(first: Pane, second: Pane) -> str:
     """The second pane less the first: what reads are made of, and the next token."""
     theirs = second.reading.means(second.by)
     place = {
-        (read.name, source.name): (r, i)
+        (read.name, source): (r, i)  # a source with its span: "block 1" of other blocks is another
         for r, read in enumerate(second.reading.layout)
         for i, source in enumerate(read.sources)
     }
     mine, layout, values = first.reading.means(first.by), list[Read](), list[np.ndarray]()
     for r, read in enumerate(first.reading.layout):
-        both = [i for i, source in enumerate(read.sources) if (read.name, source.name) in place]
-        at = [place[read.name, read.sources[i].name] for i in both]
+        both = [i for i, source in enumerate(read.sources) if (read.name, source) in place]
+        at = [place[read.name, read.sources[i]] for i in both]
         if both:
             layout.append(read._replace(sources=tuple(read.sources[i] for i in both)))
             values.append(np.array([theirs[j][k] - mine[r][i] for i, (j, k) in zip(both, at, strict=True)]))
@@ -52,7 +52,7 @@ def difference(first: Pane, second: Pane) -> str:
         change = f"Loss {losses[0]:.3f} and {losses[1]:.3f} nats per token, {apart}. "
     note = (
         f"{change}Mean {first.by} over the text, second less first, every edge in place: blue where the second reads "
-        "more of it, orange less. Edges that only one of them has are left out."
+        "more of it, orange less. Edges that only one of them has are left out, as are those of sums of other outputs."
     )
     return section(first.title, "difference", "Difference: second less first", cells, note, save=True)
 

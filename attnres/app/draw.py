@@ -38,6 +38,7 @@ def pane(p: Pane, scales: Scales) -> str:
         means,
         f"{mean}, {title}",
         lambda r, i: _edge_words(p, r, i, None),
+        largest=scales.mean,
         out=p.cut_at(None),
         once=p.cut_once,
     )

@@ -21,6 +21,7 @@ from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.corpus import Search, search
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import predict
+from attnres.inspect.encoding import tokenised
 from attnres.inspect.geometry import query_cosine
 from attnres.inspect.intervene import intervene, source_names
 from attnres.inspect.pieces import characters, piece
@@ -58,6 +59,9 @@ class Opened:
         name: a run folder, a checkpoint folder in one, a model folder or a name on the hub.
         trust_remote_code: run code that comes with the model.
 
+    Attributes:
+        whole: of a step of a run the model that it became; else itself.
+
     Raises:
         UserError: no model there.
     """
@@ -69,6 +73,7 @@ class Opened:
 
     def _share(self, checkpoint: Checkpoint, context: int) -> None:
         self.checkpoint, self.context, self.check = checkpoint, context, checkpoint.check_ids
+        self.whole: Opened = self
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         # An observer sits on the model: one pass at a time.
         self._lock = threading.Lock()
@@ -288,19 +293,21 @@ class Opened:
             raise UserError("there is no text: type some, or take an example")
         if len(text) > MAX_CHARACTERS:
             raise UserError(f"the text has {len(text):,} characters and this page takes {MAX_CHARACTERS:,}: shorten it")
-        encoding = self.tokenizer(text, return_offsets_mapping=self.tokenizer.is_fast, verbose=False)
-        ids = tuple(encoding["input_ids"])
+        ids, offsets = tokenised(self.tokenizer, text)
         if not ids:
             raise UserError(f"the tokenizer of {self.name} knows no character of this text: type another")
         self.check(max(ids))
         if len(ids) > self.context:
             raise UserError(f"the text has {len(ids):,} tokens and {self.name} takes {self.context:,} here: shorten it")
-        return ids, encoding["offset_mapping"] if self.tokenizer.is_fast else []
+        return tuple(ids), offsets
 
     def beginning(self, text: str) -> str:
-        """As much of a text as the model takes here, to the end of a line or word where one ends."""
-        fast = self.tokenizer.is_fast
-        spans = self.tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"] if fast else []
+        """As much of a text as the model takes here, to the end of a line or word where one ends; all of one that its
+        tokenizer cannot encode, of which `read` says so."""
+        try:
+            spans = tokenised(self.tokenizer, text)[1]
+        except UserError:
+            return text
         if len(spans) <= self.context:
             return text
         cut = text[: spans[self.context - 1][1]]

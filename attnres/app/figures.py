@@ -67,7 +67,7 @@ def heatmap(
     words: Callable[[int, int], str],
     *,
     name: str = "contributions",
-    largest: float = 1.0,
+    largest: float,
     out: Edges = (),
     once: Edges = (),
     click: bool = True,

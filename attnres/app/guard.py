@@ -5,7 +5,8 @@ The answers tell the browser to load nothing from other hosts, and to run no scr
 
 import ipaddress
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+import socket
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
 
 MAX_BODY = 200_000
@@ -31,6 +32,11 @@ _HEADERS = (
     (b"cache-control", b"no-store"),
 )
 
+_FOREIGN = (
+    b"this server does not know the name that it was asked by: open it by the address of its machine, or start it with "
+    b"--host and this name"
+)
+
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -42,18 +48,25 @@ class Guard:
     Args:
         local: the server listens on this machine alone: answer only to its local names, so that a foreign page
             cannot reach it through a name that it points here.
+        names: to which a server that others reach answers, too, besides addresses and names without a dot, which no
+            foreign page can have.
     """
 
-    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]], local: bool) -> None:
-        self.app, self.local = app, local
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], local: bool, names: Collection[str] = ()
+    ) -> None:
+        self.app, self.local, self.names = app, local, names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
         headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
         host, length = headers.get(b"host", ""), headers.get(b"content-length", "0")
-        if self.local and not _is_local(host):
+        name = _name(host)
+        if self.local and not (name == "localhost" or is_loopback(name)):
             await _refuse(send, 421, b"this server answers on localhost only")
+        elif not self.local and "." in name and not _is_address(name) and name not in self.names:
+            await _refuse(send, 421, _FOREIGN)
         elif headers.get(b"origin", f"http://{host}") not in (f"http://{host}", f"https://{host}"):
             await _refuse(send, 403, b"this page answers to itself only")
         elif not re.fullmatch("[0-9]{1,9}", length) or int(length) > MAX_BODY:
@@ -78,10 +91,25 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def _is_local(header: str) -> bool:
-    """Whether a Host header names this machine as it names itself."""
+def own_names(host: str) -> set[str]:
+    """Names of this machine: `host`, as it was given, what it calls itself, and its name on the local network."""
+    own = socket.gethostname()
+    names = (host, own, socket.getfqdn(), f"{own.partition('.')[0]}.local")
+    return {name.lower().rstrip(".") for name in names}
+
+
+def _name(header: str) -> str:
+    """What a Host header names, without port and brackets, in small letters."""
     name = header.rsplit(":", 1)[0] if re.search(r":[0-9]+$", header) else header
-    return name.lower().rstrip(".") == "localhost" or is_loopback(name.removeprefix("[").removesuffix("]"))
+    return name.lower().rstrip(".").removeprefix("[").removesuffix("]")
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 async def _refuse(send: Send, status: int, words: bytes) -> None:

@@ -1,10 +1,11 @@
 // The page asks and shows; what an action makes of a view, the server says. Actions wait in a queue while an answer is
-// under way, and go together in the next question: none is lost, and none waits for more than one answer.
+// under way, and go together in the next question: none is lost, and none waits for more than one answer. What came up
+// meanwhile without an action, as scores do, is asked for in the next, too.
 "use strict";
 
 const $ = (selector) => document.querySelector(selector);
 const begin = JSON.parse(document.body.dataset.begin);
-let view = null, queue = [], busy = false, typed = false, hits = [];
+let view = null, queue = [], busy = false, stale = false, typed = false, hits = [];
 
 // ---------------------------------------------------------------- questions
 
@@ -56,12 +57,14 @@ const act = (name, value = null) => {
 };
 
 const answer = async (link) => {
+  stale = true;
   if (busy) return;
   busy = true;
   $("#panes").setAttribute("aria-busy", true);
   const late = setTimeout(() => { $("#late").hidden = false; }, 400);
   try {
     do {
+      stale = false;
       const actions = queue.splice(0);
       const shown = await ask("show", {view, link: link || "", actions}).catch((error) => { complain(error); });
       if (shown) {
@@ -69,7 +72,7 @@ const answer = async (link) => {
         if (!actions.length) history.replaceState(shown.view, "", address(shown.query));
         show(shown, actions);
       }
-    } while (queue.length);
+    } while (queue.length || stale);
   } finally {
     clearTimeout(late);
     $("#late").hidden = true;

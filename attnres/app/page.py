@@ -65,7 +65,7 @@ class Page:
         """The view that the page opens with, and what is wrong with its link, a query string."""
         fields = {name: value for name, value in parse_qsl(link.removeprefix("?")[:20_000]) if len(name) == 1}
         last = len(self.models) - 1  # of each run its last checkpoint, the finished model, is shown
-        whole = [i for i in range(last) if self.models[i + 1].name != self.models[i].name] + [last]
+        whole = [i for i in range(last) if self.models[i + 1].whole is not self.models[i].whole] + [last]
         start = View(text=self._example("code", whole), models=tuple(whole))
         if not fields:
             return replace(start, read=self.models[whole[0]].most_varied(start.text)), ""
@@ -227,7 +227,7 @@ class Page:
     def _learned_between(self, view: View) -> str:
         """HTML of what the residual learned between two steps of one run; nothing where no such are shown."""
         shown = [self.models[number] for number in view.models]
-        if len(shown) < 2 or shown[0].name != shown[1].name:
+        if len(shown) < 2 or shown[0].whole is not shown[1].whole:
             return ""
         steps = [model.step for model in shown]
         if steps[0] is None or steps[1] is None or steps[0] == steps[1]:

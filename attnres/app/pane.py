@@ -98,12 +98,14 @@ class Scales:
     """Where the scales of all panes end, so that a colour or a length is one number on the whole page.
 
     Attributes:
-        loss: nats of change of a token's loss. part: of the source that colours the tokens. probability: of a next
-            token. span: both ends of the bars. score: nats of change of ln p.
+        loss: nats of change of a token's loss. part: of the source that colours the tokens. mean: of a cell's part of
+            its read, at least 1. probability: of a next token. span: both ends of the bars. score: nats of change of
+            ln p.
     """
 
     loss: float
     part: float
+    mean: float
     probability: float
     span: tuple[float, float]
     score: float
@@ -122,6 +124,7 @@ class Scales:
         return cls(
             loss=most([p.loss_change for p in panes], FLOOR),
             part=most(shown, FLOOR),
+            mean=most([row for p in panes for row in p.reading.means(p.by)], 1.0),
             probability=most([chances], 0.01),
             span=(min([0.0, *negative]), max([1.0, *positive])),
             score=most([np.array(row) for p in panes if p.scores is not None for row in p.scores.knockout], FLOOR),

@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from html import escape
 from importlib.resources import files
 from typing import Any, TypedDict
@@ -22,7 +22,7 @@ from starlette.routing import Route
 from attnres.app.address import check_port
 from attnres.app.examples import EXAMPLES
 from attnres.app.explorer import Report
-from attnres.app.guard import Guard, is_loopback
+from attnres.app.guard import Guard, is_loopback, own_names
 from attnres.app.page import Page
 from attnres.app.state import MAX_CHARACTERS, View, from_json
 from attnres.errors import UserError
@@ -53,8 +53,8 @@ class Asked(TypedDict, total=False):
     least: bool
 
 
-def application(page: Page, *, local: bool) -> Starlette:
-    """The page as an ASGI application; `local` as in `Guard`."""
+def application(page: Page, *, local: bool, names: Collection[str] = ()) -> Starlette:
+    """The page as an ASGI application; `local` and `names` as in `Guard`."""
 
     def show(question: Asked) -> dict[str, Any]:
         steps = []
@@ -98,7 +98,9 @@ def application(page: Page, *, local: bool) -> Starlette:
         Route("/search", _stream(search), methods=["POST"]),
     ]
     return Starlette(
-        routes=routes, middleware=[Middleware(Guard, local=local)], exception_handlers={Exception: _unforeseen}
+        routes=routes,
+        middleware=[Middleware(Guard, local=local, names=names)],
+        exception_handlers={Exception: _unforeseen},
     )
 
 
@@ -210,7 +212,8 @@ def serve(page: Page, *, host: str = "127.0.0.1", port: int = 7860, browser: boo
     """
     address = check_port(host, port)
     local = is_loopback(address)
-    config = uvicorn.Config(application(page, local=local), log_level="critical", lifespan="off", server_header=False)
+    served = application(page, local=local, names=() if local else own_names(host))
+    config = uvicorn.Config(served, log_level="critical", lifespan="off", server_header=False)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         listener = socket.create_server((address, port), family=family)

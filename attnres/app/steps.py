@@ -8,6 +8,7 @@ from typing import Any
 from attnres.app.explorer import Opened
 from attnres.app.reading import Reading
 from attnres.errors import UserError
+from attnres.models.open import Checkpoint
 from attnres.models.snapshot import residual_at, snapshots
 from attnres.residuals import Residual
 
@@ -17,7 +18,7 @@ class Learned(Opened):
 
     def __init__(self, whole: Opened, step: int, path: Path) -> None:
         self._share(whole.checkpoint, whole.context)
-        self.name, self.step, self.path = whole.name, step, path
+        self.name, self.step, self.path, self.whole = whole.name, step, path, whole
 
     @cached_property
     def model(self) -> Any:
@@ -68,12 +69,14 @@ def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False)
             if step not in whole:
                 named[model].append(Learned(model, step, path))
         named[model].sort(key=lambda one: one.step or 0)
-        for one in named[model]:
-            one.name = model.name
-    models = [one for model, steps in named.items() for one in (*steps, model)]
-    if len({model.name for model in named}) < len(named):  # else two runs would be taken for steps of one
-        for model, steps in named.items():
-            model.name = model.checkpoint.title(parts=2)
-            for step in steps:
-                step.name = model.name
-    return models
+    for (model, steps), title in zip(named.items(), _titles([model.checkpoint for model in named]), strict=True):
+        for one in (*steps, model):
+            one.name, one.whole = title, model
+    return [one for model, steps in named.items() for one in (*steps, model)]
+
+
+def _titles(checkpoints: Sequence[Checkpoint]) -> list[str]:
+    """Their shortest titles that differ; of one that is there twice, short ones."""
+    longest = max((len(one.folder.absolute().parts) for one in checkpoints), default=1)
+    titles = [[one.title(parts) for one in checkpoints] for parts in range(1, longest + 1)]
+    return next((row for row in titles if len(set(row)) == len(row)), titles[0])

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from attnres.errors import UserError
 from attnres.inspect.pieces import piece
 from attnres.inspect.record import find_residual
-from attnres.residuals import Source, depths
-from attnres.residuals.watch import Observer
+from attnres.residuals import Observer, Source, depths, watched_by
 
 TOP = 3
 """Sources of the output read that are named."""
@@ -79,13 +78,14 @@ class DepthReader(Observer):
         self.sources, self.depths = [read.sources for read in layout], depths(layout)
 
     def __enter__(self) -> Self:
-        self.residual.observer = self
+        self.watching = watched_by(self.residual, observer=self)
+        self.watching.__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.residual.observer = None
+        self.watching.__exit__(kind, error, traceback)
 
     def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
         assert weights is not None

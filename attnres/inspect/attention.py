@@ -18,6 +18,10 @@ from attnres.forward import evaluating
 from attnres.inspect import notebook
 from attnres.inspect.effects import Text, prompt_ids
 from attnres.inspect.places import position_of
+from attnres.models.families import layer_count
+
+ATTENDING = ("attention", "full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers, as a config names them, whose attention has weights."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -70,19 +74,40 @@ def token_attention(model: Any, text: Text) -> TokenAttention:
     """Run a text through the model's own attention, in plain arithmetic instead of fused kernels, and keep its weights.
 
     Raises:
-        UserError: as `predict`; a model whose attention has no weights to show.
+        UserError: as `predict`; a model whose attention has no weights to show, or does not say of which layers they
+            are.
     """
     ids = prompt_ids(model, text)
     with evaluating(model), torch.no_grad(), _weights_shown(model):
         out = model(input_ids=ids, use_cache=False, output_attentions=True)
-    shown = [(i, one[0].float().cpu()) for i, one in enumerate(out.attentions or ()) if one is not None]
-    if not shown:
+    given = out.attentions or ()
+    if all(one is None for one in given):
         raise UserError(f"{type(model).__name__} shows no weights of its attention over tokens")
+    layers = _layers(model.config, len(given))
+    shown = {layer: one[0].float().cpu() for layer, one in zip(layers, given, strict=True) if one is not None}
     return TokenAttention(
-        [i for i, _ in shown],
+        list(shown),
         ids[0].tolist(),
-        torch.stack([one.mean(0) for _, one in shown]),
-        torch.stack([one.amax(0) for _, one in shown]),
+        torch.stack([one.mean(0) for one in shown.values()]),
+        torch.stack([one.amax(0) for one in shown.values()]),
+    )
+
+
+def _layers(config: Any, count: int) -> list[int]:
+    """The numbers of the layers that `count` attention weights are of: Transformers leaves out those without any.
+
+    Raises:
+        UserError: the config does not say.
+    """
+    every = list(range(layer_count(config) or count))
+    kinds: Any = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
+    attending = [layer for layer, kind in enumerate(kinds) if kind in ATTENDING]
+    for layers in (every, attending):
+        if len(layers) == count:
+            return layers
+    raise UserError(
+        f"the model shows attention weights of {count} of its {len(every)} layers, and its config names "
+        f"{len(attending)} that have such: there is no telling which layers they are of"
     )
 
 

@@ -22,7 +22,7 @@ from attnres.inspect.record import find_residual
 from attnres.inspect.routing import Named
 from attnres.models.replay import Replay
 from attnres.ops import compute_dtype
-from attnres.residuals import Read, Residual
+from attnres.residuals import Read, Residual, watched_by
 
 ALONG = 0.02
 """Part of a gradient along a read above which what follows sees the read's length; a norm leaves rounding and eps."""
@@ -266,17 +266,13 @@ def _backward(model: nn.Module, residual: Residual, ids: Tensor, target: int | N
     """The gradients of ln p(target), ln p(target), and the target."""
     if residual.editor is not None:
         raise UserError("this model is being edited: leave the `intervene` block before asking for attributions")
-    probe = residual.editor = _Probe(residual)
-    observer, residual.observer = residual.observer, probe
-    try:
-        with torch.enable_grad():
-            row = last_log_probs(model, ids)[0]
-            if target is None:
-                target = int(row.argmax())
-            grads = torch.autograd.grad(row[target], probe.zeros, allow_unused=True, materialize_grads=True)
-            probe.grads = grads
-    finally:
-        residual.editor, residual.observer = None, observer
+    probe = _Probe(residual)
+    with watched_by(residual, observer=probe, editor=probe), torch.enable_grad():
+        row = last_log_probs(model, ids)[0]
+        if target is None:
+            target = int(row.argmax())
+        grads = torch.autograd.grad(row[target], probe.zeros, allow_unused=True, materialize_grads=True)
+        probe.grads = grads
     return probe, row[target].item(), target
 
 

@@ -11,6 +11,7 @@ from attnres.errors import UserError
 from attnres.forward import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.edits import Edit
+from attnres.inspect.encoding import tokenised
 from attnres.inspect.intervene import intervene
 from attnres.stats import or_none, ratio
 from attnres.text import short, with_error
@@ -163,10 +164,10 @@ def token_id(model: nn.Module, token: Token) -> int:
     """The id of a token, given by it or by its letters.
 
     Raises:
-        UserError: letters that are not one token, or an id outside the vocabulary.
+        UserError: letters that are not one token, or that the tokenizer does not know; an id outside the vocabulary.
     """
     if isinstance(token, str):
-        ids = tokenizer_of(model)(token, add_special_tokens=False)["input_ids"]
+        ids = tokenised(tokenizer_of(model), token, special=False)[0]
         if len(ids) != 1:
             raise UserError(f"'{token}' is {len(ids)} tokens: give one, with the space before it if there is one")
         return int(ids[0])
@@ -180,11 +181,11 @@ def prompt_ids(model: nn.Module, input_ids: Text) -> Tensor:
     """(1, T): one text's ids on the model's device.
 
     Raises:
-        UserError: an empty text, several at once, one longer than the model's context, ids outside its vocabulary, or
-            letters for a model without a tokenizer.
+        UserError: an empty text, several at once, one longer than the model's context, ids outside its vocabulary;
+            letters for a model without a tokenizer, or that its tokenizer does not know.
     """
     if isinstance(input_ids, str):
-        input_ids = tokenizer_of(model)(input_ids, verbose=False)["input_ids"]
+        input_ids = tokenised(tokenizer_of(model), input_ids)[0]
     try:
         ids = torch.as_tensor(input_ids)
     except (TypeError, ValueError, RuntimeError) as error:

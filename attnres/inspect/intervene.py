@@ -11,7 +11,7 @@ from attnres.errors import UserError
 from attnres.inspect.edits import Edit
 from attnres.inspect.places import choose_reads, token_mask
 from attnres.inspect.record import find_residual
-from attnres.residuals import Editor, Residual, Source
+from attnres.residuals import Editor, Residual, Source, watched_by
 
 
 def source_names(model: nn.Module) -> list[list[str]]:
@@ -50,12 +50,12 @@ def intervene(model: nn.Module, *edits: Edit) -> Generator[None]:
     if residual.editor is not None:
         raise UserError("this model is being edited already: give all edits to one `intervene`")
     editor = _Edits(residual, edits)
-    hook = model.register_forward_pre_hook(editor.see_cache, with_kwargs=True)
-    residual.editor = editor
+    base: Any = getattr(model, "depth_base", model)  # which a head calls, and users may
+    hook = base.register_forward_pre_hook(editor.see_cache, with_kwargs=True)
     try:
-        yield
+        with watched_by(residual, editor=editor):
+            yield
     finally:
-        residual.editor = None
         hook.remove()
 
 
@@ -99,8 +99,8 @@ class _Edits(Watch):
                 self.by_read.setdefault(index, []).append((edit, place))
 
     def see_cache(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache = kwargs.get("past_key_values")
-        self.cached = cache is not None and int(cache.get_seq_length()) > 0
+        caches = [one for one in (*args, *kwargs.values()) if hasattr(one, "get_seq_length")]
+        self.cached = any(int(cache.get_seq_length()) > 0 for cache in caches)
 
     def on_start(self, embedding: Tensor) -> None:
         super().on_start(embedding)

@@ -38,6 +38,7 @@ from itertools import groupby, zip_longest
 from typing import Literal
 
 from attnres.errors import UserError, unknown
+from attnres.inspect.encoding import Offsets
 from attnres.inspect.pylex import Lexeme, lexemes
 
 Language = Literal["code", "prose"]
@@ -72,8 +73,6 @@ FUNCTION = frozenset(
     shouldn't haven't hasn't hadn't that's there's what's who's let's""".split()
 )
 """English function words, in small letters and with straight apostrophes."""
-
-Offsets = Sequence[tuple[int, int]]
 
 
 def kinds_of(text: str, offsets: Offsets, language: str) -> list[int]:

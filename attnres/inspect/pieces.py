@@ -8,6 +8,8 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
+    from attnres.inspect.encoding import Offsets
+
 
 def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
     r"""What a token says on its own; bytes that are no whole character as \xc3."""
@@ -18,9 +20,7 @@ def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
     return text if data is None else data.decode(errors="backslashreplace")
 
 
-def pieces(
-    tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str, offsets: "Sequence[tuple[int, int]]"
-) -> list[str]:
+def pieces(tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str, offsets: "Offsets") -> list[str]:
     """What each token of `text` says: the characters at its offsets, which keep the spaces that some tokenizers drop,
     or `piece` where they are not its own, as with tokens that share a character."""
     token_spans = list(offsets[: len(ids)]) or [(0, 0)] * len(ids)
@@ -36,7 +36,7 @@ def pieces(
 
 
 def characters(
-    tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str, offsets: "Sequence[tuple[int, int]]"
+    tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str, offsets: "Offsets"
 ) -> tuple[list[str], list[str]]:
     """What tokens say in whole characters, and a name for each: what several tokens spell together stands at the first
     of them, nothing at the others, whose names say which of how many they are: "漢 (2 of 3)"."""

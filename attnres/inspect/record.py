@@ -13,7 +13,7 @@ from attnres.errors import UserError
 from attnres.inspect import notebook
 from attnres.inspect.contribution import Contributions
 from attnres.ops import compute_dtype
-from attnres.residuals import Residual, Source
+from attnres.residuals import Residual, Source, watched_by
 
 
 def find_residual(model: nn.Module) -> Residual:
@@ -340,7 +340,8 @@ class Trace:
         if not self.tokens or not all(self.sources):
             return f"<p>{self!r}</p>"
         by, rows = ("contribution", self.contribution) if all(self.contribution) else ("weight", self.weights)
-        return notebook.heat(f"{self!r}: {by}", self.layout, rows, 1.0)
+        largest = max(1.0, *(float(np.abs(row).max(initial=0)) for row in rows))  # contributions may exceed 1
+        return notebook.heat(f"{self!r}: {by}", self.layout, rows, largest)
 
     # -- by label -------------------------------------------------------------------------------------------------
     @property
@@ -425,11 +426,7 @@ def record(model: nn.Module, *, tokens: bool = False, labels: int = 0, contribut
     if residual.observer is not None:
         raise UserError("this model is being recorded already: leave the first `record` block before a second")
     trace = Trace(residual, tokens=tokens, labels=labels, contributions=contributions)
-    residual.observer = trace
     # Only where something may be compiled: importing torch._dynamo takes seconds.
     uncompiled = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
-    try:
-        with uncompiled:
-            yield trace
-    finally:
-        residual.observer = None
+    with uncompiled, watched_by(residual, observer=trace):
+        yield trace

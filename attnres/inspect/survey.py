@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from attnres.errors import UserError, first_line
+from attnres.errors import UserError
 from attnres.forward import evaluating, next_token_losses
 from attnres.inspect.effects import Edits, prompt_ids, several
+from attnres.inspect.encoding import tokenised
 from attnres.inspect.intervene import intervene
 from attnres.inspect.record import Trace, record
 from attnres.stats import Ratio, RatioSums, ratio
@@ -97,22 +98,9 @@ def check_documents(documents: object) -> None:
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> Encoded:
-    """The tokens of a text without special ones, labelled -1.
-
-    Raises:
-        UserError: the tokenizer fails on it, as one without a token for the unknown may.
-    """
-    try:
-        encoding: Any = tokenizer(
-            text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast, verbose=False
-        )
-    except Exception as error:  # the Rust library raises plain Exceptions
-        raise UserError(
-            f"the tokenizer cannot encode the text ({first_line(error)}): remove what it does not know"
-        ) from error
-    ids = np.asarray(encoding["input_ids"], dtype=np.int64)
-    offsets = [tuple(pair) for pair in encoding["offset_mapping"]] if tokenizer.is_fast else []
-    return Encoded(ids, offsets, np.full(len(ids), -1))
+    """The tokens of a text without special ones, labelled -1. Raises UserError as `tokenised`."""
+    ids, offsets = tokenised(tokenizer, text, special=False)
+    return Encoded(np.asarray(ids, dtype=np.int64), offsets, np.full(len(ids), -1))
 
 
 def survey(

@@ -10,7 +10,7 @@ from attnres.errors import UserError
 from attnres.forward import evaluating, log_probs
 from attnres.inspect.effects import Text, prompt_ids
 from attnres.inspect.record import find_residual
-from attnres.residuals import Read
+from attnres.residuals import Read, watched_by
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -76,12 +76,8 @@ def read_vectors(model: nn.Module, text: Text) -> Vectors:
     ids, residual, keep = prompt_ids(model, text), find_residual(model), _Keep()
     if residual.observer is not None:
         raise UserError("this model is being recorded: leave the `record` block first")
-    residual.observer = keep
-    try:
-        with evaluating(model), torch.no_grad():
-            logits = model(input_ids=ids, use_cache=False).logits
-    finally:
-        residual.observer = None
+    with evaluating(model), torch.no_grad(), watched_by(residual, observer=keep):
+        logits = model(input_ids=ids, use_cache=False).logits
     kept = [keep.reads[index] for index in sorted(keep.reads)]
     weights = [one[1] for one in kept if one[1] is not None]
     if len(weights) < len(kept):

@@ -12,7 +12,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from attnres.errors import UserError, foreign, unknown
-from attnres.models.classes import CLASSES, DepthMixin
+from attnres.models.classes import CLASSES, DepthMixin, stray_settings
 from attnres.models.families import FAMILIES
 from attnres.models.sizes import SIZES
 from attnres.residuals import residual_class
@@ -81,7 +81,8 @@ def build_shapes(
         config_class, cls = next(pairs, (None, None))
         if config_class is None or cls is None:
             raise UserError(f"{name} is of type '{config.model_type}', which is not among attnres families")
-        fields = {key: value for key, value in config.to_dict().items() if key not in ("model_type", "auto_map")}
+        left = ("model_type", "auto_map", *stray_settings(config))
+        fields = {key: value for key, value in config.to_dict().items() if key not in left}
         depth = {"residual": residual_class(residual or "block").name, "residual_settings": dict(settings or {})}
         return cls(config_class(**fields, **depth))
 

@@ -7,8 +7,9 @@ plain checkpoints load directly.
 """
 
 import functools
+import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -126,10 +127,7 @@ class ResidualConfigMixin:
 
     def _refuse_stray_settings(self, kwargs: Mapping[str, Any]) -> None:
         """A residual's setting among the fields of the config would be kept there and change nothing."""
-        fields = {name for cls in type(self).__mro__ for name in vars(cls).get("__annotations__", {})}
-        settings = {key for name in list(RESIDUALS) for key in settings_of(name)} - fields
-        stray = sorted(settings & {*kwargs, *vars(self)})
-        if stray:
+        if stray := stray_settings(self, kwargs):
             raise UserError(f"config field '{stray[0]}' is a setting of a residual: put it into residual_settings")
 
     def note_file(self) -> None:
@@ -170,6 +168,17 @@ class ResidualConfigMixin:
     def shared_heads(self) -> int:
         """Heads of keys and values, which several of queries may share."""
         return getattr(self.layers_config, "num_key_value_heads", None) or self.layers_config.num_attention_heads
+
+
+def stray_settings(config: Any, others: Iterable[str] = ()) -> list[str]:
+    """Return what a config holds, and which of `others`, under the name of some residual's setting without being a
+    field of its class: no model looks at it."""
+    classes = type(config).__mro__
+    fields = {name for cls in classes for name in vars(cls).get("__annotations__", {})}
+    constructors = [vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)]
+    fields |= {name for one in constructors for name in inspect.signature(one).parameters}
+    settings = {key for name in list(RESIDUALS) for key in settings_of(name)} - fields
+    return sorted(settings & {*others, *vars(config)})
 
 
 def _refuse_parallel(family: Family, config: Any) -> None:

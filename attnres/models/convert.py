@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from attnres.errors import UserError, foreign, unknown
 from attnres.folders import refuse_other
-from attnres.models.classes import CLASSES, Depth, DepthBase, DepthMixin, model_class, register
+from attnres.models.classes import CLASSES, Depth, DepthBase, DepthMixin, model_class, register, stray_settings
 from attnres.models.exactness import compare_logits, fixed_inputs, logits
 from attnres.models.export import write_model
 from attnres.models.families import FAMILIES, Family, layer_count, refuse_own_reads
@@ -251,7 +251,8 @@ def _convert(
         if remote:
             kinds = {"config": "AutoConfig", "causal_lm": "AutoModelForCausalLM"}
             new.config.residual_family["remote"] = {k: remote[auto] for k, auto in kinds.items() if auto in remote}
-    for name in ("auto_map", "model_type"):  # some configs keep their own, which would lead back to the plain model
+    # Some configs keep the first two themselves, which would lead back to the plain model.
+    for name in ("auto_map", "model_type", *stray_settings(new.config)):
         vars(new.config).pop(name, None)
     vars(new).pop("_weight_conversions", None)  # how the plain one was loaded; ours is saved in its own class' way
     for module in (new, new.base_model):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.models.stream import Stream, hidden_states_wanted
-from attnres.residuals import Observer
+from attnres.residuals import Observer, watched_by
 
 
 def note_hidden_states(base: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -81,11 +81,8 @@ def routing_forward(base_forward: Callable) -> Callable:
         residual = self.residual("itself")
         with _observing:
             weights = _Weights(residual.observer)
-            residual.observer = weights
-            try:
+            with watched_by(residual, observer=weights):
                 output = base_forward(self, *args, **{**kwargs, "return_dict": True})
-            finally:
-                residual.observer = weights.before
         output["routing_weights"] = tuple(weights.reads)
         return output.to_tuple() if kwargs.get("return_dict") is False else output
 

@@ -15,8 +15,7 @@ from torch.utils import _pytree
 
 from attnres.models.classes import Depth
 from attnres.models.stream import Stream
-from attnres.residuals import Residual
-from attnres.residuals.watch import Observer
+from attnres.residuals import Observer, Residual, watched_by
 
 
 class Replay:
@@ -39,9 +38,7 @@ class Replay:
         self.outputs: list[Tensor] = []
         if not self.layers:
             return
-        before, residual.observer = residual.observer, _Written(self.outputs)
-        with ExitStack() as stack:
-            stack.callback(setattr, residual, "observer", before)
+        with watched_by(residual, observer=_Written(self.outputs)), ExitStack() as stack:
             for layer in self.layers:
                 stack.callback(layer.register_forward_hook(self._keep).remove)
             with torch.no_grad():

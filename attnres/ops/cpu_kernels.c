@@ -486,7 +486,7 @@ static void merge_tokens(const merge_call *call, const rows *opens, int64_t from
             if (j == k - 1 && added->data) {
                 rows a = here(before, t), b = here(added, t), made = v[j];
                 for (int64_t i = 0; i < d; i += W) {
-                    vec y = rounded(&made, rounded(&made, get(&a, i)) + get(&b, i));
+                    vec y = rounded(&made, get(&a, i) + get(&b, i));
                     put(&made, i, y);
                     dot += y * CVEC(query + i);
                     square += y * y;
@@ -610,7 +610,7 @@ static void accumulate(bank *b, const step *s, rows output) {
         range(b->T, &from, &to);
         for (int64_t t = from; t < to; t++) {
             rows sum = here(target, t), one = here(before, t), other = here(&output, t);
-            for (int64_t i = 0; i < b->d; i += W) put(&sum, i, rounded(&sum, get(&one, i)) + get(&other, i));
+            for (int64_t i = 0; i < b->d; i += W) put(&sum, i, get(&one, i) + get(&other, i));
         }
     }
 }

@@ -24,7 +24,7 @@ from attnres.residuals.registry import (
     source_sha256,
     traits_of,
 )
-from attnres.residuals.watch import Editor, Observer
+from attnres.residuals.watch import Editor, Observer, watched_by
 
 __all__ = [
     "RESIDUALS",
@@ -52,4 +52,5 @@ __all__ = [
     "source_sha256",
     "sublayer_name",
     "traits_of",
+    "watched_by",
 ]

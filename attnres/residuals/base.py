@@ -220,6 +220,10 @@ class Residual(nn.Module):
         """Whether someone sees or edits the reads."""
         return self.observer is not None or self.editor is not None
 
+    def forget(self) -> None:
+        """Let go of what was kept beside the state for those who watched; unless a mechanism says otherwise, nothing
+        was."""
+
     def ways(self, index: int) -> tuple[str | None, ...]:
         """Return what the reads of sublayer `index` are for, one read (None) unless a mechanism says otherwise.
 

@@ -1,7 +1,7 @@
 """Those who see or change what a forward pass reads: the protocols, and what a read does for them."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -62,6 +62,25 @@ class Editor(Protocol):
     def steer(self, index: int, h: Tensor) -> Tensor:
         """Return what goes on in place of `h` (..., d), which read `index` made."""
         return h
+
+
+@contextmanager
+def watched_by(
+    residual: "Residual", *, observer: Observer | None = None, editor: Editor | None = None
+) -> Generator[None]:
+    """Let an observer, an editor or both watch inside the block, in place of who did. What the residual kept for those
+    who watch, which may hold the graph of a pass, goes with the last of them."""
+    given = {name: one for name, one in (("observer", observer), ("editor", editor)) if one is not None}
+    before = {name: getattr(residual, name) for name in given}
+    try:
+        for name, one in given.items():
+            setattr(residual, name, one)
+        yield
+    finally:
+        for name, one in before.items():
+            setattr(residual, name, one)
+        if not residual.watched:
+            residual.forget()
 
 
 def looking(residual: "Residual") -> AbstractContextManager[Any]:

@@ -81,6 +81,7 @@ def _labels(tokens: "Tokens", first: int, starts: list[int], length: int, tokeni
     A document is decoded from where it begins, which decides what stands in a string or begins a sentence, and encoded
     again, which says where in the text each token lies.
     """
+    from attnres.inspect.encoding import with_space
     from attnres.inspect.kinds import kinds_of
 
     near = [start for start in starts if start - first <= LOOK_BACK]
@@ -92,7 +93,7 @@ def _labels(tokens: "Tokens", first: int, starts: list[int], length: int, tokeni
         text = tokenizer.decode(part, skip_special_tokens=False)
         retokenised = tokenizer.encode(text, add_special_tokens=False)
         same = _common(part, retokenised.ids)  # the last token may end in the middle of a word
-        known[begin : begin + same] = kinds_of(text, retokenised.offsets, kind)[:same]
+        known[begin : begin + same] = kinds_of(text, with_space(text, retokenised.offsets), kind)[:same]
     rows = [known[start - first : start - first + length] if start in near else np.full(length, -1) for start in starts]
     return np.concatenate(rows)
 

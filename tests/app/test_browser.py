@@ -284,6 +284,20 @@ def test_one_button_scores_all_edges(tab):
     assert name == "attnres-graph.svg" and b"var(" not in figure and ET.fromstring(figure) is not None
 
 
+def test_scores_that_come_while_an_answer_is_under_way_are_shown(tab):
+    """The answer was made without them, and arrives after them."""
+    held = []
+    tab.route("**/show", lambda route: route.continue_() if held else held.append((route, route.fetch())))
+    tab.click("#by input[value=weight]")
+    tab.click("#pane-0 [data-score]")
+    until(tab, "document.querySelector('#pane-0 .scores progress').hidden")
+    ((route, response),) = held
+    route.fulfill(response=response)
+    tab.wait_for_selector("#pane-0 .scores [data-read='6']")
+    tab.unroute("**/show")
+    tab.click("#by input[value=contribution]")
+
+
 def test_a_search_leads_to_a_text(tab):
     tab.select_option("#source", value="embedding")
     tab.wait_for_selector("text=Tokens by the contribution of embedding")

@@ -192,7 +192,7 @@ def words(read, source):
 
 def test_the_last_column_has_room_for_its_name():
     output = make_residual("full", 24, 8).layout()[-1]
-    svg = figures.heatmap([output], [np.full(25, 0.04)], "title", words)
+    svg = figures.heatmap([output], [np.full(25, 0.04)], "title", words, largest=1.0)
     x = max(float(x) for x in re.findall(r'<text x="([\d.]+)"[^>]*rotate', svg))
     assert x + 3 * 5.5 * 0.5 < figures.WIDTH  # three letters at 60 degrees
 
@@ -231,6 +231,24 @@ def test_scales_are_the_same_in_all_panes():
     assert "100.0" in bars and f"{100 * 0.5 / 0.9:.1f}" in bars
 
 
+def test_cells_of_one_number_have_one_colour_in_all_panes():
+    """Contributions of more than one, too, which others below zero make up for."""
+
+    def cells(first, second):
+        parts = [np.full_like(row, 0.1) for row in reading().contributions]
+        parts[2][:] = np.array([first, second, 1 - first - second])
+        return pane(reading=replace(reading(), contributions=parts))
+
+    tree = parsed("<div>" + drawn(cells(2.5, 1.0), replace(cells(1.0, -0.5), place=1)) + "</div>")
+    fills = [
+        [e.get("fill") for e in part.iter("rect") if e.get("data-read") == "2"]
+        for part in tree.iterfind(".//section[@class='contributions']")
+    ]
+    ones = signed_colour(0.4**0.5)  # over the root, of a scale that ends at 2.5
+    assert fills[0][:2] == [signed_colour(1.0), ones] and fills[1][0] == ones != signed_colour(1.0)
+    assert Scales.of([pane()]).mean == 1.0
+
+
 def test_what_changes_nothing_stays_pale():
     none = Effect(reading().log_probs, reading().losses + 1e-5)
     example = pane(cuts=(Cut(1, 2, 1),), effect=none, source=LOSS)
@@ -267,6 +285,22 @@ def test_a_difference_is_the_second_less_the_first():
     other = make_residual("standard", 2, 8).layout()[:1]
     foreign = replace(reading(), layout=(other[0]._replace(kind="state"),), contributions=PARTS[:1])
     assert "no read and source in common" in difference(first, pane(reading=foreign))
+
+
+def test_blocks_of_other_outputs_have_no_difference():
+    """Of blocks of two outputs and of one, the latter's numbers go up twice as fast."""
+
+    def blocks(size):
+        layout = make_residual("block", 4, 8, block_size=size).layout()
+        parts = [np.full((4, len(read.sources)), 0.25) for read in layout]
+        return pane(reading=replace(reading(), layout=layout, weights=parts, contributions=parts))
+
+    tree = parsed(difference(blocks(2), blocks(1)))
+    edges = [e.get("data-tip").split(":")[0] for e in tree.iter("rect") if e.get("data-tip")]
+    reads = ("attention 0", "mlp 0", "attention 1", "mlp 1", "output")
+    assert edges == [f"{read} reads embedding" for read in reads]
+    wider = parsed(difference(blocks(2), blocks(2)))
+    assert len([e for e in wider.iter("rect") if e.get("data-tip")]) == 1 + 2 + 2 + 3 + 3
 
 
 PARTS = reading().contributions

@@ -1,11 +1,12 @@
 """The server answers its own page, under this machine's own names, and nothing large."""
 
 import asyncio
+import socket
 
 import pytest
 
 from attnres.app.address import check_port
-from attnres.app.guard import MAX_BODY, Guard, is_loopback
+from attnres.app.guard import MAX_BODY, Guard, is_loopback, own_names
 from attnres.errors import UserError
 
 
@@ -14,7 +15,7 @@ async def inner(scope, receive, send):
     await send({"type": "http.response.body", "body": b"page"})
 
 
-def ask(path, local=True, **headers):
+def ask(path, local=True, names=(), **headers):
     calls = []
 
     async def receive():
@@ -25,7 +26,7 @@ def ask(path, local=True, **headers):
 
     headers = {"host": "127.0.0.1:7860"} | headers
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
-    asyncio.run(Guard(inner, local)({"type": "http", "path": path, "headers": raw}, receive, send))
+    asyncio.run(Guard(inner, local, names)({"type": "http", "path": path, "headers": raw}, receive, send))
     return calls[0]["status"], dict(calls[0]["headers"])
 
 
@@ -47,7 +48,27 @@ def test_a_local_server_answers_to_local_names(host):
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:7860", "127.0.0.1.evil.example", ""])
 def test_and_to_no_others(host):
     assert ask("/", host=host)[0] == 421
-    assert ask("/", local=False, host=host)[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("192.168.1.5:7860", 200),
+        ("[fd00::5]:7860", 200),
+        ("localhost", 200),
+        ("gpu-server:7860", 200),
+        ("GPU-server.lab.example.:7860", 200),
+        ("gpu-server.local", 200),
+        ("alias.example:7860", 200),
+        ("evil.example:7860", 421),
+        ("192.168.1.5.evil.example", 421),
+        ("gpu-server.evil.example", 421),
+    ],
+)
+def test_a_server_that_others_reach_answers_to_addresses_and_its_own_names(host, status, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu-server")
+    monkeypatch.setattr(socket, "getfqdn", lambda: "gpu-server.lab.example")
+    assert ask("/", local=False, names=own_names("alias.example"), host=host)[0] == status
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "::1", "0:0:0:0:0:0:0:1", "0.0.0.0", "10.0.0.1", "x"])
@@ -64,7 +85,7 @@ def test_other_spellings_of_this_machine_are_this_machine(host, status):
         address = check_port(host, 49517)
     except UserError as error:
         pytest.skip(str(error))
-    assert ask("/", local=is_loopback(address), host="evil.example")[0] == status
+    assert ask("/", local=is_loopback(address), host="192.168.1.5")[0] == status
 
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "http://localhost:7861", "null", "http://127.0.0.1:7860.a"])
@@ -94,7 +115,7 @@ def test_what_was_checked_is_what_is_bound(monkeypatch):
         places.append((place, family))
         raise OSError("taken")
 
-    monkeypatch.setattr(server, "application", lambda page, local: None)
+    monkeypatch.setattr(server, "application", lambda page, **options: None)
     monkeypatch.setattr(server, "check_port", lambda host, port: "::1")
     monkeypatch.setattr(server.socket, "create_server", refuse)
     with pytest.raises(UserError, match="cannot serve on localhost:49518"):

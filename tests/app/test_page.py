@@ -9,6 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from attnres.app import explore
 from attnres.app.explorer import KEPT, Opened, choose_threads, find_demo
@@ -191,6 +195,28 @@ def test_characters_of_several_tokens_are_whole(block):
     pane = Page([block]).show(View(text)).panes[0]
     assert ">漢</span>" in pane and ">·</span>" in pane and "“漢 (2 of 3)”" in pane
     assert block.read("a\ufffd").pieces[1] == "\ufffd"
+
+
+@pytest.fixture
+def words_only(folders):
+    """A model whose tokenizer knows three words and has no token for others."""
+    model = Opened(folders["block"])
+    backend = Tokenizer(WordLevel({"hello": 0, "big": 1, "world": 2}))
+    backend.pre_tokenizer = Whitespace()
+    model.tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend)
+    return model
+
+
+def test_a_text_reads_as_it_is_where_tokens_hold_no_white_space(words_only):
+    assert words_only.read("hello big\n world").pieces == ["hello", " big", "\n world"]
+
+
+def test_what_a_tokenizer_cannot_encode_is_one_sentence_and_the_page_opens(words_only):
+    page = Page([words_only])
+    view, said = page.begin("")
+    assert said == "" and "The tokenizer cannot encode the text" in page.show(view).panes[0]
+    assert "data-token" in page.show(page.begin("?" + encode(View("hello world")))[0]).panes[0]
+    assert page.example(view, "code") == view
 
 
 def test_as_many_candidates_before_a_knock_out_as_after(page):
@@ -396,6 +422,20 @@ def test_runs_of_one_name_are_told_apart_and_are_no_steps_of_one(folders, tmp_pa
         "a/block",
         "b/block",
     ]
+
+
+def test_runs_of_one_name_in_folders_of_one_name_open_side_by_side(folders, tmp_path):
+    runs = []
+    for root, residual in zip(("new", "old"), ("block", "full"), strict=True):
+        (tmp_path / root / "demo").mkdir(parents=True)
+        runs.append(tmp_path / root / "demo" / "block")
+        runs[-1].symlink_to(folders[residual])
+    page = Page(open_models(runs))
+    assert [model.name for model in page.models] == ["new/demo/block", "old/demo/block"]
+    assert page.begin("")[0].models == (0, 1)
+    assert page._learned_between(View(TEXT, models=(0, 1))) == ""
+    twice = open_models(runs[:1] * 2)
+    assert [model.name for model in twice] == ["block"] * 2 and Page(twice).begin("")[0].models == (0, 1)
 
 
 def test_threads_are_those_of_the_faster_pass(block, monkeypatch):

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import StaticCache
 
 from attnres.head import Head, sums_by_liger, sums_in_parts
+from attnres.inspect import record
 from attnres.models import build
 
 VOCAB = 64
@@ -297,6 +298,20 @@ def test_a_model_of_a_narrow_dtype_runs_and_stays_close(device: str, residual: s
         actual = narrow(input_ids=ids, use_cache=False).logits
     assert actual.dtype == dtype
     assert (actual.float() - expected).norm() < (0.05 if dtype == torch.bfloat16 else 0.01) * expected.norm()
+
+
+@pytest.mark.parametrize("share", [{"gate": "scalar"}, {"alpha": "learnable"}], ids=["gate", "alpha"])
+def test_what_held_back_reads_are_made_of_is_recorded(
+    device: str, share: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording keeps weights on the CPU, what holds reads back lies with the model."""
+    monkeypatch.setitem(SETTINGS, "full", share)
+    model = make(device, "full").eval()
+    with torch.no_grad(), record(model, tokens=True) as trace:
+        model(input_ids=make_ids(device), use_cache=False)
+    assert trace.mixing is not None and trace.token_mixing is not None
+    rows = torch.stack([row.double().mean((0, 1)) for row in trace.token_mixing])
+    torch.testing.assert_close(rows, torch.from_numpy(trace.mixing).double(), atol=1e-5, rtol=1e-4)
 
 
 SHARDED = """

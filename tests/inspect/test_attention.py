@@ -5,6 +5,7 @@ import torch
 
 from attnres import UserError
 from attnres.inspect import token_attention
+from attnres.inspect.attention import _layers
 from attnres.models import build
 
 IDS = torch.tensor([3, 1, 4, 1, 5])
@@ -30,6 +31,32 @@ def test_heads_mean_and_maximum_are_those_of_queries_and_keys():
     assert shown.layers == [0, 1] and shown.tokens == IDS.tolist()
     with torch.no_grad():
         assert torch.equal(model(input_ids=IDS[None]).logits, before), "fused kernels again"
+
+
+def test_layers_are_numbered_in_the_whole_model():
+    """Of a hybrid every second layer attends with weights; what its attention itself gives is held against them."""
+    fields = {
+        "family": "qwen3_next",
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    fields |= {"layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 8, "linear_key_head_dim": 8}
+    fields |= {"linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 2}
+    fields |= {"num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+    model = build(fields, "block", vocab_size=40, settings={"block_size": 2}).eval()
+    kept = {}
+    for number, layer in enumerate(model.model.layers):
+        if hasattr(layer, "self_attn"):
+            layer.self_attn.register_forward_hook(lambda module, args, out, at=number: kept.update({at: out[1][0]}))
+    shown = token_attention(model, IDS)
+    assert shown.layers == sorted(kept) == [1, 3]
+    for mean, weights in zip(shown.mean, kept.values(), strict=True):
+        torch.testing.assert_close(mean, weights.mean(0))
+    model.config.layer_types = ["linear_attention", "full_attention", *["linear_attention"] * 2]
+    with pytest.raises(UserError, match="weights of 2 of its 4 layers, and its config names 1 "):
+        _layers(model.config, 2)
 
 
 def test_it_is_shown_in_a_notebook(make_model):

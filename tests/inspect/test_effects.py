@@ -7,10 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny import SIZE
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from attnres import UserError
 from attnres.inspect.edits import KnockOut, Uniform
-from attnres.inspect.effects import effect, predict
+from attnres.inspect.effects import effect, predict, token_id
 from attnres.inspect.intervene import intervene
 from attnres.inspect.survey import corpus_effect
 from attnres.models import build
@@ -144,3 +147,12 @@ def test_a_corpus_of_nothing_and_labels_without_names_are_refused():
         corpus_effect(model, [[1, 2, 3]], EDIT, labels=lambda ids: [0, 1, 2], label_names=["a"])
     with pytest.raises(UserError, match="batch_size is 0"):
         corpus_effect(model, [[1, 2, 3]], EDIT, batch_size=0)
+
+
+def test_letters_that_the_tokenizer_does_not_know_are_refused():
+    model = make()
+    model.read_tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"hello": 0})))
+    assert predict(model, "hello").ids.tolist() == [0] and token_id(model, "hello") == 0
+    for ask in (predict, token_id):
+        with pytest.raises(UserError, match="the tokenizer cannot encode the text"):
+            ask(model, "bye")

@@ -1,5 +1,6 @@
 """Edits change the weights that were named, by their formulas, and nothing else."""
 
+import copy
 import math
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from sample_mechanisms import WEIGHED
 from tiny import SIZE
+from torch.utils._pytree import tree_leaves
 
 from attnres import UserError
 from attnres.inspect.edits import AddLogit, KnockOut, Pin, Recency, Swap, Uniform, pin_from
@@ -241,6 +243,39 @@ def test_cached_generation_is_edited_as_uncached(residual):
         with pytest.raises(UserError, match="use_cache=False"):
             model.generate(ids_of(1), **options)
         model.generate(ids_of(1), use_cache=False, **options)
+
+
+def test_a_cache_is_seen_however_it_goes_in():
+    model, new = make("block"), ids_of(1, length=1)
+    with torch.no_grad(), intervene(model, KnockOut("embedding", tokens=[0])):
+        cache = model(input_ids=ids_of(1), use_cache=True).past_key_values
+        for call in (
+            lambda: model.base_model(input_ids=new, past_key_values=cache),
+            lambda: model.base_model(new, None, None, cache),
+            lambda: model(new, None, None, cache),
+        ):
+            with pytest.raises(UserError, match="use_cache=False"):
+                call()
+        model.base_model(input_ids=new, use_cache=False)
+
+
+@pytest.mark.parametrize("residual", ["hyper_connections", "mhc", "ddl"])
+def test_nothing_of_a_pass_stays_when_the_last_watcher_leaves(residual):
+    """These keep what streams are made of beside the state, with the graph where it is edited."""
+    model = make(residual)
+
+    def kept():
+        own = {name: value for name, value in vars(model.residual).items() if name not in ("_parameters", "_buffers")}
+        return [leaf for leaf in tree_leaves(own) if torch.is_tensor(leaf)]
+
+    with record(model), intervene(model, KnockOut("embedding")):
+        model(input_ids=ids_of(), labels=ids_of())
+        assert kept(), "an edit needs them while it lasts"
+    assert not kept()
+    copy.deepcopy(model)
+    with record(model):
+        logits_of(model)
+    assert not kept()
 
 
 def test_a_model_is_whole_again_after_an_exception_and_is_not_edited_twice():

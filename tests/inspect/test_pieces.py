@@ -1,7 +1,11 @@
 """What tokens say: characters, and bytes where a token is no whole character."""
 
 import pytest
+from tokenizers import Tokenizer, processors
+from transformers import PreTrainedTokenizerFast
 
+from attnres.inspect.encoding import tokenised
+from attnres.inspect.kinds import kinds_of
 from attnres.inspect.pieces import bytes_of, piece, pieces, spelled
 from attnres.inspect.survey import encode
 
@@ -21,6 +25,26 @@ def test_a_character_of_several_tokens_is_shown_as_its_bytes(tokenizer):
     texts = pieces(tokenizer, encoded.ids.tolist(), "a漢b", encoded.offsets)
     assert texts == ["a", "\\xe6", "\\xbc", "\\xa2", "b"]
     assert [piece(tokenizer, token) for token in encoded.ids.tolist()] == texts
+
+
+@pytest.mark.parametrize("text", ["the quick  brown fox   \n\n    lazy  ", "漢  字\n x", "  x"])
+def test_white_space_that_a_tokenizer_leaves_out_of_offsets_is_counted_in(tokenizer, text):
+    """As GPT-NeoX' does; the same tokenizer that leaves nothing out says where tokens lie."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=True)
+    trimming = PreTrainedTokenizerFast(tokenizer_object=backend)
+    left_out = trimming(text, return_offsets_mapping=True)["offset_mapping"]
+    mine, theirs = encode(trimming, text), encode(tokenizer, text)
+    assert mine.ids.tolist() == theirs.ids.tolist() and mine.offsets == theirs.offsets != left_out
+    assert -1 not in kinds_of(text, mine.offsets, "prose")
+
+
+def test_special_tokens_have_no_characters(tokenizer):
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    name, number = tokenizer.bos_token, tokenizer.bos_token_id
+    backend.post_processor = processors.TemplateProcessing(f"{name} $A {name}", special_tokens=[(name, number)])
+    ids, offsets = tokenised(PreTrainedTokenizerFast(tokenizer_object=backend), " the")
+    assert ids[0] == ids[-1] == number and offsets[0] == offsets[-1] == (0, 0) and offsets[1][0] == 0
 
 
 def test_without_offsets_tokens_are_decoded_one_by_one(tokenizer):

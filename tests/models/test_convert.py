@@ -14,6 +14,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralCo
 
 from attnres import RESIDUALS, UserError
 from attnres.models import load, place
+from attnres.models.build import build_shapes
+from attnres.models.classes import stray_settings
 from attnres.models.convert import DTYPES, convert
 from attnres.models.exactness import Arithmetic, compare_logits, logits
 
@@ -250,6 +252,25 @@ def test_the_dtype_can_be_changed_on_the_way(plain, tmp_path):
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     with pytest.raises(UserError, match=r"unknown dtype 'fp8'.*did you mean"):
         convert(plain, dtype="fp8")
+
+
+def test_fields_that_no_model_reads_may_be_called_like_a_setting(plain, tmp_path):
+    """As the `block_size` that nanoGPT's exports keep."""
+    edit_config(plain, block_size=1024, rank=4)
+    assert build_shapes(plain, "full").config.residual == "full"
+    convert(plain, out=tmp_path / "out", num_blocks=2)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["residual_settings"] == {"read_scale": "sum", "num_blocks": 2} and not written.keys() & {"rank"}
+    assert compare_logits(load_plain_weights(plain), load(tmp_path / "out")).within
+
+
+def test_what_a_configs_own_constructor_takes_is_its_own():
+    class Own(LlamaConfig):
+        def __init__(self, rank=4, **others):
+            self.rank = rank
+            super().__init__(**others)
+
+    assert stray_settings(Own(**NARROW, block_size=1024)) == ["block_size"]
 
 
 def test_without_out_a_folder_becomes_a_model(plain):

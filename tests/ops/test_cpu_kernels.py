@@ -192,6 +192,14 @@ def test_a_mixture_from_weights(dtype):
         agree(mixture, eager.mix(*doubled((sources, weights)), torch.float64))
 
 
+def test_a_sum_is_rounded_once():
+    """Of an output in fp32, as a norm after a sublayer makes, and one in the stream's bf16."""
+    generator = torch.Generator().manual_seed(0)
+    before, added = torch.randn(2, 64, 32, generator=generator).unbind()
+    partial = cpu.merge([before], added.to(BF16), torch.ones(32), EPS, None, None, None, None, BF16)[2]
+    assert torch.equal(partial, (before.double() + added.to(BF16).double()).to(BF16))
+
+
 def test_no_tokens():
     empty, query = torch.empty(0, 32), torch.ones(32)
     norm = Norm(torch.ones(32), torch.ones(32))

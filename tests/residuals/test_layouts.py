@@ -256,6 +256,14 @@ def test_recording_sees_every_read_and_changes_nothing(name, settings):
         torch.testing.assert_close(weights.sum(1), torch.ones(6, dtype=torch.float64))
 
 
+@pytest.mark.parametrize("share", [{"gate": "scalar"}, {"alpha": "learnable"}], ids=["gate", "alpha"])
+def test_rows_of_the_mixing_matrix_lie_where_the_weights_do(share):
+    """As a recording's on the CPU do of a model on a GPU; meta stands for the other device."""
+    weights = torch.empty(6, 3, device="meta")
+    row = make_residual("full", SUBLAYERS, WIDTH, **share).mixing_row(2, weights, [])
+    assert row.device.type == "meta" and row.shape == (6, SUBLAYERS + 1)
+
+
 def test_sources_are_named():
     rows = [[source.name for source in read.sources] for read in stirred("cumulative", block_size=4).layout()]
     assert rows[0] == ["embedding", "stream"] and rows[5] == ["embedding", "state 4", "stream"]

@@ -87,12 +87,12 @@ class Gates(nn.Module):
             return torch.lerp(plain, h, self._share(plain, index))
 
     def held_back(self, read: Tensor, stream: Tensor, index: int) -> Tensor | None:
-        """Return (1 - s) stream + s read for rows of coefficients; None where s is a vector."""
+        """Return (1 - s) stream + s read for rows of coefficients, wherever they lie; None where s is a vector."""
         if self.gate_kind == "vector":
             return None
         if self.gate is None and self.alpha is None:
             return read
-        return torch.lerp(stream.expand_as(read), read, self._share(read, index).detach())
+        return torch.lerp(stream.expand_as(read), read, self._share(read, index).detach().to(read.device))
 
     @torch.no_grad()
     def learned(self) -> dict[str, Learned]:

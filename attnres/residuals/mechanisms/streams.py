@@ -49,6 +49,9 @@ class ParallelStreams(Residual):
         """Return what the head reads of n streams (..., n, d)."""
         return streams.sum(-2)
 
+    def forget(self) -> None:
+        self._made_of = {}
+
     def start(self, embedding: Tensor) -> Streams:
         shape = (*embedding.shape[:-1], self.num_streams)
         self._made_of = {0: embedding.new_ones(*shape, 1)} if self.watched else {}

@@ -21,6 +21,9 @@ class TokenMix(OneStream):
         super().__init__(num_sublayers, width)
         self._weights: dict[int, Tensor] = {}
 
+    def forget(self) -> None:
+        self._weights = {}
+
     def start(self, embedding: Tensor) -> Tensor:
         self._weights = {0: embedding.new_ones(*embedding.shape[:-1], 1)} if self.watched else {}
         return embedding
