@@ -13,8 +13,6 @@ Of a model in shares or stages the first three are one, which any layout of proc
 The position in the data needs no state: a batch is a pure function of (seed, step).
 """
 
-import base64
-import random
 import shutil
 import zlib
 from collections.abc import Callable, Container, Iterable, Mapping
@@ -24,7 +22,6 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -348,42 +345,6 @@ def same_configuration(ours: dict[str, Any], theirs: dict[str, Any], where: str)
             f"{where} belongs to another configuration: {pairs}; use the same values or start a new run in "
             "another folder"
         )
-
-
-# ------------------------------------------------------------------ random numbers
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The states of Python's, NumPy's, PyTorch's and (on CUDA) the device's generators, as plain JSON."""
-    version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002 (other code draws there)
-    state = {
-        "python": [version, list(words), gauss],
-        "numpy": [name, np.asarray(keys).tolist(), int(position), int(has_gauss), float(cached)],
-        "torch": _encode(torch.get_rng_state()),
-    }
-    if device.type == "cuda":
-        state["cuda"] = _encode(torch.cuda.get_rng_state(device))
-    return state
-
-
-def set_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Undo `random_state`."""
-    version, words, gauss = state["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, keys, position, has_gauss, cached = state["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
-    torch.set_rng_state(_decode(state["torch"]))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(_decode(state["cuda"]), device)
-
-
-def _encode(state: Tensor) -> str:
-    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
-
-
-def _decode(text: str) -> Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
 
 
 # ------------------------------------------------------------------ checks

@@ -41,6 +41,7 @@ from attnres.training.optim import kinds, optimizers_of, set_learning_rate
 from attnres.training.output import Output
 from attnres.training.parallel import Processes
 from attnres.training.past import Past, past_of
+from attnres.training.random_state import random_state, set_random_state
 from attnres.training.run_folder import DIVERGED, same_data
 from attnres.training.schedule import rates
 from attnres.training.transfer import Transfer
@@ -149,7 +150,7 @@ class Run:
             checkpoint.restore(here, state, self.layout, self.optimizers)
         if who.rank < len(state["random"]):  # with more processes than before the new ones start from the seed
             numbers = state["random"][who.rank]
-            checkpoint.as_saved(here, lambda: checkpoint.set_random_state(numbers, who.device))
+            checkpoint.as_saved(here, lambda: set_random_state(numbers, who.device))
 
     # -------------------------------------------------------------- one step
 
@@ -273,7 +274,7 @@ class Run:
         self._read()
         now = time.perf_counter()
         self.past.wall_s, self.since = self.past.wall_s + now - self.since, now
-        states = self.who.gather(checkpoint.random_state(self.who.device))
+        states = self.who.gather(random_state(self.who.device))
         self.past.peak_memory_bytes = self._peak_memory()
         self.output.sync()
         state = {

@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from attnres.errors import UserError
 from attnres.training import TrainConfig, checkpoint, train
-from attnres.training.checkpoint import random_state, set_random_state
 from attnres.training.config import resolve
 from attnres.training.parallel import Processes
+from attnres.training.random_state import random_state, set_random_state
 from attnres.training.run import Run
 
 Configure = Callable[..., TrainConfig]
