@@ -17,6 +17,7 @@ def explore(
     column: str = "text",
     host: str = "127.0.0.1",
     port: int = 7860,
+    names: Sequence[str] = (),
     browser: bool = False,
     trust_remote_code: bool = False,
 ) -> None:
@@ -43,4 +44,4 @@ def explore(
     choose_threads([model for model in page.models if model.is_loaded])
     from attnres.app.server import serve
 
-    serve(page, host=host, port=port, browser=browser)
+    serve(page, host=host, port=port, names=names, browser=browser)

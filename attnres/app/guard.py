@@ -34,7 +34,7 @@ _HEADERS = (
 
 _FOREIGN = (
     b"this server does not know the name that it was asked by: open it by the address of its machine, or start it with "
-    b"--host and this name"
+    b"--names and this name"
 )
 
 Scope = MutableMapping[str, Any]
@@ -91,10 +91,10 @@ def is_loopback(address: str) -> bool:
         return False
 
 
-def own_names(host: str) -> set[str]:
-    """Names of this machine: `host`, as it was given, what it calls itself, and its name on the local network."""
+def own_names(*given: str) -> set[str]:
+    """Names of this machine: those given, what it calls itself, and its name on the local network."""
     own = socket.gethostname()
-    names = (host, own, socket.getfqdn(), f"{own.partition('.')[0]}.local")
+    names = (*given, own, socket.getfqdn(), f"{own.partition('.')[0]}.local")
     return {name.lower().rstrip(".") for name in names}
 
 

@@ -6,7 +6,7 @@ import socket
 import sys
 import threading
 import webbrowser
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from typing import Any, TypedDict
@@ -204,15 +204,21 @@ def _lines(work: Callable[[Report], dict[str, Any]]) -> Iterator[str]:
         left.set()
 
 
-def serve(page: Page, *, host: str = "127.0.0.1", port: int = 7860, browser: bool = False) -> None:
+def serve(
+    page: Page, *, host: str = "127.0.0.1", port: int = 7860, names: Sequence[str] = (), browser: bool = False
+) -> None:
     """Serve the page until Ctrl-C.
+
+    Args:
+        names: by which others ask for it besides the machine's own, where `host` lets them.
 
     Raises:
         UserError: a host that is not this machine's, or a port that is in use.
     """
     address = check_port(host, port)
     local = is_loopback(address)
-    served = application(page, local=local, names=() if local else own_names(host))
+    known = () if local else own_names(host, *names)
+    served = application(page, local=local, names=known)
     config = uvicorn.Config(served, log_level="critical", lifespan="off", server_header=False)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
@@ -220,8 +226,8 @@ def serve(page: Page, *, host: str = "127.0.0.1", port: int = 7860, browser: boo
     except OSError as error:
         raise UserError(f"cannot serve on {host}:{port}: {error}; choose another --port") from error
     shown = f"[{host}]" if ":" in host else host
-    names = listed([model.label for model in page.models])
-    print(f"{names}: open http://{shown}:{port} in a browser; Ctrl-C stops", flush=True)
+    models = listed([model.label for model in page.models])
+    print(f"{models}: open http://{shown}:{port} in a browser; Ctrl-C stops", flush=True)
     if browser:
         webbrowser.open(f"http://{shown}:{port}")
     with listener:

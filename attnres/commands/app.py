@@ -23,6 +23,8 @@ class App:
     """Address to serve on: this machine alone; anyone who reaches another one can use the models."""
     port: int = 7860
     """Port to serve on."""
+    names: tuple[str, ...] = ()
+    """With --host: further names by which others ask for it, a proxy's or a container's, say."""
     open: bool = False
     """Open the page in a browser."""
     trust_remote_code: bool = False
@@ -41,6 +43,7 @@ def run(arguments: list[str]) -> None:
         column=options.column,
         host=options.host,
         port=options.port,
+        names=options.names,
         browser=options.open,
         trust_remote_code=options.trust_remote_code,
     )

@@ -49,6 +49,11 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> 
     return f"<table><caption>{escape(title)}</caption><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
 
 
+def parts(title: str, layout: Sequence[Read], values: Sequence[Sequence[float]]) -> str:
+    """`heat` of parts of reads, whose scale ends at 1 or, since contributions may exceed it, at the largest."""
+    return heat(title, layout, values, max([1.0, *(abs(value) for row in values for value in row)]))
+
+
 def heat(title: str, layout: Sequence[Read], values: Sequence[Sequence[float]], largest: float | None = None) -> str:
     """An HTML table of reads and sources, blue above zero and orange below, over the root of the size.
 

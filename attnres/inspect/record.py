@@ -340,8 +340,7 @@ class Trace:
         if not self.tokens or not all(self.sources):
             return f"<p>{self!r}</p>"
         by, rows = ("contribution", self.contribution) if all(self.contribution) else ("weight", self.weights)
-        largest = max(1.0, *(float(np.abs(row).max(initial=0)) for row in rows))  # contributions may exceed 1
-        return notebook.heat(f"{self!r}: {by}", self.layout, rows, largest)
+        return notebook.parts(f"{self!r}: {by}", self.layout, rows)
 
     # -- by label -------------------------------------------------------------------------------------------------
     @property

@@ -81,7 +81,7 @@ def build_shapes(
         config_class, cls = next(pairs, (None, None))
         if config_class is None or cls is None:
             raise UserError(f"{name} is of type '{config.model_type}', which is not among attnres families")
-        left = ("model_type", "auto_map", *stray_settings(config))
+        left = ("model_type", "auto_map", *stray_settings(type(config), vars(config)))
         fields = {key: value for key, value in config.to_dict().items() if key not in left}
         depth = {"residual": residual_class(residual or "block").name, "residual_settings": dict(settings or {})}
         return cls(config_class(**fields, **depth))

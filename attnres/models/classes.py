@@ -100,6 +100,8 @@ class ResidualConfigMixin:
                 "fresh parameters, and computes something else than before; attnres.convert keeps what it computes",
                 stacklevel=2,
             )
+            stray = stray_settings(cls, config_dict)
+            config_dict = {name: value for name, value in config_dict.items() if name not in stray}
         return super().from_dict(config_dict, **kwargs)  # ty: ignore[missing-attribute]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -127,7 +129,7 @@ class ResidualConfigMixin:
 
     def _refuse_stray_settings(self, kwargs: Mapping[str, Any]) -> None:
         """A residual's setting among the fields of the config would be kept there and change nothing."""
-        if stray := stray_settings(self, kwargs):
+        if stray := stray_settings(type(self), {*kwargs, *vars(self)}):
             raise UserError(f"config field '{stray[0]}' is a setting of a residual: put it into residual_settings")
 
     def note_file(self) -> None:
@@ -170,15 +172,14 @@ class ResidualConfigMixin:
         return getattr(self.layers_config, "num_key_value_heads", None) or self.layers_config.num_attention_heads
 
 
-def stray_settings(config: Any, others: Iterable[str] = ()) -> list[str]:
-    """Return what a config holds, and which of `others`, under the name of some residual's setting without being a
-    field of its class: no model looks at it."""
-    classes = type(config).__mro__
-    fields = {name for cls in classes for name in vars(cls).get("__annotations__", {})}
-    constructors = [vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)]
+def stray_settings(config: type, names: Iterable[str]) -> list[str]:
+    """Return those of `names` that some residual's setting has and no field of this class of configs: no model of
+    Transformers' own looks at them."""
+    fields = {name for cls in config.__mro__ for name in vars(cls).get("__annotations__", {})}
+    constructors = [vars(cls)["__init__"] for cls in config.__mro__ if "__init__" in vars(cls)]
     fields |= {name for one in constructors for name in inspect.signature(one).parameters}
     settings = {key for name in list(RESIDUALS) for key in settings_of(name)} - fields
-    return sorted(settings & {*others, *vars(config)})
+    return sorted(settings & {*names})
 
 
 def _refuse_parallel(family: Family, config: Any) -> None:

@@ -251,8 +251,14 @@ def _convert(
         if remote:
             kinds = {"config": "AutoConfig", "causal_lm": "AutoModelForCausalLM"}
             new.config.residual_family["remote"] = {k: remote[auto] for k, auto in kinds.items() if auto in remote}
+    stray = stray_settings(type(new.config), vars(new.config))
+    if stray and remote:
+        raise UserError(
+            f"config field '{stray[0]}' is a setting of a residual, and code that comes with this model may read it: "
+            "convert a copy in which it has another name"
+        )
     # Some configs keep the first two themselves, which would lead back to the plain model.
-    for name in ("auto_map", "model_type", *stray_settings(new.config)):
+    for name in ("auto_map", "model_type", *stray):
         vars(new.config).pop(name, None)
     vars(new).pop("_weight_conversions", None)  # how the plain one was loaded; ours is saved in its own class' way
     for module in (new, new.base_model):

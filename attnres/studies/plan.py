@@ -13,7 +13,7 @@ from attnres.errors import UserError
 from attnres.residuals.registry import ships
 from attnres.run_names import run_name
 from attnres.studies.variants import TRAINING, Variant, parse_variants
-from attnres.training.config import OptimConfig, TrainConfig, check, from_dict, resolve
+from attnres.training.config import OptimConfig, TrainConfig, check, from_dict, idle, resolve, without_idle
 from attnres.training.environment import has_bf16
 from attnres.training.start import check_model, settle
 
@@ -55,7 +55,7 @@ def make_plan(config: CompareConfig, here: bool = True) -> Plan:
         raise UserError(f"jobs is {config.jobs}: expected 1 or more runs at a time")
     if not 0 <= config.timing_s < math.inf:
         raise UserError(f"timing_s is {config.timing_s}: expected seconds, 0 or more")
-    check(base)
+    check(without_idle(base))
     variants = {variant.label: variant for variant in parse_variants(config.variants, config.lrs)}
     for variant in variants.values():
         if variant.file is None and not ships(variant.residual):
@@ -91,14 +91,22 @@ def make_plan(config: CompareConfig, here: bool = True) -> Plan:
                 dtype=dtype,
                 resume=True,
             )
-            runs[name] = settle(resolve(from_dict(_training(variant), run)))
+            # What the base configuration has for other variants is no setting of this one.
+            runs[name] = settle(resolve(without_idle(_trained(variant, run), kept=variant.training)))
             check(runs[name])
+    if all(idle(base.finetune).keys() & idle(_trained(variant, base).finetune) for variant in variants.values()):
+        check(base)  # which refuses what no variant has a use for
     for label in variants:
         check_model(runs[run_name(label, config.seeds[0])])
     baseline = next(
         (label for label, variant in variants.items() if variant.residual == "standard"), next(iter(variants))
     )
     return Plan(variants, runs, baseline)
+
+
+def _trained(variant: Variant, base: TrainConfig) -> TrainConfig:
+    """The base configuration with what a variant trains in a way of its own."""
+    return from_dict(_training(variant), base)
 
 
 def _training(variant: Variant) -> dict[str, dict[str, Any]]:

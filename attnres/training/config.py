@@ -5,7 +5,7 @@ The docstrings below each field are the help texts of the command line (tyro rea
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -345,16 +345,10 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
                 f"finetune.{name} is {getattr(finetune, name)} and the model is new: give init_from, the pretrained "
                 "model it is about"
             )
-    defaults = FinetuneConfig()
-    for name, needed, given in (
-        ("lora_rank", "train_only lora", finetune.train_only == "lora"),
-        ("lora_alpha", "train_only lora", finetune.train_only == "lora"),
-        ("distill_temperature", "a distill_weight above 0", finetune.distill_weight > 0),
-    ):
-        if not given and getattr(finetune, name) != getattr(defaults, name):
-            raise UserError(
-                f"finetune.{name} is {getattr(finetune, name)} and would change nothing: give {needed}, or leave it out"
-            )
+    for name, needed in idle(finetune).items():
+        raise UserError(
+            f"finetune.{name} is {getattr(finetune, name)} and would change nothing: give {needed}, or leave it out"
+        )
     if finetune.init_from is not None and optim.base_width is not None:
         raise UserError(
             f"optim.base_width is {optim.base_width} and the model is {finetune.init_from}: it carries rates and start "
@@ -375,6 +369,26 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
             f"batch_size {config.batch_size} does not divide into accumulation {config.accumulation}{processes}: "
             f"use a multiple of {shares}, e.g. {near}"
         )
+
+
+def idle(finetune: FinetuneConfig) -> dict[str, str]:
+    """The settings that are given and change nothing, with what each of them is for."""
+    lora, distilled = "train_only lora", "a distill_weight above 0"
+    needed = {"lora_rank": lora, "lora_alpha": lora, "distill_temperature": distilled}
+    given = {lora: finetune.train_only == "lora", distilled: finetune.distill_weight > 0}
+    defaults = FinetuneConfig()
+    return {
+        name: what
+        for name, what in needed.items()
+        if not given[what] and getattr(finetune, name) != getattr(defaults, name)
+    }
+
+
+def without_idle(config: TrainConfig, kept: Container[str] = ()) -> TrainConfig:
+    """A copy in which fine-tuning's settings that change nothing, but for those `kept`, are the defaults."""
+    defaults = FinetuneConfig()
+    values = {name: getattr(defaults, name) for name in idle(config.finetune) if name not in kept}
+    return dataclasses.replace(config, finetune=dataclasses.replace(config.finetune, **values))
 
 
 def shares_of(config: TrainConfig, world_size: int) -> int:

@@ -40,7 +40,6 @@ def test_layers_are_numbered_in_the_whole_model():
         "hidden_size": 32,
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
-        "head_dim": 8,
     }
     fields |= {"layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 8, "linear_key_head_dim": 8}
     fields |= {"linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "num_experts": 2}

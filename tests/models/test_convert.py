@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralCo
 from attnres import RESIDUALS, UserError
 from attnres.models import load, place
 from attnres.models.build import build_shapes
-from attnres.models.classes import stray_settings
+from attnres.models.classes import CLASSES, stray_settings
 from attnres.models.convert import DTYPES, convert
 from attnres.models.exactness import Arithmetic, compare_logits, logits
 
@@ -262,6 +262,10 @@ def test_fields_that_no_model_reads_may_be_called_like_a_setting(plain, tmp_path
     written = json.loads((tmp_path / "out" / "config.json").read_text())
     assert written["residual_settings"] == {"read_scale": "sum", "num_blocks": 2} and not written.keys() & {"rank"}
     assert compare_logits(load_plain_weights(plain), load(tmp_path / "out")).within
+    key = json.loads((plain / "config.json").read_text())["model_type"]
+    with pytest.warns(UserWarning, match=f"a plain '{key}' checkpoint is loaded"):
+        config = CLASSES[key][0].from_pretrained(plain)
+    assert config.residual == "block" and not {"block_size", "rank"} & vars(config).keys()
 
 
 def test_what_a_configs_own_constructor_takes_is_its_own():
@@ -270,7 +274,7 @@ def test_what_a_configs_own_constructor_takes_is_its_own():
             self.rank = rank
             super().__init__(**others)
 
-    assert stray_settings(Own(**NARROW, block_size=1024)) == ["block_size"]
+    assert stray_settings(Own, vars(Own(**NARROW, block_size=1024))) == ["block_size"]
 
 
 def test_without_out_a_folder_becomes_a_model(plain):

@@ -21,7 +21,7 @@ from attnres.studies.plan import CompareConfig, make_plan
 from attnres.studies.speed import step_times
 from attnres.studies.standing import Standing
 from attnres.training import environment
-from attnres.training.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, to_dict
+from attnres.training.config import DataConfig, FinetuneConfig, ModelConfig, OptimConfig, TrainConfig, to_dict
 
 
 def config_in(folder, **changes):
@@ -246,6 +246,28 @@ def test_a_sweep_moves_a_rate_of_the_residuals_own_too(tmp_path):
     optim = OptimConfig(lr=0.01, residual_lr=0.001)
     plan = make_plan(dataclasses.replace(config, base=dataclasses.replace(config.base, optim=optim)))
     assert [run.optim.residual_lr for run in plan.runs.values()] == pytest.approx([0.0005, 0.002, 0.03, 0.03])
+
+
+def test_settings_of_some_variants_fine_tuning_are_none_of_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr("attnres.studies.plan.settle", lambda run: run)
+    monkeypatch.setattr("attnres.studies.plan.check_model", lambda run: None)
+    config = config_in(tmp_path, variants=["standard", "block@train_only=lora"])
+    model = dataclasses.replace(config.base.model, size=None)
+    base = dataclasses.replace(config.base, model=model, finetune=FinetuneConfig(init_from="x", lora_rank=4))
+    runs = make_plan(dataclasses.replace(config, base=base)).runs.values()
+    assert [run.finetune.lora_rank for run in runs] == [FinetuneConfig().lora_rank, 4]
+    for variants in (["standard", "block"], ["standard", "block@lora_rank=2"]):
+        with pytest.raises(UserError, match=r"lora_rank is \d and would change nothing"):
+            make_plan(dataclasses.replace(config, base=base, variants=variants))
+
+
+def test_runs_on_a_gpu_that_is_named_are_one_at_a_time(done, tmp_path):
+    """Of another machine, which has it."""
+    config, _, _ = done
+    base = dataclasses.replace(config.base, device="cuda:1", dtype="fp32")
+    one = dataclasses.replace(config, base=base, out=str(tmp_path / "out"))
+    with opened(one, Console(quiet=True), here=False) as work:
+        assert work.jobs == 1 and all(child.names_gpu for child in work.children)
 
 
 def test_what_trains_at_once_is_settled_over_all_that_is_trained(done, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from attnres.residuals.base import Residual, State, Ways
 from attnres.residuals.check.subject import Network, Subject, close, collecting, distance, expect, tokens
 from attnres.residuals.layout import Read, Source, depths, outputs, sublayer_name
 from attnres.residuals.registry import make_residual
-from attnres.residuals.watch import Editor
+from attnres.residuals.watch import Editor, watched_by
 
 _CLOSE = 1e-6
 """What counts as the same in fp64 here: implied weights are fp32, and norms have an eps."""
@@ -70,11 +70,8 @@ class Fixed(Editor):
 def recorded(residual: Residual, network: Network, embedding: Tensor) -> Recording:
     """Return what a pass shows an observer; every read is to be shown, in order."""
     recording = Recording()
-    residual.observer = recording
-    try:
+    with watched_by(residual, observer=recording):
         network.run(residual, embedding)
-    finally:
-        residual.observer = None
     expect(list(recording.reads) == list(range(len(residual.layout()))), f"an observer sees reads {[*recording.reads]}")
     return recording
 
@@ -215,12 +212,9 @@ def mixing(subject: Subject) -> str:
             expect(not traits.linear, "traits say linear, and some reads have no sources")
             continue
         pinned = Network(network.depth, outputs=leaves[1:])
-        residual.editor, recording = Fixed(), Recording()
-        residual.observer = recording
-        try:
+        recording = Recording()
+        with watched_by(residual, observer=recording, editor=Fixed()):
             pinned.run(residual, leaves[0])
-        finally:
-            residual.editor = residual.observer = None
         for index, read in enumerate(layout):
             h, weights, _ = recording.reads[index]
             assert weights is not None
@@ -308,20 +302,14 @@ def watching(subject: Subject) -> str:
             embedding, states, watched = tokens(*shape), list[State](), list[State]()
             with torch.set_grad_enabled(grad):
                 expected = network.run(residual, embedding, collecting(states))
-                residual.observer = Recording()
-                try:
+                with watched_by(residual, observer=Recording()):
                     result = network.run(residual, embedding, collecting(watched))
-                finally:
-                    residual.observer = None
                 far = distance(result, expected)
                 expect(torch.equal(result, expected), f"an observer changes the result by {far:.1e}")
                 expect(_trees(states) == _trees(watched), "an observer changes the state's tree")
                 if all(read.sources for read in residual.layout()):
-                    residual.editor = Fixed(identity=True)
-                    try:
+                    with watched_by(residual, editor=Fixed(identity=True)):
                         close(network.run(residual, embedding), expected, "an editor that edits nothing counts", _CLOSE)
-                    finally:
-                        residual.editor = None
     return "observers change nothing"
 
 

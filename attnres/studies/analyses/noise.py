@@ -168,6 +168,11 @@ def spread_of(groups: Mapping[str, Sequence[float]], known: Noise = UNKNOWN, flo
     return Spread(replace(together, sigma=sigma), own)
 
 
+def as_ratio(threshold: float) -> str:
+    """What a logarithm has to exceed, as a ratio; nothing where seeds lie so far apart that nothing could be told."""
+    return f"{math.exp(threshold):.2g}" if abs(threshold) < 10 else ""
+
+
 @dataclass(frozen=True)
 class Judgement:
     """What a group of runs is beside the baseline's.

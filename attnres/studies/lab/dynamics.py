@@ -5,7 +5,7 @@ import statistics
 from dataclasses import dataclass
 
 from attnres.figures.chart import Curves, Line
-from attnres.studies.analyses.noise import beside
+from attnres.studies.analyses.noise import as_ratio, beside
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.text import UNKNOWN, number
 
@@ -63,7 +63,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             ]
             ratios = _beside_standard(each, comparisons)
             for label, one in ratios.items():
-                needed = f"{math.exp(one.needed):.3g}" if math.isfinite(one.needed) else UNKNOWN
+                needed = as_ratio(one.needed) or UNKNOWN
                 rows.append([arm, label, name, number(one.ratio, 2), needed, one.verdict, str(one.seeds)])
                 values[f"{arm}/{label}/{quantity}"] = {"ratio": one.ratio, "verdict": one.verdict}
             if ratios:
@@ -76,7 +76,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     note = (
         "Median of the last quarter of the depth over that of the first. Needed: how many times standard's it has to "
         "be to be more, or standard's it to be less, by the noise of the logarithms over the arm's seeds and for "
-        f"{comparisons} comparisons."
+        f"{comparisons} comparisons; none where seeds lie so far apart that nothing could be told."
     )
     table = Table("Last quarter of the depth over the first", head, rows, [note])
     said = "From the first quarter of the depth to the last, times: " + " ".join(sentences)

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from attnres.figures.chart import Curves, Line
 from attnres.run_names import run_name
-from attnres.studies.analyses.noise import Verdict, beside
+from attnres.stats import or_none
+from attnres.studies.analyses.noise import Verdict, as_ratio, beside
 from attnres.studies.design import Arm, Call, Computed, Design, Measured, Result, Setting, Table
 from attnres.studies.lab.mlp import Mlps
 from attnres.text import UNKNOWN, listed
@@ -129,7 +130,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     for kind in kinds:
         lines = []
         for name in MECHANISMS:
-            each = [_logs(measured, "mixtures", f"{name}, {kind}", f"{alpha:g}") for alpha in ALPHAS]
+            each = [_converged(_logs(measured, "mixtures", f"{name}, {kind}", f"{alpha:g}")) for alpha in ALPHAS]
             if all(each):
                 lines.append(Line(name, ALPHAS, [math.exp(statistics.fmean(many)) for many in each]))
         if lines:
@@ -155,7 +156,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         for name in dict.fromkeys(one.name for one in cells):
             sentences.append(_sentence(arm, name, [one for one in cells if one.name == name]))
         values |= {
-            f"{one.name}, {one.kind}/{one.place:g}": {"ratio": one.ratio, "verdict": one.verdict} for one in cells
+            f"{one.name}, {one.kind}/{one.place:g}": {"ratio": or_none(one.ratio), "verdict": one.verdict}
+            for one in cells
         }
     tables.insert(1, Table("Taught by a random Full network", ["student, teacher's T", *map(str, RATES)], taught_rows))
     return Result(" ".join(sentences) or "Nothing has run yet.", tables, charts, values)
@@ -173,7 +175,8 @@ QUESTIONS = {
 """Of an arm: the title of its table, the heads of its first column and of the others, and what these are of."""
 NOTE = (
     "In brackets the ratio that a verdict has to exceed, in that direction, by the noise of seeds there. Networks that "
-    "diverged are left out; where more did than of standard's nothing is called better."
+    "diverged are left out; a mechanism of which more did than of standard is not called better, nor worse where more "
+    "of standard did."
 )
 
 
@@ -195,8 +198,10 @@ class Cell:
     diverged: int
 
     def __str__(self) -> str:
-        bound = f" ({math.exp(self.needed):.2g})" if abs(self.needed) < 10 else ""
+        bound = f" ({needed})" if (needed := as_ratio(self.needed)) else ""
         lost = f", {self.diverged} diverged" if self.diverged else ""
+        if math.isnan(self.ratio):
+            return lost.removeprefix(", ")
         return f"{self.ratio:.2g}{bound}{f' {self.verdict}' * (self.verdict != 'undecided')}{lost}"
 
 
@@ -209,11 +214,16 @@ def _cells(measured: Measured, arm: str, places: Sequence[float]) -> Iterator[Ce
         logs = {name: _logs(measured, arm, f"{name}, {kind}", f"{place:g}") for name in MECHANISMS}
         kept = {name: _converged(each) for name, each in logs.items()}
         lost = {name: len(logs[name]) - len(kept[name]) for name in MECHANISMS}
-        for name, one in beside(kept, baseline, tested).items():
-            needed = math.copysign(one.threshold, one.difference)
-            lucky = one.verdict == "better" and lost[name] > lost[baseline]
-            verdict = "undecided" if lucky else one.verdict
-            yield Cell(kind, name, place, math.exp(one.difference), needed, verdict, lost[name])
+        judged = beside(kept, baseline, tested)
+        for name in MECHANISMS:
+            if (one := judged.get(name)) is not None:
+                # Those that are left of what diverged more are the lucky ones.
+                lucky = {"better": lost[name] > lost[baseline], "worse": lost[baseline] > lost[name]}
+                verdict = "undecided" if lucky.get(one.verdict) else one.verdict
+                needed = math.copysign(one.threshold, one.difference)
+                yield Cell(kind, name, place, math.exp(one.difference), needed, verdict, lost[name])
+            elif name != baseline and lost[name]:
+                yield Cell(kind, name, place, math.nan, math.nan, "undecided", lost[name])
 
 
 def _rows(cells: Sequence[Cell], places: Sequence[float]) -> list[list[str]]:

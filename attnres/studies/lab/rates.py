@@ -167,7 +167,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             seeds = len(measured.finals(arm, label))
             lines_of.append([arm, label, number(measured.mean(arm, label), 4), str(seeds)])
     if lines_of:
-        notes = [f"{arm}: {measured.noise(arm).note}" for arm in others if measured.labels(arm)]
+        notes = [f"Of {arm}. {measured.noise(arm).note}" for arm in others if measured.labels(arm)]
         tables.append(Table("Depth, optimizer, Full", ["arm", "variant", "loss", "seeds"], lines_of, notes))
     return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
 

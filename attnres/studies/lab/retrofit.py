@@ -22,7 +22,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     first = setting.arm("pretrained", ["standard"], [0], of=setting.config(), started_from=True)
     if not measured.complete(first.name) or measured.diverged(first.name, "standard"):
         return [first]
-    start = setting.folder("retrofit").resolve() / first.name / run_name("standard", 0)
+    start = setting.folder("retrofit") / first.name / run_name("standard", 0)
     optim = setting.config().optim
     cooler = {"lr": COOLER * optim.lr, "muon_lr": COOLER * optim.muon_lr}
     run = setting.config(
@@ -33,9 +33,8 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
         steps=max(2, round(SHARE * setting.preset.steps)),
     )
     layouts = setting.arm("layouts", setting.some(LAYOUTS), of=run)
-    if not measured.complete(layouts.name):
-        return [first, layouts]
-    return [first, layouts, setting.arm("regimes", setting.some(REGIMES), of=run)]  # which takes what both have
+    regimes = setting.arm("regimes", setting.some(REGIMES), of=run)  # which takes what both have
+    return [first, layouts, *([regimes] if measured.complete("layouts") or "regimes" in measured.begun else [])]
 
 
 def analyse(setting: Setting, measured: Measured) -> Result:
