@@ -82,7 +82,7 @@ def replaced_folder(path: str | Path) -> Generator[Path]:
     The folder that was there stays until the new one is complete. A folder cannot be swapped in one step, so the old
     one is first renamed to `.NAME.old`: after a kill in between `recover_folder` brings it back.
     """
-    path = Path(path)
+    path = _place(path)
     temporary, old = _beside(path), _old(path)
 
     try:
@@ -116,7 +116,7 @@ def copy_files(files: Mapping[str, Path], folder: Path) -> None:
 
 def recover_folder(path: str | Path) -> None:
     """Undo what a kill in the middle of `replaced_folder` left: bring the old folder back, remove half-written ones."""
-    path = Path(path)
+    path = _place(path)
     old = _old(path)
     if old.is_dir() and not path.exists():
         old.rename(path)
@@ -173,6 +173,14 @@ def locked(folder: str | Path) -> Generator[Callable[[], bool]]:
                     shutil.rmtree(folder)
                     for path in above:
                         path.rmdir()
+
+
+def _place(path: str | Path) -> Path:
+    """Where a folder lies that is to be replaced: what a link leads to. Raises UserError for the current folder."""
+    place = Path(path).resolve()
+    if place == Path.cwd():
+        raise UserError("the current folder was given to be written, and a shell stands in it: give a folder in it")
+    return place
 
 
 def _beside(path: Path) -> Path:

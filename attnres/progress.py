@@ -95,6 +95,11 @@ class Bar:
         self.ended = False
         self.task = bars.progress.add_task(name, total=total, completed=int(done), figures="")
 
+    def begin(self, name: str) -> None:
+        """The next piece of work, as large as the last one."""
+        self.name, self.first, self.began, self.ended = name, 0.0, time.monotonic(), False
+        self.update(0)
+
     def advance(self, more: float, figures: str = "") -> None:
         """So much more is done."""
         self.update(self.done + more, figures)

@@ -10,6 +10,7 @@ Peers are measured where they are installed (peers.py prints the pip line).
 import argparse
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,15 @@ def run_job(name: str, arguments: list[str], device: str, out: Path, timeout: fl
     print(f"\n== {script}\n", flush=True)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
+        timer = threading.Timer(threading.TIMEOUT_MAX if timeout is None else timeout, process.kill)
+        timer.daemon = True
+        timer.start()
         for line in process.stdout:
             print(line, end="", flush=True)
             lines.append(line)
-            if timeout is not None and time.monotonic() - began > timeout:
-                process.kill()
-                lines.append(f"stopped after {timeout:.0f} s\n")
+        timer.cancel()
+    if timeout is not None and time.monotonic() - began > timeout:
+        lines.append(f"stopped after {timeout:.0f} s\n")
     write_text(out / f"{name}_{device}.txt", "".join(lines))
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     return {"command": script, "status": process.returncode, "seconds": time.monotonic() - began, "last_line": last}

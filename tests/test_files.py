@@ -83,6 +83,22 @@ def test_a_folder_whose_last_rename_fails_leaves_the_old_one(tmp_path: Path, mon
     assert names(tmp_path) == ["c"] and names(tmp_path / "c") == ["old"]
 
 
+def test_a_link_leads_to_the_folder_that_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "disk" / "out").mkdir(parents=True)
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "out")
+    with replaced_folder(tmp_path / "out") as folder:
+        (folder / "a").write_text("1")
+    assert (tmp_path / "out").is_symlink() and (tmp_path / "disk" / "out" / "a").read_text() == "1"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["disk", "out"]
+
+
+def test_the_current_folder_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="the current folder was given"), replaced_folder("."):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_kill_between_the_two_renames_is_mended(tmp_path: Path) -> None:
     (tmp_path / ".c.old").mkdir()
     (tmp_path / ".c.old" / "old").touch()

@@ -44,6 +44,23 @@ def test_a_pipe_gets_plain_lines_and_not_one_a_step(clock):
     ]
 
 
+def test_the_next_piece_of_work_has_a_rate_of_its_own(clock):
+    text = io.StringIO()
+    with Bars(STEPS, console=Console(file=text, width=120)) as bars:
+        bar = bars.add("reading", 100)
+        clock[0] += 1000
+        bar.update(100)
+        bar.begin("tokenising")
+        for done in (50, 100):
+            clock[0] += 40
+            bar.update(done)
+    assert text.getvalue().splitlines() == [
+        "reading  step 100/100  left 0 s",
+        "tokenising  step 50/100  left 40 s",
+        "tokenising  step 100/100  left 0 s",
+    ]
+
+
 def test_what_does_not_stay_gives_no_last_line(clock):
     assert len(shown(clock, terminal=False, stays=False).splitlines()) == 2
 

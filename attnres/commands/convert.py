@@ -51,15 +51,17 @@ def run(arguments: list[str]) -> None:
             if name in settings:
                 raise UserError(f"both --{name.replace('_', '-')} and --settings {name}= are given: give one of them")
             settings[name] = value
-    flags = [name for name in ("residual", "dtype") if getattr(options, name) is not None] + list(settings)
+    named = ("residual", "dtype", "block_size", "num_blocks", "read_scale")
+    flags = [f"--{name.replace('_', '-')}" for name in named if getattr(options, name) is not None]
+    flags += [f"--settings {name}=" for name in options.settings]
+    remote = options.trust_remote_code
     if options.to is not None:
         _refuse_changes(f"--to {options.to}", flags)
-        print(export_model(options.model, options.out, options.to))
+        print(export_model(options.model, options.out, options.to, trust_remote_code=remote))
         return
-    remote = options.trust_remote_code
     if open_checkpoint(options.model, trust_remote_code=remote).kind == "foreign":
         _refuse_changes(f"{options.model}, which has the depth reads of another project,", flags)
-        print(export_model(options.model, options.out))
+        print(export_model(options.model, options.out, trust_remote_code=remote))
         return
     residual = options.residual or "block"
     print(convert(options.model, residual, out=options.out, dtype=options.dtype, trust_remote_code=remote, **settings))
@@ -68,5 +70,6 @@ def run(arguments: list[str]) -> None:
 def _refuse_changes(what: str, flags: list[str]) -> None:
     """Refuse flags that would change a model which is written as it is."""
     if flags:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in flags)
-        raise UserError(f"{what} is written with the depth reads and the weights that it has: leave out {names}")
+        raise UserError(
+            f"{what} is written with the depth reads and the weights that it has: leave out {', '.join(flags)}"
+        )

@@ -21,20 +21,23 @@ class Export:
     """ONNX, checked in onnxruntime (extra `export`); else what torch.export.load opens."""
     weights: bool = False
     """Hugging Face safetensors, also of a checkpoint that several processes wrote in shares."""
+    trust_remote_code: bool = False
+    """Run code that comes with the model."""
 
 
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
     options = parse("export", Export, arguments)
 
+    remote = options.trust_remote_code
     if options.weights:
         if options.onnx:
             raise UserError("both --weights and --onnx are given: give one of them")
         from attnres.training.checkpoint import export_weights
 
-        print(export_weights(options.model, options.out))
+        print(export_weights(options.model, options.out, trust_remote_code=remote))
         return
 
     from attnres.models.portable import export_graph
 
-    print(export_graph(options.model, options.out, onnx=options.onnx))
+    print(export_graph(options.model, options.out, onnx=options.onnx, trust_remote_code=remote))

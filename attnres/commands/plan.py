@@ -87,9 +87,15 @@ def _measured(options: Plan) -> tuple[list[float], float]:
     """Seconds of each layer and of the head on this machine's device."""
     from attnres.device import pick_device
     from attnres.scale.layer_times import layer_times
+    from attnres.training.device import tune
+    from attnres.training.environment import has_bf16
+    from attnres.training.objective import precision
 
-    model = _model(options, str(pick_device("auto")))
-    return layer_times(model, batch=options.batch, tokens=options.context)
+    device = pick_device("auto")
+    model = _model(options, str(device))
+    tune(model, device, options.context)
+    with precision("bf16" if has_bf16(device) else "fp32", device):  # as training chooses
+        return layer_times(model, batch=options.batch, tokens=options.context)
 
 
 def run(arguments: list[str]) -> None:

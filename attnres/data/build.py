@@ -194,12 +194,11 @@ def _build(
         source = spooled(source, parts, bar.advance)
         threshold = held_below(source, held_out)
         if isinstance(tokenizer, int):
-            bar.name = "training the tokenizer"
+            bar.begin("training the tokenizer")
             kept = (text for text in source.read() if hash_of(text.encode()) >= threshold)
             tokenizer = train_tokenizer(tokenizer, kept)
         model, eos = tokenizer
-        bar.name = "tokenising"
-        bar.update(0)
+        bar.begin("tokenising")
         vocab_size = vocabulary_size(model)
         _save_tokenizer(folder, model, eos)
         dtype = "uint16" if vocab_size <= 1 << 16 else "uint32"
@@ -257,8 +256,22 @@ def held_below(source: Source, held_out: float) -> int:
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer, eos: int) -> None:
-    """tokenizer.json, and the config that lets `AutoTokenizer.from_pretrained` open the folder."""
-    end = tokenizer.id_to_token(eos)
+    """tokenizer.json, without the tokens that a tokenizer may put around a text, for none are in the data; and the
+    config that lets `AutoTokenizer.from_pretrained` open the folder."""
+    content, end = json.loads(tokenizer.to_str()), tokenizer.id_to_token(eos)
+    bare = _without_special(content["post_processor"])
+    if bare != content["post_processor"]:
+        tokenizer = Tokenizer.from_str(json.dumps(content | {"post_processor": bare}))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end, "unk_token": end}
     (folder / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1), encoding="utf-8")
+
+
+def _without_special(processor: dict[str, Any] | None) -> dict[str, Any] | None:
+    """What is left of a tokenizer's post-processor, as its file has it, where it adds no token."""
+    if processor is None or processor["type"] == "ByteLevel":
+        return processor
+    if processor["type"] != "Sequence":
+        return None
+    parts = [part for part in map(_without_special, processor["processors"]) if part is not None]
+    return processor | {"processors": parts} if parts else None

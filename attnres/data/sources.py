@@ -237,7 +237,7 @@ def stdlib_files() -> list[Path]:
     """The running Python's own library: every *.py file without site-packages, tests and idlelib, in order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {folder for folder in _NOT_STDLIB if folder not in root.parts}
-    files = [path for path in _walk(root, skip) if path.suffix == ".py" and not path.name.startswith(_BUILD)]
+    files = [path for path in _walk(root, skip, "config-") if path.suffix == ".py" and not path.name.startswith(_BUILD)]
     if not files:
         raise UserError(f"this Python has no library source files under {root}: give text with a path instead")
     return files
@@ -299,10 +299,11 @@ def _files(name: str, files: list[Path], column: str, salt: str) -> Source:
     return Source(name, state.hexdigest(), size, read)
 
 
-def _walk(root: Path, skip: set[str]) -> Iterator[Path]:
-    """Files under `root`, folders and names in order, without hidden ones and folders in `skip`."""
+def _walk(root: Path, skip: set[str], *prefixes: str) -> Iterator[Path]:
+    """Files under `root`, folders and names in order, without hidden ones, folders in `skip` and folders whose names
+    begin with one of the `prefixes`."""
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in skip and not name.startswith((".", "config-")))
+        folders[:] = sorted(name for name in folders if name not in skip and not name.startswith((".", *prefixes)))
         yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
 
 

@@ -32,6 +32,7 @@ class Asked:
     width: int = 0
     stride: int = 0
     bytes: float = 0.0
+    cut: bool = False
 
 
 def ask(task: Task, checkpoint: Checkpoint, *, width: int, stride: int, limit: int | None) -> Asked:
@@ -52,7 +53,8 @@ def _ask_text(task: Task, checkpoint: Checkpoint, width: int, stride: int, limit
     ids = tokenizer(task.text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     size = len(task.text.encode())
     before = token_in_front(tokenizer)
-    if limit is not None and len(ids) > limit * (width - len(before)):
+    cut = limit is not None and len(ids) > limit * (width - len(before))
+    if limit is not None and cut:
         ids = ids[: limit * (width - len(before))]
         size = len(str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)).encode())
     apart = windows(ids, width, width, before)
@@ -60,7 +62,7 @@ def _ask_text(task: Task, checkpoint: Checkpoint, width: int, stride: int, limit
     if not apart:
         raise UserError(f"{task.source} is too short: expected two tokens or more")
     groups = [range(len(apart)), range(len(apart), len(apart) + len(sliding))]
-    return Asked(task, apart + sliding, groups, [], width, stride, size / len(ids))
+    return Asked(task, apart + sliding, groups, [], width, stride, size / len(ids), cut)
 
 
 def _ask_items(task: Task, checkpoint: Checkpoint) -> Asked:
@@ -124,7 +126,15 @@ def _text_figures(questions: Asked, scored: Sequence[Scored]) -> list[Measure]:
     share = last.below * questions.bytes
     bits = last.above / math.log(2)
     measures.append(
-        Measure("bits_per_byte", "bits per byte, sliding windows", bits, share, tokens=last.tokens, universal=True)
+        Measure(
+            "bits_per_byte",
+            "bits per byte, sliding windows",
+            bits,
+            share,
+            tokens=last.tokens,
+            universal=True,
+            cut=questions.cut,
+        )
     )
     return measures
 

@@ -18,6 +18,7 @@ from attnres.evals.scoring import Request
 from attnres.stats import or_none, perplexity, ratio
 
 OTHER_TOKENS = "different tokens: bits per byte compare, this does not"
+OTHER_PLACES = "different tokens, by which the limit cuts the text: leave out --limit to compare"
 NO_ITEMS = "no values per item"
 """Why two models have no difference."""
 
@@ -34,6 +35,7 @@ class Measure:
         unit: of m and so of differences.
         chance: what guessing gives, where that is known.
         tokens: a digest of the tokens that the figure hangs on; empty where it is the same for any tokenizer.
+        cut: whether the text was cut, by this model's tokens.
         universal: whether the figure may be compared across tokenizers, though its items may not.
     """
 
@@ -46,6 +48,7 @@ class Measure:
     chance: float | None = None
     tokens: str = ""
     universal: bool = False
+    cut: bool = False
     fixed: tuple[float, float | None] | None = None
     """(figure, standard error) where another program gave no values per item."""
 
@@ -81,6 +84,8 @@ def difference(first: Measure, second: Measure) -> Difference:
     if first.tokens == second.tokens:
         change = ratio(second.above - first.above, first.below)
         return Difference(change.mean, or_none(change.error), change.items)
+    if first.universal and (first.cut or second.cut):
+        return Difference(None, reason=OTHER_PLACES)
     if not first.universal:
         return Difference(None, reason=OTHER_TOKENS)
     (before, first_error), (after, second_error) = first.estimate(), second.estimate()

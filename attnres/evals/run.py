@@ -125,6 +125,8 @@ def _check(config: EvalConfig) -> None:
         value = getattr(config, name)
         if value is not None and value < least:
             raise UserError(f"{name} is {value}: expected a whole number, at least {least}")
+    if config.lm_eval_tasks is not None and not any(name.startswith(LM_EVAL) for name in config.tasks):
+        raise UserError(f"lm_eval_tasks is given and no task of lm-eval: name one as {LM_EVAL}NAME, or leave it out")
 
 
 def _no_twins(names: Sequence[str]) -> None:

@@ -186,10 +186,11 @@ def read_task(name: str, data: str | Path | None = None, limit: int | None = Non
         items = _hub_items(name, known) if path is None else _lines(path, known.query)
         return _task(name, _source(known, path), items, limit, norm=known.norm, per_token=known.per_token)
     path = user_path(name)
+    own = path.name if path.stem in TASKS else path.stem  # a file is read as it is, and is no task of that name
     if path.suffix == ".jsonl":
-        return _task(path.stem, str(path), _lines(path, str), limit)
+        return _task(own, str(path), _lines(path, str), limit)
     if path.suffix in (".txt", ".raw"):
-        return Task(path.stem, "text", str(path), text=_some(read_text(path), str(path)))
+        return Task(own, "text", str(path), text=_some(read_text(path), str(path)))
     raise unknown("task", name, [*TASKS, f"{LM_EVAL}NAME", "FILE.jsonl", "FILE.txt"])
 
 

@@ -10,7 +10,7 @@ from matplotlib.patches import FancyArrowPatch
 
 from attnres.figures import style
 from attnres.figures.cells import SIGNED_MAP, cells, named, rooted, scale
-from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, label, number, plain
+from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, label, plain
 from attnres.inspect.colours import LESS, MORE, source_colours
 from attnres.inspect.routing import Routing
 from attnres.residuals import Read, Source, depths, outputs
@@ -41,7 +41,7 @@ def edge_map(measured: "Attribution | Patching", title: str) -> Plot:
     named(axes[0, 0], [label(one) for one in across], names, np.arange(len(values), dtype=float), width - 1.3, height)
     ticks = [part * largest for part in (-1, -0.25, 0, 0.25, 1)]
     scale(figure, mesh, axes[0, 0], "restored" if patched else "change of ln p without it, nats", fraction=0.05)
-    figure.axes[-1].set_yticks(ticks, [number(tick) for tick in ticks])
+    figure.axes[-1].set_yticks(ticks, [f"{tick:.2g}".replace("-", "−") for tick in ticks])
     what = (
         "What of the clean prompt's prediction each edge's vector restores in the corrupted one: 0 nothing, 1 all."
         if patched

@@ -87,7 +87,8 @@ def difference(comparison: Comparison) -> Plot:
 def final_difference(comparison: Comparison) -> Plot:
     """Draw each finished variant's difference to the baseline at the end. Raises NotShown."""
     colours = {one.label: look["color"] for one, look in zip(comparison.variants, comparison.looks(), strict=True)}
-    shown = [one for one in comparison.variants if one.differences and one.complete]
+    complete = all(one.complete for one in comparison.variants if one.label == comparison.baseline)
+    shown = [one for one in comparison.variants if one.differences and one.complete and complete]
     if not shown:
         raise NotShown("no finished run that can be compared with the baseline's")
     figure, axes = canvas(COLUMN, 0.75 + 0.33 * len(shown))

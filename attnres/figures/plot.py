@@ -213,9 +213,10 @@ def log_if_wide(ax: Axes, values: Sequence[float] | np.ndarray, factor: float = 
 
 
 def from_zero(ax: Axes) -> None:
-    """y from zero to a little above what is drawn, which may all lie far from zero."""
-    top = ax.dataLim.y1
-    ax.set_ylim(0, 1.06 * top if top > 0 else 1)
+    """y from zero, or from a little below what is drawn there, to a little above what is drawn, which may all lie far
+    from zero."""
+    low, top = ax.dataLim.y0, ax.dataLim.y1
+    ax.set_ylim(min(0.0, 1.06 * low) if math.isfinite(low) else 0, 1.06 * top if top > 0 else 1)
 
 
 def legend(figure: Figure, *axes: Axes) -> None:

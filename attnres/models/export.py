@@ -27,7 +27,9 @@ SHARD = "5GB"
 """Largest file of weights; they are written from where they lie, so its size costs no memory."""
 
 
-def export_model(model: DepthMixin | str | Path, out: str | Path, to: str | None = None) -> str:
+def export_model(
+    model: DepthMixin | str | Path, out: str | Path, to: str | None = None, *, trust_remote_code: bool = False
+) -> str:
     """Write a model with depth reads as it is, weights bit for bit, with its tokenizer and generation settings.
 
     >>> print(export_model("wdlctc/open-attnres-block", "models/cumulative"))     # doctest: +SKIP
@@ -37,6 +39,7 @@ def export_model(model: DepthMixin | str | Path, out: str | Path, to: str | None
         model: in memory; or a run folder, a model folder or a hub name, of attnres or of another project.
         out: a folder, new or empty, which is there whole or not at all.
         to: a name in `foreign.WRITTEN` ("open-attnres", "fla"), whose projects load the folder; None is our layout.
+        trust_remote_code: run code that comes with the model.
 
     Returns:
         What was written, in a few lines.
@@ -50,7 +53,7 @@ def export_model(model: DepthMixin | str | Path, out: str | Path, to: str | None
     out = refuse_other(out)
     name, extra_files = type(model).__name__, dict[str, Path]()
     if isinstance(model, str | Path):
-        checkpoint = open_checkpoint(model)
+        checkpoint = open_checkpoint(model, trust_remote_code=trust_remote_code)
         if checkpoint.kind == "plain":
             raise UserError(f"{model} is a plain model, which has no depth reads to write: give it some with convert")
         theirs = [kind.name for kind in formats_of(checkpoint.fields)]

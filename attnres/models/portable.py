@@ -29,7 +29,7 @@ class _Logits(nn.Module):
         return self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).logits
 
 
-def export_graph(model: str | Path, out: str | Path, *, onnx: bool = False) -> str:
+def export_graph(model: str | Path, out: str | Path, *, onnx: bool = False, trust_remote_code: bool = False) -> str:
     """Write a language model as a graph that computes logits of any number of rows and tokens.
 
     >>> print(export_graph("runs/mine", "exported", onnx=True))      # doctest: +SKIP
@@ -39,6 +39,7 @@ def export_graph(model: str | Path, out: str | Path, *, onnx: bool = False) -> s
         out: a folder, new or empty, which is there whole or not at all: `model.onnx`, or `model.pt2` for
             `torch.export.load`, with the tokenizer.
         onnx: write ONNX (extra `export`), and compare what onnxruntime computes; else what torch.export gives.
+        trust_remote_code: run code that comes with the model.
 
     Returns:
         What was written, and how far its logits are from the model's.
@@ -50,7 +51,7 @@ def export_graph(model: str | Path, out: str | Path, *, onnx: bool = False) -> s
     out = refuse_other(out)
     if onnx and any(importlib.util.find_spec(name) is None for name in ("onnx", "onnxscript", "onnxruntime")):
         raise UserError("ONNX needs the packages onnx, onnxscript and onnxruntime: pip install 'attnres[export]'")
-    checkpoint = open_checkpoint(model)
+    checkpoint = open_checkpoint(model, trust_remote_code=trust_remote_code)
     loaded = checkpoint.load("fp32")
     if loaded.get_output_embeddings() is None:
         raise UserError(f"{model} is a {type(loaded).__name__}: a model with a language-model head is expected")

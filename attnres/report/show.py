@@ -10,6 +10,7 @@ from attnres.report.page import write_report
 from attnres.report.runs import Study, load_study
 from attnres.report.table import build_table
 from attnres.report.verdict import verdict
+from attnres.terminal import wide
 
 
 def show(*folders: Path, out: Path, images: str | None = None) -> Study:
@@ -22,7 +23,7 @@ def show(*folders: Path, out: Path, images: str | None = None) -> Study:
         refuse_other(out, "report")
     written = write_report(study, out, images)
     table = build_table(study)
-    console = Console()
+    console = wide(Console())
     print_table(table, verdict(study, table), console)
     console.print(f"\n{written[0]}", style="bold", highlight=False, soft_wrap=True)
     return study

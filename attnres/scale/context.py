@@ -36,6 +36,11 @@ def share_out_tokens(model: DepthMixin, mesh: DeviceMesh) -> Slices:
     if kinds or getattr(config, "attn_logit_softcapping", None) is not None or model.residual.itself().value_mix:
         what = f"layers of {sorted(kinds)}" if kinds else "attention with capped logits or shared values"
         raise UserError(f"{type(model).__name__} has {what}, which cp does not gather: train it with dp, shard or pp")
+    if not model._supports_sdpa:
+        raise UserError(
+            f"the attention of {type(model).__name__} is more than PyTorch's (sinks, say), which cp would leave out: "
+            "train it with dp, shard or pp"
+        )
     slices = Slices(mesh)
     name = f"attnres_context_{next(_numbers)}"
     attention = _Attention(slices)
@@ -113,13 +118,15 @@ class _Mask:
 
 
 class _Positions:
-    """Before a layer: rotary embeddings of this rank's tokens."""
+    """Before a layer: rotary embeddings and positions of this rank's tokens."""
 
     def __init__(self, slices: Slices) -> None:
         self.slices = slices
 
     def __call__(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        whole = kwargs.get("position_embeddings")
-        if whole is None:
-            return None
-        return args, {**kwargs, "position_embeddings": tuple(self.slices.of(part) for part in whole)}
+        whole, places, ours = kwargs.get("position_embeddings"), kwargs.get("position_ids"), {}
+        if whole is not None:
+            ours["position_embeddings"] = tuple(self.slices.of(part) for part in whole)
+        if places is not None and places.ndim == 2:
+            ours["position_ids"] = self.slices.of(places)
+        return args, {**kwargs, **ours}

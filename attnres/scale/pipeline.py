@@ -34,11 +34,13 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 class Schedule(NamedTuple):
-    """A schedule of torch's: its name there, whether a rank has several stages, and whether they are placed as a V."""
+    """A schedule of torch's: its name there, whether a rank has several stages, whether they are placed as a V, and
+    whether it makes gradients of inputs and of weights apart."""
 
     torch_name: str
     several: bool = False
     v_shaped: bool = False
+    apart: bool = False
 
 
 SCHEDULES = {
@@ -46,9 +48,9 @@ SCHEDULES = {
     "1f1b": Schedule("1F1B"),
     "looped_bfs": Schedule("LoopedBFS", several=True),
     "interleaved": Schedule("Interleaved1F1B", several=True),
-    "interleaved_zero_bubble": Schedule("InterleavedZeroBubble", several=True),
-    "zbv": Schedule("ZBVZeroBubble", several=True, v_shaped=True),
-    "dualpipev": Schedule("DualPipeV", several=True, v_shaped=True),
+    "interleaved_zero_bubble": Schedule("InterleavedZeroBubble", several=True, apart=True),
+    "zbv": Schedule("ZBVZeroBubble", several=True, v_shaped=True, apart=True),
+    "dualpipev": Schedule("DualPipeV", several=True, v_shaped=True, apart=True),
 }
 
 
@@ -122,6 +124,23 @@ def plan_cut(
     elif sum(layers) != len(model.depth_layers):
         raise UserError(f"the layers of the stages are {list(layers)}, and the model has {len(model.depth_layers)}")
     return cut_of(layers, where, sublayers=len(model.residual.itself().sublayers))
+
+
+def refuse_schedule(model: DepthMixin, cut: Cut, name: str, *, shards: int, loss: str) -> None:
+    """Raise UserError for a model, in so many shares and with this kind of loss, that the schedule would train wrongly
+    or not at all."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = {id(p) for p in head.parameters()} & {id(p) for p in table.parameters()} if head is not None else set()
+    if shards > 1 and cut.stages > 1 and cut.ranks[0] == cut.ranks[-1] and tied:
+        raise UserError(
+            f"the schedule {name} has both ends of the model in one process, whose one table of embedding and head "
+            "cannot be shared out with each: use --shard 1, --pp-schedule interleaved, or a model whose head is untied"
+        )
+    if schedule_named(name).apart and loss != "whole":
+        raise UserError(
+            f"the loss is {loss} and the schedule {name} makes gradients of inputs and of weights apart, which needs "
+            "it whole: give --loss whole or --pp-schedule interleaved"
+        )
 
 
 class Sent:
@@ -200,6 +219,12 @@ class Pipeline:
         base = stage_class()
 
         class Counting(base):  # ty: ignore[unsupported-base]
+            def forward_one_chunk(
+                self, fwd_chunk_id: int, args: Any, kwargs: dict[str, Any] | None = None, *more: Any, **named: Any
+            ) -> Any:
+                kwargs = {**(kwargs or {}), "microbatch": fwd_chunk_id}  # a tensor of it would be waited for
+                return super().forward_one_chunk(fwd_chunk_id, args, kwargs, *more, **named)
+
             def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
                 ops = super().get_fwd_send_ops(fwd_chunk_id)
                 sent.forward += sum(op.tensor.numel() for op in ops)
@@ -237,10 +262,6 @@ class Pipeline:
         """Whether the last stage is on this rank."""
         return self.cut.ranks[-1] == self.rank
 
-    def _arguments(self, x: Tensor, y: Tensor) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        number = torch.arange(self.microbatches, device=self.device)
-        return ((x,) if self.cut.ranks[0] == self.rank else ()), {"microbatch": number, "targets": y}
-
     def step(self, x: Tensor, y: Tensor, weight: float) -> Tensor:
         """Make the gradients of `weight` times the summed losses of a batch, and return that in fp64: zero on a rank
         without the last stage.
@@ -251,11 +272,11 @@ class Pipeline:
         Raises:
             RuntimeError: a gradient that no stage collected.
         """
-        args, kwargs = self._arguments(x, y)
+        args = (x,) if self.cut.ranks[0] == self.rank else ()
         losses: list[Tensor] = []
         weights = torch.full((self.microbatches,), weight, dtype=torch.float64, device=self.device)
         last = {"target": weights, "losses": losses} if self.has_last else {}
-        self.schedule.step(*args, **last, return_outputs=False, **kwargs)
+        self.schedule.step(*args, **last, return_outputs=False, targets=y)
         self.cache.check()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         return sum((loss.detach().double() for loss in losses), total)
@@ -265,26 +286,28 @@ class Pipeline:
         """Return the losses (B, T) of microbatches of `batch` sequences, as many as there are; zeros on ranks without
         the last stage.
 
-        Stage by stage, all microbatches: torch's schedules that place stages as a V cannot run forward alone (2.13).
+        Microbatch by microbatch, through all stages of this rank: torch's schedules that place stages as a V cannot run
+        forward alone (2.13), and stage by stage two ranks could each wait for the other to receive.
         """
-        parts = list(zip(x.split(self.batch), y.split(self.batch), strict=True))
-        outputs: list[Any] = []
+        parts = zip(x.split(self.batch), y.split(self.batch), strict=True)
+        outputs = list[Tensor]()
         works = []
-        for module in self.stages:
-            came, goes = module.came, module.goes
-            for number, (inputs, targets) in enumerate(parts):
+        for number, (inputs, targets) in enumerate(parts):
+            output: Any = None
+            for module in self.stages:
+                came, goes = module.came, module.goes
                 if came is None:
                     received: tuple[Tensor, ...] = (inputs,)
-                elif came.local:
-                    received = outputs[number]
+                elif came.local:  # the stage before is this rank's too
+                    received = output
                 else:
                     like = shapes(came, self.batch, x.shape[1], self.width, self.dtype)
                     received = tuple(torch.empty_like(meta, device=self.device) for meta in like)
                     _wait(self._with(dist.irecv, received, self.cut.ranks[module.stage - 1]))
                 output = module(*received, microbatch=number, targets=targets)
-                if goes is None or goes.local:
-                    outputs = [*outputs[:number], output, *outputs[number + 1 :]]
-                else:
+                if goes is None:
+                    outputs.append(output)
+                elif not goes.local:
                     works += self._with(dist.isend, output, self.cut.ranks[module.stage + 1])
         _wait(works)
         self.cache.check()
@@ -303,6 +326,8 @@ class Pipeline:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=self.group)
         for parameter in self.tied_here():
+            if not parameter.requires_grad:
+                continue
             _add_between(parameter, self.cut.ranks[0], self.cut.ranks[-1], self.group)
 
     def tied_here(self) -> list[nn.Parameter]:

@@ -50,7 +50,8 @@ ASSUMPTIONS = (
     "whole: parameters in shares are put together in bf16, two layers at a time (in stages all of them), and gradients "
     "are whole until the last micro-batch, whose end sends them",
     "a stage's transfers overlap with its work and cost what is left of them; gradients of shares are sent once a "
-    "step, parameters gathered twice (once in stages), within a node where pp and dp leave room",
+    "step, parameters gathered twice (once in stages), within a node where all shares of a copy lie in one; gradients "
+    "of copies are sent within a node where all copies of a stage do",
     "tokens of slices (tp) are gathered and added up twice a sublayer, forward and back, in bf16 within a node, and "
     "nothing of that overlaps",
     "bubble (P-1)/(V M + P-1); zero-bubble schedules are taken as without one at M >= 2 P",
@@ -277,11 +278,11 @@ class _LaidOut:
 
     def traffic(self) -> dict[str, float]:
         """Return the bytes that a rank sends in a step."""
-        (dp, shard, pp, tp, *_), load = self.layout, self.load
+        (_, shard, pp, tp, *_), load = self.layout, self.load
         mean, rest = sum(self.owned) / pp, sum(self.outside) / pp
         gathered = (1 if pp > 1 else 2) * load.microbatches ** (pp == 1)
         share_bytes = (shard - 1) / shard * (gathered * ((mean - rest) * load.itemsize + rest * 4) + mean * 4)
-        share_bytes += 8 * (mean / shard * (dp - 1) / dp + self.of_residual * (1 - 1 / (dp * shard)))
+        share_bytes += self.copied()
         sublayers = len(self.model.depth_layers) * self.sublayers
         passes = 2 * 2 * sublayers * load.microbatches  # gathered and added up, forward and back
         slice_bytes = passes * (1 - 1 / tp) * self.vector / 4 * load.itemsize
@@ -293,6 +294,11 @@ class _LaidOut:
             "slice_bytes": slice_bytes,
         }
 
+    def copied(self) -> float:
+        """Return the bytes of gradients that a rank sends to the copies of its share, the residual's to all."""
+        dp, shard, pp, *_ = self.layout
+        return 8 * (sum(self.owned) / pp / shard * (dp - 1) / dp + self.of_residual * (1 - 1 / (dp * shard)))
+
     def time(self, traffic: Mapping[str, float], *, twice: bool) -> dict[str, float]:
         """Return the bubble, a step's seconds and the tokens a second; `twice`: layers are passed forward twice."""
         (dp, shard, pp, tp, virtual, schedule), load = self.layout, self.load
@@ -303,9 +309,11 @@ class _LaidOut:
         bubble = 0.0
         if pp > 1 and not (schedule in ("zbv", "interleaved_zero_bubble", "dualpipev") and load.microbatches >= 2 * pp):
             bubble = (pp - 1) / (virtual * load.microbatches + pp - 1)
-        link = device.inside if shard * pp * tp <= device.node else device.outside
+        within = (device.inside if group * tp <= device.node else device.outside for group in (shard, dp * shard))
+        of_shares, of_copies = within  # stages are further apart than copies, copies than shares
         between = device.inside if load.gpus <= device.node else device.outside
-        sending = max(0.0, traffic["stage_bytes"] / between - work) + max(0.0, traffic["share_bytes"] / link - work)
+        shares = (traffic["share_bytes"] - self.copied()) / of_shares + self.copied() / of_copies
+        sending = max(0.0, traffic["stage_bytes"] / between - work) + max(0.0, shares - work)
         seconds = work / (1 - bubble) + sending + traffic["slice_bytes"] / device.inside
         return {"bubble": bubble, "seconds": seconds, "tokens_per_s": step_tokens / seconds}
 

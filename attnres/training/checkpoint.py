@@ -279,7 +279,7 @@ def _unfilled(folder: Path, state: dict[str, Any]) -> Any:
         raise UserError(f"cannot build the model of {folder} ({error}): {_DAMAGED}") from error
 
 
-def export_weights(name: str, out: str) -> str:
+def export_weights(name: str, out: str, *, trust_remote_code: bool = False) -> str:
     """Write the model of a run, a checkpoint or any model with depth reads in Hugging Face layout, with its tokenizer.
 
     Returns:
@@ -296,7 +296,7 @@ def export_weights(name: str, out: str) -> str:
     finished = (path / "model" / "config.json").is_file() and not (path / SHARES).is_dir()
     folder = path if (path / SHARES).is_dir() or finished else path / "checkpoint"
     if not (folder / SHARES).is_dir():
-        return export_model(name, out)
+        return export_model(name, out, trust_remote_code=trust_remote_code)
     from attnres.scale.state import load_shards
 
     state = stored_state(folder)

@@ -244,10 +244,12 @@ class Staged(Sharded):
         check_schedule(parallel.pp_schedule, parallel.pp, self.virtual, config.accumulation)
 
     def place(self, objective: Objective) -> Any:
-        from attnres.scale.pipeline import Pipeline, plan_cut
+        from attnres.scale.pipeline import Pipeline, plan_cut, refuse_schedule
         from attnres.scale.shard import shard
 
         config, parallel, model = self.config, self.config.parallel, objective.model
+        cut = plan_cut(model, parallel.pp, parallel.pp_schedule, self.virtual, parallel.pp_layers)
+        refuse_schedule(model, cut, parallel.pp_schedule, shards=parallel.shard, loss=objective.kind)
         self.rebuild = _rebuilder(model)
 
         def prepare(stage: Any) -> None:
@@ -256,7 +258,7 @@ class Staged(Sharded):
 
         self.pipeline = Pipeline(
             model,
-            plan_cut(model, parallel.pp, parallel.pp_schedule, self.virtual, parallel.pp_layers),
+            cut,
             schedule=parallel.pp_schedule,
             microbatches=config.accumulation,
             batch=config.batch_size // config.accumulation // self.shares,

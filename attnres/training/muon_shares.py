@@ -93,10 +93,10 @@ class _Divided:
         return filled
 
     def gather(self, part: Tensor, owner: int) -> tuple[Any, list[Tensor]]:
-        """Send this rank's part to the owner."""
+        """Send this rank's part to the owner, who alone gets all parts."""
         filled = self._filled(part, self.rows)
-        parts = [torch.empty_like(filled) for _ in range(dist.get_world_size(self.ranks))]
         mine = dist.get_rank(self.ranks) == owner
+        parts = [torch.empty_like(filled) for _ in range(dist.get_world_size(self.ranks) if mine else 0)]
         target = dist.get_global_rank(self.ranks, owner)
         return dist.gather(filled, parts if mine else None, dst=target, group=self.ranks, async_op=True), parts
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from corpora import document, write_jsonl
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from attnres.data import Prepared, build, load_tokenizer, open_tokens, prepare
 from attnres.data.encode import Encoder
@@ -110,6 +110,23 @@ def test_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path):
     made = prepare(str(path), str(tmp_path / "tokenizer.json"), held_out=0, progress=False)
     assert made.header["dtype"] == "uint32"
     assert made.tokens("train")[:].tolist() == [69_999, 5, 70_000, 65_536, 70_000]
+
+
+def test_the_tokenizer_of_the_data_adds_no_token_that_they_do_not_have(corpus: Path, tmp_path: Path):
+    """As Llama 3's would: one in front of every text, after a ByteLevel that trims offsets."""
+    prepared = prepare(corpus, tokenizer="bpe:300", out=tmp_path / "plain")
+    own = load_tokenizer(prepared.path)
+    own.add_special_tokens(["<s>"])
+    front = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", own.token_to_id("<s>"))])
+    own.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), front])
+    (tmp_path / "own").mkdir()
+    own.save(str(tmp_path / "own" / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>"}
+    (tmp_path / "own" / "tokenizer_config.json").write_text(json.dumps(config))
+    assert own.encode("some text").ids[0] == own.token_to_id("<s>")
+    again = load_tokenizer(prepare(corpus, tokenizer=str(tmp_path / "own"), out=tmp_path / "again").path)
+    assert again.encode("some text").ids == own.encode("some text").ids[1:]
+    assert list(again.encode("a b").offsets) == [(0, 1), (2, 3)], "what trims offsets stays"
 
 
 def test_prepared_folder_opens_with_auto_tokenizer(prepared: Prepared):

@@ -190,6 +190,12 @@ def test_folder_reads_files_of_all_kinds_by_name_and_leaves_out_hidden_ones(tmp_
     assert read(tmp_path) == ["a = 1", "b", "c"]
 
 
+def test_a_folder_of_text_may_be_called_as_a_build_of_python(tmp_path: Path):
+    (tmp_path / "config-guides").mkdir()
+    (tmp_path / "config-guides" / "a.txt").write_text("how to")
+    assert list(open_source(tmp_path).read()) == ["how to"]
+
+
 def test_python_file_is_decoded_as_its_coding_line_says(tmp_path: Path):
     (tmp_path / "a.py").write_bytes("# coding: latin-1\nx = 'é'\n".encode("latin-1"))
     assert "é" in read(tmp_path)[0]

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from attnres.evals.measures import NO_ITEMS, OTHER_TOKENS, Measure, difference, tokens_digest
+from attnres.evals.measures import NO_ITEMS, OTHER_PLACES, OTHER_TOKENS, Measure, difference, tokens_digest
 from attnres.evals.scoring import Request
 
 rng = np.random.default_rng(0)
@@ -69,6 +69,15 @@ def test_other_tokens_forbid_a_difference_but_of_bits_per_byte():
     assert not gap.paired
     assert gap.value == pytest.approx(two.estimate()[0] - one.estimate()[0])
     assert gap.error == pytest.approx(math.hypot(one.estimate()[1], two.estimate()[1]))
+
+
+def test_texts_that_are_cut_at_other_places_are_not_compared():
+    ends = [np.array([1.0, 2.0]), np.array([1.0, 1.0])]
+    one, two = (
+        Measure("b", "b", *ends, tokens=name, universal=True, cut=cut) for name, cut in (("a", False), ("c", True))
+    )
+    assert difference(one, two) == difference(two, one)
+    assert difference(one, two).value is None and difference(one, two).reason == OTHER_PLACES
 
 
 def test_a_figure_without_items_has_no_difference():

@@ -203,6 +203,7 @@ def test_ctrl_c_leaves_nothing(folders, data, tmp_path, monkeypatch, capsys):
         ({"tasks": ()}, "no task given: expected some of wikitext2, lambada"),
         ({"tasks": ("pica",)}, "unknown task 'pica': did you mean 'piqa'"),
         ({"tasks": ("piqa", "piqa")}, "task piqa is given twice"),
+        ({"tasks": ("piqa",), "lm_eval_tasks": "x"}, "lm_eval_tasks is given and no task of lm-eval: name one as"),
         ({"limit": 0}, "limit is 0: expected a whole number, at least 1"),
         ({"window": 1}, "window is 1: expected a whole number, at least 2"),
         ({"window": 65}, "window is 65 and .* takes 64 tokens"),

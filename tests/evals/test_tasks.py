@@ -116,6 +116,14 @@ def test_a_file_of_ones_own_is_a_task(tmp_path):
 GOOD = '{"query": "q", "choices": ["a", "b"], "gold": 0}'
 
 
+def test_a_file_that_is_called_like_a_task_is_a_file(tmp_path):
+    """Its lines are taken as they are, where the task's would be put into its words."""
+    path = tmp_path / "arc_easy.jsonl"
+    path.write_text(json.dumps({"query": "Which?", "choices": ["a", "b"], "gold": 0}))
+    task = read_task(str(path), None, None)
+    assert task.name == "arc_easy.jsonl" and task.items[0].pairs[0][0] == "Which?"
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -16,7 +16,7 @@ from attnres.models.build import build_shapes
 from attnres.scale.crossings import crossings, vectors
 from attnres.scale.layer_times import layer_times
 from attnres.scale.pipeline import plan_cut
-from attnres.scale.plan import Load, in_flight, plan
+from attnres.scale.plan import DEVICES, Load, in_flight, plan
 
 
 def shapes(residual="block", **fields):
@@ -52,6 +52,21 @@ def test_states_are_sixteen_bytes_a_parameter_in_shares():
     whole = sum(parameter.numel() for parameter in model.residual.parameters())
     (row,) = plan(model, Load(8), shard=8)
     assert row.states == (total - whole) * 16 / 8 + whole * 16 and row.vectors == row.stage_bytes == row.bubble == 0
+
+
+def test_what_copies_send_costs_what_their_link_does():
+    """Of 64 copies on eight nodes the slow link's time, of eight shares on one the fast one's, whatever lies further
+    out: 8 bytes a parameter and 63 / 64 of it, where nothing of it overlaps."""
+    model = shapes()
+    total = sum(parameter.numel() for parameter in model.parameters())
+    device = DEVICES["h100"]
+    load, alone = Load(64, context=1, batch=1, microbatches=1), {"pp": 1, "tp": 1}
+    (one,), (two,) = (plan(model, load, dp=dp, shard=64 // dp, **alone) for dp in (64, 8))
+    assert device.node == 8 and one.share_bytes == pytest.approx(8 * total * 63 / 64, rel=1e-3)
+    seconds = 64 / one.tokens_per_s
+    assert seconds == pytest.approx(one.share_bytes / device.outside, rel=0.02)
+    inside = two.share_bytes - 8 * total / 8 * 7 / 8
+    assert 64 / two.tokens_per_s == pytest.approx(inside / device.inside + total * 7 / 8 / device.outside, rel=0.05)
 
 
 def test_micro_batches_in_flight():

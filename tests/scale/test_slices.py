@@ -37,3 +37,8 @@ def test_attention_that_is_not_gathered_is_refused():
     model = build({**SIZE, "family": "gemma2"}, "full", vocab_size=31)
     with pytest.raises(UserError, match="capped logits or shared values, which cp does not gather"):
         share_out_tokens(model, THREE)
+    sinks = build(
+        {**SIZE, "family": "gpt_oss", "num_local_experts": 2, "num_experts_per_tok": 1}, "full", vocab_size=31
+    )
+    with pytest.raises(UserError, match=r"more than PyTorch's \(sinks, say\), which cp would leave out"):
+        share_out_tokens(sinks, THREE)

@@ -14,6 +14,7 @@ from attnres.residuals import RESIDUALS
 from attnres.scale.cache import Collect, Lend, RankCache
 from attnres.scale.crossings import crossings
 from attnres.scale.cut import cut_of, placed
+from attnres.scale.pipeline import plan_cut, refuse_schedule
 from attnres.scale.stage import Entry, StageModule, refuse_stages, shell
 
 FIVE = {**SIZE, "hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -173,6 +174,23 @@ def test_models_that_stages_cannot_be_made_of_are_refused():
         refuse_stages(watched)
     with pytest.raises(UserError, match="value_residual"):
         refuse_stages(build(FIVE, "block", vocab_size=31, settings={"num_blocks": 2, "value_residual": "fixed"}))
+
+
+def test_schedules_that_would_train_a_model_wrongly_are_refused():
+    """A V of stages has both ends on one rank: of a tied table in shares each would have a copy of its own, and one
+    would never be trained. And a loss in parts hands out its gradients once, where zero bubbles ask twice."""
+    tied, untied = (
+        build(FIVE | {"tie_word_embeddings": tie}, "block", vocab_size=31, settings={"num_blocks": 2})
+        for tie in (True, False)
+    )
+    ends = {name: plan_cut(tied, 2, name, 2) for name in ("zbv", "interleaved")}
+    with pytest.raises(UserError, match="both ends of the model in one process, whose one table"):
+        refuse_schedule(tied, ends["zbv"], "zbv", shards=2, loss="whole")
+    with pytest.raises(UserError, match="loss is chunked and the schedule interleaved_zero_bubble"):
+        refuse_schedule(tied, ends["interleaved"], "interleaved_zero_bubble", shards=1, loss="chunked")
+    refuse_schedule(tied, ends["zbv"], "zbv", shards=1, loss="whole")
+    refuse_schedule(untied, ends["zbv"], "zbv", shards=2, loss="whole")
+    refuse_schedule(tied, ends["interleaved"], "interleaved", shards=2, loss="chunked")
 
 
 @pytest.mark.parametrize("residual", sorted(RESIDUALS))
