@@ -31,7 +31,7 @@ from attnres.figures.dynamics import over_steps
 from attnres.figures.geometry import learned
 from attnres.figures.mixing import layer_shares, mixing
 from attnres.figures.patterns import at_boundaries, boundaries, by_kind, label_sources, patterns, shares
-from attnres.figures.plot import PAGE, canvas, label, thin_ticks
+from attnres.figures.plot import PAGE, canvas, from_zero, label, panels, thin_ticks
 from attnres.figures.tokens import _layout, drawable, stacked, token_map
 from attnres.inspect.routing import FIELD
 from attnres.report.theme import to_svg
@@ -519,6 +519,26 @@ def test_intervals_of_two_seeds_leave_the_lines_to_be_seen():
     narrow = Comparison([variant("standard", "standard"), block], "standard")
     assert "leave the axes" not in losses.difference(narrow).caption
     assert "to the edge" not in losses.final_difference(narrow).caption
+
+
+def test_at_the_end_nothing_is_held_against_a_baseline_on_its_way():
+    block = variant("block", "block", differences=[Difference(1, -0.06, 0.01)], complete=True)
+    standard = variant("standard", "standard", complete=True)
+    assert losses.final_difference(Comparison([standard, block], "standard")).figure.axes
+    unfinished = dataclasses.replace(standard, complete=False)
+    with pytest.raises(NotShown, match="no finished run that can be compared"):
+        losses.final_difference(Comparison([unfinished, block], "standard"))
+
+
+def test_what_lies_below_zero_is_on_an_axis_from_zero():
+    _, (ax,) = panels(1)
+    ax.plot([1, 2], [-0.004, 1.0])
+    from_zero(ax)
+    low, high = ax.get_ylim()
+    assert -0.01 < low < -0.004 and 1 < high < 1.1
+    ax.plot([1, 2], [-0.5, 0.0])
+    from_zero(ax)
+    assert ax.get_ylim()[0] < -0.5
 
 
 def test_what_chance_does_is_a_band_where_the_baseline_has_several_seeds():
