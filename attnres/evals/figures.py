@@ -53,9 +53,10 @@ def _ask_text(task: Task, checkpoint: Checkpoint, width: int, stride: int, limit
     ids = tokenizer(task.text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     size = len(task.text.encode())
     before = token_in_front(tokenizer)
-    cut = limit is not None and len(ids) > limit * (width - len(before))
-    if limit is not None and cut:
-        ids = ids[: limit * (width - len(before))]
+    most = len(ids) if limit is None else limit * (width - len(before))
+    cut = len(ids) > most
+    if cut:
+        ids = ids[:most]
         size = len(str(tokenizer.decode(ids, clean_up_tokenization_spaces=False)).encode())
     apart = windows(ids, width, width, before)
     sliding = windows(ids, width, stride, before)

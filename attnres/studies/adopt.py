@@ -88,8 +88,8 @@ def same_text(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]
     ours = to_dict(plan.first)["data"]
     for folder, config in runs.items():
         theirs = config["data"]
-        alike = same_name(theirs.get("source"), ours["source"]) and {**theirs, "source": ours["source"]} == ours
-        if alike and (folder / "data.json").is_file() and not _same_data(folder, data):
+        asked = same_name(theirs.get("source"), ours["source"]) and {**theirs, "source": ours["source"]} == ours
+        if asked and (folder / "data.json").is_file() and not _same_data(folder, data):
             raise UserError(
                 f"{folder} was trained on another text than {ours['source']} has now: give the same --source, or "
                 "choose another --out"
