@@ -18,7 +18,6 @@ from attnres.forward import evaluating
 from attnres.inspect import notebook
 from attnres.inspect.effects import Text, prompt_ids
 from attnres.inspect.places import position_of
-from attnres.models.families import layer_count
 
 ATTENDING = ("attention", "full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers, as a config names them, whose attention has weights."""
@@ -99,6 +98,8 @@ def _layers(config: Any, count: int) -> list[int]:
     Raises:
         UserError: the config does not say.
     """
+    from attnres.models.families import layer_count  # which loads Transformers; pictures import this file without
+
     every = list(range(layer_count(config) or count))
     kinds: Any = getattr(config.get_text_config(decoder=True), "layer_types", None) or ()
     attending = [layer for layer, kind in enumerate(kinds) if kind in ATTENDING]
