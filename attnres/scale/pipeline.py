@@ -129,9 +129,7 @@ def plan_cut(
 def refuse_schedule(model: DepthMixin, cut: Cut, name: str, *, shards: int, loss: str) -> None:
     """Raise UserError for a model, in so many shares and with this kind of loss, that the schedule would train wrongly
     or not at all."""
-    table, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = {id(p) for p in head.parameters()} & {id(p) for p in table.parameters()} if head is not None else set()
-    if shards > 1 and cut.stages > 1 and cut.ranks[0] == cut.ranks[-1] and tied:
+    if shards > 1 and cut.stages > 1 and cut.ranks[0] == cut.ranks[-1] and _tied(model):
         raise UserError(
             f"the schedule {name} has both ends of the model in one process, whose one table of embedding and head "
             "cannot be shared out with each: use --shard 1, --pp-schedule interleaved, or a model whose head is untied"
@@ -141,6 +139,12 @@ def refuse_schedule(model: DepthMixin, cut: Cut, name: str, *, shards: int, loss
             f"the loss is {loss} and the schedule {name} makes gradients of inputs and of weights apart, which needs "
             "it whole: give --loss whole or --pp-schedule interleaved"
         )
+
+
+def _tied(model: DepthMixin) -> set[int]:
+    """Return the ids of the parameters that the embedding and the head share."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return {id(p) for p in head.parameters()} & {id(p) for p in table.parameters()}
 
 
 class Sent:
@@ -192,7 +196,7 @@ class Pipeline:
         self.cache, self.sent = RankCache(), Sent()
         self.width, self.dtype = model.config.hidden_size, next(model.depth_layers[0].parameters()).dtype
         head: Any = model.get_output_embeddings()
-        tied = {id(p) for p in head.parameters()} & {id(p) for p in model.get_input_embeddings().parameters()}
+        tied = _tied(model)
         ends = [stage for stage in (0, cut.stages - 1) if cut.ranks[stage] == self.rank]
         self.tied = [p for p in head.parameters() if id(p) in tied and len(ends) == 1]
         """Parameters of which the first stage's rank and the last one's have a copy each."""
@@ -326,9 +330,8 @@ class Pipeline:
                     parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad, group=self.group)
         for parameter in self.tied_here():
-            if not parameter.requires_grad:
-                continue
-            _add_between(parameter, self.cut.ranks[0], self.cut.ranks[-1], self.group)
+            if parameter.requires_grad:
+                _add_between(parameter, self.cut.ranks[0], self.cut.ranks[-1], self.group)
 
     def tied_here(self) -> list[nn.Parameter]:
         """Return this rank's copies of tables that the first stage's rank and the last one's both have."""

@@ -94,8 +94,8 @@ def make_plan(config: CompareConfig, here: bool = True) -> Plan:
             # What the base configuration has for other variants is no setting of this one.
             runs[name] = settle(resolve(without_idle(_trained(variant, run), kept=variant.training)))
             check(runs[name])
-    if all(idle(base.finetune).keys() & idle(_trained(variant, base).finetune) for variant in variants.values()):
-        check(base)  # which refuses what no variant has a use for
+    used_by_none = set(idle(base.finetune)).intersection(*(idle(_trained(v, base).finetune) for v in variants.values()))
+    check(without_idle(base, kept=used_by_none))
     for label in variants:
         check_model(runs[run_name(label, config.seeds[0])])
     baseline = next(

@@ -256,6 +256,10 @@ def test_settings_of_some_variants_fine_tuning_are_none_of_the_others(tmp_path, 
     base = dataclasses.replace(config.base, model=model, finetune=FinetuneConfig(init_from="x", lora_rank=4))
     runs = make_plan(dataclasses.replace(config, base=base)).runs.values()
     assert [run.finetune.lora_rank for run in runs] == [FinetuneConfig().lora_rank, 4]
+    both = dataclasses.replace(base, finetune=dataclasses.replace(base.finetune, distill_temperature=2.0))
+    variants = ["standard@distill_weight=0.5", "block@train_only=lora"]  # each with a use for one of the two
+    runs = make_plan(dataclasses.replace(config, base=both, variants=variants)).runs.values()
+    assert [(run.finetune.lora_rank, run.finetune.distill_temperature) for run in runs] == [(8, 2.0), (4, 1.0)]
     for variants in (["standard", "block"], ["standard", "block@lora_rank=2"]):
         with pytest.raises(UserError, match=r"lora_rank is \d and would change nothing"):
             make_plan(dataclasses.replace(config, base=base, variants=variants))
