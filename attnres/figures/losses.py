@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -68,7 +68,7 @@ def difference(comparison: Comparison) -> Plot:
     if len(settled) == 1:
         raise NotShown("no two measurements that can be compared with the baseline's")
     shown = _beside(settled, edges)
-    _limits(ax, [*settled, *shown])
+    ax.set_ylim(_limits([*settled, *shown]))
     _training_axis(ax, comparison)
     ax.set_ylabel("difference, nats per token")
     legend(figure, ax)
@@ -114,7 +114,7 @@ def final_difference(comparison: Comparison) -> Plot:
     ax.spines["left"].set_visible(False)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
     bars = _beside(means, edges)
-    _limits(ax, [*means, *bars], of=ax.set_xlim)
+    ax.set_xlim(_limits([*means, *bars]))
     ax.set_xlabel("difference in held-out loss, nats per token")
     caption = (
         "Left of the line is better. Bars: interval of the paired difference, 95 % over all variants together; hollow: "
@@ -179,7 +179,7 @@ def _curves(ax: Axes, comparison: Comparison, curves: Sequence[Mapping[int, Poin
             ax.plot(places, mean, label=name, marker=marker, markersize=2.2, linewidth=1.2, **look)
     if not ax.lines:
         raise NotShown("the runs recorded no such loss")
-    _limits(ax, late)
+    ax.set_ylim(_limits(late))
     _training_axis(ax, comparison)
 
 
@@ -202,12 +202,13 @@ def _cut_off(ax: Axes) -> str:
     return " The steep start is cut off." if any(len(line) and line[0] > top for line in lines) else ""
 
 
-def _limits(ax: Axes, values: Sequence[float], of: Callable[..., object] | None = None) -> None:
-    """Let an axis, the upright one unless told, hold these values."""
+def _limits(values: Sequence[float]) -> tuple[float, float] | None:
+    """Of an axis that holds these values, with some room; none without values."""
     values = [value for value in values if math.isfinite(value)]
-    if values:
-        pad = 0.06 * (max(values) - min(values)) or 0.01
-        (of or ax.set_ylim)(min(values) - pad, max(values) + pad)
+    if not values:
+        return None
+    room = 0.06 * (max(values) - min(values)) or 0.01
+    return min(values) - room, max(values) + room
 
 
 def _beside(values: Sequence[float], edges: Sequence[float]) -> list[float]:

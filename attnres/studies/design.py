@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attnres.run_names import label_and_seed
-from attnres.studies.analyses.noise import UNKNOWN, Noise, Spread, spread_of
+from attnres.studies.analyses.noise import UNMEASURED, Noise, Spread, spread_of
 from attnres.studies.plan import CompareConfig
 from attnres.training.config import TrainConfig, from_dict
 
@@ -136,9 +136,9 @@ class Measured:
         values = list(self.finals(arm, label, quantity).values())
         return sum(values) / len(values) if values else math.nan
 
-    def diverged(self, arm: str, label: str) -> list[int]:
-        """The seeds whose loss did not stay finite."""
-        rows = (row for row in self.rows if (row.arm, row.label) == (arm, label))
+    def diverged(self, arm: str, label: str, quantity: str | None = None) -> list[int]:
+        """The seeds of which that quantity, or any, did not stay finite."""
+        rows = (row for row in self.rows if (row.arm, row.label) == (arm, label) and quantity in (None, row.quantity))
         return sorted({row.seed for row in rows if not math.isfinite(row.value)})
 
     def asked_for(self, arm: str) -> list[str]:
@@ -159,7 +159,7 @@ class Measured:
         noise has at as many steps, in which the standard model's runs of this arm are counted already."""
         labels = self.labels(arm)
         steps = max((self.steps(arm, label) for label in labels), default=0)
-        known = self.noises.get(steps, UNKNOWN) if self.at_recipe(arm, quantity) else UNKNOWN
+        known = self.noises.get(steps, UNMEASURED) if self.at_recipe(arm, quantity) else UNMEASURED
         groups = {
             label: list(self.finals(arm, label, quantity).values())
             for label in labels

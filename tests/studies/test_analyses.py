@@ -9,7 +9,7 @@ from attnres.stats import f_tail, t_quantile
 from attnres.studies.analyses.budgets import trend
 from attnres.studies.analyses.exchange import exchange, falling
 from attnres.studies.analyses.halving import at_best, beyond, survivors
-from attnres.studies.analyses.noise import RULE, UNKNOWN, Noise, beside, combined, pooled, spread_of
+from attnres.studies.analyses.noise import RULE, UNMEASURED, Noise, beside, combined, pooled, spread_of
 from attnres.studies.analyses.optimum import optimum
 from attnres.studies.analyses.scaling import Fit, fit, fitted, multiplier, multiplier_interval
 
@@ -65,8 +65,8 @@ def test_the_smallest_detectable_difference_is_found_four_times_in_five():
 def test_noise_is_pooled_within_groups():
     assert pooled([[1.0, 3.0], [10.0, 12.0]]) == Noise(math.sqrt(2), 2)
     assert combined(Noise(1.0, 3, "a"), Noise(3.0, 1, "b")) == Noise(math.sqrt(3), 4, "a; b")
-    assert combined(UNKNOWN, Noise(1.0, 3)).degrees == 3
-    assert pooled([[1.0]]) == UNKNOWN or pooled([[1.0]]).degrees == 0
+    assert combined(UNMEASURED, Noise(1.0, 3)).degrees == 3
+    assert pooled([[1.0]]) == UNMEASURED or pooled([[1.0]]).degrees == 0
     assert pooled([[1.0]]).verdict(-100.0, 1, 1) == "undecided", "of one seed nothing is known"
     assert Noise(1.0, 1000).threshold(1, 1) == pytest.approx(RULE * math.sqrt(2))
 
@@ -209,7 +209,7 @@ def test_whether_a_gap_shrinks():
     assert shrinks.slope == pytest.approx(0.01) and shrinks.answer == "shrinks"
     assert trend({n: [2.96 - 0.01 * math.log2(n)] * 2 for n in base}, base, noise).answer == "grows"
     assert trend({n: [2.96 + 1e-4 * math.log2(n)] * 2 for n in base}, base, noise).answer == "undecided"
-    assert trend({n: [2.9 + 0.1 * n] for n in base}, base, UNKNOWN).answer == "undecided"
+    assert trend({n: [2.9 + 0.1 * n] for n in base}, base, UNMEASURED).answer == "undecided"
     assert trend({1: [2.9]}, base, noise).answer == "undecided"
     across = {n: [3.0005 + gap] * 2 for n, gap in zip(base, (0.02, 0.0, -0.03, -0.06))}
     assert trend(across, base, noise).answer == "changes its sign"

@@ -11,7 +11,6 @@ from attnres.studies.analyses.noise import Noise
 from attnres.studies.design import Measured, Result, Row
 from attnres.studies.lab import STUDIES
 from attnres.studies.lab.depth_tasks import documents_for
-from attnres.studies.lab.memorised import DIVERGED
 from attnres.studies.outcome import Outcome, survey
 from attnres.studies.sizes import at_sizes
 from tests.studies.simulated import at, chance, draw, simulated
@@ -208,7 +207,7 @@ def test_a_student_that_diverged_is_counted_and_not_averaged():
 
         def planted(row, lost=lost, seeds=seeds, ratio=ratio):
             if row.quantity == "loss/0.01" and row.seed < seeds and row.label.startswith(lost):
-                return dataclasses.replace(row, value=DIVERGED)
+                return dataclasses.replace(row, value=math.inf)
             chance = math.exp(0.05 * draw(row.arm, row.label, row.seed, row.quantity).standard_normal())
             return dataclasses.replace(row, value=chance * (ratio if row.label.startswith("full") else 1.0))
 

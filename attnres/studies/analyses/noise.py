@@ -87,7 +87,7 @@ class Noise:
         return "better" if difference < 0 else "worse"
 
 
-UNKNOWN = Noise(math.nan, 0, "")
+UNMEASURED = Noise(math.nan, 0, "")
 
 
 def pooled(groups: Iterable[Sequence[float]], source: str = "") -> Noise:
@@ -97,14 +97,14 @@ def pooled(groups: Iterable[Sequence[float]], source: str = "") -> Noise:
         if len(values) > 1:
             squares += float(np.var(values, ddof=1)) * (len(values) - 1)
             degrees += len(values) - 1
-    return Noise(math.sqrt(squares / degrees), degrees, source) if degrees else UNKNOWN
+    return Noise(math.sqrt(squares / degrees), degrees, source) if degrees else UNMEASURED
 
 
 def combined(*noises: Noise) -> Noise:
     """Estimates of one noise, pooled; those that know nothing count for nothing."""
     known = [noise for noise in noises if noise.degrees]
     if len(known) < 2:
-        return known[0] if known else UNKNOWN
+        return known[0] if known else UNMEASURED
     degrees = sum(noise.degrees for noise in known)
     squares = sum(noise.sigma**2 * noise.degrees for noise in known)
     return Noise(math.sqrt(squares / degrees), degrees, _sources(known))
@@ -118,7 +118,7 @@ def _sources(noises: Iterable[Noise]) -> str:
 class Spread:
     """The noise that mechanisms have in common, and that of each whose seeds vary more."""
 
-    shared: Noise = UNKNOWN
+    shared: Noise = UNMEASURED
     own: Mapping[str, Noise] = field(default_factory=dict)
 
     def between(self, label: str, n1: int, base: str, n2: int) -> Noise:
@@ -139,7 +139,7 @@ def widest(spreads: Sequence[Spread]) -> Noise:
     return max([shared, *own], key=lambda noise: noise.sigma) if own else shared
 
 
-def spread_of(groups: Mapping[str, Sequence[float]], known: Noise = UNKNOWN, floor: float = 0.0) -> Spread:
+def spread_of(groups: Mapping[str, Sequence[float]], known: Noise = UNMEASURED, floor: float = 0.0) -> Spread:
     """The noise of groups of runs that differ in nothing but their seed, pooled with what is `known` of it.
 
     A group whose variance is beyond the others' (F-test, at 1 % over all groups) is taken out, the worst first.

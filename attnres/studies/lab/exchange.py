@@ -6,7 +6,7 @@ import statistics
 from attnres.figures.chart import Curves, Line
 from attnres.stats import or_none
 from attnres.studies.analyses.exchange import exchange
-from attnres.studies.analyses.noise import UNKNOWN as UNKNOWN_NOISE
+from attnres.studies.analyses.noise import UNMEASURED
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.text import number
 
@@ -35,7 +35,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     noises = {steps: measured.noise(name) for name, steps in lengths(setting).items() if steps in curve}
     notes = [f"At {steps:,} steps: {noise.note}" for steps, noise in sorted(noises.items()) if noise.degrees]
     head = ["steps", "loss"]
-    table = Table("Loss of the standard model by the length of its run", head, rows, notes or [UNKNOWN_NOISE.note])
+    table = Table("Loss of the standard model by the length of its run", head, rows, notes or [UNMEASURED.note])
     if len(curve) < 2:
         return Result("Too few lengths have finished.", [table], [], {"curve": {}})
     rate, steps = exchange(list(curve), list(curve.values())), setting.preset.steps

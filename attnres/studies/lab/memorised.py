@@ -23,7 +23,6 @@ ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
 RATES = (0.001, 0.003, 0.01, 0.03)
 TEMPERATURES = (0.01, 1.0, 100.0)
 MECHANISMS = ("standard", "rescaled", "full")
-DIVERGED = 1e9
 OPERATIONS = 30
 """Of PyTorch in a step, forward and backward, for a sublayer and its norm."""
 OPERATIONS_A_SOURCE = 3
@@ -51,7 +50,7 @@ def taught(residual: str, layers: int, temperature: float, steps: int, seed: int
     """Train on what a random Full network with queries drawn at 1 / temperature gives, at each rate of Adam.
 
     Returns:
-        Rows `loss/RATE`, as `mixture` has them; `DIVERGED` of one that diverged.
+        Rows `loss/RATE`, as `mixture` has them; infinite of one that diverged.
     """
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(SAMPLES, WIDTH, generator=draw)
@@ -77,11 +76,11 @@ def _fit(
             group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / steps))
         loss = F.mse_loss(net(x) @ head, y) / scale
         if not torch.isfinite(loss):
-            return DIVERGED
+            return math.inf
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return min(DIVERGED, float(loss.detach()))
+    return float(loss.detach())
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
@@ -130,7 +129,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     for kind in kinds:
         lines = []
         for name in MECHANISMS:
-            each = [_converged(_logs(measured, "mixtures", f"{name}, {kind}", f"{alpha:g}")) for alpha in ALPHAS]
+            each = [_logs(measured, "mixtures", f"{name}, {kind}", f"{alpha:g}") for alpha in ALPHAS]
             if all(each):
                 lines.append(Line(name, ALPHAS, [math.exp(statistics.fmean(many)) for many in each]))
         if lines:
@@ -211,10 +210,10 @@ def _cells(measured: Measured, arm: str, places: Sequence[float]) -> Iterator[Ce
     asked = [label.partition(", ") for label in measured.asked_for(arm)]
     tested = len(places) * sum(name != baseline for name, _, _ in asked)
     for kind, place in itertools.product(dict.fromkeys(kind for _, _, kind in asked), places):
-        logs = {name: _logs(measured, arm, f"{name}, {kind}", f"{place:g}") for name in MECHANISMS}
-        kept = {name: _converged(each) for name, each in logs.items()}
-        lost = {name: len(logs[name]) - len(kept[name]) for name in MECHANISMS}
-        judged = beside(kept, baseline, tested)
+        labels = {name: f"{name}, {kind}" for name in MECHANISMS}
+        logs = {name: _logs(measured, arm, label, f"{place:g}") for name, label in labels.items()}
+        lost = {name: len(measured.diverged(arm, label, f"loss/{place:g}")) for name, label in labels.items()}
+        judged = beside(logs, baseline, tested)
         for name in MECHANISMS:
             if (one := judged.get(name)) is not None:
                 # Those that are left of what diverged more are the lucky ones.
@@ -250,20 +249,14 @@ def _sentence(arm: str, name: str, cells: Sequence[Cell]) -> str:
 def _taught_cell(measured: Measured, label: str, rate: float) -> str:
     """The mean loss of the students that did not diverge, and how many did."""
     logs = _logs(measured, "teachers", label, f"{rate:g}")
-    kept = _converged(logs)
-    lost = f"{len(logs) - len(kept)} of {len(logs)} diverged" if len(kept) < len(logs) else ""
-    mean = f"{math.exp(statistics.fmean(kept)):.2g}" if kept else ""
-    return ", ".join(filter(None, (mean, lost))) or UNKNOWN
+    lost = len(measured.diverged("teachers", label, f"loss/{rate:g}"))
+    mean = f"{math.exp(statistics.fmean(logs)):.2g}" if logs else ""
+    return ", ".join(filter(None, (mean, f"{lost} of {lost + len(logs)} diverged" * bool(lost)))) or UNKNOWN
 
 
 def _logs(measured: Measured, arm: str, label: str, place: str) -> list[float]:
-    """Logarithms of a loss over seeds."""
+    """Logarithms of a loss over the seeds that did not diverge."""
     return [math.log(max(row.value, 1e-12)) for row in measured.of(arm, label, f"loss/{place}")]
-
-
-def _converged(logs: Sequence[float]) -> list[float]:
-    """Those of networks that did not diverge."""
-    return [one for one in logs if one < math.log(DIVERGED)]
 
 
 STUDY = Design(
