@@ -127,11 +127,11 @@ class Bank:
         self._addresses = [ctypes.addressof(step) for step in self._steps]
         reads = max((group.stop - group.start for group in self._groups.values()), default=0)
         sources = max((len(group.rows) for group in self._groups.values()), default=0)
-        self.sums = torch.empty(len(program.sums), tokens, width, dtype=dtype)
-        self._outputs = torch.empty(reads, tokens, width)
-        self._tops, self._totals = torch.empty(reads, tokens), torch.empty(reads, tokens)
-        self._scratch = torch.empty(tokens * sources * (reads + 1))
-        self._zeros = torch.zeros(width)
+        self.sums = cpu.new(len(program.sums), tokens, width, dtype=dtype)
+        self._outputs = cpu.new(reads, tokens, width)
+        self._tops, self._totals = cpu.new(reads, tokens), cpu.new(reads, tokens)
+        self._scratch = cpu.new(tokens * sources * (reads + 1))
+        self._zeros = cpu.new(width).zero_()
         self.nbytes = self.sums.nbytes + self._outputs.nbytes + self._scratch.nbytes
         self._phase1 = ctypes.create_string_buffer(b"".join(map(self._row, self._outputs)))
         vectors = self._zeros, self._tops, self._totals

@@ -33,11 +33,16 @@ _BANK = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64]
 """Arguments of the bank's kernels: bank, step, address of an output, whether that is bf16."""
 
 
+_opened = dict[str, Any]()
+"""The library: a graph that its kernels made goes back through them, whatever reads take since."""
+
+
 @functools.cache
 def loaded() -> Any:
     """The library with the kernels' prototypes, or in a few words why there is none."""
     kernels = library()
     if not isinstance(kernels, str):
+        _opened["kernels"] = kernels
         for name in ("read_sealed", "read_sealed_backward", "merge", "merge_backward", "mix"):
             function = getattr(kernels, f"attnres_{name}")
             function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
@@ -121,6 +126,11 @@ def address(tensor: Tensor, shape: tuple[int, ...]) -> int:
         place, begin = tensor.data_ptr(), tensor.untyped_storage().data_ptr()
     except RuntimeError:  # what torch.func wraps, sparse ones
         place = begin = 0
+    if torch._C._functorch.is_legacy_batchedtensor(tensor):
+        raise UserError(
+            "several gradients at once were asked for (is_grads_batched=True), which the backward of depth reads does "
+            "not have: run the forward pass inside `with attnres.ops.plain_torch():`"
+        )
     if tensor.shape != shape:
         raise UserError(f"a depth read got a tensor of shape {tuple(tensor.shape)}: expected {tuple(shape)}")
     if not tensor.is_cpu or not (begin or 0 in shape):
@@ -134,7 +144,10 @@ def address(tensor: Tensor, shape: tuple[int, ...]) -> int:
 
 def _place(tensor: Tensor) -> int:
     """Return a tensor's address as `address` does, in less time: part of one without numbers lies at its offset."""
-    place = tensor.data_ptr()
+    try:
+        place = tensor.data_ptr()
+    except RuntimeError:  # `address` says it in a sentence
+        place = 0
     return place if place >= _HIGH and tensor.is_cpu else address(tensor, tensor.shape)
 
 
@@ -198,11 +211,12 @@ def _call(
             words.append(_place(tensor))
     threads = threads_for(tokens) if tokens > 31 else 1
     call = struct.pack(f"{2 + len(counts)}q{len(eps)}d{len(words)}q", threads, tokens, *counts, *eps, *words)
-    if getattr(loaded(), kernel)(call):
+    if getattr(_opened["kernels"], kernel)(call):
         raise MemoryError(f"{kernel} found no memory for its workspace")
 
 
-_new = functools.partial(torch.empty, dtype=torch.float32, device=torch.device("cpu"))
+new = functools.partial(torch.empty, dtype=torch.float32, device=torch.device("cpu"))
+"""Memory for the kernels: fp32 unless told otherwise, whatever torch's default dtype and device are."""
 
 
 def threads_for(tokens: int) -> int:
@@ -216,11 +230,11 @@ def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: t
     tokens = sources[0].numel() // d
     if d != shape[-1]:
         address(queries, (reads, shape[-1]))
-    top, total = _new(reads, tokens), _new(reads, tokens)
-    logits, inv_rms = _new(tokens, n, reads), _new(tokens, n)
+    top, total = new(reads, tokens), new(reads, tokens)
+    logits, inv_rms = new(tokens, n, reads), new(tokens, n)
     outputs = list[Tensor]()
     for _ in range(reads):  # apart: what one read keeps must not keep the others alive
-        outputs.append(_new(shape, dtype=dtype))
+        outputs.append(new(shape, dtype=dtype))
     _call(
         "attnres_read_sealed",
         tokens,
@@ -246,8 +260,8 @@ def read_sealed_backward(
     shape, n, (reads, d) = sources[0].shape, len(sources), queries.shape
     dsources = list[Tensor]()
     for source in sources:
-        dsources.append(_new(shape, dtype=source.dtype))
-    dqueries = _new(reads, d)
+        dsources.append(new(shape, dtype=source.dtype))
+    dqueries = new(reads, d)
     _call(
         "attnres_read_sealed_backward",
         sources[0].numel() // d,
@@ -282,21 +296,21 @@ def merge(
     partial = before = None
     if added is not None:
         *earlier, before = opens
-        partial = _new(shape, dtype=dtype)
+        partial = new(shape, dtype=dtype)
         opens = (*earlier, partial)
     weight = bias = None
     kind, norm_eps = norm_kind(norm), 0.0
     if norm is None:  # <dh, h> is then a true term of the gradient: h is kept unrounded
-        h = written = _new(shape)
-        x = h if dtype is torch.float32 else _new(shape, dtype=dtype)
+        h = written = new(shape)
+        x = h if dtype is torch.float32 else new(shape, dtype=dtype)
     else:
         weight, bias, norm_eps = norm.weight, norm.bias, norm.eps
         keep = not k and output is not None and output.dtype is dtype
-        h = output if keep else _new(shape, dtype=dtype)
+        h = output if keep else new(shape, dtype=dtype)
         written = None if keep else h
-        x = _new(shape, dtype=norm.out_dtype or torch.float32)
+        x = new(shape, dtype=norm.out_dtype or torch.float32)
     assert h is not None
-    scalars = _new(1 + 3 * k + (k > 0 and output is not None), tokens)
+    scalars = new(1 + 3 * k + (k > 0 and output is not None), tokens)
     if query is not None and query.shape != (d,):
         address(query, (d,))
     _call(
@@ -343,15 +357,15 @@ def merge_backward(
     kind, eps = norm_kind(norm), 0.0
     if norm is not None:
         weight, eps = norm.weight, norm.eps
-        dweight = None if weight is None else _new(d)
-        dbias = None if norm.bias is None else _new(d)
+        dweight = None if weight is None else new(d)
+        dbias = None if norm.bias is None else new(d)
     if not k or both:
-        doutput, dtop = _new(shape), _new(tokens)
+        doutput, dtop = new(shape), new(tokens)
     dopens = list[Tensor]()
     for source in opens:
-        dopens.append(_new(shape, dtype=source.dtype))
+        dopens.append(new(shape, dtype=source.dtype))
     if k:
-        dquery = _new(d)
+        dquery = new(d)
     _call(
         "attnres_merge_backward",
         tokens,
@@ -369,6 +383,6 @@ def merge_backward(
 def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
     """As `eager.mix`, of the sources' shape."""
     shape = sources[0].shape
-    h, n, d = _new(shape, dtype=dtype), len(sources), shape[-1]
+    h, n, d = new(shape, dtype=dtype), len(sources), shape[-1]
     _call("attnres_mix", h.numel() // d, (n, d), shape, pointers=(weights,), lists=(h, *sources))
     return h

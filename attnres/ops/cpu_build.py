@@ -9,6 +9,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import stat
 import subprocess
@@ -24,6 +25,8 @@ _SOURCE = Path(__file__).with_name("cpu_kernels.c")
 _FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp", "-fPIC")
 SWITCH = "ATTNRES_CPU_KERNELS"
 """Environment variable: 0 takes plain torch."""
+_OF_PROCESSOR = ("model name", "flags", "CPU implementer", "CPU architecture", "CPU variant", "CPU part", "Features")
+"""Lines of /proc/cpuinfo, on x86 and on ARM."""
 _SECONDS = 120
 """A compiler that takes longer is given up."""
 
@@ -41,36 +44,32 @@ def library() -> ctypes.CDLL | str:
     if platform.system() != "Linux":
         return f"the C kernels are built on Linux, not on {platform.system()}"
     name = os.environ.get("CC", "cc")
-    compiler = shutil.which(name)
-    if compiler is None:
+    compiler = shlex.split(name)
+    if not compiler or shutil.which(compiler[0]) is None:
         return f"there is no C compiler '{name}' to build the kernels with"
     try:
         runtimes = torch_openmp()
         target = cache_dir() / "kernels" / f"{_key(compiler, runtimes)}.so"
-        if not target.exists():
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with lock(target.with_suffix(".lock"), wait=True):
-                if not target.exists():  # another process may have built it meanwhile
-                    _build(target, compiler, link_openmp=not runtimes)
-        if stranger := _stranger(target):
-            return f"the C kernels in {stranger} could have been put there by another user"
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if _is_strange(target.parent):
+            return f"the C kernels in {target.parent} could be put there by another user"
+        _make(target, compiler, link_openmp=not runtimes)
+        if _is_strange(target):
+            return f"the C kernels in {target} could have been put there by another user"
         for runtime in runtimes:
             ctypes.CDLL(str(runtime), mode=ctypes.RTLD_GLOBAL)
         return ctypes.CDLL(str(target))
     except subprocess.CalledProcessError as error:
         lines = [line for line in error.stderr.decode(errors="replace").splitlines() if "error" in line]
-        return f"the C kernels do not build with {compiler}: {lines[0] if lines else error}"
+        return f"the C kernels do not build with {name}: {lines[0] if lines else error}"
     except (OSError, RuntimeError, UserError, subprocess.SubprocessError) as error:  # no home, no space, not executable
         return f"the C kernels cannot be built or loaded ({type(error).__name__}: {error})"
 
 
-def _stranger(library: Path) -> Path | None:
-    """The library or its folder, if somebody other than this user and the administrator may change it."""
-    for path in (library, library.parent):
-        status = path.stat()
-        if status.st_uid not in (0, os.geteuid()) or status.st_mode & stat.S_IWOTH:
-            return path
-    return None
+def _is_strange(path: Path) -> bool:
+    """Whether somebody other than this user and the administrator may change what is there."""
+    status = path.stat()
+    return status.st_uid not in (0, os.geteuid()) or bool(status.st_mode & (stat.S_IWOTH | stat.S_IWGRP))
 
 
 def torch_openmp() -> list[Path]:
@@ -79,30 +78,42 @@ def torch_openmp() -> list[Path]:
     return sorted(path for folder in (root / "lib", root.parent / "torch.libs") for path in folder.glob("libgomp*"))
 
 
-def _key(compiler: str, runtimes: list[Path]) -> str:
+def _key(compiler: list[str], runtimes: list[Path]) -> str:
     """Sixteen hexadecimal digits that change with whatever changes the library."""
-    parts = [_SOURCE.read_bytes(), " ".join(_FLAGS).encode(), compiler.encode(), _run(compiler, "--version")]
-    parts += [_processor().encode(), *(path.name.encode() for path in runtimes)]
+    texts = [" ".join(_FLAGS), " ".join(compiler), _processor(), *(path.name for path in runtimes)]
+    parts = [_SOURCE.read_bytes(), _run(*compiler, "--version"), *map(str.encode, texts)]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def _processor() -> str:
-    """Model name and flags: a cache folder may be shared by machines on which one build does not run."""
+    """Its kind and what it can do: a cache folder may be shared by machines on which one build does not run."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return "".join(next((line for line in lines if line.startswith(key)), "") for key in ("model name", "flags"))
     except OSError:
-        return platform.processor() + platform.machine()
+        lines = [platform.processor()]
+    known = (next((line for line in lines if line.startswith(name)), "") for name in _OF_PROCESSOR)
+    return "".join((platform.machine(), *known))
 
 
-def _build(target: Path, compiler: str, *, link_openmp: bool) -> None:
+def _make(target: Path, compiler: list[str], *, link_openmp: bool) -> None:
+    """Build the library unless it is there, one process at a time."""
+    if not target.exists():
+        with lock(target.with_suffix(".lock"), wait=True):
+            if not target.exists():  # another process may have built it meanwhile
+                _build(target, compiler, link_openmp=link_openmp)
+
+
+def _build(target: Path, compiler: list[str], *, link_openmp: bool) -> None:
     folder = target.with_suffix(".build")
     shutil.rmtree(folder, ignore_errors=True)  # of a build that was killed
     folder.mkdir()
     try:
         built, object_file = folder / "kernels.so", folder / "kernels.o"
-        _run(compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(object_file))
-        _run(compiler, "-shared", str(object_file), *(["-fopenmp"] if link_openmp else []), "-o", str(built), "-lm")
+        _run(*compiler, *_FLAGS, "-c", str(_SOURCE), "-o", str(object_file))
+        _run(*compiler, "-shared", str(object_file), *(["-fopenmp"] if link_openmp else []), "-o", str(built), "-lm")
+        built.chmod(0o755)
+        with built.open("rb+") as file:
+            os.fsync(file.fileno())  # a library of which a part is missing kills the process that loads it
         built.replace(target)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -80,6 +80,8 @@ def in_two_phases(sealed: int, reads: int, *, training: bool, opens: int = 1, nb
 @functools.cache
 def _gpu() -> Backend | str:
     """The Triton kernels, or why there are none."""
+    if torch.version.hip is not None:
+        return "the Triton kernels are for NVIDIA GPUs, and this torch is built for ROCm"
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     try:

@@ -12,6 +12,9 @@ from attnres.ops.precision import compute_dtype
 from attnres.ops.reference import scaled_query
 from attnres.ops.two_phase import apply_norm, merge, read_sealed
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Of the sources, and of all that they are read with."""
+
 
 def depth_read(
     sources: Sequence[Tensor],
@@ -84,14 +87,26 @@ def _check_read(
     if norm is not None and not isinstance(norm, Norm):
         raise ValueError(f"depth_read got a norm of type {type(norm).__name__}: expected an attnres.Norm or None")
     shape = sources[0].shape
+    if not shape or not shape[-1]:
+        raise ValueError(f"depth_read got source 0 of shape {tuple(shape)}: expected (..., d) with d of 1 or more")
     for i, source in enumerate(sources):
-        if not source.is_floating_point():
-            raise ValueError(f"depth_read got source {i} of {source.dtype}: expected a floating dtype")
+        _check_dtype(f"source {i}", source)
         if source.shape != shape:
             raise ValueError(f"depth_read got source 0 of shape {tuple(shape)} and source {i} of {tuple(source.shape)}")
     vectors = {"query": query, "gain": gain}
     if norm is not None:
         vectors |= {"a norm's weight": norm.weight, "a norm's bias": norm.bias}
     for name, vector in vectors.items():
-        if vector is not None and vector.shape != shape[-1:]:
+        if vector is None:
+            continue
+        _check_dtype(name, vector)
+        if vector.shape != shape[-1:]:
             raise ValueError(f"depth_read got {name} of shape {tuple(vector.shape)}: expected ({shape[-1]},)")
+
+
+def _check_dtype(name: str, tensor: Tensor) -> None:
+    """Raises ValueError for one that no read is made of: integers, complex numbers, 8 bits, no tensor."""
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"depth_read got {name} of type {type(tensor).__name__}: expected a tensor")
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"depth_read got {name} of {tensor.dtype}: expected a floating dtype of 16, 32 or 64 bits")

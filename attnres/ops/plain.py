@@ -25,12 +25,17 @@ MOST_COMPILED = 40
 FEW_COMPILED: int = 1 << 17
 """Values of a source up to which it is: of larger ones our operators make faster reads and keep less for backward."""
 
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+"""Of `make_fx`, which records operations."""
+
 _asked: ContextVar[bool] = ContextVar("plain_torch", default=False)
 
 
 @contextmanager
 def plain_torch() -> Generator[None]:
     """Make depth reads inside the block of plain torch operations: slower, and with derivatives of any order.
+
+    Under activation checkpointing the block has to be open in backward too, where layers run again.
 
     >>> import attnres
     >>> v, w = torch.ones(2, 3, 4, requires_grad=True), torch.ones(4)
@@ -52,7 +57,7 @@ def is_needed() -> bool:
     if torch.compiler.is_compiling():
         return torch.compiler.is_exporting()
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return transformed or torch._C._is_tracing() or _asked.get()
+    return transformed or torch._C._is_tracing() or _asked.get() or torch._C._get_dispatch_mode(_PROXY) is not None
 
 
 def is_compiled(tensors: Sequence[Tensor | None], source: Tensor) -> bool:
@@ -77,13 +82,15 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 def read_sealed(
     queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], Tensor]:
-    """Return outputs, top, total and logits as `two_phase.SealedReads` has them, with the leading axes of the sources
-    (..., d); here `top` is the whole log-sum-exp and `total` one."""
+    """Return outputs, top, total and logits as `two_phase.SealedReads` has them, of sources (..., d); here `top` is the
+    whole log-sum-exp and `total` one. Their gradients are those of the kernels: see `merge`."""
     values = torch.stack([source.to(queries.dtype) for source in sources], -2)
     logits = (values @ queries.t()) * _inverse_rms(values, eps).unsqueeze(-1)
-    outputs = (logits.softmax(-2).transpose(-1, -2) @ values).to(dtype)
     top = logits.logsumexp(-2)
-    return list(outputs.unbind(-2)), list(top.unbind(-1)), [torch.ones_like(x) for x in top.unbind(-1)], logits
+    shares = (logits - top.detach().unsqueeze(-2)).exp()
+    outputs = (shares.transpose(-1, -2) @ values).to(dtype)
+    tops = [one.reshape(-1) for one in top.unbind(-1)]
+    return list(outputs.unbind(-2)), tops, [torch.ones_like(one) for one in tops], logits.detach()
 
 
 def merge(
@@ -97,26 +104,33 @@ def merge(
     norm: Norm | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """Return (x, h, sealed, weights, opens) of one read, as `eager.merge` computes them; vectors are (..., d)."""
+    """Return (x, h, sealed, weights, opens) of one read, as `eager.merge` computes them; vectors are (..., d).
+
+    Phase 1 gives o = sum_j exp(s_j - c) v_j with c = log sum exp(s_j) held fixed, and here
+    h = (exp(c) o + sum_k exp(s_k) v_k) / (exp(top) + sum_k exp(s_k)) with the same c, which is the softmax read for
+    any c. So the gradients that pass between the phases are those of the kernels, whichever of them makes either
+    phase, and derivatives of any order are right.
+    """
     compute = compute_dtype(dtype)
     if added is not None:
         opens = [*opens[:-1], rounded_sum(opens[-1], added, dtype)]
-    before: Any = output if output is not None else opens[0]
-    p = torch.ones_like(before[..., :1], dtype=compute)
-    h = before
-    if opens:
-        assert query is not None
-        values = [source.to(compute) for source in opens]
-        logits = [(v @ query.to(compute)) * _inverse_rms(v, eps) for v in values]
-        if output is not None:
-            assert top is not None and total is not None
-            values, logits = [output.to(compute), *values], [top + total.log(), *logits]
-        p = torch.stack(logits, -1).softmax(-1)
+    h: Any = output if output is not None else opens[0]
+    p = torch.ones_like(h[..., :1], dtype=compute)
+    values = [source.to(compute) for source in opens]
+    numerators = logits = [] if query is None else [(v @ query.to(compute)) * _inverse_rms(v, eps) for v in values]
+    if top is not None:
+        assert output is not None and total is not None
+        joint = (top + total.log()).reshape(output.shape[:-1])
+        values = [output.to(compute), *values]
+        numerators, logits = [joint.detach(), *logits], [joint, *logits]
+    if logits:
+        p = (torch.stack(numerators, -1) - torch.stack(logits, -1).logsumexp(-1, keepdim=True)).exp()
         h = (p.unsqueeze(-1) * torch.stack(values, -2)).sum(-2)
     h = h.to(dtype)
     x = h if norm is None else apply(h.to(compute), norm).to(norm.out_dtype or dtype)
+    p = p.detach()
     sealed, weights = (p[..., 0], p[..., 1:]) if output is not None else (torch.zeros_like(p[..., 0]), p)
-    return x, h, sealed, weights, list(opens)
+    return x, h.detach(), sealed, weights, list(opens)
 
 
 def apply(h: Tensor, norm: Norm) -> Tensor:

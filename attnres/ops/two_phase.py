@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnres.errors import UserError
 from attnres.ops import plain, registered
 from attnres.ops.backend import Backend, MergeSaved
 from attnres.ops.dispatch import backend_for
@@ -45,8 +46,8 @@ class SealedReads(NamedTuple):
     Attributes:
         sources: the sources, to be used from now on in place of those given.
         outputs: S tensors of the sources' shape (..., d), each read's mixture of the sealed sources.
-        top: S tensors, one number a token, the largest of its logits. total: the sum of exp(logit - top); no gradient.
-            Of kernels they are (T,), in plain torch (...); there `top` is the whole log-sum-exp and `total` one.
+        top: S tensors (T,), the largest of a token's logits. total: the sum of exp(logit - top), (T,); no gradient.
+            Plain torch has the whole log-sum-exp in `top` and one in `total`.
         logits: (T, n, S), no gradient.
     """
 
@@ -121,10 +122,18 @@ def _flat(tensors: Sequence[Tensor | None]) -> list[Any]:
 
 
 def _viewed(tensors: Sequence[Tensor], shape: torch.Size) -> list[Tensor]:
+    """(T, d) as `shape`, and no views to autograd, whose outputs of a Function may not be changed in place."""
     viewed = []
     for t in tensors:
-        viewed.append(t.view(shape))
+        viewed.append(torch.ops.aten._unsafe_view(t, shape))
     return viewed
+
+
+def _check_shapes(tensors: Sequence[Tensor | None], shape: tuple[int, ...]) -> None:
+    """Raise a UserError for one of another shape: the kernels would read past its end."""
+    for tensor in tensors:
+        if tensor is not None and tensor.shape != shape:
+            raise UserError(f"a depth read got a tensor of shape {tuple(tensor.shape)}: expected {tuple(shape)}")
 
 
 class _Unrecorded:
@@ -148,6 +157,9 @@ class _ReadSealed(torch.autograd.Function):
     def forward(ctx: Any, form: _Form, queries: Tensor, *sources: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         backend = form.backend
+        if not backend.BY_ADDRESS:
+            _check_shapes(sources, sources[0].shape)
+            _check_shapes((queries,), (len(queries), sources[0].shape[-1]))
         vectors = sources if backend.BY_ADDRESS else _flat(sources)
         outputs, top, total, logits, inv_rms = backend.read_sealed(queries, vectors, form.eps, form.dtype)
         if not backend.BY_ADDRESS:
@@ -223,15 +235,15 @@ class _Merge(torch.autograd.Function):
         if backend.BY_ADDRESS:
             x, saved, partial = backend.merge(opens, added, query, form.eps, output, top, total, norm, form.dtype)
         else:
-            shape, (flat_output, flat_added, *flat) = (
-                rest[0].shape if output is None else output.shape,
-                _flat((output, added, *opens)),
-            )
+            shape = opens[0].shape if output is None else output.shape
+            _check_shapes((added, *opens), shape)
+            _check_shapes((query,), shape[-1:])
+            flat_output, flat_added, *flat = _flat((output, added, *opens))
             x, saved, partial = backend.merge(
                 flat, flat_added, query, form.eps, flat_output, top, total, norm, form.dtype
             )
-            x = (x.clone() if x is flat_output else x).view(shape)
-            partial = None if partial is None else partial.view(shape)
+            (x,) = _viewed([x.clone() if x is flat_output else x], shape)
+            partial = None if partial is None else _viewed([partial], shape)[0]
         if x is output:
             x = x.clone()
         if partial is not None:
@@ -281,7 +293,7 @@ class _Merge(torch.autograd.Function):
                     grad, flat[k:], flat[:k], query, norm, saved
                 )
             dopens = _viewed(dopens, shape)
-            output = None if output is None else output.view(shape)
+            output = None if output is None else _viewed([output], shape)[0]
         output, top = output if has_output else None, top if has_top else None
         added = dopens[-1] if has_added else None
         return (None, dweight, dbias, dquery, output, top, None, added, *dopens, *(None,) * len(recomputed))
@@ -404,6 +416,8 @@ def merge(
         watched: also return h and the weights.
     """
     k, recomputed, index = len(opens), (), 0
+    if k and query is None:
+        raise UserError(f"a merge got {k} open sources and no query: expected a query (d,) that scores them")
     output = top = total = None
     vectors = _settled(opens)
     if read is not None:

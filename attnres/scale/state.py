@@ -4,6 +4,7 @@ torch's distributed checkpoint does the work: each rank writes what it has, and 
 whole tensors or shares of any mesh. Names are those of the whole model, so that nothing has to be translated.
 """
 
+import pickle
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -16,12 +17,48 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from attnres.errors import UserError, first_line
 from attnres.scale.lost import is_loss
 
 PIECE = 1 << 20
+DESCRIPTION = {
+    "torch.distributed.checkpoint.metadata": (
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("Path", "PosixPath", "PurePosixPath"),
+    "pathlib._local": ("Path", "PosixPath", "PurePosixPath"),
+    "torch": ("Size", *(name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype))),
+}
+"""All that torch's description of a checkpoint, a pickle, is made of, by module: anything else could run code."""
+
+
+class _Description(pickle.Unpickler):
+    """Reads a checkpoint's description and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in DESCRIPTION.get(module, ()):
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place there and is not run")
+        return super().find_class(module, name)
+
+
+class _Reader(FileSystemReader):
+    """Torch's reader, which would run what the description of a checkpoint names; here it is looked at first."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with self.fs.create_stream(self._get_metadata_path(kwargs.get("rank")), "rb") as file:
+            _Description(file).load()
+        return super().read_metadata(*args, **kwargs)
 
 
 def save_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -69,8 +106,8 @@ def begin_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
 def shapes_in(folder: Path) -> dict[str, torch.Size]:
     """Return the shape of every tensor in a checkpoint. Raises UserError for one that is unfinished."""
     try:
-        described = FileSystemReader(folder).read_metadata().state_dict_metadata
-    except (OSError, EOFError, ValueError, AttributeError, ImportError) as error:
+        described = _Reader(folder).read_metadata().state_dict_metadata
+    except (OSError, EOFError, ValueError, AttributeError, ImportError, pickle.UnpicklingError) as error:
         raise UserError(f"{folder} is no finished checkpoint in shares ({first_line(error)})") from error
     return {name: value.size for name, value in described.items() if isinstance(value, TensorStorageMetadata)}
 
@@ -93,7 +130,7 @@ def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
-            dcp.load(dict(tensors), checkpoint_id=folder, no_dist=not dist.is_initialized())
+            dcp.load(dict(tensors), storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
     except (OSError, RuntimeError, ValueError, EOFError, dcp.api.CheckpointException) as error:
         raise UserError(f"cannot read the checkpoint {folder}: {_cause(error)}") from error
 

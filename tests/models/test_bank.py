@@ -11,9 +11,9 @@ from tiny import SIZE
 from attnres.models import build
 from attnres.models.stream import BankStream, Stream
 from attnres.ops import cpu, dispatch
-from attnres.ops.bank import KEPT, Bank, Banks
+from attnres.ops.bank import KEPT, Bank, Banks, Program
 from attnres.residuals import RESIDUALS, make_residual
-from attnres.residuals.program import why_no_bank
+from attnres.residuals.program import _program, why_no_bank
 
 pytestmark = pytest.mark.skipif(cpu.load() is None, reason="no C compiler: the CPU kernels cannot be built")
 
@@ -337,3 +337,24 @@ def test_queries_of_another_dtype_or_layout_are_read_as_what_they_are():
             parameter.data = change(parameter.data)
         with torch.no_grad():
             torch.testing.assert_close(model(input_ids=ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64, "meta"])
+def test_the_memory_is_what_the_kernels_write_whatever_is_usual(default, monkeypatch):
+    """Numbers in fp32 on this CPU, also where torch makes others by default."""
+    monkeypatch.setattr(dispatch, "CACHED", 0)
+    program = _program(make_residual("block", 12, 32, block_size=4))
+    assert isinstance(program, Program)
+    before = torch.get_default_dtype()
+    try:
+        if default == "meta":
+            torch.set_default_device("meta")
+        else:
+            torch.set_default_dtype(default)
+        bank = Bank(program, 3, 32, torch.bfloat16)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(before)
+    memory = [bank._outputs, bank._tops, bank._totals, bank._scratch, bank._zeros]
+    assert {(one.dtype, one.device.type) for one in memory} == {(torch.float32, "cpu")}
+    assert bank.sums.device.type == "cpu" and bank._outputs.numel()

@@ -53,7 +53,7 @@ def test_processes_that_ask_at_once_build_it_once(compiler, tmp_path):
 
 def test_flags_compiler_version_and_openmp_change_the_key(compiler, tmp_path, monkeypatch):
     def key():
-        return cpu_build._key(str(compiler), cpu_build.torch_openmp())
+        return cpu_build._key([str(compiler)], cpu_build.torch_openmp())
 
     keys = [key(), key()]
     monkeypatch.setattr(cpu_build, "_FLAGS", (*cpu_build._FLAGS, "-DMORE"))
@@ -63,6 +63,39 @@ def test_flags_compiler_version_and_openmp_change_the_key(compiler, tmp_path, mo
     monkeypatch.setattr(cpu_build, "torch_openmp", lambda: [Path("libgomp-other.so.1")])
     keys.append(key())
     assert keys[0] == keys[1] and len(set(keys)) == 4
+
+
+def test_a_folder_that_others_may_write_to_is_left_alone(compiler, tmp_path):
+    folder = tmp_path / "cache" / "kernels"
+    folder.mkdir(parents=True)
+    folder.chmod(0o777)
+    assert isinstance(cpu_build.library.__wrapped__(), str)
+    assert not list(folder.iterdir())
+
+
+def test_nothing_is_left_for_a_group_to_write_to(compiler, tmp_path):
+    before = os.umask(0o002)
+    try:
+        assert isinstance(cpu_build.library.__wrapped__(), ctypes.CDLL)
+    finally:
+        os.umask(before)
+
+
+def test_a_compiler_may_come_with_words(compiler, monkeypatch):
+    monkeypatch.setenv("CC", f"env {compiler}")
+    assert isinstance(cpu_build.library.__wrapped__(), ctypes.CDLL)
+
+
+ARM = "processor\t: 0\nFeatures\t: fp asimd {more}\nCPU implementer\t: 0x41\nCPU part\t: {part}\n"
+
+
+def test_processors_of_other_kinds_have_other_keys(monkeypatch):
+    """/proc/cpuinfo as Linux writes it on ARM, which has neither a model's name nor flags."""
+    keys = set()
+    for more, part in (("sve", "0xd40"), ("", "0xd0c"), ("sve", "0xd4f")):
+        monkeypatch.setattr(Path, "read_text", lambda self, more=more, part=part: ARM.format(more=more, part=part))
+        keys.add(cpu_build._processor())
+    assert len(keys) == 3
 
 
 def test_why_there_are_no_kernels_is_said(compiler, monkeypatch):
@@ -81,9 +114,14 @@ def test_a_library_that_others_could_have_put_there_is_not_loaded(compiler, tmp_
     build = cpu_build.library.__wrapped__
     assert isinstance(build(), ctypes.CDLL)
     folder = tmp_path / "cache" / "kernels"
-    folder.chmod(0o777)
-    assert build() == f"the C kernels in {folder} could have been put there by another user"
+    for mode in (0o777, 0o770):
+        folder.chmod(mode)
+        assert build() == f"the C kernels in {folder} could be put there by another user"
     folder.chmod(0o755)
+    (built,) = folder.glob("*.so")
+    built.chmod(0o775)
+    assert build() == f"the C kernels in {built} could have been put there by another user"
+    built.chmod(0o755)
     uid = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
     assert isinstance(build(), ctypes.CDLL) is (uid == 0), "root's are trusted"

@@ -216,6 +216,15 @@ def test_no_source_and_wrong_shapes_are_refused():
         depth_read(sources, torch.zeros(5))
     with pytest.raises(ValueError, match="source 1"):
         depth_read([sources[0], sources[1][:1]], query)
+    for bad in (torch.tensor(1.0), torch.ones(2, 0)):
+        with pytest.raises(ValueError, match=r"source 0 of shape .*: expected \(\.\.\., d\)"):
+            depth_read([bad, bad], torch.zeros(0))
+    with pytest.raises(ValueError, match=r"source 0 of torch.float8_e4m3fn: expected a floating dtype of 16"):
+        depth_read([torch.ones(3, 32).to(torch.float8_e4m3fn)], torch.zeros(32))
+    with pytest.raises(ValueError, match=r"query of torch\.complex64"):
+        depth_read([torch.ones(3, 32)], torch.zeros(32, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="query of type list: expected a tensor"):
+        depth_read([torch.ones(3, 32)], [0.0] * 32)
     with pytest.raises(ValueError, match=r"source 0 of torch.int64: expected a floating dtype"):
         depth_read([torch.full((2, 32), 3)], query)
     with pytest.raises(ValueError, match=r"a norm's weight of shape \(1,\): expected \(32,\)"):

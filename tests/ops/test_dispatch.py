@@ -76,3 +76,8 @@ def test_a_read_made_again_keeps_no_vector_of_its_own(backend):
         return max(sizes, default=0)
 
     assert kept(0) == 64 * 32 and kept(1) < 64 * 32
+
+
+def test_a_gpu_of_another_kind_takes_plain_torch(monkeypatch):
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert "ROCm" in dispatch._gpu.__wrapped__()

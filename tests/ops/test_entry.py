@@ -110,6 +110,17 @@ def test_the_sentence_says_what_to_do(where, how):
         merge(None, [torch.ones(4, 32)] * 2, None, vectors["query"], Norm(vectors["weight"]))
 
 
+def test_a_graph_goes_back_through_the_kernels_that_made_it():
+    """Whatever reads take by then: another thread may have turned the kernels off for a while."""
+    leaf = torch.randn(3, 4, 32, requires_grad=True)
+    query = torch.randn(32)
+    (expected,) = torch.autograd.grad(depth_read(list(leaf), query).square().sum(), leaf)
+    loss = depth_read(list(leaf), query).square().sum()
+    with cpu.switched(False):
+        (ours,) = torch.autograd.grad(loss, leaf)
+    assert torch.equal(ours, expected)
+
+
 def test_what_a_layer_writes_has_the_shape_of_the_stream():
     sealed = read_sealed([torch.ones(4, 32)] * 2, torch.ones(1, 32))
     with pytest.raises(UserError, match=r"shape \(1, 32\): expected \(4, 32\)"):

@@ -1,8 +1,11 @@
 """Reads of plain torch: transforms, derivatives of derivatives, exports; and their refusal elsewhere."""
 
+import contextlib
+
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnres import Norm, UserError, depth_read, depth_read_reference
 from attnres.ops import merge, plain_torch, read_sealed
@@ -182,3 +185,91 @@ def test_a_compiler_on_a_cpu_is_shown_the_operations_of_a_short_read(count, toke
     for ours, theirs in zip(torch.autograd.grad(x, leaves, slope), wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     assert targets and fused != any(name.startswith("attnres.") for name in targets)
+
+
+def gradients(run, leaves):
+    out = run(leaves)
+    slope = draw(*out.shape, seed=5, dtype=torch.float32)
+    return [out, *torch.autograd.grad(out, leaves, slope)]
+
+
+def one_read(count, opens, norm, recompute):
+    """A read of `count` sealed and `opens` open sources, of leaves: sources, then the query."""
+
+    def run(leaves):
+        *sources, query = leaves
+        sealed = read_sealed(sources[:count], query.view(1, -1))
+        return merge(sealed.read(0), sources[count:], None, query if opens else None, norm, recompute=recompute).x
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # by Dynamo itself
+@pytest.mark.parametrize("shape", [(6, WIDTH), (2, 3, WIDTH)], ids=["one axis", "two axes"])
+@pytest.mark.parametrize("norm", [None, Norm(eps=1e-3)], ids=["no norm", "norm"])
+@pytest.mark.parametrize(
+    ("count", "opens", "recompute"), [(45, 0, False), (45, 1, False), (5, 0, True), (5, 2, True), (39, 2, False)]
+)
+def test_either_phase_may_be_operators_or_operations(count, opens, recompute, norm, shape):
+    """A compiler is shown the operations of one phase and an operator for the other, by how many tensors each has."""
+    leaves = [x.requires_grad_() for x in draw(count + opens, *shape, dtype=torch.float32).unbind(0)]
+    leaves.append((0.5 * draw(WIDTH, dtype=torch.float32)).requires_grad_())
+    run = one_read(count, opens, norm, recompute)
+    expected = gradients(run, leaves)
+    torch.compiler.reset()
+    compiled = gradients(torch.compile(run, backend="aot_eager", fullgraph=True), leaves)
+    for ours, theirs in zip(compiled, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("plain", ["read_sealed", "merge"])
+@pytest.mark.parametrize("opens", [0, 2])
+def test_a_phase_of_kernels_and_a_phase_of_operations_are_one_read(plain, opens, backend):
+    leaves = [x.requires_grad_() for x in draw(5 + opens, 6, WIDTH, dtype=torch.float32).unbind(0)]
+    leaves.append((0.5 * draw(WIDTH, dtype=torch.float32)).requires_grad_())
+
+    def run(leaves):
+        *sources, query = leaves
+        with plain_torch() if plain == "read_sealed" else contextlib.nullcontext():
+            sealed = read_sealed(sources[:5], query.view(1, -1)).read(0)
+        with plain_torch() if plain == "merge" else contextlib.nullcontext():
+            return merge(sealed, sources[5:], None, query if opens else None).x
+
+    expected = gradients(lambda leaves: depth_read_reference(list(leaves[:-1]), leaves[-1])[0], leaves)
+    for ours, theirs in zip(gradients(run, leaves), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_recorded_operations_are_the_read(backend):
+    """`make_fx` sees no call of a C function."""
+    query = 0.4 * draw(WIDTH, dtype=torch.float32)
+
+    def run(stack):
+        return depth_read(list(stack), query, norm=Norm(eps=1e-3))
+
+    stack, other = draw(4, 5, WIDTH, dtype=torch.float32), draw(4, 5, WIDTH, seed=3, dtype=torch.float32)
+    torch.testing.assert_close(make_fx(run)(stack)(other), run(other))
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_weights_that_are_looked_at_carry_no_gradient(plain, backend):
+    sources = list(draw(8, 5, WIDTH, dtype=torch.float32).requires_grad_().unbind())
+    query = draw(WIDTH, dtype=torch.float32).requires_grad_()
+    with plain_torch() if plain else contextlib.nullcontext():
+        h, weights = depth_read(sources, query, return_weights=True)
+        sealed = read_sealed(sources, query.view(1, -1))
+        merged = merge(sealed.read(0), sources[:1], None, query, Norm())
+    shown = weights, sealed.logits, *sealed.total, merged.h, merged.sealed, merged.weights
+    assert h.requires_grad and not any(one.requires_grad for one in shown)
+
+
+def test_several_gradients_at_once_are_refused_in_a_sentence():
+    leaf = draw(4, 5, WIDTH, dtype=torch.float32).requires_grad_()
+    query, slopes = draw(WIDTH, dtype=torch.float32), draw(3, 5, WIDTH, dtype=torch.float32)
+    with pytest.raises(UserError, match="is_grads_batched"):
+        torch.autograd.grad(depth_read(list(leaf), query), leaf, slopes, is_grads_batched=True)
+    with plain_torch():
+        h = depth_read(list(leaf), query)
+    (ours,) = torch.autograd.grad(h, leaf, slopes, is_grads_batched=True, retain_graph=True)
+    for one, slope in zip(ours, slopes, strict=True):
+        torch.testing.assert_close(one, torch.autograd.grad(h, leaf, slope, retain_graph=True)[0])

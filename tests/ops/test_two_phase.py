@@ -1,11 +1,12 @@
 """The block schedule: two phases are one pass, forward and backward, whatever the shapes."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from attnres import Norm, depth_read_reference
+from attnres import Norm, UserError, depth_read_reference
 from attnres.ops import apply_norm, cpu, merge, read_sealed
 
 
@@ -136,3 +137,33 @@ def test_a_read_that_nothing_uses_leaves_the_others_alone(backend):
     expected = torch.autograd.grad(merge(alone.read(0), (), None, None, Norm()).x.pow(3).sum(), sources)
     for a, b in zip(gradients, expected):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_tensors_of_another_shape_are_refused_by_every_backend(backend):
+    sources, query = [torch.ones(4, 32) for _ in range(2)], torch.ones(1, 32)
+    sealed = read_sealed(sources, query)
+    for call in (
+        lambda: read_sealed([sources[0], torch.ones(3, 32)], query),
+        lambda: read_sealed(sources, torch.ones(1, 16)),
+        lambda: merge(sealed.read(0), [torch.ones(3, 32)], None, query[0]),
+        lambda: merge(sealed.read(0), sources[:1], torch.ones(1, 32), query[0]),
+        lambda: merge(sealed.read(0), sources[:1], None, torch.ones(16)),
+    ):
+        with pytest.raises(UserError, match=r"a depth read got a tensor of shape .*: expected \("):
+            call()
+    with pytest.raises(UserError, match="1 open sources and no query"):
+        merge(sealed.read(0), sources[:1], None, None)
+
+
+@pytest.mark.parametrize("opens", [0, 1])
+def test_what_is_read_may_be_changed_in_place(opens, backend):
+    leaves = [torch.randn(2, 3, 32, requires_grad=True) for _ in range(3)]
+    query, upstream = torch.randn(32), torch.randn(2, 3, 32)
+
+    def read():
+        sealed = read_sealed(leaves[: 3 - opens], query.view(1, -1))
+        return merge(sealed.read(0), leaves[3 - opens :], None, query if opens else None, Norm())
+
+    changed = read().x.mul_(2)
+    for a, b in zip(*(torch.autograd.grad(x, leaves, upstream) for x in (changed, 2 * read().x)), strict=True):
+        torch.testing.assert_close(a, b)
