@@ -4,7 +4,7 @@
 # make bench   the speed of a training step, beside the plain model, the standard residual and the naive read
 # make docs    the documentation site, into build/site
 # make peers   other people's kernels, into build/peers, for the benchmarks and tests that compare with them
-# make bench-gpu   every benchmark on a CUDA device, JSON and plots into benchmarks/results
+# make bench-gpu   the benchmarks of kernels, steps, decoding and loss on a CUDA device, JSON and plots into benchmarks/results
 # make test-gpu    the tests that need a CUDA device
 # make test-scale  the tests that need four processes
 # make soak        KILLS=200 of processes of runs in two, of which each must go on bit for bit (an hour)

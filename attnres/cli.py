@@ -14,7 +14,17 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from attnres.errors import DEBUG, ERROR_FILE, Interrupted, UserError, first_line, is_panic, mechanism_fault, unknown
+from attnres.errors import (
+    DEBUG,
+    ERROR_FILE,
+    Interrupted,
+    UserError,
+    first_line,
+    is_out_of_memory,
+    is_panic,
+    mechanism_fault,
+    unknown,
+)
 from attnres.text import listed, one_line
 
 COMMANDS = {
@@ -96,6 +106,12 @@ def carry_out(action: Callable[[], object], words: Sequence[str] = ()) -> None:
     except BaseException as error:
         if not isinstance(error, Exception) and not is_panic(error):
             raise
+        if is_out_of_memory(error):
+            _fail(
+                f"error: out of memory ({one_line(first_line(error))}): training takes less with a higher "
+                "--accumulation, with --gradient-checkpointing layer or with a smaller --batch-size",
+                2,
+            )
         if fault := mechanism_fault(error):
             _fail(f"error: {one_line(str(fault))}", 2)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -42,6 +42,13 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out: Python's, a GPU's, or a CPU's tensors', whose error has no class of its own."""
+    words = str(error) if isinstance(error, RuntimeError) else ""
+    of_cpu = "DefaultCPUAllocator" in words and ("can't allocate memory" in words or "not enough memory" in words)
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or of_cpu
+
+
 def mechanism_fault(error: BaseException) -> UserError | None:
     """The error as one of a user's own mechanism, if it came out of that file."""
     lines = [

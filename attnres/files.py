@@ -5,6 +5,7 @@ UserError, with the half-written file removed.
 """
 
 import glob
+import hashlib
 import json
 import os
 import re
@@ -21,8 +22,9 @@ from attnres.errors import UserError
 from attnres.locks import Taken, is_same_file, lock
 
 LOCK = ".lock"
-_HOST = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower())[:16] or "node"
-"""Of this machine's name as much as stands in the names of what it writes, beside the number of the process."""
+_HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:12]
+"""What stands for this machine in the names of what it writes, beside the number of the process: the names of a
+cluster's nodes may begin alike."""
 _WRITER = re.compile(r"\..+\.(?:(?P<host>[a-z0-9-]+)-)?(?P<process>[0-9]+)\.new")
 """Such a name; one of an earlier version has no machine in it."""
 
@@ -91,11 +93,11 @@ def replaced_folder(path: str | Path) -> Generator[Path]:
             temporary.mkdir(parents=True)
             yield temporary
             _sync(temporary)
-            if path.exists():
-                path.rename(old)
             try:
+                if path.exists():
+                    path.rename(old)
                 temporary.rename(path)
-            except OSError:
+            except BaseException:  # a Ctrl-C too
                 recover_folder(path)
                 raise
         shutil.rmtree(old, ignore_errors=True)

@@ -1,10 +1,14 @@
 """Locks between processes, which the system lets go of however a process ends."""
 
-import fcntl
 import os
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
 
 
 class Taken(Exception):
@@ -20,8 +24,10 @@ def lock(path: Path, *, wait: bool) -> Generator[int]:
 
     Raises:
         Taken: another process holds it, without `wait`.
-        OSError: the file cannot be made, or its file system has no locks.
+        OSError: the file cannot be made, or its file system or this system has no locks.
     """
+    if fcntl is None:
+        raise OSError("attnres locks files as Linux and macOS do, which this system does not")
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
         try:

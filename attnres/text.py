@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 UNKNOWN = "–"
+AMOUNTS = ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " k"))
 
 
 def whole_characters(text: str) -> str:
@@ -41,6 +42,22 @@ def short(value: float | None, digits: int = 2, *, signed: bool = False) -> str:
     """
     text = number(value, digits, signed=signed)
     return text.replace("0.", ".", 1) if text.lstrip("+−").startswith("0.") else text
+
+
+def tick(value: float) -> str:
+    """A number on an axis in three significant digits, without zeros that say nothing.
+
+    Amounts are in k, M, B and T; what is larger, or below a ten-thousandth, is a power of ten.
+
+    >>> tick(-0.05), tick(20.25), tick(1500), tick(22937600), tick(3e-5), tick(1e18)
+    ('−0.05', '20.2', '1.5 k', '22.9 M', '3e−5', '1e18')
+    """
+    if math.isnan(value):
+        return UNKNOWN
+    rounded = float(f"{value:.3g}") + 0.0  # which leaves zero no sign
+    size, unit = next((amount for amount in AMOUNTS if amount[0] <= abs(rounded) < 1e15), (1.0, ""))
+    mantissa, _, exponent = f"{rounded / size:.3g}".partition("e")
+    return (mantissa + (f"e{int(exponent)}" if exponent else "") + unit).replace("-", "−")
 
 
 def digits_for(value: float, error: float | None) -> int:

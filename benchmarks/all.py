@@ -1,4 +1,6 @@
-"""Every benchmark in one command; goes on after one that fails, and says at the end which did.
+"""The benchmarks of kernels, steps, decoding and loss in one command.
+
+It goes on after one that fails, and says at the end which did.
 
     python benchmarks/all.py --device cuda                   # JSON, plots and text into benchmarks/results/
     python benchmarks/all.py --device cuda --only kernels stack --out results --timeout 540

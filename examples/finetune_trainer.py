@@ -13,7 +13,6 @@ from transformers import AutoTokenizer, Trainer, TrainingArguments
 
 from attnres.cli import carry_out
 from attnres.models import convert
-from attnres.training.optim import kinds
 
 
 def main(
@@ -33,22 +32,18 @@ def main(
     ids = torch.tensor(tokenizer(text.read_text(encoding="utf-8"))["input_ids"])
     windows = [{"input_ids": part, "labels": part} for part in ids.split(length) if len(part) == length]
 
-    # Pseudo-queries and gains have no weight decay, which would pull them back to the mean.
-    parameters, groups = dict(network.named_parameters()), []
-    for kind, names in kinds(network).items():
-        decay = 0.1 if kind in ("head", "matrix") else 0.0
-        groups.append({"params": [parameters[name] for name in names], "lr": lr, "weight_decay": decay})
-
     settings = TrainingArguments(
         str(out),
         max_steps=steps,
+        learning_rate=lr,
+        weight_decay=0.1,  # of weight matrices: queries and gains have none
         per_device_train_batch_size=batch,
         dataloader_pin_memory=torch.cuda.is_available(),
         logging_steps=10,
         save_strategy="no",
         report_to=[],
     )
-    trainer = Trainer(network, settings, train_dataset=windows, optimizers=(torch.optim.AdamW(groups), None))
+    trainer = Trainer(network, settings, train_dataset=windows)
     trainer.train()
     trainer.save_model()
     tokenizer.save_pretrained(out)

@@ -1,8 +1,8 @@
 """Which number of an edge says what cutting it costs: its weight, its size, its contribution, or how far it turns the
 read?
 
-    python experiments/contribution.py runs/demo/block-seed0 runs/demo/full-seed0 --source stdlib --out
-    docs/data/contribution
+    python experiments/contribution.py runs/demo/block-seed0 runs/demo/full-seed0 --source stdlib \
+        --out docs/data/contribution
 
 Of each document every edge of reads with a choice is cut at all tokens (`KnockOut`), one after the other, and the
 change of the document's mean loss is ranked against four numbers of the edge, means over the document's tokens:

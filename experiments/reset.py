@@ -21,8 +21,9 @@ from attnres.errors import UserError
 from attnres.files import write_json
 from attnres.training import train
 from attnres.training.branch import branch, kept_checkpoint
-from attnres.training.checkpoint import checksum, load_model, named_tensors, reconfigure, save_model, stored_state
+from attnres.training.checkpoint import checksum, load_model, reconfigure, save_model, stored_state
 from attnres.training.config import from_dict, to_dict
+from attnres.training.regimes import base_parameters
 
 START = {"query": 0.0, "gain": 1.0}
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -74,7 +75,7 @@ def main(
         config.optim.residual_lr = residual_lr
     save_model(model, out / "checkpoint" / "model")
     save_file(moments, out / "checkpoint" / "optimizer.safetensors")
-    sums = {"model": checksum(named_tensors(model)), "optimizer": checksum(moments.items())}
+    sums = {"model": checksum(base_parameters(model)), "optimizer": checksum(moments.items())}
     write_json(out / "checkpoint" / "state.json", {**state, "checksums": sums})
     reconfigure(out, to_dict(config))
     print(f"{out}: held-out loss {train(config)['val_loss']:.4f}")

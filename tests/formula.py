@@ -52,6 +52,14 @@ class Network:
         return residual.finish(state, Norm(self.gains[-1], eps=EPS))
 
 
+def on_logarithms(logits: Tensor, steps: int = 20) -> Tensor:
+    """Sinkhorn's normalisation by its definition: columns and then rows of (..., n, n) sum to one, `steps` times."""
+    for _ in range(steps):
+        logits = logits - logits.logsumexp(-2, keepdim=True)
+        logits = logits - logits.logsumexp(-1, keepdim=True)
+    return logits.exp()
+
+
 Formula = Callable[[Network, Mapping[str, Tensor]], Tensor]
 """What a test writes from the publication: the network's output from its parts and the residual's parameters."""
 

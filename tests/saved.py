@@ -1,22 +1,14 @@
 """Small random models with a tokenizer of their own, saved as users have them."""
 
-import random
-
 import torch
 from tiny import SIZE
 from transformers import PreTrainedTokenizerFast
+from words import sentence
 
 from attnres.data.tokenizer import END_OF_TEXT, train_tokenizer
 from attnres.models import build
 
-PANGRAM = "the quick brown fox jumps over a lazy dog while seven wizards box up jugs of liquid zinc"
-WORDS = PANGRAM.split(" ")
 CONTEXT = 64
-
-
-def sentence(seed, words=12):
-    rng = random.Random(seed)
-    return " ".join(rng.choice(WORDS) for _ in range(words))
 
 
 def write_tokenizer(folder, vocabulary=320, **options):

@@ -7,10 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import attnres
 from attnres import cli
 from attnres.errors import DEBUG, Interrupted, UserError, foreign
+from attnres.studies.plan import make_plan
 from attnres.training.config import TrainConfig
 
 
@@ -260,6 +262,12 @@ def test_compare_takes_lists_and_a_file(capsys, tmp_path, compared):
         ("timing_s: yes\n", "timing_s is 'yes': expected a number"),
         ("seed: 3\n", "give seeds, a list"),
         ("model: {residual: full}\n", "model.residual in a comparison belongs to a variant"),
+        ("model: {residual_file: 'a.py:A'}\n", "model.residual_file in a comparison belongs to a variant"),
+        ("model: {residual_sha256: '12'}\n", "model.residual_sha256 in a comparison belongs to a variant"),
+        ("name: mine\n", "name 'mine' in a comparison: each run has that of its variant and seed"),
+        ("resume: true\n", "resume in a comparison: the same command continues what was stopped"),
+        ("optim: {decay: 0.1}\n", "optim.decay is 0.1 and would change nothing: give schedule wsd"),
+        ("optim: {optimizer: adamw, muon_lr: 0.1}\n", "optim.muon_lr is 0.1 and would change nothing: give optimizer"),
     ],
 )
 def test_a_file_for_one_run_is_not_taken_for_a_comparison(capsys, tmp_path, compared, text, message):
@@ -267,6 +275,14 @@ def test_a_file_for_one_run_is_not_taken_for_a_comparison(capsys, tmp_path, comp
     code, _, err = run(capsys, "compare", "--config", str(tmp_path / "a.yaml"))
     assert (code, compared) == (2, [])
     assert message in err
+
+
+def test_what_only_a_default_gives_is_not_refused(capsys, compared):
+    """The rate of Muon that compare has where nothing is said."""
+    assert run(capsys, "compare", "--optimizer", "adamw")[0] == 0
+    (config,) = compared
+    assert config.base.optim.muon_lr != TrainConfig().optim.muon_lr
+    assert all(one.optim.muon_lr == TrainConfig().optim.muon_lr for one in make_plan(config).runs.values())
 
 
 def test_help_and_version(capsys):
@@ -327,6 +343,22 @@ def test_what_nobody_foresaw_is_a_sentence_that_says_where_and_its_traceback_if_
     assert code == 1 and "Traceback" in err and "in two lines" in err
     code, _, err = run(capsys, "trian", "--debug")
     assert code == 2 and "Traceback" in err and err.splitlines()[-1].startswith("attnres: error: unknown command")
+
+
+def of_a_cpu():
+    torch.empty(2**56)
+
+
+def of_a_gpu():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8 GiB.")
+
+
+@pytest.mark.parametrize("ask", [of_a_cpu, of_a_gpu, lambda: bytearray(2**62)], ids=["CPU", "GPU", "Python"])
+def test_memory_that_runs_out_is_no_mistake_of_ours(capsys, monkeypatch, ask):
+    monkeypatch.setattr("attnres.training.train", lambda config, *, progress: ask())
+    code, _, err = run(capsys, "train")
+    assert code == 2 and err.startswith("attnres: error: out of memory (") and err.count("\n") == 1
+    assert all(flag in err for flag in ("--accumulation", "--gradient-checkpointing", "--batch-size"))
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

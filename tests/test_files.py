@@ -169,6 +169,47 @@ def test_what_a_killed_process_left_is_removed_by_the_next_that_works_there(tmp_
     assert names(tmp_path) == sorted([*(path.name for path in others[:2]), others[3].name, "val"]), "no lock is left"
 
 
+BEGIN = """
+import os, socket, sys
+socket.gethostname = lambda: sys.argv[2]
+from attnres.files import locked, replaced_folder
+with replaced_folder(sys.argv[1]) as folder:
+    folder.joinpath("a").touch()
+    os._exit(0)
+"""
+CLEAN = "import socket, sys\nsocket.gethostname = lambda: sys.argv[2]\nfrom attnres.files import recover_folder\n"
+CLEAN += "recover_folder(sys.argv[1])"
+
+
+def test_machines_whose_names_begin_alike_leave_each_others_writers_alone(tmp_path: Path) -> None:
+    """On a file system that they share; whether a process of another one lives cannot be told."""
+    nodes = [f"compute-cluster-west-{number}" for number in (1, 2)]
+    for script, node, left in ((BEGIN, nodes[0], 1), (CLEAN, nodes[1], 1), (CLEAN, nodes[0], 0)):
+        subprocess.run([sys.executable, "-c", script, str(tmp_path / "c"), node], check=True)
+        assert len(names(tmp_path)) == left, node
+
+
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_second_interrupt_between_the_two_renames_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: int
+) -> None:
+    with replaced_folder(tmp_path / "c") as folder:
+        (folder / "old").touch()
+    rename, count = Path.rename, 0
+
+    def interrupted(self: Path, target: Path) -> Path:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt), replaced_folder(tmp_path / "c") as folder:
+        (folder / "new").touch()
+    assert names(tmp_path) == ["c"] and names(tmp_path / "c") == ["old"]
+
+
 def test_a_file_that_is_not_there_is_the_one_that_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"cannot read .*missing: No such file"), replaced_folder(tmp_path / "c") as new:
         copy_files({"tokenizer.json": tmp_path / "missing"}, new)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from attnres.text import counted, duration, listed, memory, number, short, with_error
+from attnres.text import counted, duration, listed, memory, number, short, tick, with_error
 
 
 def test_numbers_have_a_true_minus_and_zero_no_sign():
@@ -25,6 +25,18 @@ def test_columns_of_weights_leave_out_the_zero_before_the_point():
         "–",
     ]
     assert short(0.05, 3, signed=True) == "+.050"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        *((0.0, "0"), (-0.0, "0"), (1.0, "1"), (-0.5, "−0.5"), (0.05, "0.05"), (10.5, "10.5"), (100.0, "100")),
+        *((999.9999, "1 k"), (1500, "1.5 k"), (-20_000, "−20 k"), (999_999, "1 M"), (2.5e6, "2.5 M"), (3e9, "3 B")),
+        *((1e-3, "0.001"), (3e-5, "3e−5"), (2e13, "20 T"), (1e15, "1e15"), (-2.5e18, "−2.5e18"), (math.nan, "–")),
+    ],
+)
+def test_a_number_on_an_axis_has_three_digits_and_no_zeros_for_nothing(value, text):
+    assert tick(value) == text
 
 
 @pytest.mark.parametrize(

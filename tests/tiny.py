@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 SIZE = {
@@ -25,6 +26,14 @@ NARROW: dict[str, Any] = {
     "intermediate_size": 32,
     "tie_word_embeddings": True,
 }
+
+
+def stir(residual: nn.Module, scale: float, seed: int) -> None:
+    """Let a residual's parameters leave their start values, as in training."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in residual.parameters():
+            parameter.add_(scale * torch.randn(parameter.shape, generator=generator).to(parameter))
 
 
 def narrow_llama(vocab_size: int, seed: int) -> LlamaForCausalLM:

@@ -5,12 +5,11 @@ from html import escape
 import numpy as np
 
 from attnres.app import figures
-from attnres.app.draw import queries
 from attnres.app.markup import BEFORE, bar, section, sentence, visible
 from attnres.app.pane import Pane
 from attnres.app.steps import Learned
 from attnres.inspect.colours import MUTED
-from attnres.inspect.notebook import FLOOR
+from attnres.inspect.notebook import end_of_scale
 from attnres.inspect.steps import StepChange
 from attnres.residuals import Read
 from attnres.text import number, short
@@ -33,7 +32,6 @@ def difference(first: Pane, second: Pane) -> str:
             values.append(np.array([theirs[j][k] - mine[r][i] for i, (j, k) in zip(both, at, strict=True)]))
     if not values:
         return sentence("these two models have no read and source in common: there is no difference to show", "note")
-    largest = max(FLOOR, float(np.abs(np.concatenate(values)).max()))
     cells = figures.heatmap(
         layout,
         values,
@@ -42,28 +40,29 @@ def difference(first: Pane, second: Pane) -> str:
             f"{layout[r].name} reads {layout[r].sources[i].name}: {first.by} {number(float(values[r][i]), signed=True)}"
         ),
         name="difference",
-        largest=largest,
+        largest=end_of_scale(np.concatenate(values)),
         click=False,
     )
     losses = [p.reading.loss for p in (first, second)]
     change = ""
     if losses[0] is not None and losses[1] is not None and first.reading.ids == second.reading.ids:
         apart = number(losses[1] - losses[0], signed=True)
-        change = f"Loss {losses[0]:.3f} and {losses[1]:.3f} nats per token, {apart}. "
+        change = f"Loss {number(losses[0])} and {number(losses[1])} nats per token, {apart}. "
     note = (
         f"{change}Mean {first.by} over the text, second less first, every edge in place: blue where the second reads "
-        "more of it, orange less. Edges that only one of them has are left out, as are those of sums of other outputs."
+        "more of it, orange less. Hatched are edges that only one of them has, those of sums of other outputs, too."
     )
     return section(first.title, "difference", "Difference: second less first", cells, note, save=True)
 
 
-def learned(number: int, place: int, model: Learned, why: str) -> str:
-    """What the page shows of a step of which the residual alone was kept; `why` says that there is no more."""
+def learned(number: int, place: int, model: Learned, queries: str, why: str) -> str:
+    """What the page shows of a step of which the residual alone was kept: its `queries`, HTML, and `why` there is no
+    more."""
     title = visible(model.label)
     head = f'<h2>{escape(title)}</h2><p class="details">{escape(model.details)}</p>{sentence(why, "note")}'
     return (
         f'<article class="pane" data-model="{number}" data-place="{place}" aria-label="{escape(title)}">'
-        f'<header>{head}</header><div class="body">{queries(model.label, model.similarity)}</div></article>'
+        f'<header>{head}</header><div class="body">{queries}</div></article>'
     )
 
 

@@ -11,7 +11,7 @@ from attnres.app.pane import Pane, Scales
 from attnres.inspect.colours import LESS, MORE, MUTED, colours_by_name
 from attnres.inspect.corpus import Search
 from attnres.residuals import Read
-from attnres.text import number, short
+from attnres.text import number, short, tick
 
 
 def pane(p: Pane, scales: Scales) -> str:
@@ -47,7 +47,10 @@ def pane(p: Pane, scales: Scales) -> str:
         rows += " Left of the line: sources that point against the read."
     of_weights = "its weight's size, a share of the sizes of all"
     share = "how much of the read it is, by projection on it" if p.by == "contribution" else of_weights
-    click = f"Rows are reads, columns sources: {share}, every edge in place. Click a cell to knock its edge out."
+    click = (
+        f"Rows are reads, columns sources: {share}, every edge in place; hatched where there is no such edge. Click a "
+        "cell to knock its edge out."
+    )
     left = [
         section(p.title, "next", f"Next token after {p.of_token}", _next(p, scales)),
         section(p.title, "stack", f"{depth}, through depth", bars, rows, save=True),
@@ -66,7 +69,7 @@ def pane(p: Pane, scales: Scales) -> str:
             "The largest of these edges that lead to it, each measured alone; depth runs downwards.",
             save=True,
         ),
-        queries(p.title, p.similarity),
+        p.queries,
     ]
     coloured = tokens.text(p, colours, scales) + tokens.legend(p, colours, scales)
     return (
@@ -81,8 +84,8 @@ def _edge_words(p: Pane, read: int, source: int, token: int | None) -> str:
     """An edge's numbers, at one token or on average."""
     rows = (p.reading.contributions[read], p.reading.weights[read])
     part, weight = (float(row[:, source].mean() if token is None else row[token, source]) for row in rows)
-    names = p.reading.reads[read], p.reading.sources[read][source]
-    return f"{names[0]} reads {names[1]}: contribution {part:.3f}, weight {weight:.3f}"
+    of = p.reading.layout[read]
+    return f"{of.name} reads {of.sources[source].name}: contribution {number(part)}, weight {number(weight)}"
 
 
 def _head(p: Pane) -> str:
@@ -97,12 +100,13 @@ def _effect(p: Pane) -> str:
     after = ""
     if p.candidates:
         best = p.candidates[0]
-        after = f"after {p.of_token}: “{visible(best.piece)}” {best.before:.3f}"
+        words = f"after {p.of_token}: “{visible(best.piece)}” {number(best.before)}"
         if p.effect is not None and best.after is not None:
-            after += f" → {best.after:.3f}"
-        after = escape(after)
+            words += f" → {number(best.after)}"
+        after = f'<span class="words" data-tip="{escape(words)}">{escape(words)}</span>'
         if p.effect is not None:
-            after += f'; <span data-tip="sum p ln(p/q), p before and q after">KL {p.divergence:.3f} nats</span>'
+            divergence = f"KL {number(p.divergence)} nats"
+            after += f'; <span class="divergence" data-tip="sum p ln(p/q), p before and q after">{divergence}</span>'
     return f'<div class="effect"><p class="loss">{summary(p)}</p><p class="after">{after}</p></div>'
 
 
@@ -112,10 +116,10 @@ def summary(p: Pane) -> str:
     if loss is None:
         return "one token, no loss"
     if p.effect is None:
-        return f"loss {loss:.3f} nats per token"
+        return f"loss {number(loss)} nats per token"
     change = float(p.effect.losses.mean()) - loss
     count = f"{len(p.cuts)} edge{'s' if len(p.cuts) > 1 else ''}"
-    return f"loss {loss:.3f} → <b>{loss + change:.3f}</b> nats ({number(change, signed=True)}) without {count}"
+    return f"loss {number(loss)} → <b>{number(loss + change)}</b> nats ({number(change, signed=True)}) without {count}"
 
 
 def _cuts(p: Pane) -> str:
@@ -144,23 +148,25 @@ def _next(p: Pane, scales: Scales) -> str:
     rows = []
     for c in p.candidates:
         bars = bar(c.before, scales.probability, MUTED if c.after is None else BEFORE)
-        words = f"{c.before:.3f}"
+        words = number(c.before)
         if c.after is not None:
-            same = f"{c.after:.3f}" == f"{c.before:.3f}"  # in the digits that are shown
+            same = number(c.after) == number(c.before)  # in the digits that are shown
             bars += bar(c.after, scales.probability, BEFORE if same else LESS if c.after < c.before else MORE)
-            words = f"{c.before:.3f} → {c.after:.3f}"
+            words = f"{number(c.before)} → {number(c.after)}"
+        name = escape(visible(c.piece))
         rows.append(
-            f'<tr><th scope="row">{escape(visible(c.piece))}</th><td class="bars">{bars}</td>'
+            f'<tr><th scope="row" data-tip="{name}">{name}</th><td class="bars">{bars}</td>'
             f'<td class="number">{words}</td></tr>'
         )
     line, after = "The text ends here.", p.token + 1
     if after < len(p.reading.pieces):
-        line = f"The text goes on with “{visible(p.reading.names[after])}”, loss {p.reading.losses[p.token]:.2f}"
-        line += f" → {p.effect.losses[p.token]:.2f}." if p.effect is not None else "."
+        line = f"The text goes on with “{visible(p.reading.names[after])}”, loss {number(p.reading.losses[p.token], 2)}"
+        line += f" → {number(p.effect.losses[p.token], 2)}." if p.effect is not None else "."
+    line = escape(line)
     change = "Click a bar or a cell to see what it changes here."
     if p.effect is not None:
         change = f"{swatch(BEFORE)} before {swatch(MORE)} risen {swatch(LESS)} fallen"
-    return f'<p class="note">{escape(line)}</p><p class="note">{change}</p><table>{"".join(rows)}</table>'
+    return f'<p class="note" data-tip="{line}">{line}</p><p class="note">{change}</p><table>{"".join(rows)}</table>'
 
 
 def _attention(p: Pane) -> tuple[str, str]:
@@ -175,7 +181,11 @@ def _attention(p: Pane) -> tuple[str, str]:
     names = [visible(name) for name in p.reading.names[:shown]]
     title = f"Attention of {p.of_token}, {visible(p.title)}"
     body = figures.attention(p.attention.layers, rows, names, title)
-    return body, "Rows are layers, columns the tokens up to it; every edge in place. Colours over the root, up to 1."
+    note = (
+        "Rows are layers, columns the tokens up to it; every edge in place. Colours over the root, up to 1; "
+        f"what is below {tick(figures.faint(shown))} is not drawn."
+    )
+    return body, note
 
 
 def _scores(p: Pane, scales: Scales) -> tuple[str, str]:
@@ -183,9 +193,8 @@ def _scores(p: Pane, scales: Scales) -> tuple[str, str]:
     if p.scores is None:
         count = sum(map(len, p.reading.sources))
         return (
-            f'<button type="button" class="score" data-score="" aria-label="score all {count} edges of the prediction '
-            f'after {escape(p.of_token)}, {escape(visible(p.title))}">score all {count} edges</button>'
-            '<progress hidden="" max="1" value="0"></progress>',
+            f'<button type="button" data-score="{p.token}" aria-label="score all {count} edges of the prediction '
+            f'after {escape(p.of_token)}, {escape(visible(p.title))}">score all {count} edges</button>',
             "Each edge is knocked out alone, at all tokens, with all others in place.",
         )
     one, numbers = p.scores, [np.array(row) for row in p.scores.knockout]
@@ -201,10 +210,13 @@ def _scores(p: Pane, scales: Scales) -> tuple[str, str]:
         out=p.cut_at(None),
         once=p.cut_once,
     )
-    target = "" if p.token + 1 >= len(p.reading.names) else f" of “{visible(p.reading.names[p.token + 1])}”"
+    follows = p.token + 1 < len(p.reading.names)
+    name = p.reading.names[p.token + 1] if follows else p.target
+    target = f"“{visible(name)}”" + ("" if follows else ", the likeliest next token,")
     note = (
-        f"Change of ln p{target} ({one.log_probability:.3f}) without each edge, in nats, measured: orange is what it "
-        "relies on. All others are in place, those that are knocked out too."
+        f"Change of ln p of {target} ({number(one.log_probability)}) without each edge, in nats, measured: orange is "
+        "what it relies on, hatched where there is no such edge. All others are in place, those that are knocked out "
+        "too."
     )
     return cells, note
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from attnres.app.reading import Candidate, Effect, Reading
 from attnres.app.state import MAX_CHARACTERS, Cut
+from attnres.app.works import Report, Works
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.inspect.attention import TokenAttention, token_attention
@@ -35,7 +36,9 @@ MAX_TOKENS = 512
 KEPT = 16
 """Analyses kept for each model: going back to an earlier edit is then free."""
 KEPT_BYTES = 256e6
-"""Of their distributions, beyond which all but two go: vocabularies of 150,000 make 300 MB of one long text."""
+"""Of their numbers, beyond which all but two go: vocabularies of 150,000 make 300 MB of one long text."""
+CANDIDATES = 8
+"""Next tokens that are shown."""
 
 TRIAL = 128
 """Tokens of the passes that settle the number of threads."""
@@ -43,9 +46,6 @@ SCORED = 4096
 """Tokens in one pass, where many texts go through the model."""
 WINDOW = 256
 """Tokens in a window of a corpus."""
-
-Report = Callable[[int, int], None]
-"""Called with how much is done of how much."""
 
 T = TypeVar("T")
 _DRAWING = threading.Lock()
@@ -77,6 +77,7 @@ class Opened:
         self._kept: OrderedDict[Hashable, Any] = OrderedDict()
         # An observer sits on the model: one pass at a time.
         self._lock = threading.Lock()
+        self._works = Works()
 
     @cached_property
     def model(self) -> Any:
@@ -87,6 +88,13 @@ class Opened:
     def is_loaded(self) -> bool:
         """Whether its weights have been read."""
         return "model" in vars(self)
+
+    def forget(self) -> None:
+        """Let go of the weights and of what they made; both are there again when they are needed."""
+        with self._lock:
+            self._kept.clear()
+            for name in ("model", "residual"):
+                vars(self).pop(name, None)
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -167,23 +175,27 @@ class Opened:
 
     def scored(self, text: str, token: int) -> Attribution | None:
         """The scores of the edges of the prediction after `token`, where `score` has kept them."""
+        key = ("score", text, token)
         with self._lock:
-            return self._kept.get(("score", text, token))
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
 
     def score(self, text: str, token: int, report: Report) -> Attribution:
         """What each edge, cut alone at all tokens, does to ln p of the token that follows `token` (of the last: of the
-        likeliest one); kept. `report` is called with edges done and edges in all, and others may use the model then.
+        likeliest one); kept. `report` is called with edges done and edges in all, and others may use the model then;
+        who asks for what another is measuring waits for that.
 
         Raises:
             UserError: as for `read`.
         """
-        ids = self._encode(text)[0]
-        progress = self._progress(report, sum(map(len, self.sources)))
+        ids, key = self._encode(text)[0], ("score", text, token)
         batch = max(1, SCORED // (token + 1))
-        return self._keep(
-            ("score", text, token),
-            lambda: attribute(self.model, ids, position=token, batch_size=batch, progress=progress),
-        )
+        with self._works.alone(key, report) as note:
+            progress = self._progress(note, sum(map(len, self.sources)))
+            return self._keep(
+                key, lambda: attribute(self.model, ids, position=token, batch_size=batch, progress=progress)
+            )
 
     def _progress(self, report: Report, total: int) -> Callable[[int], None]:
         """What long work calls with how much more of `total` it has done, the model locked: it reports the sum, and
@@ -235,10 +247,10 @@ class Opened:
             )
 
     def top(self, reading: Reading, effect: Effect | None, token: int) -> list[Candidate]:
-        """The eight likeliest tokens after `token`; with a knock-out half of them those before it, half after."""
+        """The likeliest tokens after `token`; with a knock-out half of them those before it, half after."""
         before = reading.log_probs[token]
         after = effect.log_probs[token] if effect is not None else None
-        count = min(8, len(before))
+        count = min(CANDIDATES, len(before))
         likeliest = before.topk(count).indices.tolist()
         if after is not None:
             likeliest = likeliest[: count // 2]
@@ -275,7 +287,7 @@ class Opened:
                     self._kept.popitem(last=False)
                 sizes = [(old, _bytes(one)) for old, one in self._kept.items()]
                 total = sum(size for _, size in sizes)
-                for old, size in sizes[:-2]:  # what has no tensors, as scores that took long, may stay
+                for old, size in sizes[:-2]:  # what has no arrays, as scores that took long, may stay
                     if size and total >= KEPT_BYTES:
                         del self._kept[old]
                         total -= size
@@ -317,6 +329,11 @@ class Opened:
         """The number of the token of a text in which a character lies; None where the tokenizer does not say."""
         spans = self._encode(text)[1]
         return next((i for i, (start, end) in enumerate(spans) if start <= character < end), None)
+
+    def end_of(self, text: str, token: int) -> int | None:
+        """The last character of a token of a text; None where the tokenizer does not say, or the token has none."""
+        start, end = next(iter(self._encode(text)[1][token : token + 1]), (0, 0))
+        return end - 1 if end > start else None
 
     def _notes(self, text: str, ids: Sequence[int]) -> list[str]:
         notes = []
@@ -364,9 +381,10 @@ class Opened:
 
 
 def _bytes(kept: Any) -> int:
-    """How large the tensors of a text's reading are."""
-    tensors = [getattr(kept, name, None) for name in ("log_probs", "mean", "largest")]
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+    """How large the tensors and arrays of what is kept of a text are."""
+    values = getattr(kept, "__dict__", {}).values()
+    arrays = [one for value in values for one in (value if isinstance(value, list) else [value])]
+    return sum(one.nbytes for one in arrays if isinstance(one, Tensor | np.ndarray))
 
 
 def choose_threads(models: Sequence[Opened]) -> None:

@@ -1,30 +1,34 @@
 """SVG figures of the page, drawn by hand so that every cell can be pointed at and clicked; each stands on its own.
 
-An edge says what it is in `aria-label` (shown when it is pointed at), and in `data-read` and `data-source` what a click
-knocks out. Other cells have a `data-tip`. All text is escaped, and has the colour of the page's (`currentColor`).
+A cell says what it is in `aria-label`, shown when it is pointed at; an edge in `data-read` and `data-source` what a
+click knocks out. All text is escaped, and has the colour of the page's (`currentColor`).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from html import escape
 
 import numpy as np
 
-from attnres.inspect.colours import GRID, LESS, PAPER, ink_on, place_of_size, signed_colour
+from attnres.inspect.colours import LESS, MUTED, PAPER, ink_on, place_of_size, signed_colour
 from attnres.residuals import Read, columns
+from attnres.text import number, short, tick
 
 WIDTH = 370.0
-"""Of every figure, in units of its own; a phone shows it at about one unit a pixel."""
+"""Of a figure, in units of its own, where its cells do not need more; a phone shows it at about one unit a pixel."""
 LABEL = 46.0
 """For the names of rows."""
 RIGHT = 14.0
 """For the last column's name, which is slanted."""
 TOP = 30.0
 """For the names of columns."""
-WIDEST = 60.0
-"""Of a cell."""
+LEAST, WIDEST = 4.0, 60.0
+"""Of a cell: narrower ones are hit by no pointer."""
+HATCH = 5.0
+"""Between two lines of a hatch."""
 FAINT = 0.01
-"""Attention below which a token is not drawn."""
+"""See `faint`."""
 FONT = "font-family='system-ui,sans-serif'"
 
 Edges = Collection[tuple[int, int]]
@@ -43,12 +47,23 @@ def row_name(read: Read) -> str:
     return read._replace(kind=kind, into=read.into and read.into[0]).name
 
 
-def svg(name: str, title: str, height: float, parts: Iterable[str], role: str = "group") -> str:
+def svg(name: str, title: str, height: float, parts: Iterable[str], width: float = WIDTH) -> str:
     """A figure with a name for its file and a title for those who cannot see it."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" role="{role}" aria-label="{escape(title)}" data-figure="{name}" '
-        f'viewBox="0 0 {WIDTH:g} {height:g}" {FONT} font-size="9.5" fill="currentColor">{"".join(parts)}</svg>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" role="group" aria-label="{escape(title)}" data-figure="{name}" '
+        f"{_size(width, height)}>{''.join(parts)}</svg>"
     )
+
+
+def _size(width: float, height: float) -> str:
+    """Attributes: how large a drawing is, how many times as wide as others, and its letters."""
+    wider = f' style="--wide:{width / WIDTH:.4f}"' if width > WIDTH else ""
+    return f'viewBox="0 0 {width:g} {height:g}"{wider} {FONT} font-size="9.5" fill="currentColor"'
+
+
+def _scrolled(title: str, drawings: str) -> str:
+    """What may be larger than its place, in a box that keys can scroll."""
+    return f'<div class="grid" tabindex="0" role="region" aria-label="{escape(title)}">{drawings}</div>'
 
 
 def _text(x: float, y: float, words: str, anchor: str = "start", extra: str = "") -> str:
@@ -72,8 +87,10 @@ def heatmap(
     once: Edges = (),
     click: bool = True,
 ) -> str:
-    """A number for each edge: a row for each read, a column for each source, with a cross on what is knocked out and a
-    stroke on what is at single tokens. The names of the columns come a second time, to stay in view.
+    """A number for each edge: a row for each read, a column for each source, hatched where there is no such edge.
+
+    There is a cross on what is knocked out, and a stroke on what is at single tokens. The names of the columns come a
+    second time, to stay in view.
 
     Args:
         words: what to say of a read's source, each by its number.
@@ -82,7 +99,8 @@ def heatmap(
     """
     across = columns(read.sources for read in layout)
     place = {source.name: i for i, source in enumerate(across)}
-    wide = min(WIDEST, (WIDTH - LABEL - RIGHT) / len(across))
+    wide = min(WIDEST, max(LEAST, (WIDTH - LABEL - RIGHT) / len(across)))
+    width = max(WIDTH, LABEL + len(across) * wide + RIGHT)
     tall = min(14.0, max(9.0, wide))
     names, parts, marks = [], [], []
     every = _spacing(wide)
@@ -100,18 +118,15 @@ def heatmap(
             cut = (r, i) in out
             colour = _colour(float(values[r][i]), largest)
             if click:
-                parts.append(_edge(r, i, box, colour, words(r, i), cut))
+                parts.append(_edge(r, i, box, colour, words(r, i), cut=cut))
             else:
-                parts.append(f'<rect {_place(box)} fill="{colour}" data-tip="{escape(words(r, i))}"/>')
+                parts.append(_cell(box, colour, words(r, i), first=r == i == 0))
             marks += [_cross(box, both=cut)] * (cut or (r, i) in once)
+        parts.append(_hatch({place[source.name] for source in read.sources}, len(across), (LABEL, y, wide, tall)))
     bottom = TOP + len(layout) * tall + 8
     parts.append(_scale(bottom, largest))
-    figure = svg(name, title, bottom + 22, names + parts + marks)
-    strip = (
-        f'<svg class="names" aria-hidden="true" viewBox="0 0 {WIDTH:g} {TOP:g}" {FONT} font-size="9.5" '
-        f'fill="currentColor">{"".join(names)}</svg>'
-    )
-    return f'<div class="grid" tabindex="-1">{strip}{figure}</div>'
+    strip = f'<svg class="names" aria-hidden="true" {_size(width, TOP)}>{"".join(names)}</svg>'
+    return _scrolled(title, strip + svg(name, title, bottom + 22, names + parts + marks, width))
 
 
 Box = tuple[float, float, float, float]
@@ -123,14 +138,34 @@ def _place(box: Box) -> str:
     return f'x="{x:.2f}" y="{y:.2f}" width="{max(0.0, width):.2f}" height="{height:.2f}"'
 
 
-def _edge(read: int, source: int, box: Box, colour: str, words: str, cut: bool) -> str:
-    """A cell to click; the figure's first is where the tabulator key stops, arrow keys lead to the others."""
-    words = escape(words + (" (knocked out)" if cut else ""))
+def _cell(box: Box, colour: str, words: str, *, first: bool, kind: str = "", does: str = 'role="img"') -> str:
+    """A cell and its name; the figure's first is where the tabulator key stops, arrow keys lead to the others."""
     return (
-        f'<rect class="edge{" gone" if cut else ""}" {_place(box)} fill="{colour}" data-read="{read}" '
-        f'data-source="{source}" role="button" aria-pressed="{"true" if cut else "false"}" '
-        f'tabindex="{0 if read == source == 0 else -1}" aria-label="{words}"/>'
+        f'<rect class="cell{kind}" {_place(box)} fill="{colour}" {does} tabindex="{0 if first else -1}" '
+        f'aria-label="{escape(words)}"/>'
     )
+
+
+def _edge(read: int, source: int, box: Box, colour: str, words: str, *, cut: bool) -> str:
+    """A cell to click."""
+    pressed = f'data-read="{read}" data-source="{source}" role="button" aria-pressed="{"true" if cut else "false"}"'
+    kind, words = (" edge gone", f"{words} (knocked out)") if cut else (" edge", words)
+    return _cell(box, colour, words, first=read == source == 0, kind=kind, does=pressed)
+
+
+def _hatch(there: Collection[int], count: int, first: Box) -> str:
+    """Lines over those of a row's `count` cells that are not `there`; `first` is the box of the first cell."""
+    x, top, wide, tall = first
+    lines = []
+    absent = [i for i in range(count) if i not in there]
+    for _, run in itertools.groupby(enumerate(absent), lambda one: one[1] - one[0]):
+        cells = [cell for _, cell in run]
+        left, right, bottom = x + cells[0] * wide, x + (cells[-1] + 1) * wide, top + tall
+        for k in range(math.ceil((left + top) / HATCH), math.ceil((right + bottom) / HATCH)):
+            low, high = max(left, k * HATCH - bottom), min(right, k * HATCH - top)  # x + y is the same along a line
+            lines.append(f"M{low:.1f} {k * HATCH - low:.1f}L{high:.1f} {k * HATCH - high:.1f}")
+    look = 'pointer-events="none" stroke="currentColor" stroke-opacity="0.3" stroke-width="0.7"'
+    return f'<path class="absent" {look} d="{"".join(lines)}"/>' if lines else ""
 
 
 def _cross(box: Box, both: bool = True) -> str:
@@ -145,8 +180,8 @@ def _cross(box: Box, both: bool = True) -> str:
 
 
 def _colour(value: float, largest: float) -> str:
-    """Over the root of the size, with the sign."""
-    return signed_colour(place_of_size(value, largest))
+    """Over the root of the size, with the sign; grey of what is no number."""
+    return MUTED if math.isnan(value) else signed_colour(place_of_size(value, largest))
 
 
 def _scale(y: float, largest: float) -> str:
@@ -158,10 +193,10 @@ def _scale(y: float, largest: float) -> str:
         f'fill="{signed_colour(place)}"/>'
         for i, place in enumerate(places)
     ]
-    for part in (-1.0, -0.25, 0.0, 0.05, 0.25, 0.5, 1.0):
+    for part in (-1.0, -0.25, 0.0, 0.05, 0.25, 1.0):
         anchor = "start" if part == -1 else "end" if part == 1 else "middle"
         x = LABEL + (1 + place_of_size(part, 1.0)) / 2 * width
-        parts.append(_text(x, y + 16, f"{part * largest:.2g}", anchor))
+        parts.append(_text(x, y + 16, tick(part * largest), anchor))
     return "".join(parts)
 
 
@@ -191,13 +226,13 @@ def stack(
         y, right, left = 4 + r * tall, zero, zero
         parts.append(_text(LABEL - 5, y + tall / 2 + 3, row_name(read), "end"))
         for i, source in enumerate(read.sources):
-            colour, part = colours[source.name], float(parts_of[r][i])
+            colour, part = colours[source.name], float(np.nan_to_num(parts_of[r][i]))
             width = abs(part) * wide
             x = right if part >= 0 else left - width
             right, left = (right + width, left) if part >= 0 else (right, x)
-            box = (x, y, width - 0.4, tall - 2)
+            box = (x, y, width - min(0.4, 0.15 * width), tall - 2)
             cut = (r, i) in out
-            parts.append(_edge(r, i, box, colour, words(r, i), cut))
+            parts.append(_edge(r, i, box, colour, words(r, i), cut=cut))
             if cut:
                 marks.append(_cross(box))
             elif width > 6 + 5.2 * len(source.short):
@@ -208,13 +243,13 @@ def stack(
         line = f'stroke="currentColor" stroke-width="0.8" pointer-events="none" d="M{zero:.2f} 2V{bottom:.1f}"'
         parts.append(f"<path {line}/>")
     for end in (0.0, 0.5, 1.0):
-        parts.append(_text(zero + end * wide, bottom + 9, f"{end:g}", "end" if end == 1 else "start"))
+        parts.append(_text(zero + end * wide, bottom + 9, tick(end), "end" if end == 1 else "start"))
     return svg("stack", title, bottom + 13, parts + marks)
 
 
 def similarity(reads: Sequence[Read], cosines: np.ndarray, title: str) -> str:
     """Cosines between the pseudo-queries of all reads."""
-    cell = min(18.0, (WIDTH - LABEL - 4) / len(reads))
+    cell = min(18.0, max(LEAST, (WIDTH - LABEL - 4) / len(reads)))
     parts = []
     every = _spacing(cell)
     for r, read in enumerate(reads):
@@ -223,39 +258,44 @@ def similarity(reads: Sequence[Read], cosines: np.ndarray, title: str) -> str:
             parts.append(_text(LABEL - 5, y + cell / 2 + 3.3, row_name(read), "end"))
         for c, other in enumerate(reads):
             value = float(cosines[r, c])
-            parts.append(
-                f'<rect x="{LABEL + c * cell:.2f}" y="{y:.2f}" width="{cell:.2f}" height="{cell:.2f}" '
-                f'fill="{signed_colour(value)}" stroke="{GRID}" stroke-width="0.3" '
-                f'data-tip="{escape(f"{read.name} and {other.name}: cosine {value:+.2f}")}"/>'
-            )
+            colour = MUTED if math.isnan(value) else signed_colour(value)
+            words = f"{read.name} and {other.name}: cosine {short(value, signed=True)}"
+            box = (LABEL + c * cell, y, cell - 0.3, cell - 0.3)
+            parts.append(_cell(box, colour, words, first=r == c == 0))
     y = 4 + len(reads) * cell
     parts.append(_text(LABEL, y + 12, "orange: opposite"))
     parts.append(_text(LABEL + (WIDTH - LABEL) / 2, y + 12, "white: unrelated", "middle"))
     parts.append(_text(WIDTH - 4, y + 12, "blue: alike", "end"))
-    return svg("queries", title, y + 18, parts, role="img")
+    figure = svg("queries", title, y + 18, parts, max(WIDTH, LABEL + len(reads) * cell + 4))
+    return _scrolled(title, figure)
+
+
+def faint(count: int) -> float:
+    """Attention below which one of `count` tokens is not drawn: half of what each has where all have the same, and
+    `FAINT` at most."""
+    return min(FAINT, 0.5 / count)
 
 
 def attention(layers: Sequence[int], rows: dict[str, np.ndarray], names: Sequence[str], title: str) -> str:
     """What one token attends to: for each of the `rows` (layers, tokens) a line a layer and a column a token, zero to
-    one on the scale's blue half."""
+    one on the scale's blue half; what is `faint` is left out."""
     wide = (WIDTH - LABEL - 4) / len(names)
     tall, y = 11.0, 0.0
-    parts = []
+    parts, first = [], True
     for head, values in rows.items():
         parts.append(_text(LABEL, y + 10, head))
         y += 14
         for i, layer in enumerate(layers):
             parts.append(_text(LABEL - 5, y + tall / 2 + 3, f"attn {layer}", "end"))
             parts.append(f'<rect {_place((LABEL, y, WIDTH - LABEL - 4, tall - 0.6))} fill="{signed_colour(0.0)}"/>')
-            for t in np.flatnonzero(values[i] >= FAINT).tolist():
-                value = values[i][t]
-                tip = escape(f"layer {layer} attends to token {t} “{names[t]}”: {head} {float(value):.3f}")
-                parts.append(
-                    f"<rect {_place((LABEL + t * wide, y, wide - (0.4 if wide > 3 else 0), tall - 0.6))} "
-                    f'fill="{signed_colour(place_of_size(float(value), 1.0))}" data-tip="{tip}"/>'
-                )
+            for t in np.flatnonzero(values[i] >= faint(len(names))).tolist():
+                value = float(values[i][t])
+                words = f"layer {layer} attends to token {t} “{names[t]}”: {head} {number(value)}"
+                box = (LABEL + t * wide, y, wide - (0.4 if wide > 3 else 0), tall - 0.6)
+                parts.append(_cell(box, _colour(value, 1.0), words, first=first))
+                first = False
             y += tall
         y += 4
     parts.append(_text(LABEL, y + 8, "the text from its beginning"))
     parts.append(_text(WIDTH - 4, y + 8, "the chosen token", "end"))
-    return svg("attention", title, y + 12, parts, role="img")
+    return svg("attention", title, y + 12, parts)

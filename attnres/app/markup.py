@@ -1,6 +1,9 @@
 """Pieces of HTML that the parts of the page are made of, all text escaped."""
 
+import hashlib
+import re
 import unicodedata
+from collections.abc import Collection
 from html import escape
 
 BEFORE = "#8a94a3"
@@ -36,7 +39,7 @@ def sentence(text: str, kind: str = "error") -> str:
 
 
 def section(of: str, name: str, title: str, body: str, note: str = "", save: bool = False) -> str:
-    """A part of the page; `of` is the model's title."""
+    """A part of the page, with a hash by which the browser knows it; `of` is the model's title."""
     if not body:
         return ""
     of = escape(f"of “{title}”, {visible(of)}", quote=True)
@@ -47,7 +50,14 @@ def section(of: str, name: str, title: str, body: str, note: str = "", save: boo
     )
     note = f'<p class="note">{escape(note)}</p>' if note else ""
     saving = f'<span class="saving">{buttons}</span>' if save and "<svg" in body else ""
-    return f'<section class="{name}"><h3>{escape(title)}{saving}</h3>{note}{body}</section>'
+    whole = f"<h3>{escape(title)}{saving}</h3>{note}{body}"
+    return f'<section class="{name}" data-hash="{hashlib.sha256(whole.encode()).hexdigest()[:16]}">{whole}</section>'
+
+
+def without(html: str, known: Collection[str]) -> str:
+    """The same with nothing in the sections of the hashes that are known."""
+    parts = r'(<section class="\w+" data-hash="(\w+)">).*?(</section>)'
+    return re.sub(parts, lambda part: part[1] + part[3] if part[2] in known else part[0], html, flags=re.DOTALL)
 
 
 def bar(share: float, largest: float, colour: str) -> str:

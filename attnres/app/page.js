@@ -5,25 +5,28 @@
 
 const $ = (selector) => document.querySelector(selector);
 const begin = JSON.parse(document.body.dataset.begin);
-let view = null, queue = [], busy = false, stale = false, typed = false, hits = [];
+let view = null, queue = [], busy = false, stale = false, acted = "", hits = [];
 
 // ---------------------------------------------------------------- questions
 
-const ask = async (path, body) => {
+// What is refused is said in JSON, or by the guard in plain text; other servers in between send pages.
+const post = async (path, body, signal) => {
   const answer = await fetch(path, {
-    method: "POST", headers: {"content-type": "application/json"}, body: JSON.stringify(body),
+    method: "POST", headers: {"content-type": "application/json"}, body: JSON.stringify(body), signal,
   });
-  const data = await answer.json().catch(() => ({error: "the server did not understand: load the page again"}));
-  if (!answer.ok) throw new Error(data.error);
-  return data;
+  if (answer.ok) return answer;
+  const kind = answer.headers.get("content-type") || "", text = await answer.text();
+  if (kind.startsWith("text/plain") && text) throw new Error(text);
+  let words = "the server did not understand: load the page again";
+  try { words = JSON.parse(text).error || words; } catch { /* a page */ }
+  throw new Error(words);
 };
 
+const ask = async (path, body) => (await post(path, body)).json();
+
 // An answer that comes in lines, each how much is done, the last what was asked for.
-const wait = async (path, body, progress) => {
-  const answer = await fetch(path, {
-    method: "POST", headers: {"content-type": "application/json"}, body: JSON.stringify(body),
-  });
-  if (!answer.ok) throw new Error((await answer.json()).error);
+const wait = async (path, body, progress, signal) => {
+  const answer = await post(path, body, signal);
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = "", last = {};;) {
     const {value, done} = await reader.read();
@@ -66,7 +69,8 @@ const answer = async (link) => {
     do {
       stale = false;
       const actions = queue.splice(0);
-      const shown = await ask("show", {view, link: link || "", actions}).catch((error) => { complain(error); });
+      const known = sections().map((section) => section.dataset.hash);
+      const shown = await ask("show", {view, link: link || "", actions, known}).catch((error) => { complain(error); });
       if (shown) {
         actions.forEach(([name], i) => remember(name, shown.steps[i], i === actions.length - 1 ? shown.query : null));
         if (!actions.length) history.replaceState(shown.view, "", address(shown.query));
@@ -81,13 +85,16 @@ const answer = async (link) => {
   }
 };
 
-// Every action is a step to go back to; letters typed one after the other are one, and going back is none.
+// Every action is a step to go back to; letters typed one after the other are one, and going back, or what changes
+// nothing, is none.
 const address = (query) => (query ? "?" + query : location.pathname);
 const remember = (name, step, query) => {
-  const where = query === null ? undefined : address(query);
-  if (name === "restore" || (name === "type" && typed)) history.replaceState(step, "", where);
+  const where = query === null ? undefined : address(query), now = history.state;
+  const types = name === "type" || (name === "compare" && now && now.other !== null && step.other !== null);
+  const same = name === "restore" || (types && name === acted) || JSON.stringify(step) === JSON.stringify(now);
+  if (same) history.replaceState(step, "", where);
   else history.pushState(step, "", where);
-  typed = name === "type";
+  acted = name;
 };
 addEventListener("popstate", (event) => {
   if (event.state) act("restore", event.state);
@@ -105,25 +112,34 @@ const options = (select, pairs, value) => {
   select.value = value;
 };
 
-// What has the focus, and where boxes are scrolled to, outlive what is drawn anew.
+// What has the focus, and where boxes are scrolled to, outlive what is drawn anew. What had the focus is known by what
+// a click on it does, else by its name; if it is gone, the first of its part of the page has the focus.
 const focused = () => {
-  const one = document.activeElement, pane = one.closest(".pane"), section = one.closest("section");
-  if (!pane) return null;
-  const at = `.pane[data-place="${pane.dataset.place}"] `;
-  if (one.dataset.token !== undefined) return at + `[data-token="${one.dataset.token}"]`;
-  if (one.dataset.read !== undefined)
-    return at + `section.${section.className} [data-read="${one.dataset.read}"][data-source="${one.dataset.source}"]`;
-  return null;
+  const one = document.activeElement, half = one.closest("[id^=pane-],#between");
+  const part = half && one.closest("section,.cuts");
+  if (!part) return [];
+  const does = [...one.attributes].filter(({name}) => name.startsWith("data-") && name !== "data-tip");
+  const names = (does.length ? does : [...one.attributes].filter(({name}) => name === "aria-label"))
+    .map(({name, value}) => `[${name}="${CSS.escape(value)}"]`).join("");
+  const at = `#${half.id} .${part.classList[0]}`;
+  return [`${at} ${names || one.tagName}`, `${at} [tabindex="0"]`, `${at} button`, at];
 };
 
+const sections = () => [...document.querySelectorAll("section[data-hash]")];
+
 const show = (shown, actions) => {
-  const focus = focused();
+  const focus = focused(), had = new Map(sections().map((section) => [section.dataset.hash, section]));
   const boxes = [...document.querySelectorAll(".pane .text, .grid")].map((box) => [box.scrollTop, box.scrollLeft]);
   view = shown.view;
   $("#said").innerHTML = "";
   if (shown.message) complain(new Error(shown.message[0].toUpperCase() + shown.message.slice(1)));
   $("#panes").innerHTML = shown.panes.map((pane, i) => `<div id="pane-${i}">${pane}</div>`).join("");
   $("#between").innerHTML = shown.difference;
+  for (const section of sections().filter((section) => !section.firstChild)) {
+    const same = had.get(section.dataset.hash);
+    section.replaceWith(same.isConnected ? same.cloneNode(true) : same);
+  }
+  mark();
   $("#live").textContent = shown.live;
   options($("#models"), shown.choices, view.models[0]);
   options($("#beside select"), [["none", ""], ...shown.choices], view.models.length > 1 ? view.models[1] : "");
@@ -146,7 +162,10 @@ const show = (shown, actions) => {
     const hidden = token.offsetTop < box.scrollTop || token.offsetTop > box.scrollTop + box.clientHeight - 20;
     if (hidden) box.scrollTop = token.offsetTop - box.clientHeight / 2;
   }
-  if (focus && $(focus)) $(focus).focus({preventScroll: true});
+  const next = focus.map($).find((one) => one);
+  if (!next) return;
+  if (next.matches(".cuts,section")) next.tabIndex = -1;
+  next.focus({preventScroll: true});
 };
 
 // ---------------------------------------------------------------- clicks and keys
@@ -158,7 +177,8 @@ const half = (target) => {
 
 const press = (target) => {
   if (target.dataset.save) return saveFigure(target.closest("section").querySelector("svg:not(.names)"), target);
-  if (target.dataset.token !== undefined) return act("token", +target.dataset.token);
+  if (target.dataset.token !== undefined)
+    return act("token", {place: half(target).place, token: +target.dataset.token});
   if (target.dataset.read !== undefined) {
     tip("");
     return act("edge", {...half(target), read: +target.dataset.read, source: +target.dataset.source});
@@ -172,45 +192,64 @@ const press = (target) => {
     act("visit", hits[+target.dataset.hit]);
     return scrollTo(0, 0);
   }
-  if (target.dataset.score !== undefined) return score(target);
-  if (target.dataset.search) return search(target);
+  if (target.dataset.score !== undefined)
+    return work("score", target, {view, place: half(target).place}, () => answer());
+  if (target.dataset.search && view)
+    return work("search", target, {view, least: target.dataset.search === "least"}, found);
 };
 
-const score = async (button) => {
-  const bar = button.nextElementSibling, asked = view;
-  button.disabled = true;
-  bar.hidden = false;
-  try {
-    const place = +button.closest(".pane").dataset.place;
-    await wait("score", {view: asked, place}, (part) => { bar.value = part; });
-  } catch (error) {
-    return complain(error);
-  } finally {
-    button.disabled = false;
-    bar.hidden = true;
+const found = (result) => {
+  $("#hits").innerHTML = result.html;
+  hits = result.hits;
+};
+
+// ---------------------------------------------------------------- work that takes a while
+
+// One of a kind at a time: what is asked for next ends what is under way. It is known by what it is about, since its
+// button may be drawn anew meanwhile.
+const running = {};
+
+const about = (button) => {
+  if (button.dataset.search) return [button.dataset.search, view.models[0], view.read, view.source, view.by].join();
+  const {place, model} = half(button);
+  return [model, button.dataset.score, place && view.other !== null ? view.other : view.text].join();
+};
+
+const mark = () => {
+  for (const button of document.querySelectorAll("[data-score],[data-search]")) {
+    const one = running[button.dataset.search ? "search" : "score"];
+    button.setAttribute("aria-disabled", one !== undefined && one.about === about(button));
   }
-  answer();
 };
 
-const search = async (button) => {
-  const bar = $("#search progress");
-  bar.hidden = false;
+const work = async (kind, button, body, done) => {
+  const mine = {about: about(button), control: new AbortController()}, box = $(`#${kind}-progress`);
+  const bar = box.querySelector("progress"), last = () => running[kind] === mine;
+  if (running[kind] && running[kind].about === mine.about) return;
+  if (running[kind]) running[kind].control.abort();
+  running[kind] = mine;
+  bar.value = 0;
+  box.hidden = false;
+  mark();
   try {
-    const body = {view, least: button.dataset.search === "least"};
-    const result = await wait("search", body, (part) => { bar.value = part; });
-    $("#hits").innerHTML = result.html;
-    hits = result.hits;
+    const result = await wait(kind, body, (part) => { if (last()) bar.value = part; }, mine.control.signal);
+    if (last()) done(result);
   } catch (error) {
-    $("#hits").replaceChildren();
-    complain(error);
+    if (last() && kind === "search") found({html: "", hits: []});
+    if (last()) complain(error);
   } finally {
-    bar.hidden = true;
+    if (last()) {
+      delete running[kind];
+      box.hidden = true;
+      mark();
+    }
   }
 };
 
 // Arrow keys move among tokens, bars or cells: left and right in their order, up and down to the nearest of a line.
+const CELLS = "[data-token],.cell";
 const neighbour = (target, key) => {
-  const all = [...target.closest(".text,svg").querySelectorAll("[data-token],[data-read]")];
+  const all = [...target.closest(".text,svg").querySelectorAll(CELLS)];
   const step = {ArrowLeft: -1, ArrowRight: 1}[key], down = {ArrowUp: -1, ArrowDown: 1}[key];
   if (step) return all[all.indexOf(target) + step];
   if (!down) return {Home: all[0], End: all.at(-1)}[key];
@@ -233,7 +272,7 @@ document.addEventListener("click", (event) => {
   if (target) press(target);
 });
 document.addEventListener("keydown", (event) => {
-  if (!event.target.matches("[data-token],[data-read]") || event.ctrlKey || event.altKey || event.metaKey) return;
+  if (!event.target.matches(CELLS) || event.ctrlKey || event.altKey || event.metaKey) return;
   const next = neighbour(event.target, event.key);
   if (next) next.focus();
   else if (event.key === "Enter" || event.key === " ") press(event.target);
@@ -252,8 +291,10 @@ const tip = (words, x, y) => {
   box.style.left = Math.max(4, Math.min(x + 12, innerWidth - size.width - 4)) + "px";
   box.style.top = (y + 18 + size.height > innerHeight ? y - size.height - 10 : y + 18) + "px";
 };
+let pointed = null;  // the last event that told what is meant
 const point = (event) => {
-  const target = event.target.closest && event.target.closest("[data-tip],.edge");
+  pointed = event;
+  const target = event.target.closest && event.target.closest(`[data-tip],${CELLS}`);
   const box = target && event.type === "focusin" ? target.getBoundingClientRect() : null;
   const words = target && (target.dataset.tip || target.getAttribute("aria-label"));
   tip(words, box ? box.left : event.clientX, box ? box.bottom - 14 : event.clientY);
@@ -262,7 +303,11 @@ document.addEventListener("mousemove", point);
 document.addEventListener("focusin", (event) => { if (event.target.matches(":focus-visible")) point(event); });
 document.addEventListener("mouseleave", () => tip(""));
 document.addEventListener("focusout", () => tip(""));
-document.addEventListener("scroll", () => tip(""), {passive: true});
+// What comes into sight because it has the focus keeps its words.
+document.addEventListener("scroll", () => {
+  if (pointed && pointed.type === "focusin" && pointed.target === document.activeElement) point(pointed);
+  else tip("");
+}, {passive: true});
 
 // ---------------------------------------------------------------- files
 

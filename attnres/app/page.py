@@ -8,11 +8,24 @@ from urllib.parse import parse_qsl
 
 from attnres.app import differences, draw
 from attnres.app.examples import EXAMPLES
-from attnres.app.explorer import Opened, Report
+from attnres.app.explorer import Opened
 from attnres.app.markup import sentence
 from attnres.app.pane import Pane, Scales, export
-from attnres.app.state import ATTENDED, LARGEST, LOSS, MAX_CHARACTERS, MAX_CUTS, Cut, View, decode, encode, from_json
+from attnres.app.state import (
+    ATTENDED,
+    LARGEST,
+    LARGEST_NUMBER,
+    LOSS,
+    MAX_CHARACTERS,
+    MAX_CUTS,
+    Cut,
+    View,
+    decode,
+    encode,
+    from_json,
+)
 from attnres.app.steps import Learned
+from attnres.app.works import Report
 from attnres.errors import UserError
 from attnres.inspect.corpus import Search
 from attnres.inspect.steps import step_change
@@ -22,6 +35,8 @@ from attnres.typed import Count, Misfit, fit
 
 SEARCHED = 20_000
 """Tokens of a corpus that a search looks at."""
+STEPS = 2
+"""Of trainings, whose weights stay in memory."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +70,7 @@ class Page:
 
     def __init__(self, models: Sequence[Opened], corpus: LookText | None = None) -> None:
         self.models, self.corpus = list(models), corpus
+        self._queries, self._recent = dict[int, str](), list[int]()
 
     @property
     def choices(self) -> list[tuple[str, int]]:
@@ -94,7 +110,7 @@ class Page:
 
     def type(self, view: View, text: Any) -> View:
         """Another text: the last token is chosen, knocked-out edges stay out."""
-        return replace(view, text=_words(text), token=None)
+        return replace(view, text=_words(text), token=None, half=0)
 
     def compare(self, view: View, text: Any) -> View:
         """A second text for the first of the models, or none."""
@@ -116,7 +132,14 @@ class Page:
             numbers = ()
         if not 1 <= len(numbers) <= 2 or max(numbers) >= len(self.models):
             raise UserError("this model is not one of those that are open")
-        return replace(view, models=numbers, other=view.other if len(numbers) == 1 else None)
+        number, read = self._half(view, self._chosen(view))[0], self.read_of(view, numbers[0])
+        return replace(
+            view,
+            models=numbers,
+            other=view.other if len(numbers) == 1 else None,
+            read=read if read < len(self.models[numbers[0]].reads) - 1 else None,
+            half=numbers.index(number) if number in numbers else 0,
+        )
 
     def show_by(self, view: View, by: Any) -> View:
         """Contributions or weights."""
@@ -129,11 +152,19 @@ class Page:
         if not (isinstance(what, list) and len(what) == 2 and type(what[0]) is int and isinstance(what[1], str)):
             raise UserError("there is no such read or source: load the page again")
         read, source = what
-        return replace(view, read=read if 0 <= read < 99_999 else None, source=source or LARGEST)
+        return replace(view, read=read if 0 <= read <= LARGEST_NUMBER else None, source=source or LARGEST)
 
-    def choose_token(self, view: View, token: Any) -> View:
-        """Another token."""
-        return replace(view, token=_numbers({"token": token})["token"])
+    def choose_token(self, view: View, at: Any) -> View:
+        """Another token of a half, {"place": p, "token": t}.
+
+        Raises:
+            UserError: a click on what is not there.
+        """
+        numbers = _numbers(at)
+        place, token = numbers.get("place"), numbers.get("token")
+        if place is None or token is None or place >= self._count(view):
+            raise UserError("this click hit neither a token nor an edge: load the page again")
+        return replace(view, token=token, half=place)
 
     def click(self, view: View, edge: Any) -> View:
         """A click on an edge of a half, {"place": p, "model": m, "read": r, "source": s}: it is knocked out, where the
@@ -189,6 +220,7 @@ class Page:
         first = self.models[view.models[0]]
         read = view.read if view.read is not None and view.read < len(first.reads) - 1 else None
         view = replace(view, cuts=known, read=read)
+        self._let_go(view.models)
         row = first.sources[-1 if read is None else read]
         if view.source not in (LARGEST, LOSS, ATTENDED, *row):
             view = replace(view, source=LARGEST)
@@ -199,8 +231,10 @@ class Page:
             except UserError as error:
                 number = self._half(view, place)[0]
                 model = self.models[number]
-                kept = isinstance(model, Learned) and bool(view.text.strip())
-                panes.append(differences.learned(number, place, model, f"{error}") if kept else sentence(f"{error}"))
+                if isinstance(model, Learned) and view.text.strip():
+                    panes.append(differences.learned(number, place, model, self.queries(number), f"{error}"))
+                else:
+                    panes.append(sentence(f"{error}"))
         drawn = [one for one in panes if isinstance(one, Pane)]
         scales = Scales.of(drawn)
         pages = [draw.pane(one, scales) if isinstance(one, Pane) else one for one in panes]
@@ -246,7 +280,6 @@ class Page:
         reading, token = model.read(text), self.token_of(view, place)
         cuts = view.cuts_of(number)
         effect = model.knock_out(text, cuts) if cuts else None
-        deepest = len(model.reads) - 1
         try:
             attention = model.attend(text)
         except UserError:
@@ -259,26 +292,46 @@ class Page:
             details=model.details,
             reading=reading,
             by=view.by,
-            read=deepest if view.read is None else min(view.read, deepest),
+            read=self.read_of(view, number),
             source=view.source,
             token=token,
             cuts=cuts,
             effect=effect,
             candidates=model.top(reading, effect, token),
             similarity=model.similarity,
+            queries=self.queries(number),
             attention=attention,
             scores=scores,
+            target="" if scores is None else model.piece(scores.target),
             graph="" if scores is None else model.graph(text, token, scores),
         )
 
+    def queries(self, number: int) -> str:
+        """HTML of how alike a model's queries are, drawn once: no text changes it."""
+        if number not in self._queries:
+            self._queries[number] = draw.queries(self.models[number].label, self.models[number].similarity)
+        return self._queries[number]
+
+    def read_of(self, view: View, number: int) -> int:
+        """The number of the read that colours a model's tokens: of the name of the first half's, or the output's."""
+        first, reads = self.models[view.models[0]].reads, self.models[number].reads
+        name = first[view.read] if view.read is not None and view.read < len(first) else None
+        return reads.index(name) if name in reads else len(reads) - 1
+
     def token_of(self, view: View, place: int) -> int:
-        """The number of the chosen token in a half's text; without a choice the last that says something."""
+        """The number of the chosen token in a half's text: where it was chosen among other tokens of the same text, of
+        the one in which it ends; without a choice the last that says something."""
         number, text = self._half(view, place)
-        reading = self.models[number].read(text)
+        model, reading = self.models[number], self.models[number].read(text)
         last = len(reading.ids) - 1
-        if view.token is not None:
-            return min(view.token, last)
-        return next((i for i in range(last, -1, -1) if reading.names[i].strip()), last)
+        if view.token is None:
+            return next((i for i in range(last, -1, -1) if reading.names[i].strip()), last)
+        theirs, their_text = self._half(view, self._chosen(view))
+        other, token = self.models[theirs], None
+        if their_text == text and other.vocabulary != model.vocabulary:
+            end = other.end_of(text, view.token)
+            token = None if end is None else model.token_at(text, end)
+        return min(view.token if token is None else token, last)
 
     def score(self, view: View, place: int, report: Report) -> None:
         """Measure every edge of a half's prediction; `show` then has it. Raises UserError."""
@@ -296,7 +349,7 @@ class Page:
         if self.corpus is None:
             raise UserError("no corpus is open: start the app with --corpus")
         model = self.models[view.models[0]]
-        read = len(model.reads) - 1 if view.read is None else min(view.read, len(model.reads) - 1)
+        read = self.read_of(view, view.models[0])
         if view.source not in model.sources[read]:
             raise UserError("choose one source in “colour tokens by” first: its tokens are searched for")
         result = model.search(self.corpus.read(), read, view.source, view.by, least, SEARCHED, report)
@@ -313,6 +366,18 @@ class Page:
 
     def _count(self, view: View) -> int:
         return 2 if view.other is not None else len(view.models)
+
+    def _chosen(self, view: View) -> int:
+        """The half of which the chosen token is."""
+        return min(view.half, self._count(view) - 1)
+
+    def _let_go(self, shown: Sequence[int]) -> None:
+        """Of the steps of trainings those that were shown last stay loaded."""
+        steps = [number for number in shown if self.models[number].whole is not self.models[number]]
+        self._recent = [*(number for number in self._recent if number not in steps), *steps][-STEPS:]
+        for number, model in enumerate(self.models):
+            if model.is_loaded and model.whole is not model and number not in self._recent:
+                model.forget()
 
     def _half(self, view: View, place: int) -> tuple[int, str]:
         """The number of a half's model, and its text."""

@@ -1,6 +1,6 @@
 """What the page shows of a model and one text, as numbers; the scales that panes share; no model runs here."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,9 +10,10 @@ from attnres.app.reading import Candidate, Effect, Reading
 from attnres.app.state import Cut
 from attnres.inspect.attention import TokenAttention
 from attnres.inspect.attribution import Attribution
-from attnres.inspect.notebook import FLOOR
+from attnres.inspect.notebook import FLOOR, end_of_scale
 from attnres.inspect.routing import By
 from attnres.residuals import Read
+from attnres.stats import or_none, plain
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Pane:
         candidates: next tokens of the chosen `token`.
         similarity: reads and the cosines of their pseudo-queries.
         attention: what the tokens attend to; None where the model does not show it.
-        scores: of the edges of the prediction after the token, where they were measured.
+        queries: the same as a part of the page, HTML; empty where there are none.
+        scores: of the edges of the prediction after the token, where they were measured; `target` the predicted token.
         graph: the same as a picture, SVG; empty where no edge changes it much.
     """
 
@@ -43,8 +45,10 @@ class Pane:
     effect: Effect | None
     candidates: list[Candidate]
     similarity: tuple[list[Read], np.ndarray] | None
+    queries: str = ""
     attention: TokenAttention | None = None
     scores: Attribution | None = None
+    target: str = ""
     graph: str = ""
 
     @property
@@ -114,20 +118,20 @@ class Scales:
     def of(cls, panes: Sequence[Pane]) -> "Scales":
         """The least that holds every pane; what is smaller than `FLOOR` stays pale."""
 
-        def most(values: Sequence[np.ndarray], floor: float) -> float:
-            return max([floor, *(float(np.abs(one).max(initial=0)) for one in values)])
+        def end(values: Iterable[Sequence[float] | np.ndarray], least: float = FLOOR) -> float:
+            return max([least, *(end_of_scale(np.asarray(one, dtype=float), least) for one in values)])
 
         shown = [p.reading.rows(p.by)[p.read][:, p.column] for p in panes if p.column is not None]
         chances = np.array([chance or 0.0 for p in panes for c in p.candidates for chance in (c.before, c.after)])
-        negative = [float(np.minimum(row, 0).sum()) for p in panes for row in p.parts]
-        positive = [float(np.maximum(row, 0).sum()) for p in panes for row in p.parts]
+        negative = [float(np.nansum(np.minimum(row, 0))) for p in panes for row in p.parts]
+        positive = [float(np.nansum(np.maximum(row, 0))) for p in panes for row in p.parts]
         return cls(
-            loss=most([p.loss_change for p in panes], FLOOR),
-            part=most(shown, FLOOR),
-            mean=most([row for p in panes for row in p.reading.means(p.by)], 1.0),
-            probability=most([chances], 0.01),
+            loss=end(p.loss_change for p in panes),
+            part=end(shown),
+            mean=end((row for p in panes for row in p.reading.means(p.by)), 1.0),
+            probability=end([chances], 0.01),
             span=(min([0.0, *negative]), max([1.0, *positive])),
-            score=most([np.array(row) for p in panes if p.scores is not None for row in p.scores.knockout], FLOOR),
+            score=end(row for p in panes if p.scores is not None for row in p.scores.knockout),
         )
 
 
@@ -140,22 +144,24 @@ def export(panes: Sequence[Pane]) -> dict[str, object]:
                 "name": p.title,
                 "details": p.details,
                 "tokens": p.reading.pieces,
-                "ids": list(p.reading.ids),
+                "ids": p.reading.ids,
                 "reads": p.reading.reads,
                 "sources": p.reading.sources,
-                "weights": [np.round(row.astype(float), 6).tolist() for row in p.reading.weights],
-                "contributions": [np.round(row.astype(float), 6).tolist() for row in p.reading.contributions],
-                "losses": np.round(p.reading.losses, 6).tolist(),
+                "weights": plain(p.reading.weights),
+                "contributions": plain(p.reading.contributions),
+                "losses": plain(p.reading.losses),
                 "knocked_out": [
                     {"read": p.reading.reads[c.read], "source": p.reading.sources[c.read][c.source], "token": c.token}
                     for c in p.cuts
                 ],
-                "losses_after": np.round(p.effect.losses, 6).tolist() if p.effect is not None else None,
+                "losses_after": plain(p.effect.losses) if p.effect is not None else None,
                 "token": p.token,
-                "next": [{"token": c.piece, "before": c.before, "after": c.after} for c in p.candidates],
-                "divergence": p.divergence if p.effect is not None else None,
-                "query_cosine": p.similarity[1].round(6).tolist() if p.similarity is not None else None,
-                "scores": p.scores.to_dict() if p.scores is not None else None,
+                "next": [
+                    {"token": c.piece, "before": or_none(c.before), "after": or_none(c.after)} for c in p.candidates
+                ],
+                "divergence": or_none(p.divergence) if p.effect is not None else None,
+                "query_cosine": plain(p.similarity[1]) if p.similarity is not None else None,
+                "scores": plain(p.scores.to_dict()) if p.scores is not None else None,
             }
             for p in panes
         ],

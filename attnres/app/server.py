@@ -11,6 +11,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any, TypedDict
 
+import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -21,10 +22,11 @@ from starlette.routing import Route
 
 from attnres.app.address import check_port
 from attnres.app.examples import EXAMPLES
-from attnres.app.explorer import Report
 from attnres.app.guard import Guard, is_loopback, own_names
+from attnres.app.markup import without
 from attnres.app.page import Page
 from attnres.app.state import MAX_CHARACTERS, View, from_json
+from attnres.app.works import Report
 from attnres.errors import UserError
 from attnres.reading import parse_json
 from attnres.report.theme import variables
@@ -32,6 +34,7 @@ from attnres.text import listed, one_line
 from attnres.typed import Count, checked
 
 MISTAKE = "a mistake of attnres: a report of it is welcome"
+FULL = "there is not enough memory for this: take a shorter text, or one model alone"
 MAX_ACTIONS = 200
 """Of one request: clicks that came while the page was answering."""
 _FILES = {"/": "page.html", "/page.js": "page.js", "/page.css": "page.css"}
@@ -43,12 +46,14 @@ class Asked(TypedDict, total=False):
 
     view: what the browser shows; None asks for what `link`, a query string, says.
     actions: what was done to it, in order (see `Page.act`).
+    known: hashes of the sections that the browser has, which need not be sent again.
     place: of the half that is scored. least: which end of a search.
     """
 
     view: Any
     link: str
     actions: list[Any]
+    known: list[str]
     place: Count
     least: bool
 
@@ -65,9 +70,11 @@ def application(page: Page, *, local: bool, names: Collection[str] = ()) -> Star
             except UserError as error:
                 words = str(error)
             steps.append(view)
-        shown = page.show(view, words)
+        shown, known = page.show(view, words), set(question.get("known", []))
         return {
             **{name: value for name, value in vars(shown).items() if name != "view"},
+            "panes": [without(pane, known) for pane in shown.panes],
+            "difference": without(shown.difference, known),
             "view": shown.view.to_json(),
             # Each is a step to go back to; the last is what is shown.
             "steps": [step.to_json() for step in [*steps[:-1], shown.view][: len(steps)]],
@@ -100,14 +107,16 @@ def application(page: Page, *, local: bool, names: Collection[str] = ()) -> Star
     return Starlette(
         routes=routes,
         middleware=[Middleware(Guard, local=local, names=names)],
-        exception_handlers={Exception: _unforeseen},
+        exception_handlers={Exception: lambda request, error: JSONResponse({"error": _unforeseen(error)}, 500)},
     )
 
 
-def _unforeseen(request: Request, error: Exception) -> Response:
-    """What nobody foresaw: a sentence for the page, and one on the terminal."""
-    print(f"attnres: error: {MISTAKE} ({type(error).__name__}: {one_line(str(error))})", file=sys.stderr, flush=True)
-    return JSONResponse({"error": MISTAKE}, 500)
+def _unforeseen(error: Exception) -> str:
+    """What nobody foresaw as a sentence for the page, which the terminal is told, too."""
+    full = isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+    words = FULL if full else MISTAKE
+    print(f"attnres: error: {words} ({type(error).__name__}: {one_line(str(error))})", file=sys.stderr, flush=True)
+    return words
 
 
 def _view(page: Page, question: Asked) -> tuple[View, str]:
@@ -189,9 +198,8 @@ def _lines(work: Callable[[Report], dict[str, Any]]) -> Iterator[str]:
             lines.put({"error": str(error)})
         except _Gone:
             pass
-        except Exception:
-            lines.put({"error": MISTAKE})
-            raise
+        except Exception as error:
+            lines.put({"error": _unforeseen(error)})
 
     threading.Thread(target=run, daemon=True).start()
     try:

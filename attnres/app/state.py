@@ -54,10 +54,10 @@ class View:
         text: what the models read. other: a second text, which one model reads beside the first; None is none.
         models: the numbers of the models shown, one or two.
         by: what sources are shown by.
-        read: the read that colours the tokens; None is the output's.
+        read: the read that colours the tokens, of the first half; None is the output's.
         source: the source that colours them, `LARGEST` for each token's largest source, `LOSS` for the change in each
             token's loss, `ATTENDED` for what the chosen token attends to.
-        token: the chosen token; None is the last that is not white space.
+        token: the chosen token; None is the last that is not white space. half: the half whose tokens it is one of.
         cuts: what is knocked out, in the order in which it was.
         span: whether the next cut holds at all tokens or at the chosen one.
     """
@@ -69,6 +69,7 @@ class View:
     read: Count | None = None
     source: str = LARGEST
     token: Count | None = None
+    half: Count = 0
     cuts: tuple[Cut, ...] = ()
     span: Span = "all"
 
@@ -115,6 +116,8 @@ def encode(view: View) -> str:
         fields["s"] = view.source
     if view.token is not None:
         fields["k"] = str(view.token)
+    if view.half:
+        fields["h"] = str(view.half)
     if view.span != "all":
         fields["o"] = view.span
     if view.cuts:
@@ -148,6 +151,7 @@ def decode(fields: Mapping[str, str], models: int) -> View:
             read=_number(fields["r"]) if "r" in fields else None,
             source=fields.get("s", LARGEST),
             token=_number(fields["k"]) if "k" in fields else None,
+            half=_number(fields.get("h", "0")),
             cuts=tuple(_cut(part) for part in parts),
             span=span,
         )
@@ -164,6 +168,7 @@ def _checked(view: View, models: int) -> View:
         or not _SOURCE.fullmatch(view.source)
         or len(view.cuts) > MAX_CUTS
         or max(view.token or 0, view.read or 0) > LARGEST_NUMBER
+        or view.half > 1
     ):
         raise UserError("this link is damaged: copy it again, or start from the text")
     if max(view.models) >= models:

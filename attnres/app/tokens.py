@@ -9,7 +9,7 @@ from attnres.app.pane import Pane, Scales
 from attnres.app.reading import dominant
 from attnres.app.state import ATTENDED, LARGEST, LOSS
 from attnres.inspect.colours import LESS, MORE, blend, ink_on, place_of_size
-from attnres.text import short
+from attnres.text import number, short, tick
 
 PLAIN = "#ffffff"
 """Of a token that nothing colours; the others are blended with it."""
@@ -43,14 +43,14 @@ def text(p: Pane, colours: dict[str, str], scales: Scales) -> str:
         verb = "is made of" if p.by == "contribution" else "weighs"
         tip = f"token {i} “{visible(p.reading.names[i])}” {verb} {largest}"
         if i:
-            tip += f"; loss {p.reading.losses[i - 1]:.2f}"
+            tip += f"; loss {number(p.reading.losses[i - 1], 2)}"
             if p.effect is not None:
-                tip += f" → {p.effect.losses[i - 1]:.2f}"
+                tip += f" → {number(p.effect.losses[i - 1], 2)}"
         pressed = ' aria-pressed="true"' if i == p.token else ' aria-pressed="false"'
         words = _inline(piece) if piece or p.reading.names[i] == piece else "·"
         parts.append(
             f'<span class="token" role="button" tabindex="{0 if i == p.token else -1}" data-token="{i}"{pressed} '
-            f'style="background:{fills[i]};color:{ink_on(fills[i])}" data-tip="{escape(tip)}">{escape(words)}</span>'
+            f'style="background:{fills[i]};color:{ink_on(fills[i])}" aria-label="{escape(tip)}">{escape(words)}</span>'
         )
     return f'<div class="text">{"".join(parts)}</div>'
 
@@ -67,7 +67,7 @@ def legend(p: Pane, colours: dict[str, str], scales: Scales) -> str:
     if place is not None:
         column = p.reading.rows(p.by)[p.read][:, place]
         low = -scales.part if column.min(initial=0) < 0 else 0.0
-        return _ramp(low, scales.part, f"{p.by}; mean {float(column.mean()):.2f}")
+        return _ramp(low, scales.part, f"{p.by}; mean {short(float(column.mean()))}")
     if _alike(p):
         return (
             '<p class="legend">All sources of this read weigh the same: none is the largest. Knock one out, and '
@@ -114,7 +114,5 @@ def _alike(p: Pane) -> bool:
 def _ramp(low: float, high: float, words: str, flip: bool = False) -> str:
     """A scale with both its ends."""
     stops = [_shade((-1 if flip else 1) * value, high) for value in np.linspace(low, high, 9)]  # a root is no line
-    return (
-        f'<p class="legend">{low:.3g} <i class="ramp" style="background:linear-gradient(90deg,{",".join(stops)})"></i> '
-        f"{high:.3g} {escape(words)}</p>"
-    )
+    ramp = f'<i class="ramp" style="background:linear-gradient(90deg,{",".join(stops)})"></i>'
+    return f'<p class="legend">{tick(low)} {ramp} {tick(high)} {escape(words)}</p>'

@@ -6,19 +6,19 @@ from typing import Annotated
 import tyro
 
 from attnres.flags import parse
+from attnres.studies.look_config import CorpusConfig
 
 
 @dataclass
-class App:
-    """Look into one or two models in the browser: what every token reads, and what a prediction is without it."""
+class App(CorpusConfig):
+    """Look into one or two models in the browser: what every token reads, and what a prediction is without it.
+
+    With --corpus the page can search that text.
+    """
 
     models: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[MODEL [MODEL2]]")] = ()
     """Run folders, model folders or hub names, at most two; none opens the demo's Block and Full in runs/demo. The
     checkpoints that a run kept (--keep-at) can be chosen too."""
-    corpus: str | None = None
-    """What the page can search: stdlib, a file or folder (.txt, .jsonl, .parquet), or hub:NAME[:CONFIG[:SPLIT]]."""
-    column: str = "text"
-    """Field of .jsonl, column of .parquet and hub data sets that holds the text."""
     host: str = "127.0.0.1"
     """Address to serve on: this machine alone; anyone who reaches another one can use the models."""
     port: int = 7860
@@ -27,8 +27,6 @@ class App:
     """With --host: further names by which others ask for it, a proxy's or a container's, say."""
     open: bool = False
     """Open the page in a browser."""
-    trust_remote_code: bool = False
-    """Run code that comes with a model."""
 
 
 def run(arguments: list[str]) -> None:

@@ -1,23 +1,21 @@
 """`attnres compare`: train variants side by side."""
 
+import dataclasses
 from dataclasses import dataclass, field
 
-from attnres.commands.train import plain_config
+from attnres.commands.train import Model, plain_config
 from attnres.errors import UserError
-from attnres.flags import Hidden, Settings, Size, config_file, fields_of, parse
+from attnres.flags import Hidden, Settings, config_file, fields_of, parse
+from attnres.training.check import refuse_idle
 from attnres.training.config import ModelConfig, OptimConfig, TrainConfig, from_dict
 from attnres.typed import overlay
 
 
 @dataclass
-class SharedModel(ModelConfig):
+class SharedModel(Model):
     """Which model is trained, besides its residual."""
 
-    size: Size = None
-    """nano, 100m, 0.6b, gpt2-124m, or a mapping {family: qwen3, hidden_size: 64, ...}; none is nano."""
     residual: Hidden[str] = "standard"
-    residual_file: Hidden[str | None] = None
-    residual_sha256: Hidden[str | None] = None
     block_size: Hidden[int | None] = None
     num_blocks: Hidden[int | None] = None
     settings: Hidden[Settings] = field(default_factory=dict)
@@ -77,6 +75,8 @@ def run(arguments: list[str]) -> None:
     comparison = fields_of(overlay(Comparison(), of_comparison))
     defaults = fields_of(base, model=SharedModel(**fields_of(base.model)), **comparison)
     options = parse("compare", Compare, arguments, Compare(**defaults))
+    config = plain_config(options)
+    refuse_idle(dataclasses.replace(config, finetune=demo.finetune), demo)  # variants may use what is fine-tuning's
 
     from attnres.studies.compare import compare
     from attnres.studies.plan import CompareConfig
@@ -86,7 +86,7 @@ def run(arguments: list[str]) -> None:
             variants=list(options.variants),
             seeds=list(options.seeds),
             lrs=list(options.lrs),
-            base=plain_config(options),
+            base=config,
             out=options.out or "runs/compare",
             jobs=options.jobs,
             timing_s=options.timing_s,
@@ -95,12 +95,17 @@ def run(arguments: list[str]) -> None:
 
 
 def _refuse_variant(base: TrainConfig, demo: TrainConfig) -> None:
-    """Refuse a file that gives a residual or seed to the whole comparison: those belong to variants and seeds."""
+    """Refuse a file that gives to the whole comparison what is a run's: residual, seed, name and going on."""
     model, default = base.model, demo.model
-    for name in ("residual", "block_size", "num_blocks", "settings"):
+    for name in ("residual", "residual_file", "residual_sha256", "block_size", "num_blocks", "settings"):
         if getattr(model, name) != getattr(default, name):
             raise UserError(
-                f"model.{name} in a comparison belongs to a variant: give variants, e.g. block:num_blocks=6"
+                f"model.{name} in a comparison belongs to a variant: give variants, e.g. block:num_blocks=6 or "
+                "FILE.py:CLASS"
             )
+    if base.name != demo.name:
+        raise UserError(f"name '{base.name}' in a comparison: each run has that of its variant and seed, leave it out")
+    if base.resume != demo.resume:
+        raise UserError("resume in a comparison: the same command continues what was stopped, leave it out")
     if base.seed != demo.seed:
         raise UserError(f"seed {base.seed} in a comparison: give seeds, a list, e.g. [{base.seed}]")

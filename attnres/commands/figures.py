@@ -1,7 +1,7 @@
 """`attnres figures`: figures of models, runs and studies."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import tyro
 
@@ -22,8 +22,6 @@ class Figures(LookConfig):
     the folder to write."""
     formats: tuple[str, ...] = ("pdf", "png")
     """Of pdf, png and svg."""
-    by: Literal["contribution", "weight"] = "contribution"
-    """What sources are shown by: how much of a read they are, or the weight that they are given."""
 
 
 def run(arguments: list[str]) -> None:

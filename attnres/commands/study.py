@@ -85,7 +85,9 @@ def run(arguments: list[str]) -> None:
     if (kind := kind_of(out)) not in (None, "report", "other"):
         raise UserError(f"{out} holds something else ({kind}): expected the folder of all studies, OUT/PRESET/NAME")
     if options.report:
-        return _report(out)
+        from attnres.studies.outcome import report
+
+        return print(report(out))
     if not options.name:
         raise UserError("no study given: expected attnres study NAME...; --list names them")
     for name in options.name:
@@ -125,7 +127,9 @@ def run(arguments: list[str]) -> None:
         if options.dry_run:
             if options.source is not None and "hub:" not in options.source:
                 open_source(options.source)  # a name that is wrong is refused here as it would be in earnest
-            return _dry_run(designs, setting, options, adopted)
+            from attnres.studies.estimate import print_estimate
+
+            return print_estimate(designs, setting, adopted, jobs=options.jobs)
         if images is not None and "resnet" in names:
             from attnres.studies.lab.images import load_images
 
@@ -182,65 +186,3 @@ def _list(designs: "list[Design]") -> None:
     for design in designs:
         table.add_row(design.name, design.title)
     wide(Console()).print(table)
-
-
-def _report(out: Path) -> None:
-    from attnres.files import write_text
-    from attnres.studies.archive import restored
-    from attnres.studies.outcome import outcome_in
-    from attnres.studies.page import report_page
-
-    with restored(out) as studies:
-        folders = sorted(path.parent for path in studies.glob("*/*/study.json"))
-        if not folders:
-            raise UserError(f"{out} holds no studies: expected OUT/PRESET/NAME/study.json, as attnres study writes it")
-        page = report_page([outcome_in(folder) for folder in folders])
-    write_text(out / "report.html", page)
-    print(out / "report.html")
-
-
-def _dry_run(designs: "list[Design]", setting: "Setting", options: Study, adopted: list[Path]) -> None:
-    from rich.console import Console
-
-    from attnres.progress import Bars
-    from attnres.studies.conduct import left_of
-    from attnres.studies.cost import Step, costs_of, hours, measured_speeds
-    from attnres.studies.design import Measured
-    from attnres.studies.outcome import names_of
-    from attnres.terminal import grid, say, wide
-
-    out, recipe = wide(Console()), setting.config()
-    costs = [
-        (design, arm, costs_of(arm, recipe, left))
-        for design in designs
-        for arm, left in left_of(design, setting, adopted)
-    ]
-    usual = Step.of(recipe, recipe)
-    steps = dict.fromkeys([usual, *(one.step for *_, each in costs for one in each if one.step is not None)])
-    with Bars(stays=False) as bars:
-        speeds = measured_speeds(recipe, steps, bars.add("timing a few steps of each model", len(steps)).advance)
-    otherwise = speeds.get(usual, setting.preset.flops_per_s)
-    table = grid("study", "arm", right=("runs", "left", "tokens", "FLOPs", "hours"))
-    total = 0.0
-    for design, arm, each in costs:
-        time_h = hours(each, otherwise, speeds)
-        total += time_h
-        runs, tokens, flops = (sum(getattr(one, what) for one in each) for what in ("runs", "tokens", "flops"))
-        counts = f"{len(names_of(arm))}", f"{runs}"
-        table.add_row(design.name, arm.name, *counts, f"{tokens:,.0f}", f"{flops:.2e}", f"{time_h:.2f}")
-    out.print(table)
-    counted = {design.name for design, *_ in costs}
-    for design in designs:
-        if design.name not in counted:
-            say(out, f"{design.name}: {design.analyse(setting, Measured()).verdict}")
-    unit = "one core" if recipe.device in ("auto", "cpu") else "one GPU"
-    if speeds:
-        say(out, f"{total:.1f} hours of {unit}, by a few steps of each model here.")
-    else:
-        say(out, f"{total:.1f} hours of {unit} at {otherwise:.2g} FLOP/s, assumed: the preset's device is not here.")
-        say(out, "Reads take longer than their FLOPs say: expect up to three times as much of a mechanism.")
-    say(out, "Left are runs that are neither finished nor the same as finished ones of --adopt and of other studies,")
-    say(out, "provided that these were of the same text, which is not looked at here.")
-    say(out, "Arms that depend on what earlier ones give are not counted before those have run.")
-    if options.jobs:
-        say(out, f"{total / options.jobs:.1f} hours with {options.jobs} runs at once on as many cores or GPUs.")

@@ -13,7 +13,8 @@ class Model(ModelConfig):
     """Which model is trained."""
 
     size: Size = None
-    """nano, 100m, 0.6b, gpt2-124m, or a mapping {family: qwen3, hidden_size: 64, ...}; none is nano."""
+    """nano, 100m, 0.6b, gpt2-124m, or a mapping {family: qwen3, hidden_size: 64, ...}; none is nano, or with init_from
+    the size of that model."""
     residual_file: Hidden[str | None] = None
     residual_sha256: Hidden[str | None] = None
     settings: Settings = field(default_factory=dict)

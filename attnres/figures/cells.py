@@ -11,34 +11,32 @@ from matplotlib.colors import FuncNorm, LinearSegmentedColormap, Normalize, Powe
 from matplotlib.figure import Figure
 
 from attnres.figures import style
-from attnres.figures.plot import SMALL, number, plain, thin_ticks
-from attnres.inspect.colours import DIVERGING, ink_on
+from attnres.figures.plot import SMALL, number, numbers_on, plain, thin_ticks
+from attnres.inspect.colours import DIVERGING, ink_on, signed_root
+from attnres.inspect.notebook import end_of_scale
 from attnres.inspect.routing import By
 
 COLOURMAP = "viridis"  # even in lightness for every kind of colour vision
 SHARES = PowerNorm(0.5, vmin=0.0, vmax=1.0)  # square root: with twenty sources a weight of 0.05 is the even share
 SIGNED_MAP = LinearSegmentedColormap.from_list("less or more", DIVERGING)
 SIGNED = Normalize(-1.0, 1.0)
-
-
-def _root(x: Any) -> Any:
-    return np.sign(x) * np.sqrt(np.abs(x))
+LINES = 2
+"""Lines that begin in a hatched cell."""
+VECTOR_CELLS = 1600  # beyond that the cells are one embedded image: lines between them would cover them
 
 
 def rooted(largest: float) -> FuncNorm:
     """A scale over the square root of the size, either way from zero to `largest`."""
-    return FuncNorm((_root, lambda x: np.sign(x) * np.square(x)), vmin=-largest, vmax=largest)
+    return FuncNorm((signed_root, lambda x: np.sign(x) * np.square(x)), vmin=-largest, vmax=largest)
 
 
-CONTRIBUTIONS = rooted(1.0)
-LOOKS: dict[By, dict[str, Any]] = {
-    "contribution": {"norm": CONTRIBUTIONS, "colourmap": SIGNED_MAP},
-    "weight": {"norm": SHARES, "colourmap": COLOURMAP},
-}
-"""The scale of each of the numbers that sources have, for `cells`."""
-LINES = 2
-"""Lines that begin in a hatched cell."""
-VECTOR_CELLS = 1600  # beyond that the cells are one embedded image: lines between them would cover them
+def look_of(by: By, *tables: np.ndarray) -> dict[str, Any]:
+    """One scale for tables of one of the numbers that sources have, for `cells`: that of contributions ends at 1 or,
+    since they may exceed it, at the largest."""
+    if by == "weight":
+        return {"norm": SHARES, "colourmap": COLOURMAP}
+    values = np.concatenate([table.ravel() for table in tables])
+    return {"norm": rooted(end_of_scale(values, least=1.0)), "colourmap": SIGNED_MAP}
 
 
 def cells(
@@ -113,15 +111,15 @@ def scale(figure: Figure, mesh: Collection, axes: Any, label: str, **options: An
     settings: dict[str, Any] = {"fraction": 0.03, "pad": 0.015, "aspect": 22, **options}
     bar = figure.colorbar(mesh, ax=axes, **settings)
     if mesh.norm is SHARES:
-        bar.set_ticks([0, 0.05, 0.2, 0.5, 1], labels=["0", ".05", ".2", ".5", "1"])
-    if mesh.norm is CONTRIBUTIONS:
-        meshes = [one for ax in np.ravel(axes) for one in ax.collections if one.norm is CONTRIBUTIONS]
+        bar.set_ticks([0, 0.05, 0.2, 0.5, 1])
+    if isinstance(mesh.norm, FuncNorm):
+        meshes = [one for ax in np.ravel(axes) for one in ax.collections if one.norm is mesh.norm]
         least = min(float(np.nanmin(np.asarray(one.get_array(), dtype=float))) for one in meshes)
-        lowest = -0.1 if least > -0.1 else -0.5 if least > -0.5 else -1.0
-        names = {-1.0: "−1", -0.5: "−.5", -0.1: "−.1", 0.0: "0", 0.1: ".1", 0.5: ".5", 1.0: "1"}
-        ticks = [tick for tick in names if tick >= lowest]
-        bar.set_ticks(ticks, labels=[names[tick] for tick in ticks])
-        bar.ax.set_ylim(lowest, 1)
+        largest = float(mesh.norm.vmax or 0.0)
+        lowest = next((part for part in (-0.1, -0.5) if part * largest < least), -1.0)
+        bar.set_ticks([part * largest for part in (-1, -0.5, -0.1, 0, 0.1, 0.5, 1) if part >= lowest])
+        bar.ax.set_ylim(lowest * largest, largest)
+    numbers_on(bar.ax.yaxis)
     bar.set_label(label, fontsize=SMALL)
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0, labelsize=SMALL)

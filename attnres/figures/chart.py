@@ -8,12 +8,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from matplotlib.ticker import FuncFormatter
 
 from attnres.figures import style
 from attnres.figures.cells import readable_on
-from attnres.figures.plot import COLUMN, PAGE, SMALL, Plot, canvas, fit, head, legend, plain
+from attnres.figures.plot import (
+    COLUMN,
+    PAGE,
+    SMALL,
+    Plot,
+    canvas,
+    fit,
+    head,
+    legend,
+    log_numbers,
+    numbers_on,
+    plain,
+)
+from attnres.inspect.colours import LESS, MORE
 from attnres.residuals import RESIDUALS, residual_class
+from attnres.text import number, tick
 
 COLOURS = ("#4a5260", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", *style.OTHERS)
 """Of a chart's lines that are of no mechanism, in order (Okabe & Ito, then the house's others)."""
@@ -80,19 +94,17 @@ class Curves:
                 ax.plot(line.x, line.y, **look)
             if self.log_x:
                 ax.set_xscale("log")
-                ax.xaxis.set_minor_formatter(NullFormatter())
+                log_numbers(ax.xaxis, *ax.get_xlim())
                 places = sorted({x for line in lines if not line.dashed for x in line.x})
                 if len(places) <= FEW and places and places[-1] < 1e9:
                     ax.set_xticks(places, _names_apart(places))
-            elif max((x for line in lines for x in line.x), default=0) >= 1e6:
-                ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value / 1e6:g} M"))
+            else:
+                numbers_on(ax.xaxis)
             if self.log_y:
                 ax.set_yscale("log")
-                ax.yaxis.set_minor_formatter(NullFormatter())
-                low, high = ax.get_ylim()
-                if high < 100 * low:  # there may be no power of ten in it
-                    ax.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 5 * low else MaxNLocator(5))
-                    ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+                log_numbers(ax.yaxis, *ax.get_ylim())
+            elif self.zero:
+                numbers_on(ax.yaxis)
             ax.set_xlabel(self.x_label)
         axes[0, 0].set_ylabel(fit(self.y_label, HEIGHT - 0.3, SMALL))
         legend(figure, *axes[0])
@@ -115,7 +127,7 @@ class Differences:
     threshold: Sequence[float] = field(default_factory=tuple)
 
     def draw(self) -> Plot:
-        """Draw it inside `style.style`, the best at the top."""
+        """Draw it inside `style.style`, the best at the top; the caption says what its marks are."""
         order = sorted(range(len(self.rows)), key=lambda row: -self.rows[row][1])
         figure, axes = canvas(COLUMN * 1.35, 0.6 + 0.19 * len(order))
         ax = axes[0, 0]
@@ -127,7 +139,7 @@ class Differences:
                 band = min(limit, reach)
                 ax.fill_betweenx([place - 0.4, place + 0.4], -band, band, color=style.MUTED, alpha=0.18, linewidth=0)
             clear = math.isfinite(limit) and abs(difference) > limit
-            colour = style.MUTED if not clear else COLOURS[3] if difference < 0 else COLOURS[2]
+            colour = style.MUTED if not clear else MORE if difference < 0 else LESS
             ax.errorbar(
                 difference,
                 place,
@@ -141,9 +153,13 @@ class Differences:
         ax.set_yticks(range(len(order)), [plain(self.rows[row][0]) for row in order], fontsize=SMALL)
         ax.set_ylim(-0.7, len(order) - 0.3)
         ax.set_xlabel(self.x_label)
+        numbers_on(ax.xaxis)
         if any(limit > reach for limit in self.threshold):
             ax.set_xlim(-reach, reach)
-        return Plot(self.name, self.title, self.caption, figure)
+        caption = f"{self.caption} Bars: one standard error either way."
+        if any(map(math.isfinite, self.threshold)):
+            caption += " Blue: better, orange: worse, by more than the grey band."
+        return Plot(self.name, self.title, caption, figure)
 
     def _reach(self) -> float:
         """How far from zero the chart shows: all differences with their errors, and twice the median threshold; without
@@ -179,7 +195,7 @@ class Grid:
             ax.grid(False)
             for (row, column), value in np.ndenumerate(panel):
                 if math.isfinite(value):
-                    text, colour = f"{value:.3f}", readable_on(image.to_rgba(value))
+                    text, colour = number(value, 3), readable_on(image.to_rgba(value))
                     ax.text(column, row, text, ha="center", va="center", fontsize=6, color=colour)
             for row in np.flatnonzero(np.isfinite(panel).any(1)):
                 column = np.nanargmin(panel[row])
@@ -216,15 +232,6 @@ def _names_apart(places: Sequence[float]) -> list[str]:
     names, last = [], 0.0
     for place in places:
         near = last > 0 and math.log(place / last) < NEAR * math.log(places[-1] / places[0])
-        names.append("" if near else _amount(place))
+        names.append("" if near else tick(place))
         last = last if near else place
     return names
-
-
-def _amount(number: float) -> str:
-    """A number below a thousand million with three digits, in millions from one on.
-
-    >>> _amount(12), _amount(22937600), _amount(2.5), _amount(999.9999)
-    ('12', '22.9 M', '2.5', '1,000')
-    """
-    return f"{number / 1e6:.3g} M" if number >= 1e6 else f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"

@@ -170,9 +170,14 @@ def by_depth(comparison: Comparison, keys: Sequence[str], name: str, title: str)
     caption += f" Dotted: {listed(dotted)}." if dotted else ""
     caption += f" {MARKS}{', diamond: the output' if any(quantity(key).reads for key in keys) else ''}."
     caption += "".join(coinciding(comparison, key) for key in keys)
-    if any(len(variant.seeds) > 1 for variant in comparison.variants):
-        caption += " Lines: means over seeds; bands: least to most."
-    return Plot(*comparison.named(name, title), caption, figure)
+    return Plot(*comparison.named(name, title), caption + bands(comparison, keys), figure)
+
+
+def bands(comparison: Comparison, keys: Sequence[str]) -> str:
+    """A sentence on what `panel` draws of several seeds, where it does for one of these quantities; else nothing."""
+    tables = [rows(one, key) for one in comparison.variants for key in keys]
+    several = any(table is not None and len(table) > 1 for table in tables)
+    return " Lines: means over seeds; bands: least to most." if several else ""
 
 
 def coinciding(comparison: Comparison, key: str) -> str:

@@ -11,9 +11,25 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MultipleLocator
 
 from attnres.figures.comparison import Comparison, Variant
-from attnres.figures.depth import MARKS, QUANTITIES, panel, quantity, rows
+from attnres.figures.depth import MARKS, QUANTITIES, bands, panel, quantity, rows
 from attnres.figures.losses import held_out_panel
-from attnres.figures.plot import PAGE, SMALL, NotShown, Plot, canvas, head, legend, panels, per_layer
+from attnres.figures.plot import (
+    LAYER,
+    LOSS,
+    PAGE,
+    SMALL,
+    STEP,
+    NotShown,
+    Plot,
+    canvas,
+    fit,
+    head,
+    legend,
+    log_numbers,
+    numbers_on,
+    panels,
+    per_layer,
+)
 
 
 def dynamics(comparison: Comparison) -> Plot:
@@ -29,14 +45,15 @@ def dynamics(comparison: Comparison) -> Plot:
     if not losses and not depths:
         raise NotShown("the runs recorded neither held-out loss nor magnitudes")
     figure, axes = panels(losses + len(depths))
+    notes = held_out_panel(axes[0], comparison) if losses else ""
     if losses:
-        held_out_panel(axes[0], comparison)
+        axes[0].set_ylabel(fit(LOSS, 1.5, SMALL))
     for ax, key in zip(axes[losses:], depths, strict=True):
         panel(ax, comparison, key)
     legend(figure, *axes)
     caption = (
         "Held-out loss over training, and the root mean square of each sublayer's output and of the loss's gradient at "
-        f"it, at the end. {MARKS}."
+        f"it, at the end. {MARKS}.{notes}{bands(comparison, depths)}"
     )
     return Plot("dynamics", "Training dynamics", caption, figure)
 
@@ -79,7 +96,7 @@ def over_steps(comparison: Comparison) -> Plot:
         step = each * max(1, round(max(len(table) for _, table in parts) / 5 / each))
         row[0].yaxis.set_major_locator(MultipleLocator(step))
         row[0].yaxis.set_major_formatter(FuncFormatter(lambda place, _, each=each: f"{place / each:g}"))
-        first.set_ylabel("layer")
+        first.set_ylabel(LAYER)
         first.tick_params(labelleft=True)
         _add_bar(figure, mesh, row, quantity(key).axis)
     for column, variant in zip(axes.T, variants, strict=True):
@@ -115,6 +132,10 @@ def _add_bar(figure: Figure, mesh: QuadMesh, row: Sequence[Axes], words: str) ->
     bar.set_label(words, fontsize=SMALL)
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0, which="both", labelsize=SMALL)
+    if isinstance(mesh.norm, LogNorm):
+        log_numbers(bar.ax.yaxis, *bar.ax.get_ylim())
+    else:
+        numbers_on(bar.ax.yaxis)
 
 
 def _each(variant: Variant, rows: int) -> int:
@@ -127,5 +148,6 @@ def _each(variant: Variant, rows: int) -> int:
 
 
 def _steps(ax: Any, inches: float) -> None:
-    ax.set_xlabel("step")
+    ax.set_xlabel(STEP)
     ax.locator_params(axis="x", nbins=max(1, min(4, int(inches / 0.4))))
+    numbers_on(ax.xaxis)

@@ -12,6 +12,7 @@ from attnres.figures import style
 from attnres.figures.cells import SIGNED_MAP, cells, named, rooted, scale
 from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, label, plain
 from attnres.inspect.colours import LESS, MORE, source_colours
+from attnres.inspect.notebook import FLOOR, end_of_scale
 from attnres.inspect.routing import Routing
 from attnres.residuals import Read, Source, depths, outputs
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from attnres.inspect.attribution import Attribution
     from attnres.inspect.patching import Patching
 
-FLOOR = 0.02
-"""Nats, or a share restored: the least that a scale runs to; what is smaller stays pale."""
 DRAWN = 24
 """Edges of a graph."""
 
@@ -32,16 +31,13 @@ def edge_map(measured: "Attribution | Patching", title: str) -> Plot:
     table = Routing(measured.layout, rows)
     across = table.columns()
     values = table.matrix(range(len(measured.layout)), across)
-    largest = max(FLOOR, float(np.nanmax(np.abs(values))))
     width = COLUMN if len(across) <= 12 else PAGE
     height = min(0.16 * len(values), 7.0)
     figure, axes = canvas(width, height + 0.9)
-    mesh = cells(axes[0, 0], values, norm=rooted(largest), colourmap=SIGNED_MAP)
+    mesh = cells(axes[0, 0], values, norm=rooted(end_of_scale(values)), colourmap=SIGNED_MAP)
     names = [label(read) for read in measured.layout]
     named(axes[0, 0], [label(one) for one in across], names, np.arange(len(values), dtype=float), width - 1.3, height)
-    ticks = [part * largest for part in (-1, -0.25, 0, 0.25, 1)]
     scale(figure, mesh, axes[0, 0], "restored" if patched else "change of ln p without it, nats", fraction=0.05)
-    figure.axes[-1].set_yticks(ticks, [f"{tick:.2g}".replace("-", "−") for tick in ticks])
     what = (
         "What of the clean prompt's prediction each edge's vector restores in the corrupted one: 0 nothing, 1 all."
         if patched

@@ -22,6 +22,7 @@ from attnres.figures.plot import (
     depth_line,
     head,
     label,
+    numbers_on,
     per_layer,
 )
 from attnres.residuals import Read, depths, outputs
@@ -90,6 +91,8 @@ def _scatter(figure: Any, ax: Any, pca: dict[str, Any], reads: Sequence[Read]) -
     one, two = pca["explained"][:2]
     ax.set_xlabel(f"first axis, {one:.0%} of the variance")
     ax.set_ylabel(f"second axis, {two:.0%}")
+    numbers_on(ax.xaxis)
+    numbers_on(ax.yaxis)
     head(ax, "queries on their principal axes")
     ax.margins(0.12)
     ax.legend(handles=keys, fontsize=SMALL, loc="best", handletextpad=0.1)

@@ -6,43 +6,54 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from attnres.figures import style
 from attnres.figures.comparison import Comparison, Points
-from attnres.figures.plot import COLUMN, NotShown, Plot, canvas, legend, panels, plain
+from attnres.figures.plot import (
+    COLUMN,
+    DIFFERENCE,
+    LOSS,
+    RATE,
+    TRAIN_LOSS,
+    NotShown,
+    Plot,
+    canvas,
+    legend,
+    numbers_on,
+    panels,
+    plain,
+)
+from attnres.text import tick
 
 START = 1 / 8
-"""Of a run, whose losses may lie above the axes: they fall too steeply to share one with the rest."""
+"""Of a run, whose losses may lie outside the axes: they fall too steeply to share one with the rest."""
 
 
 def held_out_loss(comparison: Comparison) -> Plot:
     """Draw the mean held-out loss over training. Raises NotShown."""
     figure, (ax,) = panels(1)
-    held_out_panel(ax, comparison)
-    ax.set_ylabel("held-out loss, nats per token")
+    notes = held_out_panel(ax, comparison)
     legend(figure, ax)
     windows = "the same held-out windows for every variant" if comparison.equal else "held-out windows"
-    several = any(len(one.held_out) > 1 for one in comparison.variants)
-    seeds = " Thin lines are single seeds, the thick one their mean." if several else ""
-    return Plot("held-out-loss", "Held-out loss", f"Mean loss over {windows}.{seeds}{_cut_off(ax)}", figure)
+    return Plot("held-out-loss", "Held-out loss", f"Mean loss over {windows}.{notes}", figure)
 
 
-def held_out_panel(ax: Axes, comparison: Comparison) -> None:
-    """Draw the curves of `held_out_loss`."""
-    _curves(ax, comparison, [one.held_out for one in comparison.variants], marker="o")
-    ax.set_ylabel("held-out loss (nats)")
+def held_out_panel(ax: Axes, comparison: Comparison) -> str:
+    """Draw the curves of `held_out_loss`; returns what a caption says of them."""
+    ax.set_ylabel(LOSS)
+    return _curves(ax, comparison, [one.held_out for one in comparison.variants], marker="o")
 
 
 def train_loss(comparison: Comparison) -> Plot:
     """Draw the loss on the training batches, smoothed. Raises NotShown."""
     figure, (ax,) = panels(1)
     curves = [{seed: _smooth(points) for seed, points in one.train.items()} for one in comparison.variants]
-    _curves(ax, comparison, curves)
-    ax.set_ylabel("training loss, nats per token")
+    notes = _curves(ax, comparison, curves)
+    ax.set_ylabel(TRAIN_LOSS)
     legend(figure, ax)
     same = ", which are the same for every variant" if comparison.equal else ""
-    caption = f"Loss on the training batches{same}: an exponential mean over about 2 % of the run.{_cut_off(ax)}"
+    caption = f"Loss on the training batches{same}: an exponential mean over about 2 % of the run.{notes}"
     return Plot("train-loss", "Training loss, smoothed", caption, figure)
 
 
@@ -70,12 +81,13 @@ def difference(comparison: Comparison) -> Plot:
     shown = _beside(settled, edges)
     ax.set_ylim(_limits([*settled, *shown]))
     _training_axis(ax, comparison)
-    ax.set_ylabel("difference, nats per token")
+    numbers_on(ax.yaxis)
+    ax.set_ylabel(DIFFERENCE)
     legend(figure, ax)
     over = " or ".join(sorted({part.basis for one in comparison.variants for part in one.differences}))
     caption = (
-        f"Below the line is better than {base}. Bands: interval of the paired difference, 95 % over all variants "
-        f"together, from {over}."
+        f"Held-out loss less that of {base}: below the line is better. Bands: interval of the paired difference, 95 % "
+        f"over all variants together, from {over}.{_cut_off(ax)}"
     )
     if len(noise) > 1:
         caption += f" Grey: one standard deviation of the difference of two runs of {base} with other seeds."
@@ -113,12 +125,13 @@ def final_difference(comparison: Comparison) -> Plot:
     ax.grid(visible=False, axis="y")
     ax.spines["left"].set_visible(False)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
+    numbers_on(ax.xaxis)
     bars = _beside(means, edges)
     ax.set_xlim(_limits([*means, *bars]))
-    ax.set_xlabel("difference in held-out loss, nats per token")
+    ax.set_xlabel(DIFFERENCE)
     caption = (
-        "Left of the line is better. Bars: interval of the paired difference, 95 % over all variants together; hollow: "
-        "within the error."
+        f"Held-out loss less that of {comparison.baseline}: left of the line is better. Bars: interval of the paired "
+        "difference, 95 % over all variants together; hollow: within the error."
     )
     if bars != edges:
         caption += " Bars to the edge go on."
@@ -147,20 +160,23 @@ def learning_rates(comparison: Comparison) -> Plot:
             ax.plot([rate] * len(finals), finals, "_", color=look["color"], markersize=6)
     rates = sorted({one.rate for one in shown if one.rate})
     ax.set_xscale("log")
-    ax.set_xticks(rates, [f"{rate:g}" for rate in rates])
+    ax.set_xticks(rates, [tick(rate) for rate in rates])
     ax.xaxis.set_minor_formatter(NullFormatter())
-    ax.set_xlabel("peak learning rate")
-    ax.set_ylabel("final held-out loss, nats per token")
+    ax.set_xlabel(RATE)
+    ax.set_ylabel(LOSS)
     legend(figure, ax)
-    caption = "Each variant at each rate; a winner only at one rate would be an artefact of the rate."
+    caption = "Final loss of each variant at each rate; a winner only at one rate would be an artefact of the rate."
+    if any(len(one.finals) > 1 for one in shown):
+        caption += " Ticks: single seeds; points: their means."
     return Plot("learning-rates", "Learning rates", caption, figure)
 
 
 # ------------------------------------------------------------------ curves
 
 
-def _curves(ax: Axes, comparison: Comparison, curves: Sequence[Mapping[int, Points]], marker: str = "") -> None:
-    """For each variant a thick line, the mean over seeds at their common places; single seeds thin behind it.
+def _curves(ax: Axes, comparison: Comparison, curves: Sequence[Mapping[int, Points]], marker: str = "") -> str:
+    """For each variant a thick line, the mean over seeds at their common places; single seeds thin behind it. Returns
+    what a caption says of them.
 
     Raises:
         NotShown: no variant has a curve.
@@ -181,6 +197,8 @@ def _curves(ax: Axes, comparison: Comparison, curves: Sequence[Mapping[int, Poin
         raise NotShown("the runs recorded no such loss")
     ax.set_ylim(_limits(late))
     _training_axis(ax, comparison)
+    several = any(len(seeds) > 1 for seeds in curves)
+    return (" Thin lines are single seeds, the thick one their mean." if several else "") + _cut_off(ax)
 
 
 def _smooth(points: Points) -> Points:
@@ -196,10 +214,11 @@ def _smooth(points: Points) -> Points:
 
 
 def _cut_off(ax: Axes) -> str:
-    """What a caption says of lines that begin above the axes."""
-    top = ax.get_ylim()[1]
-    lines = [np.asarray(line.get_ydata(), dtype=float) for line in ax.get_lines()]
-    return " The steep start is cut off." if any(len(line) and line[0] > top for line in lines) else ""
+    """What a caption says of lines that begin above or below the axes, which hold all that comes later."""
+    low, high = ax.get_ylim()
+    values = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in ax.get_lines()])
+    outside = np.isfinite(values) & ((values < low) | (values > high))
+    return " The steep start is cut off." if outside.any() else ""
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float] | None:
@@ -224,12 +243,4 @@ def _training_axis(ax: Axes, comparison: Comparison) -> None:
     ax.set_xlabel(comparison.unit)
     ax.set_xlim(left=0)
     ax.xaxis.set_major_locator(MaxNLocator(nbins=6))
-    ax.xaxis.set_major_formatter(FuncFormatter(_short))
-
-
-def _short(value: float, _: int = 0) -> str:
-    """1500000 -> 1.5M."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{unit}"
-    return f"{value:.3g}"
+    numbers_on(ax.xaxis)

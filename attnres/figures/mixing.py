@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import FancyArrowPatch
 
 from attnres.figures import style
-from attnres.figures.cells import LOOKS, cell_numbers, cells, named, scale
+from attnres.figures.cells import cell_numbers, cells, look_of, named, scale
 from attnres.figures.comparison import Comparison
 from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label
 from attnres.inspect import measures
@@ -48,9 +48,10 @@ def mixing(comparison: Comparison, by: By = "contribution") -> Plot:
     figure, axes = canvas(width, rows * (side + 0.7), rows, columns)
     for ax in list(axes.flat)[len(tables) :]:
         ax.remove()
+    look = look_of(by, *(values for _, values in tables))
     for i, (one, values) in enumerate(tables):
         ax, reads = axes.flat[i], one.mean.layout
-        mesh = cells(ax, values, **LOOKS[by])
+        mesh = cells(ax, values, **look)
         across = [label(part) for part in outputs(values.shape[1])]
         named(ax, across, [label(part) for part in reads], np.arange(len(values), dtype=float), side, side)
         ax.set_aspect("equal" if len(values) == len(across) else "auto")
@@ -104,7 +105,7 @@ def layers(inspection: "Inspection", by: By = "contribution") -> Plot:
     names = ["emb", *(f"{i}" for i in range(count))]
     rows = [*(f"layer {i}" for i in range(count)), "output"]
     tops = np.arange(count + 1, dtype=float)
-    mesh = cells(matrix, values, **LOOKS[by])
+    mesh = cells(matrix, values, **look_of(by, values))
     if numbered:
         cell_numbers(matrix, mesh, values, tops, size=5.5)
     named(matrix, names, rows, tops, side - 0.75, side - 0.4)

@@ -5,12 +5,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.colors import Normalize
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
-from attnres.figures.cells import LOOKS, SIGNED_MAP, cell_numbers, cells, named, scale
-from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label, plain
+from attnres.figures.cells import SIGNED_MAP, cell_numbers, cells, look_of, named, scale
+from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label, numbers_on, plain
 from attnres.inspect.colours import MORE
-from attnres.inspect.notebook import FLOOR
+from attnres.inspect.notebook import end_of_scale
 from attnres.inspect.routing import By, Routing, amounts
 
 if TYPE_CHECKING:
@@ -100,12 +100,14 @@ def patterns(inspection: "Inspection", by: By = "contribution", width: float = P
     for ax in list(axes.flat)[len(tables) :]:
         ax.remove()
     panel = (width - 0.75) / across - 0.6
-    for ax, ((kind, into), rows) in zip(axes.flat, tables):
-        values, reads = routing.matrix(rows, columns), [routing.layout[row] for row in rows]
+    matrices = [routing.matrix(rows, columns) for _, rows in tables]
+    look = look_of(routing.by, *matrices)
+    for ax, ((kind, into), rows), values in zip(axes.flat, tables, matrices):
+        reads = [routing.layout[row] for row in rows]
         tops = np.arange(len(reads), dtype=float)
         if len(reads) > 1 and reads[-1].kind == "output":
             tops[-1] += 0.5
-        mesh = cells(ax, values, tops=tops, **LOOKS[routing.by])
+        mesh = cells(ax, values, tops=tops, **look)
         if panel / len(columns) > 0.17 and row_inches > 0.12:
             cell_numbers(ax, mesh, values, tops, size=SMALL - 0.5)
         names = ["output" if read.number is None else f"layer {read.number}" for read in reads]
@@ -138,7 +140,7 @@ def at_boundaries(inspection: "Inspection", by: By = "contribution") -> Plot:
     height = min(0.24, 4.2 / len(reads)) * len(reads)
     figure, axes = canvas(width, height + 0.85)
     ax, tops = axes[0, 0], np.arange(len(reads), dtype=float)
-    mesh = cells(ax, values, **LOOKS[routing.by])
+    mesh = cells(ax, values, **look_of(routing.by, values))
     if (width - 1.2) / len(columns) > 0.22:
         cell_numbers(ax, mesh, values, tops, size=SMALL - 0.5)
     named(ax, [label(source) for source in columns], [label(read) for read in reads], tops, width - 1.2, height)
@@ -176,7 +178,7 @@ def by_label(inspection: "Inspection", part: "ByLabel | None", name: str, what: 
         ends = np.concatenate([[mean, 0.0], values + np.nan_to_num(errors), values - np.nan_to_num(errors)])
         ax.set_xlim(1.12 * min(ends.min(), 0.0), 1.12 * ends.max() or 1)
         ax.xaxis.set_major_locator(MaxNLocator(nbins=3 if len(rows) < 4 else 2, steps=[1, 2, 5, 10]))
-        ax.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}".replace("0.", ".", 1)))
+        numbers_on(ax.xaxis)
         ax.set_yticks(places, [plain(name) for name in names], fontsize=SMALL)
         ax.set_ylim(len(names) - 0.5, -0.5)
         ax.tick_params(axis="y", length=0)
@@ -232,7 +234,7 @@ def label_sources(inspection: "Inspection", by: By = "contribution") -> Plot:
     table = label_rows(part, read, routing.by)[0]
     values = table - np.average(table, axis=0, weights=part["tokens"])
     columns, names = routing.layout[row].sources, part["names"]
-    largest = max(FLOOR, float(np.abs(values).max()))
+    largest = end_of_scale(values)
     height = 0.17 * len(names)
     figure, axes = canvas(COLUMN if len(columns) <= 10 else PAGE, height + 0.95)
     width = figure.get_figwidth() - 1.9

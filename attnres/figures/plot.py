@@ -11,11 +11,12 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter, ScalarFormatter
 
 from attnres.figures import style
 from attnres.residuals import Read, Source
 from attnres.text import short as short_number
+from attnres.text import tick
 
 COLUMN, PAGE = 3.3, 6.9
 """Inches: a column and the full width of a two-column paper. Text in figures of this width is 5.5 to 8 points."""
@@ -25,7 +26,13 @@ SMALLEST = 4.6
 """Points: the least that tick labels shrink to before some are left out."""
 LINE = 1.12
 """Of a tick's letters: the room that a name beside an axis needs, by its size."""
+OUT = 0.2
+"""Inches from the middle of the word out under an axis to that of a number beside it, at least."""
 NOTEBOOK_DPI = 130
+LOSS, TRAIN_LOSS = "held-out loss, nats per token", "training loss, nats per token"
+DIFFERENCE = "difference, nats per token"
+STEP, TOKENS, RATE, LAYER = "step", "training tokens", "peak learning rate", "layer"
+"""Names beside axes."""
 _LABELS = {"embedding": "emb", "attention": "attn", "output": "out"}
 
 
@@ -62,11 +69,13 @@ def canvas(width: float, height: float, rows: int = 1, columns: int = 1, **optio
 
 
 def panels(count: int) -> tuple[Figure, list[Axes]]:
-    """A figure of `count` panels: one in a column's width, four in two rows, others side by side."""
-    rows = 2 if count == 4 else 1
+    """A figure of `count` panels: one in a column's width, up to three side by side, more in two rows."""
+    rows = 2 if count > 3 else 1
     width, height = (COLUMN, 2.15) if count == 1 else (PAGE, 1.9)
-    figure, axes = canvas(width, height * rows + 0.25, rows, count // rows)
-    return figure, list(axes.flat)
+    figure, axes = canvas(width, height * rows + 0.25, rows, math.ceil(count / rows))
+    for ax in axes.flat[count:]:
+        ax.remove()
+    return figure, list(axes.flat[:count])
 
 
 def head(ax: Axes, text: str, pad: float = 5, inches: float | None = None) -> None:
@@ -129,13 +138,14 @@ def depth_axis(ax: Axes, count: int, *, reads: bool, each: int = 2) -> None:
     """
     last = count - 1
     step = each * max(1, math.ceil(last / 6 / each))
-    ticks = [i for i in range(0, count, step) if not reads or last - i >= step * 0.6]
+    near = OUT / (ax.get_window_extent().width / ax.figure.dpi) * 1.08 * count
+    ticks = [i for i in range(0, count, step) if not reads or last - i >= near]
     ax.set_xlim(-0.04 * count, last + 0.04 * count)
     names = [str(i // each) for i in ticks]
     if reads:
         ticks, names = [*ticks, last], [*names, "out"]
     ax.set_xticks(ticks, names)
-    ax.set_xlabel("layer" + (" that reads" if reads else ""))
+    ax.set_xlabel(LAYER + (" that reads" if reads else ""))
 
 
 def per_layer(layout: Sequence[Read]) -> int:
@@ -197,19 +207,32 @@ def depth_line(
 
 
 def log_if_wide(ax: Axes, values: Sequence[float] | np.ndarray, factor: float = 6.0) -> None:
-    """A logarithmic y where the values span more than `factor`, with plain numbers on it; else one from zero."""
+    """A logarithmic y where the values span more than `factor`; else one from zero."""
     numbers = np.array(values, dtype=float)
     numbers = numbers[np.isfinite(numbers) & (numbers > 0)]
     if not len(numbers) or numbers.max() <= factor * numbers.min():
         from_zero(ax)
         return
     ax.set_yscale("log")
-    decades = math.log10(numbers.max() / numbers.min())
-    subs = (1.0, 2.0, 5.0) if decades < 2.2 else (1.0,)
-    ax.yaxis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
-    if numbers.min() >= 1e-3 and numbers.max() < 1e5:
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    ax.yaxis.set_minor_formatter(NullFormatter())
+    log_numbers(ax.yaxis, numbers.min(), numbers.max())
+
+
+def numbers_on(axis: Axis) -> None:
+    """Numbers as `tick` writes them: on an axis that zero is on, or whose places are round."""
+    axis.set_major_formatter(lambda value, _: tick(value))
+
+
+def log_numbers(axis: Axis, low: float, high: float) -> None:
+    """Numbers on a logarithmic axis that shows from `low` to `high`: at powers of ten, below three decades also at 2
+    and 5 of each; evenly apart on one so short that it may have none of these."""
+    if high > 5 * low:
+        subs = (1.0, 2.0, 5.0) if high < 1000 * low else (1.0,)
+        axis.set_major_locator(LogLocator(base=10, subs=subs, numticks=12))
+        numbers_on(axis)
+    else:
+        axis.set_major_locator(MaxNLocator(5))
+        axis.set_major_formatter(ScalarFormatter(useOffset=False))
+    axis.set_minor_formatter(NullFormatter())
 
 
 def from_zero(ax: Axes) -> None:
@@ -217,6 +240,7 @@ def from_zero(ax: Axes) -> None:
     from zero."""
     low, top = ax.dataLim.y0, ax.dataLim.y1
     ax.set_ylim(min(0.0, 1.06 * low) if math.isfinite(low) else 0, 1.06 * top if top > 0 else 1)
+    numbers_on(ax.yaxis)
 
 
 def legend(figure: Figure, *axes: Axes) -> None:

@@ -12,13 +12,14 @@ from matplotlib.colors import Normalize
 from matplotlib.font_manager import FontProperties, findfont
 from matplotlib.ft2font import FT2Font
 from matplotlib.patches import Rectangle
+from matplotlib.ticker import MaxNLocator
 
 from attnres.figures import style
 from attnres.figures.cells import SIGNED_MAP, readable_on
 from attnres.figures.patterns import TITLES, axis, boundaries, last_mix, shares, what_numbers_are, which_reads
-from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label, number, plain
+from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label, number, numbers_on, plain
 from attnres.inspect.colours import source_colours
-from attnres.inspect.notebook import FLOOR
+from attnres.inspect.notebook import FLOOR, end_of_scale
 from attnres.inspect.routing import FIELD, By, Routing, amounts
 from attnres.residuals import Source
 
@@ -66,7 +67,8 @@ def stacked(inspection: "Inspection", by: By = "contribution") -> Plot:
         ax.axhline(0, color=style.MUTED, linewidth=0.5)
         ax.set_xlim(-0.6, max(BARS, 1) - 0.4 if rows > 1 else len(places) - 0.4)
         ax.set_ylim(1.02 * lowest, max(1.0, 1.02 * highest))
-        ax.set_yticks([0, 0.5, 1], ["0", ".5", "1"])
+        ax.yaxis.set_major_locator(MaxNLocator(nbins=5, steps=[1, 2, 5, 10]))
+        numbers_on(ax.yaxis)
         ax.set_xticks(places, [_label(token) for token in tokens[span]], rotation=90, family="DejaVu Sans Mono")
         ax.tick_params(axis="x", labelsize=6, length=0)
         ax.grid(visible=False)
@@ -132,8 +134,7 @@ def token_map(inspection: "Inspection", by: By = "contribution") -> Plot:
     for ax in list(axes.flat)[len(panels) :]:
         ax.remove()
     for ax, (_, row, place, values) in zip(axes.flat, panels):
-        largest = max(FLOOR, float(np.abs(values[:shown]).max()))
-        _draw_text(ax, fragments, values / largest, size)
+        _draw_text(ax, fragments, np.nan_to_num(values / end_of_scale(values[:shown])), size)
         ax.set_xlim(0, letters)
         ax.set_ylim(lines, 0)
         ax.set_xticks([])

@@ -1,5 +1,6 @@
 """Every figure there is, in one list, and the files that those which apply become."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from attnres.errors import UserError, unknown
 from attnres.figures import style
-from attnres.figures.comparison import Comparison
+from attnres.figures.comparison import Comparison, Variant
 from attnres.figures.depth import CHOICE, MAGNITUDES, QUANTITIES, by_depth, source_norms
 from attnres.figures.dynamics import dynamics, over_steps
 from attnres.figures.geometry import keys, learned, queries
@@ -18,6 +19,7 @@ from attnres.figures.patterns import at_boundaries, by_kind, by_prompt, label_so
 from attnres.figures.plot import COLUMN, NotShown, Plot
 from attnres.figures.tokens import stacked, token_map
 from attnres.inspect.routing import By
+from attnres.text import listed
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import Inspection
@@ -49,6 +51,21 @@ class Figure:
     def asked(self, by: By) -> dict[str, By]:
         """What tells it which numbers to draw, where it can be told."""
         return {"by": by} if self.by else {}
+
+    def compared(self, comparison: Comparison, by: By = "contribution") -> Plot:
+        """Draw it of variants that have what it needs. Raises NotShown."""
+        plot = self.draw(comparison, **self.asked(by))
+        return noted(plot, comparison.variants, mean=True) if self.mean else plot
+
+
+def noted(plot: Plot, variants: Sequence[Variant], mean: bool) -> Plot:
+    """The plot with a word on seeds at the end of its caption, where there are several."""
+    seeds = {tuple(map(str, one.seeds)) for one in variants}
+    if max(map(len, seeds)) <= 1:
+        return plot
+    first, *others = seeds
+    note = "Means over seeds." if others else f"Mean over seeds {listed(first)}." if mean else f"Seed {first[0]}."
+    return dataclasses.replace(plot, caption=f"{plot.caption} {note}")
 
 
 def _alone(key: str, section: str) -> Figure:
@@ -139,7 +156,7 @@ def draw_comparison(comparison: Comparison, by: By = "contribution") -> Drawn:
     drawn = Drawn()
     for figure in FIGURES:
         if figure.paper and figure.needs and (having := comparison.having(figure.needs)).variants:
-            drawn.add(figure.name, partial(figure.draw, having, **figure.asked(by)))
+            drawn.add(figure.name, partial(figure.compared, having, by))
     return drawn
 
 

@@ -77,19 +77,51 @@ def token_attention(model: Any, text: Text) -> TokenAttention:
             are.
     """
     ids = prompt_ids(model, text)
-    with evaluating(model), torch.no_grad(), _weights_shown(model):
+    with evaluating(model), torch.no_grad(), _weights_shown(model), _summed_up(model) as summaries:
         out = model(input_ids=ids, use_cache=False, output_attentions=True)
     given = out.attentions or ()
     if all(one is None for one in given):
         raise UserError(f"{type(model).__name__} shows no weights of its attention over tokens")
     layers = _layers(model.config, len(given))
-    shown = {layer: one[0].float().cpu() for layer, one in zip(layers, given, strict=True) if one is not None}
-    return TokenAttention(
-        list(shown),
-        ids[0].tolist(),
-        torch.stack([one.mean(0) for one in shown.values()]),
-        torch.stack([one.amax(0) for one in shown.values()]),
-    )
+    shown = {
+        layer: (one if _is_among(one, summaries) else _summary(one))[0]
+        for layer, one in zip(layers, given, strict=True)
+        if one is not None
+    }
+    mean, largest = torch.stack(list(shown.values()), 1)
+    return TokenAttention(list(shown), ids[0].tolist(), mean, largest)
+
+
+def _summary(weights: Tensor) -> Tensor:
+    """Mean and maximum (1, 2, T, T) of the heads' weights (1, H, T, T)."""
+    return torch.stack([weights.mean(1, dtype=torch.float32), weights.amax(1).float()], 1).cpu()
+
+
+def _is_among(one: Tensor, others: list[Tensor]) -> bool:
+    return any(one is other for other in others)
+
+
+@contextmanager
+def _summed_up(model: Any) -> Generator[list[Tensor]]:
+    """Attentions give a summary in the place of their heads' weights, which of all layers would fill the memory; yields
+    these summaries."""
+    summaries: list[Tensor] = []
+
+    def sum_up(module: Any, args: Any, output: Any) -> Any:
+        weights = output[1] if isinstance(output, tuple) and len(output) > 1 else None
+        if not isinstance(weights, Tensor) or weights.ndim != 4 or _is_among(weights, summaries):
+            return None
+        summaries.append(_summary(weights))
+        return (output[0], summaries[-1], *output[2:])
+
+    attentions = [one for one in model.modules() if type(one).__name__.lower().endswith(("attention", "attn"))]
+    # In front of Transformers' own hooks, which keep what comes out of them.
+    handles = [one.register_forward_hook(sum_up, prepend=True) for one in attentions]
+    try:
+        yield summaries
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _layers(config: Any, count: int) -> list[int]:

@@ -8,6 +8,9 @@ more, alike or better, orange less, opposite or worse.
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from attnres.residuals import Read, Source, columns
 
@@ -45,9 +48,16 @@ def along(stops: Sequence[str], place: float) -> str:
     return blend(stops[index], stops[index + 1], place - index)
 
 
+def signed_root(value: Any) -> Any:
+    """The root of the size of a number, or of each of an array, with its sign."""
+    return np.sign(value) * np.sqrt(np.abs(value))
+
+
 def place_of_size(value: float, largest: float) -> float:
-    """Where a number stands on a scale over the root of its size: from -1 at -largest to 1 at `largest`, not beyond."""
-    return math.copysign(min(1.0, abs(value) / largest) ** 0.5, value)
+    """Where a number stands on a scale over the root of its size: from -1 at -largest to 1 at `largest`, not beyond;
+    what is no number stands at 0."""
+    place = float(signed_root(value / largest))
+    return 0.0 if math.isnan(place) else min(1.0, max(-1.0, place))
 
 
 def signed_colour(value: float) -> str:

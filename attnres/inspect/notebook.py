@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from attnres.errors import UserError
 from attnres.inspect.colours import ink_on, place_of_size, signed_colour
 from attnres.residuals import Read, columns
@@ -13,7 +15,12 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 FLOOR = 0.02
-"""The least that a scale of changes runs to: what is smaller stays pale."""
+"""The least that a scale of changes runs to, nats or a share: what is smaller stays pale."""
+
+
+def end_of_scale(values: Any, least: float = FLOOR) -> float:
+    """Where a scale of these numbers ends: at the largest size, `least` at least. What is NaN does not count."""
+    return float(np.fmax.reduce(np.abs(values), axis=None, initial=least))
 
 
 def frame(rows: Iterable[dict[str, Any]]) -> "DataFrame":
@@ -51,17 +58,13 @@ def table(title: str, head: Sequence[str], rows: Iterable[Sequence[object]]) -> 
 
 def parts(title: str, layout: Sequence[Read], values: Sequence[Sequence[float]]) -> str:
     """`heat` of parts of reads, whose scale ends at 1 or, since contributions may exceed it, at the largest."""
-    return heat(title, layout, values, max([1.0, *(abs(value) for row in values for value in row)]))
+    return heat(title, layout, values, least=1.0)
 
 
-def heat(title: str, layout: Sequence[Read], values: Sequence[Sequence[float]], largest: float | None = None) -> str:
-    """An HTML table of reads and sources, blue above zero and orange below, over the root of the size.
-
-    Args:
-        largest: where the scale ends; None is the largest value, `FLOOR` at least.
-    """
-    sizes = [abs(value) for row in values for value in row]
-    top = max([FLOOR, *sizes]) if largest is None else largest
+def heat(title: str, layout: Sequence[Read], values: Sequence[Sequence[float]], least: float = FLOOR) -> str:
+    """An HTML table of reads and sources, blue above zero and orange below, over the root of the size, on a scale to
+    the largest value, `least` at least."""
+    top = end_of_scale([value for row in values for value in row], least)
     across = columns(read.sources for read in layout)
     lines = []
     for read, row in zip(layout, values, strict=True):

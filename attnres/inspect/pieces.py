@@ -10,14 +10,20 @@ if TYPE_CHECKING:
 
     from attnres.inspect.encoding import Offsets
 
+SPACE = "▁"
+"""As SentencePiece spells it."""
+
 
 def piece(tokenizer: "PreTrainedTokenizerBase", token: int) -> str:
-    r"""What a token says on its own; bytes that are no whole character as \xc3."""
+    r"""What a token says on its own, with the space at its front that SentencePiece's decoders take from a text's first
+    token; bytes that are no whole character as \xc3."""
     text = str(tokenizer.decode([token], clean_up_tokenization_spaces=False))
-    if "\ufffd" not in text:
-        return text
-    data = bytes_of(str(tokenizer.convert_ids_to_tokens(token)))
-    return text if data is None else data.decode(errors="backslashreplace")
+    spelling = str(tokenizer.convert_ids_to_tokens(token))
+    if "\ufffd" in text:
+        data = bytes_of(spelling)
+        return text if data is None else data.decode(errors="backslashreplace")
+    spaces = len(spelling) - len(spelling.lstrip(SPACE))
+    return " " * (spaces - (len(text) - len(text.lstrip(" ")))) + text
 
 
 def pieces(tokenizer: "PreTrainedTokenizerBase", ids: "Sequence[int]", text: str, offsets: "Offsets") -> list[str]:

@@ -1,8 +1,9 @@
 """Depth reads inside Hugging Face decoders; importing this registers the classes with Transformers' Auto classes."""
 
 from attnres.models.attach import attach
+from attnres.models.bases import DepthMixin
 from attnres.models.build import build, build_plain
-from attnres.models.classes import CLASSES, DepthMixin
+from attnres.models.classes import CLASSES
 from attnres.models.convert import Conversion, convert
 from attnres.models.export import export_model
 from attnres.models.families import FAMILIES, Family, FamilyRow, families_table

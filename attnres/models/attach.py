@@ -37,8 +37,8 @@ def attach(
     torch.Size([9, 16])
 
     A layer's own code stays: it must norm its input once for each sublayer and add what the sublayer puts out to it,
-    `x = x + f(norm(x))`, with whatever scales `f` or the normed vector. With the parameters' start values the module
-    then computes what it computed before, exactly so where `read_scale` is "sum".
+    `x = x + f(norm(x))`, with whatever scales `f` or the normed vector. With a mechanism that starts as the standard
+    residual the module then computes what it computed before, exactly so where `read_scale` is "sum".
 
     Args:
         module: it has the parameters as `module.residual` from now on.
@@ -54,10 +54,17 @@ def attach(
         The residual.
 
     Raises:
-        UserError: paths that lead nowhere, a module that has a residual already, unknown names, impossible settings.
+        UserError: paths that lead nowhere, a module that has a residual already or calls something else so, unknown
+            names, impossible settings, a mechanism that asks for other start values of the layers.
     """
-    if isinstance(getattr(module, "residual", None), Residual):
+    taken = getattr(module, "residual", None)
+    if isinstance(taken, Residual):
         raise UserError(f"{type(module).__name__} has a residual already: attach it once")
+    if hasattr(module, "residual"):
+        raise UserError(
+            f"{type(module).__name__} calls a {type(taken).__name__} of its own 'residual', which is the name that the "
+            "depth stream takes: rename it first"
+        )
     stack = [layer for layer in _part(module, layers) if isinstance(layer, nn.Module)]
     if not stack or not norms:
         raise UserError(f"'{layers}' of {type(module).__name__} holds no layers, or no norms are named")
@@ -78,6 +85,11 @@ def attach(
         raise UserError(
             f"value_residual is '{connection.value_kind}', and where a module's attention makes its values is not "
             "known here: leave it out"
+        )
+    if connection.branch_scale() != 1.0:
+        raise UserError(
+            f"residual '{name}' scales the start values of a layer's branches, and which weights those are is not "
+            "known here: choose another residual"
         )
     connection.train(module.training)
     attach_stream(module, connection, stack, norms, final_norm)
@@ -125,6 +137,17 @@ def attach_stream(
             f"residual '{residual.name}' takes every two sublayers for a layer, and layers have {len(reads)} "
             "here: choose one that counts sublayers, as block and full do"
         )
+    if len(set(layers)) < len(layers):
+        raise UserError(
+            f"one {type(layers[0]).__name__} is several of the layers here, and a depth stream counts each once: give "
+            "every layer a module of its own"
+        )
+    norms = {layer.get_submodule(path) for layer in layers for path in reads}
+    if final_norm is not None and base.get_submodule(final_norm) in norms:
+        raise UserError(
+            f"the final norm '{final_norm}' is also a norm of a layer, and the two read the stream in different ways: "
+            "give the end a module of its own"
+        )
     base.residual = residual
     let_read = make_reading if normed else make_taking
     for layer in layers:
@@ -157,6 +180,11 @@ def _start_stream(
     hooked = no_bank or any(map(_hooks_of_others, layers))
     if args:
         return (Stream.start(residual, args[0], hooked=hooked), *args[1:]), kwargs
+    if "hidden_states" not in kwargs:
+        raise UserError(
+            f"{type(layer).__name__} was called with {', '.join(kwargs) or 'nothing'} by name: the stream is expected "
+            "as its first argument, or as hidden_states"
+        )
     return args, {**kwargs, "hidden_states": Stream.start(residual, kwargs["hidden_states"], hooked=hooked)}
 
 

@@ -12,7 +12,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from attnres.errors import UserError, foreign, unknown
-from attnres.models.classes import CLASSES, DepthMixin, stray_settings
+from attnres.models.bases import DepthMixin
+from attnres.models.classes import CLASSES
+from attnres.models.config import stray_settings
 from attnres.models.families import FAMILIES
 from attnres.models.sizes import SIZES
 from attnres.residuals import residual_class
@@ -34,7 +36,7 @@ def build(
     """A causal language model with freshly drawn weights.
 
     Two models of one size, vocabulary and seed have identical shared weights, whatever their residuals: the weights are
-    drawn before the residual's parameters are made, and those start at constants.
+    drawn before the residual's parameters are made.
 
     Args:
         size: a name in `SIZES`, or {"family": name, **fields of the Hugging Face config}.

@@ -13,9 +13,9 @@ from transformers.utils import logging
 
 from attnres.errors import UserError, foreign
 from attnres.forward import evaluating, next_token_losses
+from attnres.models.bases import DepthMixin
 from attnres.models.build import build
 from attnres.models.checkpointing import checkpoint_activations
-from attnres.models.classes import DepthMixin
 from attnres.models.open import load
 from attnres.models.weight_files import SINGLE
 from attnres.progress import quiet_transformers

@@ -1,7 +1,7 @@
 """What a model makes again in the backward pass instead of keeping it: activation (gradient) checkpointing."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ def checkpoint_activations(model: Any, how: str) -> None:
             normed input, with all that the stream itself keeps; "reads": everything but what reads of the stream make.
 
     Raises:
-        UserError: its layers know no checkpointing.
+        UserError: its layers know no checkpointing, or have no attention and no MLP.
     """
     if how == "layer":
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -31,15 +31,27 @@ def checkpoint_activations(model: Any, how: str) -> None:
             ) from error
     elif how == "sublayer":
         for layer in model.depth_layers:
-            for mixer in _mixers(layer):
+            mixers = list(_mixers(layer, model.family.reads))
+            if not mixers:
+                raise UserError(f"no attention and no MLP is found in {type(layer).__name__}: choose layer or reads")
+            for mixer in mixers:
                 mixer.forward = functools.partial(_made_again, mixer, mixer.forward)
     elif how == "reads":
         model.residual.recompute_reads = True
 
 
-def _mixers(layer: nn.Module) -> list[nn.Module]:
-    """Return a layer's attention, MLP and the like: its children that have matrices."""
-    return [child for child in layer.children() if any(parameter.ndim > 1 for parameter in child.parameters())]
+def _mixers(part: nn.Module, reads: Sequence[str]) -> Iterator[nn.Module]:
+    """Yield a layer's attention, MLP and the like: what has matrices and is called on what a read gives.
+
+    Args:
+        reads: paths in `part` of what reads the stream. What holds one of these takes the stream itself.
+    """
+    for name, child in part.named_children():
+        inside = [path.removeprefix(f"{name}.") for path in reads if path.startswith(f"{name}.")]
+        if inside or isinstance(child, nn.ModuleList):
+            yield from _mixers(child, inside)
+        elif any(parameter.ndim > 1 for parameter in child.parameters()):
+            yield child
 
 
 def _made_again(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

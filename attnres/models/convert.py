@@ -17,7 +17,9 @@ from transformers import PreTrainedModel
 
 from attnres.errors import UserError, foreign, unknown
 from attnres.folders import refuse_other
-from attnres.models.classes import CLASSES, Depth, DepthBase, DepthMixin, model_class, register, stray_settings
+from attnres.models.bases import Depth, DepthMixin, class_of
+from attnres.models.classes import CLASSES, register
+from attnres.models.config import stray_settings
 from attnres.models.exactness import compare_logits, fixed_inputs, logits
 from attnres.models.export import write_model
 from attnres.models.families import FAMILIES, Family, layer_count, refuse_own_reads
@@ -241,8 +243,7 @@ def _convert(
     # A copy of every module around the same tensors, which then becomes an instance of the family's own subclass.
     tensors = [*model.parameters(), *model.buffers()]
     new: Any = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
-    is_base = getattr(model, model.base_model_prefix, model) is model
-    new.__class__ = model_class(type(model), family, config_class, DepthBase if is_base else DepthMixin)
+    new.__class__ = class_of(type(model), config_class)
     new.config.__class__ = config_class
     new.config.residual, new.config.residual_settings = residual, dict(settings)
     new.config.note_file()
@@ -372,15 +373,21 @@ def _family_key(model: PreTrainedModel) -> tuple[str, bool]:
     Every model is probed: a listed family whose layers do something else in this configuration is refused too.
     """
     probed, plain = probe(model), type(model)
-    for key, (config, main) in CLASSES.items():
-        if type(model.config) in config.__bases__ and _places(main.family) == _places(probed):
-            return key, key not in FAMILIES
-    key = model.config.model_type
-    if key in CLASSES or not key:
-        key = f"{key}_{plain.__name__}".lower()
-    register(key, probed, type(model.config), plain)
+
+    def has(key: str) -> bool:
+        config, main = CLASSES[key]
+        return type(model.config) in config.__bases__ and main.family.places == probed.places
+
+    listed = next((key for key in FAMILIES if key in CLASSES and has(key)), None)
+    if listed is not None:
+        return listed, False
+    # Whatever this process has converted before: what is written must be the same type in every one.
+    key = f"{model.config.model_type}_{plain.__name__}".lower()
+    if key not in CLASSES:
+        register(key, probed, type(model.config), plain)
+    elif not has(key):
+        raise UserError(
+            f"another {plain.__name__}, whose layers are read at other places or whose code is another, was given "
+            "depth reads in this process: convert this one in a process of its own"
+        )
     return key, True
-
-
-def _places(family: Family) -> tuple[Any, ...]:
-    return family.layers, family.reads, family.final_norm, family.normed

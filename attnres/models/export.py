@@ -12,8 +12,8 @@ from transformers import GenerationConfig
 from attnres.errors import UserError, unknown
 from attnres.files import copy_files, replaced_folder, write_json, write_text
 from attnres.folders import refuse_other
+from attnres.models.bases import DepthMixin
 from attnres.models.card import model_card
-from attnres.models.classes import DepthMixin
 from attnres.models.exactness import compare_logits
 from attnres.models.foreign import WRITTEN, formats_of
 from attnres.models.foreign.format import WrittenFormat, cannot

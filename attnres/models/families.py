@@ -30,6 +30,8 @@ class Family:
         sublayers: kinds of what a layer reads, in order.
         branch_weights: weights of a layer that DeepNorm scales (values, outputs, MLP); "name[2/3:]" is a last part of
             the output features of a fused projection stored as (in, out). Empty: DeepNorm is refused.
+        shrunk_weights: weights of a layer that Transformers draws smaller the deeper the network is, by sqrt(2M) of M
+            layers.
         positions: the config field for the longest sequence.
     """
 
@@ -50,7 +52,13 @@ class Family:
         "mlp.up_proj",
         "mlp.down_proj",
     )
+    shrunk_weights: tuple[str, ...] = ()
     positions: str = "max_position_embeddings"
+
+    @property
+    def places(self) -> tuple[Any, ...]:
+        """Where the stream of models with such a config is read: what decides whether two are of one family."""
+        return self.config, self.layers, self.reads, self.final_norm, self.normed
 
 
 def layer_count(config: Any) -> int | None:
@@ -86,6 +94,7 @@ FAMILIES: dict[str, Family] = {
         final_norm="ln_f",
         projections=("attn.c_attn",),
         branch_weights=("attn.c_attn[2/3:]", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"),
+        shrunk_weights=("attn.c_proj", "mlp.c_proj"),
         positions="n_positions",
     ),
     "gpt_neox": _named(

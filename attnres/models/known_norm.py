@@ -1,6 +1,7 @@
 """What is known of a norm's arithmetic from its module: the value that a read takes to norm what it gives."""
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from attnres.models.exchange import own_class
 from attnres.ops.bank import is_copied
 from attnres.ops.norms import Norm
-from attnres.residuals.base import as_it_is
+from attnres.residuals.base import NormLike, as_it_is
 
 
 def _forward(module: nn.Module) -> Callable:
@@ -18,8 +19,9 @@ def _forward(module: nn.Module) -> Callable:
     return own_class(module).forward
 
 
-def describe_norm(module: nn.Module, like: Tensor) -> Norm | nn.Module:
-    """A pre-norm as a value, where its arithmetic is known; else the module itself.
+def describe_norm(module: nn.Module, like: Tensor) -> NormLike:
+    """A pre-norm as a value, where its arithmetic is known; else what it computes, as a function: the module has been
+    called with the stream already, and its hooks with it.
 
     Under autocast the normed vector comes out in the autocast dtype, since only matrix products consume it.
     """
@@ -31,7 +33,7 @@ def describe_norm(module: nn.Module, like: Tensor) -> Norm | nn.Module:
     if eps is not None and module.__dict__.get("is_rms_norm", True):
         weight: Any = module._parameters.get("weight")
         return Norm(cast(Tensor, module.weight) if weight is None else weight, None, eps, False, out_dtype)
-    return module
+    return functools.partial(_forward(module), module)
 
 
 def is_rms_norm(module: nn.Module) -> bool:
@@ -56,7 +58,7 @@ class KnownNorm:
     """A norm module as a bank's read knows it from one pass to the next.
 
     Attributes:
-        fused: its arithmetic, where that is known; else None, and `apply` is the module, or nothing.
+        fused: its arithmetic, where that is known; else None, and `apply` is the module's forward, or nothing.
     """
 
     def __init__(self, module: nn.Module | None, like: Tensor) -> None:

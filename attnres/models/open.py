@@ -25,8 +25,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from attnres.data.tokenizer import holds_tokenizer
 from attnres.errors import UserError, foreign, unknown
-from attnres.models import classes
+from attnres.models.bases import class_named
 from attnres.models.classes import register_stored
+from attnres.models.config import ResidualConfigMixin
 from attnres.models.context import context_of, text_config
 from attnres.models.families import refuse_own_reads
 from attnres.models.foreign import formats_of
@@ -228,7 +229,7 @@ class Checkpoint:
             if self.kind == "foreign":
                 self.weights.check()
                 return assemble(self.name, self.fields, config, self.weights.paths, dtype), []
-            named = None if self.code else _named_class(config)
+            named = None if self.code else _named_class(self.name, config)
             options |= {} if named else {"trust_remote_code": bool(self.code)}
             with foreign(f"{self.name} cannot be loaded", "is it a model of Transformers, and whole?"):
                 loaded: Any = (named or AutoModelForCausalLM).from_pretrained(
@@ -307,12 +308,26 @@ def load(
     return checkpoint.load(dtype, device, **options)
 
 
-def _named_class(config: Any) -> Any:
-    """The class of ours or of Transformers that a config names, whatever its head; None where it names none."""
+def _named_class(name: str, config: Any) -> Any:
+    """The class of ours or of Transformers that a config names, whatever its head; None where it names none.
+
+    Raises:
+        UserError: a class of ours that was made of one which is not there.
+    """
     names = getattr(config, "architectures", None)
-    name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
-    cls = getattr(classes, name, None) or getattr(transformers, name, None)
-    return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
+    label = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
+    if not isinstance(config, ResidualConfigMixin):
+        cls = getattr(transformers, label, None)
+        return cls if isinstance(cls, type) and issubclass(cls, PreTrainedModel) else None
+    if not label:
+        return None
+    ours = class_named(label, type(config))
+    if ours is None:
+        raise UserError(
+            f"{name} is of class '{label}', and neither Transformers nor this process has the one that it was made of: "
+            "AutoModelForCausalLM and the like load it with a head of Transformers' own"
+        )
+    return ours
 
 
 def _refuse_fetched_code(name: str, fields: Any, depth: int = 0) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from attnres.models.classes import Depth
+from attnres.models.bases import Depth
 from attnres.models.stream import Stream
 from attnres.residuals import Observer, Residual, watched_by
 

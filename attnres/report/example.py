@@ -8,7 +8,7 @@ import numpy as np
 
 from attnres.figures.plot import NotShown, number
 from attnres.figures.tokens import example_columns
-from attnres.inspect.notebook import FLOOR
+from attnres.inspect.notebook import end_of_scale
 from attnres.inspect.routing import FIELD, amounts
 from attnres.residuals import Source
 
@@ -37,12 +37,11 @@ def example(inspection: "Inspection") -> str:
         if len(values) > 1 and np.ptp(values) < 1e-6:
             continue
         read = routing.layout[row]
-        top = max(FLOOR, float(np.abs(values).max()))
+        top = end_of_scale(values)
         rows = words[FIELD[routing.by]][inspection.layout.index(read)]
-        parts = zip(words["tokens"], words["kinds"], rows, values, strict=True)
+        parts = zip(words["tokens"], words["kinds"], rows, np.nan_to_num(values / top), strict=True)
         tokens = [
-            _token(text, kind, amounts(row, routing.by), read.sources, float(value) / top)
-            for text, kind, row, value in parts
+            _token(text, kind, amounts(row, routing.by), read.sources, float(part)) for text, kind, row, part in parts
         ]
         what = f"{routing.by} of {read.sources[place].name}"
         lead = (

@@ -16,6 +16,7 @@ import numpy as np
 from attnres.figures import Comparison, Plot, Variant
 from attnres.figures.comparison import Difference
 from attnres.figures.losses import difference
+from attnres.figures.plot import TOKENS
 from attnres.figures.style import MUTED
 from attnres.report.runs import Run, Study
 from attnres.report.stats import interval
@@ -43,7 +44,7 @@ def measured() -> Comparison:
         variants.append(
             Variant(label, residual, traits_of(residual), seeds=list(seeds), held_out=losses, differences=differences)
         )
-    return Comparison(variants, baseline=BASELINE, unit="training tokens", equal=True)
+    return Comparison(variants, baseline=BASELINE, unit=TOKENS, equal=True)
 
 
 def _difference(rows: Sequence[Mapping[str, str]], comparisons: int) -> Difference:

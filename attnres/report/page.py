@@ -189,7 +189,7 @@ def _table(table: Table, comparison: Comparison) -> str:
 
 def _row(table: Table, row: Row, colour: str) -> str:
     star = "" if row.complete else ' <span class="err">unfinished</span>'
-    swatch = f'<span class="swatch" style="background: {theme.variable(colour)}"></span>'
+    swatch = f'<span class="swatch" style="{theme.declared("background", colour)}"></span>'
     out = [f'<th scope="row">{swatch}<span class="name">{escape(row.label)}{star}</span></th>']
     for column in shown(table)[1:]:
         number, sign, error = column.text(row, table).partition(" ± ")

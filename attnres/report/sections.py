@@ -1,15 +1,14 @@
 """The sections of the page that hold figures: which figures each has, and what is said above them."""
 
 import dataclasses
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from attnres.figures import FIGURES, Comparison, NotShown, Plot, Variant
+from attnres.figures import FIGURES, Comparison, NotShown, Plot
 from attnres.figures.patterns import differ
+from attnres.figures.write import noted
 from attnres.inspect.inspection import Inspection
 from attnres.inspect.routing import by_in
-from attnres.text import listed
 
 SECTIONS = {
     "Training": "",
@@ -73,14 +72,13 @@ def sections(comparison: Comparison) -> list[Section]:
             having = comparison.having(figure.needs)
             with suppress(NotShown):
                 if having.variants:
-                    plot = figure.draw(having)
-                    section.plots.append(_noted(plot, having.variants, mean=True) if figure.mean else plot)
+                    section.plots.append(figure.compared(having))
             continue
         for variant in comparison.having("inspections").variants:
             with suppress(NotShown):
                 if figure.mean and _says_nothing(variant.mean, figure.folded):
                     continue
-                plot = _noted(figure.draw(variant.mean), [variant], mean=figure.mean)
+                plot = noted(figure.draw(variant.mean), [variant], mean=figure.mean)
                 plot = dataclasses.replace(plot, name=f"{figure.name}-{slug(variant.label)}")
                 fold = figure.folded or ("" if figure.mean else variant.label)
                 (section.folded.setdefault(fold, []) if fold else section.plots).append(plot)
@@ -91,16 +89,6 @@ def _says_nothing(inspection: Inspection, folded: str) -> bool:
     """Whether a plain sum's weights would be drawn, all alike, or those of a file without contributions twice."""
     by = by_in("contribution", inspection.routing)
     return not differ(inspection, "weight" if folded else by) or (bool(folded) and by == "weight")
-
-
-def _noted(plot: Plot, variants: Sequence[Variant], mean: bool) -> Plot:
-    """The plot with a word on seeds at the end of its caption, where there are several."""
-    seeds = {tuple(map(str, one.seeds)) for one in variants}
-    if max(map(len, seeds)) == 1:
-        return plot
-    first, *others = seeds
-    note = "Means over seeds." if others else f"Mean over seeds {listed(first)}." if mean else f"Seed {first[0]}."
-    return dataclasses.replace(plot, caption=f"{plot.caption} {note}")
 
 
 def slug(label: str) -> str:

@@ -1,52 +1,59 @@
 """The figures' look in the page: colours that follow the reader's light or dark.
 
-Figures are drawn in the light theme's colours (`attnres.figures.style`). In the page each of those becomes a CSS
-variable, so that the same SVG is readable on both backgrounds.
+Figures are drawn in the light theme's colours (`attnres.figures.style`). In the page an ink becomes a CSS variable and
+a line's colour a pair, so that the same SVG is readable on both backgrounds. Places on a scale keep theirs.
 """
 
+import functools
 import io
+import math
 import re
 from html import escape
 
 import matplotlib
 from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from attnres.figures.style import GRID, INK, MUTED, PAPER, style
+from attnres.inspect.colours import MORE, blend, contrast
 
-# The same on a dark page: where a colour is too dark for it, a lighter one of the same hue.
-DARK = {
-    INK: "#e8eaed",
-    MUTED: "#a3adba",
-    GRID: "#333a44",
-    PAPER: "#1a1e24",
-    "#4a5260": "#c3cad4",
-    "#0072b2": "#4aa8e0",
-    "#56b4e9": "#a9dcf7",
-    "#d55e00": "#f0803c",
-    "#009e73": "#2cc295",
-    "#cc79a7": "#dd94bb",
-    "#8c6bb1": "#b196d3",
-    "#7f7f00": "#b3b33c",
-    "#5b8c5a": "#8abb89",
-    "#b07d62": "#d0a38c",
-}
-NAMES = {colour: f"c-{colour[1:]}" for colour in DARK} | {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"}
-"""The page's names for these colours; the others are the same on both."""
+DARK = {INK: "#e8eaed", MUTED: "#a3adba", GRID: "#333a44", PAPER: "#1a1e24"}
+"""The inks on a dark page."""
+NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper", MORE: "c-0072b2"}
+"""The variables of pages; the last is the accent of the explorer too."""
+LEAST = 3.0
+"""Contrast of a line with the page: what WCAG 2.2 asks of graphics."""
 
 
-def variable(colour: str) -> str:
-    """The page's variable for a colour; the colour itself where it has none."""
-    return f"var(--{NAMES[colour]})" if colour in NAMES else colour
+@functools.cache
+def on_dark(colour: str) -> str:
+    """A colour's partner on a dark page, mixed with white where it is no ink.
+
+    Contrasts with the page from 1 to white's go to `LEAST` to white's, evenly by their logarithm: shades of one hue
+    keep their order.
+    """
+    if colour in DARK:
+        return DARK[colour]
+    page, white = DARK[PAPER], "#ffffff"
+    most = contrast(white, page)
+    wanted = LEAST * (most / LEAST) ** (math.log(contrast(colour, page)) / math.log(most))
+    mixtures = (blend(colour, white, step / 256) for step in range(256))
+    return next((mixture for mixture in mixtures if contrast(mixture, page) >= wanted), white)
 
 
 def variables(dark: bool) -> str:
     """Declarations of all variables, for one of the two themes."""
-    return "".join(f"--{name}:{DARK[colour] if dark else colour};" for colour, name in NAMES.items())
+    return "".join(f"--{name}:{on_dark(colour) if dark else colour};" for colour, name in NAMES.items())
 
 
-def _themed(attribute: re.Match[str]) -> str:
-    return re.sub(r"#[0-9a-f]{6}\b", lambda colour: variable(colour[0]), attribute[0])
+def declared(name: str, colour: str) -> str:
+    """The CSS property of that name with the colour of an ink or a line in both themes; a browser that does not know
+    light-dark() has the light one."""
+    if colour in NAMES:
+        return f"{name}: var(--{NAMES[colour]})"
+    return f"{name}: {colour}; {name}: light-dark({colour}, {on_dark(colour)})"
 
 
 def to_svg(figure: Figure, name: str, alt: str, zoom: float) -> str:
@@ -54,6 +61,11 @@ def to_svg(figure: Figure, name: str, alt: str, zoom: float) -> str:
 
     `zoom`: how much larger it is shown than on paper where there is room; a broad one never much smaller than it is.
     """
+    drawn = {*DARK, *(to_hex(line.get_color()) for line in figure.findobj(Line2D))}
+
+    def themed(one: re.Match[str]) -> str:
+        return declared(one[1], one[2]) if one[2] in drawn else one[0]
+
     out = io.StringIO()
     with style():
         matplotlib.rcParams["svg.hashsalt"] = name  # ids that are referred to are made with it
@@ -61,7 +73,8 @@ def to_svg(figure: Figure, name: str, alt: str, zoom: float) -> str:
     svg = out.getvalue()
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg[svg.index("<svg") :], flags=re.DOTALL)
     svg = re.sub(r'(<(?:g|image)\b[^>]*?) id="[^"]*"', r"\1", svg)
-    svg = re.sub(r'\b(?:style|fill|stroke)="[^"]*"', _themed, svg)  # and not in what a text says
+    paint = re.compile(r"\b(fill|stroke): (#[0-9a-f]{6})\b")
+    svg = re.sub(r'\bstyle="[^"]*"', lambda part: paint.sub(themed, part[0]), svg)  # and not in what a text says
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), svg)  # hundredths of a point do
     width = figure.get_figwidth() * 72
     size = f"max-width:{width * 4 / 3 * zoom:.0f}px" + (f";min-width:{width * 1.1:.0f}px" if width > 300 else "")

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from attnres.figures.comparison import Comparison, Difference, Points, Variant
+from attnres.figures.plot import STEP, TOKENS
 from attnres.inspect.measures import dynamics
 from attnres.report.runs import Run, Study
 from attnres.report.stats import equal_conditions, final_loss, kind_name, paired_curve, strongest_baseline
@@ -16,7 +17,7 @@ def comparison_of(study: Study) -> Comparison:
     return Comparison(
         [_variant(study, label, baseline) for label in study.labels],
         baseline=baseline,
-        unit="training tokens" if counted else "step",
+        unit=TOKENS if counted else STEP,
         equal=len(study.labels) > 1 and equal_conditions(study),
     )
 

@@ -97,9 +97,12 @@ class Residual(nn.Module):
     watched_from_start: ClassVar[bool] = False
     """What it shows to those who watch is kept beside the state, from the start of a pass: one that goes on from a cut
     cannot be watched."""
-    slow: ClassVar[tuple[str, ...]] = ()
+    slow: tuple[str, ...] = ()
     """Names of parameters that train at a tenth of the model's rate unless told otherwise: queries of a softmax over
     depth, and gains of their keys, whose d products add up to a logit that nothing divides."""
+    even_start: ClassVar[bool] = False
+    """Weights that put out what a layer writes start alike however deep the network is, also in a family that draws
+    them smaller with depth (GPT-2)."""
     recompute_reads: bool = False
     """Keep nothing of what reads make for the backward pass, but make it again there: less memory, more time."""
 
@@ -117,8 +120,8 @@ class Residual(nn.Module):
 
     # -- what a forward pass does ---------------------------------------------------------------------------------
     def forward(self, verb: str, *args: Any) -> Any:
-        """Do one of start, read, write, finish, mix_values, or itself, which returns this module from under what wraps
-        it."""
+        """Do one of start, read, write, finish, hidden_state, mix_values, set_progress, penalty, or itself, which
+        returns this module from under what wraps it."""
         call = getattr(self, verb)
         if not (self.recompute_reads and verb in ("read", "finish") and torch.is_grad_enabled()):
             return call(*args)

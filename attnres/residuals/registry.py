@@ -10,7 +10,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from attnres.errors import MECHANISM_FILE, UserError, unknown
+from attnres.ops import compute_dtype
 from attnres.paths import user_path
 from attnres.residuals.base import Residual
 from attnres.residuals.layout import Traits
@@ -234,4 +237,8 @@ def make_residual(
         residual.sublayers = tuple(sublayers)
     mechanism.__init__(residual, num_sublayers, width, **settings)
     residual.value_kind = value_residual
-    return residual
+    if value_residual != "none":
+        residual.traits = residual.traits._replace(starts_standard=False)
+    default = torch.get_default_dtype()
+    precise = compute_dtype(default)
+    return residual if precise == default else residual.to(precise)

@@ -103,7 +103,7 @@ def watched(
         if row is None and len(residual.sources(index)) == 1:
             row = h.new_ones(1)
         if row is not None:
-            weights = row.to(h).expand(h[..., 0].numel(), -1)
+            weights = row.to(h.device, compute_dtype(h.dtype)).expand(h[..., 0].numel(), -1)
     if residual.editor is not None:
         if weights is None:
             raise UserError(f"residual '{residual.name}' mixes its sources by no weights: there is nothing to edit")

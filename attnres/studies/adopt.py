@@ -11,9 +11,10 @@ from attnres.reading import read_json
 from attnres.studies.plan import Plan
 from attnres.studies.rows import MEASURES, Measures, measures_of
 from attnres.training.checkpoint import kept, reconfigure
-from attnres.training.config import TrainConfig, differences, to_dict
+from attnres.training.config import TrainConfig, to_dict
 from attnres.training.records import ADVICE, RunConfig
 from attnres.training.run_folder import DIVERGED, ended
+from attnres.training.sameness import differences
 from attnres.typed import checked
 
 PLACES = ("images",)

@@ -178,7 +178,7 @@ class Contrast:
             for one in self.others
         ]
         caption = (
-            f"Held-out loss minus that of {self.baseline}, nats per token; bars one standard error, grey what a "
+            f"Held-out loss minus that of {self.baseline}, nats per token. Grey: what a "
             "verdict has to exceed (to the edge: more than is shown). Smaller is better."
         )
         threshold = [one.threshold for one in self.others]

@@ -1,49 +1,65 @@
-"""What `attnres inspect` takes, as data; importing this loads no heavy library."""
+"""What the commands that look into models take, as data; importing this loads no heavy library."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import tyro
 
 
 @dataclass(kw_only=True)
-class LookConfig:
+class CorpusConfig:
+    """What is read, from wherever it comes."""
+
+    corpus: str | None = None
+    """stdlib, a file or folder (.txt, .jsonl, .parquet, .py, ...), or hub:NAME[:CONFIG[:SPLIT]]: many documents;
+    attnres prepare --help names all kinds of sources."""
+    column: str = "text"
+    """Field or column that holds the text, of rows."""
+    trust_remote_code: bool = False
+    """Run code that comes with a model. Read it first."""
+
+
+@dataclass(kw_only=True)
+class LookConfig(CorpusConfig):
     """What is looked at: a text or a corpus, and how much of it."""
 
     text: str | None = None
     """A text, shown token by token."""
     file: str | None = None
     """A text file, shown token by token."""
-    corpus: str | None = None
-    """stdlib, a file or folder (.txt, .jsonl, .parquet, .py, ...), or hub:NAME[:CONFIG[:SPLIT]]: many documents;
-    attnres prepare --help names all kinds of sources."""
-    column: str = "text"
-    """Field or column that holds the text, of rows."""
     limit: int = 20_000
     """Read so many tokens of the text or corpus."""
     context: int | None = None
     """Tokens in a window; none is the model's context, at most 2048."""
     device: str = "auto"
     """auto (CUDA where there is one, else the CPU), cpu or cuda."""
-    trust_remote_code: bool = False
-    """Run code that comes with the model. Read it first."""
     progress: bool = True
     """Show a progress bar."""
+    by: Literal["contribution", "weight"] = "contribution"
+    """What sources are shown or ordered by: how much of a read they are, or the weight that they are given."""
 
 
 @dataclass
-class InspectConfig(LookConfig):
+class ModelConfig(LookConfig):
+    """One model that is looked into, and how it runs."""
+
+    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
+    """A run folder, a model folder or a hub name; with depth reads, or another residual of attnres."""
+    batch_tokens: int = field(default=4096, kw_only=True)
+    """Tokens in one forward pass."""
+    dtype: Literal["auto", "fp32", "bf16"] = field(default="auto", kw_only=True)
+    """Of the weights; auto is what they are stored in."""
+
+
+@dataclass
+class InspectConfig(ModelConfig):
     """Show where every read of a model comes from, on a text or a corpus: tables here, figures and JSON with --out.
 
     Without a text, a run folder is inspected on what it was trained on.
     """
 
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A run folder, a model folder or a hub name; with depth reads, or another residual of attnres."""
     kind: Literal["auto", "code", "prose"] = "auto"
     """What the text is: decides the kinds of tokens that are told apart."""
-    by: Literal["contribution", "weight"] = "contribution"
-    """What sources are shown by: how much of a read they are, or the weight that they are given."""
     out: str | None = None
     """Folder for inspection.json, the figures, and a JSON file for each of the options below."""
     prune: bool = False
@@ -60,32 +76,20 @@ class InspectConfig(LookConfig):
     since: int | None = None
     """Of a run: also what has changed since that step of its training, one of its evaluations: how far queries turned
     and, where that step's checkpoint was kept (train --keep-at), what reads were made of then."""
-    batch_tokens: int = 4096
-    """Tokens in one forward pass."""
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of the weights; auto is what they are stored in."""
 
 
 @dataclass
-class SearchConfig(LookConfig):
+class SearchConfig(ModelConfig):
     """Find the tokens at which a source is most of a read, with the text around them.
 
     Without a text, a run folder is searched on what it was trained on.
     """
 
-    model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
-    """A run folder, a model folder or a hub name."""
     edge: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="SOURCE@READ")]
     """One source of one read, e.g. embedding@mlp3, "block 2@output"."""
-    by: Literal["contribution", "weight"] = "contribution"
-    """What tokens are ordered by: how much of the read the source is, or the weight that it is given."""
     least: bool = False
     """Where it is least of the read, instead of most."""
     top: int = 20
     """So many tokens."""
     out: str | None = None
     """A file for the same as JSON."""
-    batch_tokens: int = 4096
-    """Tokens in one forward pass."""
-    dtype: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of the weights; auto is what they are stored in."""

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
-from attnres.errors import unknown
+from attnres.errors import UserError, unknown
 from attnres.files import write_json, write_text
 from attnres.reading import read_json
 from attnres.run_names import run_name
 from attnres.stats import plain
 from attnres.studies.adopt import same_name
 from attnres.studies.analyses.noise import Noise
-from attnres.studies.archive import ARCHIVE, archive
+from attnres.studies.archive import ARCHIVE, archive, restored
 from attnres.studies.begin import RECORD, asked, asked_in
 from attnres.studies.design import Arm, Design, Measured, Result, Setting
 from attnres.studies.lab import STUDIES
@@ -125,6 +125,23 @@ def outcome_in(folder: Path) -> Outcome:
     design = STUDIES[record["study"]]
     measured = survey(design, setting)[1]
     return Outcome(design, setting, measured, design.analyse(setting, measured))
+
+
+def report(out: Path) -> Path:
+    """Write OUT/report.html of all studies in OUT, analysed again, from their runs.jsonl where their runs are gone.
+
+    Raises:
+        UserError: there are none, or a folder or file of one is damaged.
+    """
+    from attnres.studies.page import report_page
+
+    with restored(out) as studies:
+        folders = sorted(path.parent for path in studies.glob("*/*/study.json"))
+        if not folders:
+            raise UserError(f"{out} holds no studies: expected OUT/PRESET/NAME/study.json, as attnres study writes it")
+        page = report_page([outcome_in(folder) for folder in folders])
+    write_text(out / "report.html", page)
+    return out / "report.html"
 
 
 def names_of(arm: Arm) -> list[str]:

@@ -13,7 +13,8 @@ from attnres.errors import UserError
 from attnres.residuals.registry import ships
 from attnres.run_names import run_name
 from attnres.studies.variants import TRAINING, Variant, parse_variants
-from attnres.training.config import OptimConfig, TrainConfig, check, from_dict, idle, resolve, without_idle
+from attnres.training.check import check, idle, without_idle
+from attnres.training.config import OptimConfig, TrainConfig, from_dict, resolve
 from attnres.training.environment import has_bf16
 from attnres.training.start import check_model, settle
 
@@ -92,10 +93,11 @@ def make_plan(config: CompareConfig, here: bool = True) -> Plan:
                 resume=True,
             )
             # What the base configuration has for other variants is no setting of this one.
-            runs[name] = settle(resolve(without_idle(_trained(variant, run), kept=variant.training)))
+            own = [f"{TRAINING[setting]}.{setting}" for setting in variant.training]
+            runs[name] = settle(resolve(without_idle(_trained(variant, run), kept=own)))
             check(runs[name])
-    used_by_none = set(idle(base.finetune)).intersection(*(idle(_trained(v, base).finetune) for v in variants.values()))
-    check(without_idle(base, kept=used_by_none))
+    used_by_none = set(idle(base)).intersection(*(idle(_trained(variant, base)) for variant in variants.values()))
+    check(without_idle(base, kept={name for name in used_by_none if name.startswith("finetune.")}))
     for label in variants:
         check_model(runs[run_name(label, config.seeds[0])])
     baseline = next(

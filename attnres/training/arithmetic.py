@@ -19,11 +19,13 @@ _NAMES = {
     "threads": "the number of threads",
     "reads": "the backend of depth reads",
     "kernels": "the build of the C kernels",
+    "loss": "how the loss is made",
 }
 
 
-def arithmetic(who: Processes, width: int) -> Arithmetic:
-    """What this process computes with, for depth reads of vectors of `width`."""
+def arithmetic(who: Processes, width: int, loss: str | None) -> Arithmetic:
+    """What this process computes with, for depth reads of vectors of `width`; `loss` is how the loss is made where that
+    depends on what is installed, None where it was asked for."""
     backend = explain([torch.zeros(1, width, device=who.device)]).backend
     here: Arithmetic = {
         "device": torch.cuda.get_device_name(who.device) if who.device.type == "cuda" else _processor(),
@@ -33,15 +35,20 @@ def arithmetic(who: Processes, width: int) -> Arithmetic:
         "transformers": version("transformers"),
         "attnres": attnres.__version__,
     }
+    if loss is not None:
+        here["loss"] = loss
     return {**here, "threads": torch.get_num_threads()} if who.device.type == "cpu" else here
 
 
 @contextmanager
-def restored(recorded: Mapping[str, Any], who: Processes, width: int, *, different: bool) -> Generator[None]:
+def restored(
+    recorded: Mapping[str, Any], who: Processes, width: int, loss: str | None, *, different: bool
+) -> Generator[None]:
     """Compute as `recorded` says inside the block: its number of threads, its C kernels or plain torch.
 
     Args:
-        recorded: an `Arithmetic`; one of a checkpoint of an earlier version has nothing in it, and nothing is kept.
+        recorded: an `Arithmetic`; what a checkpoint of an earlier version does not have is not kept.
+        width, loss: as for `arithmetic`.
         different: go on where something else differs, instead of refusing.
 
     Raises:
@@ -54,7 +61,7 @@ def restored(recorded: Mapping[str, Any], who: Processes, width: int, *, differe
                 torch.set_num_threads(threads)
             if recorded.get("reads") in ("cpu", "eager"):
                 stack.enter_context(cpu.switched(recorded["reads"] == "cpu"))
-        here: dict[str, Any] = {**arithmetic(who, width)}
+        here: dict[str, Any] = {**arithmetic(who, width, loss)}
         other = [name for name in recorded if name in here and here[name] != recorded[name]]
         if other and not different:
             pairs = [f"{_NAMES.get(name, name)} ({recorded[name]} there, {here[name]} here)" for name in other]

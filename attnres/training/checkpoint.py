@@ -5,10 +5,7 @@
     checkpoint/optimizer.safetensors  PARAMETER::ENTRY -> tensor
     checkpoint/state.json             step, configuration, data, random-number states, checksums
 
-Of a model in shares or stages the first three are one, which any layout of processes reads (see attnres.scale.state):
-
-    checkpoint/shares/                model.NAME and optimizer.PARAMETER::ENTRY, a file or more of each process
-    checkpoint/model/                 what to build the model from, and its tokenizer
+Of a model in shares or stages the first three are others: attnres.training.shares.
 
 The position in the data needs no state: a batch is a pure function of (seed, step).
 """
@@ -16,10 +13,7 @@ The position in the data needs no state: a batch is a pure function of (seed, st
 import shutil
 import zlib
 from collections.abc import Callable, Container, Iterable, Mapping
-from concurrent.futures import Future
-from contextlib import ExitStack, suppress
 from pathlib import Path
-from threading import Thread
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -28,15 +22,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.files import copy_files, recover_folder, replaced_folder, write_json, writing
-from attnres.folders import refuse_other
-from attnres.paths import user_path
+from attnres.files import copy_files, recover_folder, replaced_folder, write_json
 from attnres.progress import quiet_transformers
 from attnres.reading import read_json
 from attnres.training import regimes
-from attnres.training.config import differences
-from attnres.training.optim import empty_state, entry_of, load_state_tensors, state_tensors
+from attnres.training.optim import entry_of, load_state_tensors, state_tensors
 from attnres.training.records import ADVICE, Checkpointed
+from attnres.training.sameness import same_configuration, same_text
+from attnres.training.shares import DAMAGED, IN_SHARES, check_residual, fill, unfilled
 from attnres.typed import checked
 
 if TYPE_CHECKING:
@@ -44,8 +37,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-FORMAT, IN_SHARES = "attnres-checkpoint-1", "attnres-checkpoint-shares-1"
-SHARES = "shares"
+FORMAT = "attnres-checkpoint-1"
 
 
 def save(
@@ -61,7 +53,7 @@ def save(
     names. Raises UserError when it cannot be written.
     """
     tensors = state_tensors(optimizers)
-    sums = {"model": checksum(named_tensors(model)), "optimizer": checksum(tensors.items())}
+    sums = {"model": checksum(regimes.base_parameters(model)), "optimizer": checksum(tensors.items())}
     if adapter := regimes.adapter_tensors(model):
         sums["adapter"] = checksum(adapter.items())
     with replaced_folder(folder) as temporary:
@@ -96,81 +88,6 @@ def save_model(model: Any, folder: Path) -> None:
         model.save_pretrained(folder, state_dict=regimes.base_state(model))
 
 
-class Saving:
-    """A checkpoint in shares that is being written: every process writes what it has.
-
-    The folder is there once the first process's part is done; `wait` says on every process whether it is.
-    """
-
-    def __init__(
-        self,
-        folder: str | Path,
-        layout: "Layout",
-        optimizers: list[torch.optim.Optimizer],
-        state: dict[str, Any],
-        extra_files: Mapping[str, Path],
-    ) -> None:
-        """Begin, with copies of the tensors where `layout.saving` is a group for it; else write all of it here.
-
-        `state` and `extra_files` are as in `save`.
-
-        Raises:
-            UserError: one of the processes could not write.
-        """
-        from attnres.scale.state import begin_shards, file_sums, save_shards
-
-        self.who, self.stack = layout.who, ExitStack()
-        optimizer = {f"optimizer.{key}": value for key, value in state_tensors(optimizers).items()}
-        tensors = _model_tensors(layout) | optimizer
-        place = Path(self.who.of_first(lambda: str(self.stack.enter_context(replaced_folder(folder)))))
-        config = layout.model.config
-
-        def complete() -> None:
-            with writing(folder):
-                config.save_pretrained(place / "model")
-                copy_files(extra_files, place / "model")
-                sums = file_sums(place / SHARES)
-                write_json(place / "state.json", {"format": IN_SHARES, **state, "checksums": sums})
-                self.stack.close()
-
-        self.written: Future[None] | None = None
-        try:
-            if layout.saving is None:
-                save_shards(place / SHARES, tensors)
-                self.who.of_first(complete)
-                return
-            self.written = begin_shards(place / SHARES, tensors, layout.saving)
-        except BaseException as error:
-            self.stack.__exit__(type(error), error, error.__traceback__)
-            raise
-        self.completed = Future[None]()
-        if self.who.first:
-            Thread(target=self._complete, args=(complete,), name="complete checkpoint").start()
-
-    def _complete(self, complete: Callable[[], None]) -> None:
-        assert self.written is not None
-        try:
-            self.written.result()
-            complete()
-        except Exception as error:  # whatever it is, all processes are told
-            with suppress(Exception):  # which leaves the checkpoint before in its place
-                self.stack.__exit__(type(error), error, error.__traceback__)
-            refusal = error if isinstance(error, UserError) else UserError(f"cannot write the checkpoint: {error}")
-            self.completed.set_exception(refusal)
-        else:
-            self.completed.set_result(None)
-
-    def wait(self) -> None:
-        """Return when the checkpoint is complete. Raises UserError, on every process, where it could not be written."""
-        with self.who.alike():
-            self.end()
-
-    def end(self) -> None:
-        """Return when this process's part is done. Raises UserError where it could not be written."""
-        if self.written is not None:
-            (self.completed if self.who.first else self.written).result()
-
-
 def restore(
     folder: str | Path, state: dict[str, Any], layout: "Layout", optimizers: list[torch.optim.Optimizer]
 ) -> None:
@@ -179,27 +96,10 @@ def restore(
     Raises:
         UserError: the checkpoint is damaged or does not fit.
     """
-    here = Path(folder) / SHARES
-    if state["format"] == FORMAT:
+    if state["format"] == IN_SHARES:
+        fill(Path(folder), layout, optimizers)
+    else:
         load_optimizers(folder, state, optimizers, {name for name, _ in layout.named_parameters()})
-        return
-    from attnres.scale.state import load_shards, shapes_in
-
-    shapes = {key.removeprefix("optimizer."): size for key, size in shapes_in(here).items() if key[:10] == "optimizer."}
-    entries = empty_state(optimizers, shapes)
-    load_shards(here, _model_tensors(layout) | {f"optimizer.{key}": value for key, value in entries.items()})
-    load_state_tensors(optimizers, entries)
-
-
-def _model_tensors(layout: "Layout") -> dict[str, Tensor]:
-    tensors = {**dict(layout.named_parameters()), **layout.named_buffers()}
-    return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
-
-
-def saved_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers of a model that its state_dict has, by name."""
-    names = {name for name, _ in model.named_buffers()}
-    return {name: tensor for name, tensor in model.state_dict().items() if name in names}
 
 
 def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any]) -> dict[str, Any] | None:
@@ -213,11 +113,7 @@ def read_state(folder: str | Path, config: dict[str, Any], data: dict[str, Any])
         return None
     state = stored_state(folder)
     same_configuration(config, state["config"], f"the checkpoint {folder}")
-    if state["data"] != data:
-        raise UserError(
-            f"the checkpoint {folder} was trained on other data: the tokens or the tokenizer under the same "
-            "source have changed since; restore them or start a new run in another folder"
-        )
+    same_text(data, state["data"], f"the checkpoint {folder}")
     return state
 
 
@@ -225,7 +121,9 @@ def stored_state(folder: Path) -> dict[str, Any]:
     """What state.json of a checkpoint holds. Raises UserError if it is damaged or not one of ours."""
     values = read_json(folder / "state.json")
     if not isinstance(values, dict) or values.get("format") not in (FORMAT, IN_SHARES):
-        raise UserError(f"{folder} is not a checkpoint of attnres (expected format {FORMAT} in state.json)")
+        raise UserError(
+            f"{folder} is not a checkpoint of attnres (expected format {FORMAT} or {IN_SHARES} in state.json)"
+        )
     return dict(checked(values, Checkpointed, folder / "state.json", ADVICE))
 
 
@@ -234,7 +132,7 @@ def as_saved(folder: str | Path, restore: Callable[[], T]) -> T:
     try:
         return restore()
     except (LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise UserError(f"cannot go on from {folder}/state.json ({error}): {_DAMAGED}") from error
+        raise UserError(f"cannot go on from {folder}/state.json ({error}): {DAMAGED}") from error
 
 
 def load_model(folder: str | Path, state: dict[str, Any]) -> Any:
@@ -244,67 +142,18 @@ def load_model(folder: str | Path, state: dict[str, Any]) -> Any:
     from attnres.models import load
 
     if state["format"] == IN_SHARES:
-        return _unfilled(Path(folder), state)
+        return unfilled(Path(folder), state)
     path = Path(folder) / "model"
     try:
         model: Any = load(path)
     except (OSError, SafetensorError, RuntimeError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"cannot load the model in {path} ({error}): {_DAMAGED}") from error
-    ours = state["config"]["model"]
-    if (model.config.residual, model.config.residual_settings or {}) != (ours["residual"], ours["settings"]):
-        raise UserError(
-            f"the model in {path} has the residual {model.config.residual} {model.config.residual_settings}, expected "
-            f"{ours['residual']} {ours['settings']}: {_DAMAGED}"
-        )
+        raise UserError(f"cannot load the model in {path} ({error}): {DAMAGED}") from error
+    check_residual(model.config, state, path)
     for parameter in model.parameters():  # out of the memory-mapped file, aligned as a freshly made tensor is
         parameter.data = parameter.data.clone()
-    if checksum(named_tensors(model)) != state["checksums"].get("model"):
-        raise UserError(f"the tensors in {path} are not those that were saved: {_DAMAGED}")
+    if checksum(regimes.base_parameters(model)) != state["checksums"].get("model"):
+        raise UserError(f"the tensors in {path} are not those that were saved: {DAMAGED}")
     return model
-
-
-def _unfilled(folder: Path, state: dict[str, Any]) -> Any:
-    """The model of a checkpoint in shares, whose numbers `restore` reads; its files are checked. Raises UserError."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from attnres.models.classes import register_stored
-    from attnres.scale.state import check_files
-
-    check_files(folder / SHARES, state["checksums"])
-    register_stored(read_json(folder / "model" / "config.json"), folder / "model")
-    try:
-        with torch.random.fork_rng(devices=[]):
-            return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / "model"), dtype=torch.float32)
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"cannot build the model of {folder} ({error}): {_DAMAGED}") from error
-
-
-def export_weights(name: str, out: str, *, trust_remote_code: bool = False) -> str:
-    """Write the model of a run, a checkpoint or any model with depth reads in Hugging Face layout, with its tokenizer.
-
-    Returns:
-        What was written, in a few lines.
-
-    Raises:
-        UserError: no model there, one that is damaged, or a folder that is not empty.
-    """
-    from attnres.models import export_model
-    from attnres.models.export import write_model
-    from attnres.models.open import open_config
-
-    path = user_path(name)
-    finished = (path / "model" / "config.json").is_file() and not (path / SHARES).is_dir()
-    folder = path if (path / SHARES).is_dir() or finished else path / "checkpoint"
-    if not (folder / SHARES).is_dir():
-        return export_model(name, out, trust_remote_code=trust_remote_code)
-    from attnres.scale.state import load_shards
-
-    state = stored_state(folder)
-    model = _unfilled(folder, state)
-    tensors = {**dict(model.named_parameters()), **saved_buffers(model)}
-    load_shards(folder / SHARES, {f"model.{key}": tensor.detach() for key, tensor in tensors.items()})
-    write_model(model.eval(), refuse_other(out), open_config(folder / "model").files_beside(), source=name)
-    return f"{name} at step {state['step']} -> {out}"
 
 
 def load_adapter(folder: str | Path, state: dict[str, Any], model: nn.Module) -> None:
@@ -314,7 +163,7 @@ def load_adapter(folder: str | Path, state: dict[str, Any], model: nn.Module) ->
         if (adapter := regimes.adapter_tensors(model)) and checksum(adapter.items()) != state["checksums"]["adapter"]:
             raise ValueError("its tensors are not those that were saved")
     except (OSError, SafetensorError, LookupError, ValueError) as error:
-        raise UserError(f"cannot load {Path(folder) / regimes.ADAPTER} ({error}): {_DAMAGED}") from error
+        raise UserError(f"cannot load {Path(folder) / regimes.ADAPTER} ({error}): {DAMAGED}") from error
 
 
 def load_optimizers(
@@ -330,21 +179,7 @@ def load_optimizers(
         ours = {key: tensor.clone() for key, tensor in tensors.items() if entry_of(key)[0] in parameters}
         load_state_tensors(optimizers, ours)
     except (OSError, SafetensorError, LookupError, ValueError) as error:
-        raise UserError(f"cannot load the optimizer state {path} ({error}): {_DAMAGED}") from error
-
-
-def same_configuration(ours: dict[str, Any], theirs: dict[str, Any], where: str) -> None:
-    """Refuse to continue a run with another configuration, naming the fields that differ and both values."""
-    changed = differences(ours, theirs)
-    file = _at(ours, "model.residual_file")
-    if "model.residual_sha256" in changed and file == _at(theirs, "model.residual_file"):
-        raise UserError(f"{where} is of another content of {file}: restore it or start a new run in another folder")
-    if changed:
-        pairs = "; ".join(f"{name} is {_at(ours, name)!r} here, {_at(theirs, name)!r} there" for name in changed)
-        raise UserError(
-            f"{where} belongs to another configuration: {pairs}; use the same values or start a new run in "
-            "another folder"
-        )
+        raise UserError(f"cannot load the optimizer state {path} ({error}): {DAMAGED}") from error
 
 
 # ------------------------------------------------------------------ checks
@@ -358,17 +193,3 @@ def checksum(tensors: Iterable[tuple[str, Tensor]]) -> int:
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         value = zlib.crc32(memoryview(data.numpy()), value)
     return value
-
-
-def named_tensors(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
-    """The model's parameters by name, without LoRA's; tied ones count once."""
-    return regimes.base_parameters(model)
-
-
-def _at(values: Any, name: str) -> Any:
-    for part in name.split("."):
-        values = values.get(part) if isinstance(values, dict) else None
-    return values
-
-
-_DAMAGED = "it is damaged or not of this run; remove the folder to start again, or use another --out"

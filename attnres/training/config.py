@@ -1,29 +1,20 @@
-"""What a training run is: plain dataclasses, their checks, and their plain-dict form.
+"""What a training run is: plain dataclasses, and their plain-dict form.
 
 The docstrings below each field are the help texts of the command line (tyro reads them).
 """
 
 import dataclasses
-import math
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from attnres.errors import UserError, unknown
+from attnres.errors import UserError
 from attnres.paths import user_path
 from attnres.run_names import run_name
-from attnres.typed import leaves, overlay
+from attnres.typed import overlay
 
 Setting = int | float | bool | str
-
-FREE = (
-    *("out", "name", "resume", "track", "save_every", "keep_at", "device", "allow_different"),
-    *("gradient_checkpointing", "loss", "recompute_reads"),
-)
-"""Fields that may change between a run and its resumption, as those of `parallel` may; only `device`, `parallel`,
-`loss` and `gradient_checkpointing` change numbers, by their rounding. `recompute_reads` was an earlier version's
-`gradient_checkpointing` reads."""
 
 
 @dataclass
@@ -284,137 +275,6 @@ def resolve(config: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, model=dataclasses.replace(model, size=size_or_default(model)), data=data)
 
 
-# ------------------------------------------------------------------ checking
-
-BOUNDS: tuple[tuple[str, Callable[[float], bool], str], ...] = (
-    (
-        "it must be a number above 0",
-        lambda value: 0 < value < math.inf,
-        "steps batch_size accumulation parallel.dp parallel.shard parallel.pp parallel.pp_virtual parallel.pp_layers "
-        "parallel.tp parallel.cp keep_at val_every log_every save_every data.seq_len data.val_windows data.limit "
-        "optim.lr optim.muon_lr optim.residual_lr optim.base_width finetune.lora_rank finetune.lora_alpha "
-        "finetune.distill_temperature",
-    ),
-    (
-        "it must be 0 or more",
-        lambda value: 0 <= value < math.inf,
-        "depth_every seed optim.weight_decay optim.residual_decay optim.clip",
-    ),
-    (
-        "it is a fraction, from 0 to 1",
-        lambda value: 0 <= value <= 1,
-        "optim.min_lr_ratio optim.warmup optim.decay optim.residual_hold optim.residual_warmup finetune.distill_weight",
-    ),
-    ("decay rates lie from 0 to below 1", lambda value: 0 <= value < 1, "optim.betas optim.momentum"),
-    ("it is the fraction of documents held out, between 0 and 1", lambda value: 0 < value < 1, "data.held_out"),
-)
-"""What numbers may be, and the fields that it holds for where they are given."""
-
-
-def check(config: TrainConfig, world_size: int = 1) -> None:
-    """Refuse what cannot run, before anything is written: raises UserError, returns nothing.
-
-    Whether the residual's settings are possible is checked when the model is built, which knows its depth.
-    """
-    from attnres.models.sizes import SIZES
-    from attnres.residuals import check_settings, residual_class
-
-    from_dict(dataclasses.asdict(config))  # which refuses values of a wrong type
-    if isinstance(config.model.size, str) and config.model.size not in SIZES:
-        raise unknown("size", config.model.size, SIZES)
-    mechanism = residual_class(config.model.residual, config.model.residual_file)
-    check_settings(mechanism.name, merged_settings(config.model))
-    optim, finetune = config.optim, config.finetune
-    if config.device.split(":")[0] not in ("auto", "cpu", "cuda"):
-        raise unknown("device", config.device, ("auto", "cpu", "cuda"))
-    values = dict(leaves(to_dict(config)))
-    for requirement, fits, names in BOUNDS:
-        for name in names.split():
-            value = values[name]
-            if value is not None and not all(map(fits, value if isinstance(value, list | tuple) else [value])):
-                raise UserError(f"{name} is {value}: {requirement}")
-    if config.keep_at and max(config.keep_at) > config.steps:
-        raise UserError(
-            f"keep_at is {list(config.keep_at)}: the run has {config.steps} steps, give some from 1 to {config.steps}"
-        )
-    if config.seed > 2**32 - world_size:  # NumPy's limit; each process adds its rank
-        raise UserError(f"seed is {config.seed}: it must be at most {2**32 - world_size}")
-    for name in ("train_only", "distill_weight", "inexact"):
-        if finetune.init_from is None and getattr(finetune, name) not in ("all", 0, False):
-            raise UserError(
-                f"finetune.{name} is {getattr(finetune, name)} and the model is new: give init_from, the pretrained "
-                "model it is about"
-            )
-    for name, needed in idle(finetune).items():
-        raise UserError(
-            f"finetune.{name} is {getattr(finetune, name)} and would change nothing: give {needed}, or leave it out"
-        )
-    if finetune.init_from is not None and optim.base_width is not None:
-        raise UserError(
-            f"optim.base_width is {optim.base_width} and the model is {finetune.init_from}: it carries rates and start "
-            "values to new models alone, leave it out"
-        )
-    if optim.schedule == "wsd" and optim.warmup + optim.decay > 1:
-        raise UserError(
-            f"optim.warmup {optim.warmup} and optim.decay {optim.decay} together exceed the run: "
-            "they are fractions of the steps, make their sum at most 1"
-        )
-    copies = shares_of(config, world_size)
-    shares = config.accumulation * copies
-    if config.batch_size % shares:
-        processes = f" x {copies} processes" if copies > 1 else ""
-        below = config.batch_size // shares * shares
-        near = f"{below} or {below + shares}" if below else f"{shares}"
-        raise UserError(
-            f"batch_size {config.batch_size} does not divide into accumulation {config.accumulation}{processes}: "
-            f"use a multiple of {shares}, e.g. {near}"
-        )
-
-
-def idle(finetune: FinetuneConfig) -> dict[str, str]:
-    """The settings that are given and change nothing, with what each of them is for."""
-    lora, distilled = "train_only lora", "a distill_weight above 0"
-    needed = {"lora_rank": lora, "lora_alpha": lora, "distill_temperature": distilled}
-    given = {lora: finetune.train_only == "lora", distilled: finetune.distill_weight > 0}
-    defaults = FinetuneConfig()
-    return {
-        name: what
-        for name, what in needed.items()
-        if not given[what] and getattr(finetune, name) != getattr(defaults, name)
-    }
-
-
-def without_idle(config: TrainConfig, kept: Container[str] = ()) -> TrainConfig:
-    """A copy in which fine-tuning's settings that change nothing, but for those `kept`, are the defaults."""
-    defaults = FinetuneConfig()
-    values = {name: getattr(defaults, name) for name in idle(config.finetune) if name not in kept}
-    return dataclasses.replace(config, finetune=dataclasses.replace(config.finetune, **values))
-
-
-def shares_of(config: TrainConfig, world_size: int) -> int:
-    """Into how many shares a batch is divided: the processes over those that work on one share together.
-
-    Raises:
-        UserError: a number of processes that the table `parallel` does not make, or several of which it says nothing.
-    """
-    parallel = config.parallel
-    if world_size > 1 and parallel == ParallelConfig():
-        raise UserError(
-            f"torchrun started {world_size} processes and nothing says how they share the work: give --dp {world_size} "
-            f"for copies of the model, --shard {world_size} for shares of it, or another layout (docs/scale.md)"
-        )
-    together = parallel.pp * parallel.shard * parallel.tp * parallel.cp * (parallel.dp or 1)
-    fits = world_size == together if parallel.dp else world_size % together == 0
-    if not fits:
-        table = " x ".join(f"{name} {getattr(parallel, name) or 'any'}" for name in ("dp", "shard", "pp", "tp", "cp"))
-        raise UserError(
-            f"parallel has {table} and there are {world_size} processes: start "
-            f"{together if parallel.dp else f'a multiple of {together}'} with torchrun --nproc-per-node, or change the "
-            "table"
-        )
-    return world_size // (parallel.pp * parallel.tp * parallel.cp)
-
-
 # ------------------------------------------------------------------ plain dicts and files
 
 
@@ -431,19 +291,3 @@ def from_dict(values: Mapping[str, Any], base: TrainConfig | None = None) -> Tra
     An unknown key is refused with the nearest valid one; a value of a wrong type with what was expected.
     """
     return overlay(base or TrainConfig(), values)
-
-
-_CONTENT = "model.residual_sha256"
-
-
-def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
-    """Dotted names of the fields in which two `to_dict` forms differ and which change what is computed."""
-    known = dict(leaves(to_dict(TrainConfig())))  # what an earlier version did not have, it did as by default
-    left, right = {**known, **dict(leaves(ours))}, {**known, **dict(leaves(theirs))}
-    names = [name for name in dict.fromkeys([*left, *right]) if name not in FREE and not name.startswith("parallel.")]
-    if None in (left.get(_CONTENT), right.get(_CONTENT)):  # an earlier version wrote none
-        names = [name for name in names if name != _CONTENT]
-    if left.get("finetune.init_from") and right.get("finetune.init_from"):  # an earlier version wrote a size then too
-        names = [name for name in names if name.split(".")[:2] != ["model", "size"]]
-    differ = [name for name in names if left.get(name) != right.get(name)]
-    return [name for name in differ if not any(name.startswith(f"{whole}.") for whole in differ)]

@@ -37,25 +37,31 @@ def held_out(prepared: "Prepared", data: DataConfig) -> Tensor:
 
 
 def open_data(config: TrainConfig, who: Processes, *, progress: bool) -> tuple["Prepared", "Batches", Tensor]:
-    """The prepared data, the batches and the held-out windows; the first process prepares, the others wait."""
+    """The prepared data, the batches and the held-out windows; the first process prepares, the others wait.
+
+    Raises:
+        UserError: on the first process; the others leave.
+    """
     from attnres.data import Batches
     from attnres.data.stream import HEAD, StreamedBatches, StreamedTokens
 
     data = config.data
     prepared = None
     for turn in (True, False):
-        if who.first is turn:
-            prepared = prepare_from(data, progress=progress and who.first)
-        who.wait()
+        with who.alike():
+            if who.first is turn:
+                prepared = prepare_from(data, progress=progress and who.first)
     assert prepared is not None
     sizes = {"seq_len": data.seq_len, "batch_size": config.batch_size, "seed": config.seed}
-    if data.stream:
-        limit = HEAD if data.limit is None else data.limit
-        stream = StreamedTokens(prepared, data.source, column=data.column, held_out=data.held_out, limit=limit)
-        batches: Batches = StreamedBatches(stream, **sizes)
-    else:
-        batches = Batches(prepared.tokens("train"), **sizes)
-    return prepared, batches, held_out(prepared, data)
+    with who.alike():
+        if data.stream:
+            limit = HEAD if data.limit is None else data.limit
+            stream = StreamedTokens(prepared, data.source, column=data.column, held_out=data.held_out, limit=limit)
+            batches: Batches = StreamedBatches(stream, **sizes)
+        else:
+            batches = Batches(prepared.tokens("train"), **sizes)
+        windows = held_out(prepared, data)
+    return prepared, batches, windows
 
 
 def data_record(prepared: "Prepared", windows: Tensor) -> dict[str, Any]:

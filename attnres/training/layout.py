@@ -21,10 +21,11 @@ from attnres.errors import UserError
 from attnres.forward import evaluating
 from attnres.head import called_losses
 from attnres.training import validate
-from attnres.training.checkpoint import saved_buffers
-from attnres.training.config import TrainConfig, shares_of
+from attnres.training.check import shares_of
+from attnres.training.config import ParallelConfig, TrainConfig
 from attnres.training.objective import Objective
 from attnres.training.parallel import Processes
+from attnres.training.shares import saved_buffers
 
 Micro = Callable[[Tensor, Tensor, int, bool], Tensor]
 """Forward and backward of a micro-batch: (x, y, tokens that its sums are divided by, whether it is the last of the
@@ -33,7 +34,13 @@ step) -> [cross-entropy, divergence], so divided."""
 
 def layout_for(config: TrainConfig, who: Processes) -> "Whole":
     """Return the layout that the table `parallel` asks for. Raises UserError for what it cannot do."""
-    parallel = config.parallel
+    parallel, usual = config.parallel, ParallelConfig()
+    for name in ("pp_schedule", "pp_virtual", "pp_layers"):
+        if parallel.pp == 1 and getattr(parallel, name) != getattr(usual, name):
+            raise UserError(
+                f"parallel.{name} is {getattr(parallel, name)} and the layers are not cut into stages: give pp, or "
+                "leave it out"
+            )
     if max(parallel.shard, parallel.pp, parallel.tp, parallel.cp) > 1:
         _refuse(config)
         return Staged(config, who) if parallel.pp > 1 else Sharded(config, who)

@@ -11,7 +11,9 @@ from typing import Any
 from attnres.errors import Interrupted
 from attnres.files import locked
 from attnres.training import environment, start
-from attnres.training.config import TrainConfig, check, resolve, to_dict
+from attnres.training.check import check
+from attnres.training.config import TrainConfig, resolve, to_dict
+from attnres.training.ending import finish
 from attnres.training.interrupt import caught_signals
 from attnres.training.metrics import import_tracker
 from attnres.training.output import folder_of
@@ -27,10 +29,11 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
     Raises:
         UserError: the configuration cannot run, the folder is taken, the loss diverged, a file cannot be written.
         Interrupted: Ctrl-C or SIGTERM; the checkpoint is saved, `code` is the exit status.
+        SystemExit: the same, on all processes of torchrun but the first.
     """
-    config = start.settle(resolve(config))
     who = join_processes(config.device)
     with who.alike():
+        config = start.settle(resolve(config))
         check(config, who.world_size)
         start.check_model(config)
         if config.track != "none" and who.first:
@@ -44,8 +47,8 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
         if finished is not None:
             return finished
         run = Run(config, who, progress=progress and who.first, in_place=in_place)
-        with closing(run), run.arithmetic(), caught_signals() as signals:
-            with run.bars:
+        with closing(run), run.arithmetic():
+            with run.bars, caught_signals() as signals:
                 run.begin()
                 while run.past.step < config.steps:
                     run.step(signals)
@@ -60,16 +63,17 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
                     ):
                         run.save()
                     if run.output.gone and not done:
-                        raise run.taken_away()
+                        raise who.same(run.taken_away())
                     if run.signalled and not done:
-                        raise Interrupted(
+                        stopped = Interrupted(
                             f"stopped at step {run.past.step} of {config.steps}, saved in "
                             f"{run.output.folder / 'checkpoint'}: give the same command with --resume to continue",
                             run.signalled,
                         )
-            summary = run.finish()
+                        raise who.same(stopped)
+            summary = finish(run)
             if run.output.gone:
-                raise run.taken_away()
+                raise who.same(run.taken_away())
             return summary
 
 

@@ -1,10 +1,10 @@
 """What a run measures, line by line: metrics.jsonl always, a tracker besides if asked for."""
 
-import hashlib
 import importlib
 import json
 import os
 import sys
+import uuid
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -14,9 +14,12 @@ from typing import Any
 from attnres.errors import UserError, unknown
 from attnres.files import write_text
 from attnres.locks import is_same_file
-from attnres.reading import parse_json, read_text
-from attnres.training.records import ADVICE, LINES, Line
+from attnres.reading import parse_json, read_json, read_text
+from attnres.training.records import ADVICE, LINES, Line, Tracked
 from attnres.typed import checked
+
+TRACKED = "tracker.json"
+"""In the folder of a run that is sent to a tracker: see `tracked`."""
 
 
 def growing(path: Path, kind: str, tail: int | None = None) -> list[tuple[int, float]]:
@@ -110,15 +113,15 @@ class Tracker:
     A tracker that fails after it has started is reported once on stderr and stops no run.
     """
 
-    def __init__(self, kind: str, folder: str | Path, name: str, config: dict[str, Any], step: int = 0):
-        """Open a run called `name`, or go on with it after `step`; UserError if it is not installed or fails."""
+    def __init__(self, kind: str, folder: str | Path, name: str, same: str, config: dict[str, Any], step: int = 0):
+        """Open a run called `name`, or go on after `step` with the one that has the id `same`; UserError if the tracker
+        is not installed or fails."""
         self.kind, self.failed = kind, False
         module = import_tracker(kind)
         try:
-            if kind == "trackio":
-                self.run = module.init(project="attnres", name=name, config=config, resume="allow")
+            if kind == "trackio":  # which knows a run by its name
+                self.run = module.init(project="attnres", name=f"{name}-{same}", config=config, resume="allow")
             elif kind == "wandb":
-                same = hashlib.sha256(str(Path(folder).absolute()).encode()).hexdigest()[:16]
                 self.run = module.init(
                     project="attnres", name=name, id=same, config=config, dir=str(folder), resume="allow"
                 )
@@ -155,6 +158,12 @@ class Tracker:
             if not self.failed:
                 print(f"{self.kind} failed ({error}): the run goes on, its metrics.jsonl is complete", file=sys.stderr)
             self.failed = True
+
+
+def tracked(folder: Path) -> Tracked:
+    """The content of tracker.json in a run's folder, or of a new one: other runs may have its name."""
+    path = folder / TRACKED
+    return checked(read_json(path), Tracked, path, ADVICE) if path.exists() else {"id": uuid.uuid4().hex[:16]}
 
 
 def import_tracker(kind: str) -> ModuleType:

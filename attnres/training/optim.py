@@ -3,7 +3,7 @@
     kind        what it is                             optimizer             weight decay
     read        queries of depth reads, keys' gains    AdamW, own group      no
     residual    everything else of the residual        AdamW, own group      no
-    vector      norm weights, biases, scalars          AdamW                 no
+    vector      norm weights, biases, scalars, A_log   AdamW                 no
     embedding   token and position tables              AdamW                 no
     head        an untied output projection            AdamW                 yes
     lora        low-rank changes of frozen matrices    AdamW                 yes
@@ -35,6 +35,8 @@ from attnres.training.transfer import QUERY, Transfer
 KINDS = ("read", "residual", "vector", "embedding", "head", "lora", "matrix")
 OF_RESIDUAL = ("read", "residual")
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
+VECTORS = ("bias", "A_log")
+"""How names of parameters end that are vectors or scalars whatever their shape: experts' biases are one tensor."""
 
 
 def kinds(model: nn.Module) -> dict[str, list[str]]:
@@ -60,7 +62,7 @@ def kinds(model: nn.Module) -> dict[str, list[str]]:
             kind = "read" if id(parameter) in slow else "residual"
         elif is_adapter(name):
             kind = "lora"
-        elif parameter.ndim < 2:
+        elif parameter.ndim < 2 or name.endswith(VECTORS):
             kind = "vector"
         elif id(parameter) in tables:
             kind = "embedding"

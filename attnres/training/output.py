@@ -4,6 +4,7 @@ The first process opens it and writes; of the others' nothing comes.
 """
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from attnres.files import write_json, write_text
 from attnres.training import checkpoint, environment
 from attnres.training.config import TrainConfig, to_dict
-from attnres.training.metrics import Metrics, Tracker
+from attnres.training.metrics import TRACKED, Metrics, Tracker, tracked
 from attnres.training.parallel import Processes
 from attnres.training.run_folder import DIVERGED, forget_after, free_beside
 
@@ -47,7 +48,16 @@ class Output:
             described: the machine (`attnres.training.environment.describe`).
             records: what the run begins with, by file.
         """
-        config, folder = self.config, self.folder
+        config, folder, tracker = self.config, self.folder, None
+        if config.track != "none":  # before anything is written: it may not start
+            records = {TRACKED: {**tracked(folder)}} | records
+            same = records[TRACKED]["id"]
+            try:
+                tracker = Tracker(config.track, folder, config.name or "", same, to_dict(config), max(0, kept))
+            except BaseException:
+                if not (folder / "config.json").exists():  # no run yet, and what the tracker began would be no run's
+                    shutil.rmtree(folder / config.track, ignore_errors=True)
+                raise
         self.environment, self.records = described, records
         write_json(folder / "config.json", to_dict(config))  # first: it makes the folder one of ours
         for name, content in records.items():
@@ -57,9 +67,6 @@ class Output:
         forget_after(folder, kept)
         if self.gone is None and kept in config.keep_at and not checkpoint.kept(folder, kept).exists():
             checkpoint.keep(folder, kept)  # killed after it was saved
-        tracker = None
-        if config.track != "none":
-            tracker = Tracker(config.track, folder, config.name or "", to_dict(config), max(0, kept))
         self.metrics = Metrics(folder, kept, tracker)
 
     def write(self, kind: str, step: int, **values: Any) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from attnres.device import pick_device
-from attnres.errors import UserError, first_line
+from attnres.errors import Interrupted, UserError, first_line
 from attnres.scale.lost import is_loss
 from attnres.scale.store import fresh_store
 
@@ -86,6 +86,11 @@ class Processes:
             raise refusal or UserError(refusals[0])
         if refusals:
             raise SystemExit(2)
+
+    def same(self, end: UserError | Interrupted) -> BaseException:
+        """What to raise where all processes end for the same reason: it on the first, on the others what leaves with
+        its status."""
+        return end if self.first else SystemExit(end.code if isinstance(end, Interrupted) else 2)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """`model` with its gradients averaged over the processes in each backward (DDP), or itself if there is one."""
@@ -165,11 +170,17 @@ def join_processes(device: str = "auto") -> Processes:
     """The processes that `torchrun` started (gloo on the CPU, nccl on CUDA); without it there is one.
 
     The group lasts until the process ends, because a second one cannot be made from the same store; a group that is
-    there already is used. Raises UserError for a device that is not there.
+    there already is used. Raises UserError for a device that is not there, or that all of several would share.
     """
     picked = pick_device(device)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     if picked.type == "cuda":
+        if picked.index is not None and world_size > 1:
+            if os.environ.get("RANK") != "0":
+                raise SystemExit(2)
+            raise UserError(
+                f"device {device} is one GPU and torchrun started {world_size} processes: give cuda, each takes its own"
+            )
         if picked.index is None:
             picked = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         try:

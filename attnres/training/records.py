@@ -132,6 +132,12 @@ class DepthLine(Line, total=False):
 LINES: dict[str, Any] = {"train": TrainLine, "val": ValLine, "depth": DepthLine}
 
 
+class Tracked(TypedDict):
+    """tracker.json: the id by which a tracker knows a run again."""
+
+    id: str
+
+
 class Arithmetic(TypedDict, total=False):
     """What a run computes with, as its checkpoint says.
 
@@ -139,12 +145,14 @@ class Arithmetic(TypedDict, total=False):
         device: name of the processor with the instructions that torch uses, or of the GPU.
         threads: of each process, on a CPU.
         reads: the backend of depth reads, see `attnres.ops.explain`; kernels: which build of the C kernels that is.
+        loss: how the loss is made, where that was left to `loss_kind`.
     """
 
     device: str
     threads: Annotated[int, Least(1)]
     reads: str
     kernels: str | None
+    loss: str
     torch: str
     transformers: str | None
     attnres: str

@@ -18,22 +18,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from attnres.errors import UserError, foreign
-from attnres.files import copy_files, replaced_folder, write_json
+from attnres.errors import UserError
+from attnres.files import write_json
 from attnres.models.checkpointing import checkpoint_activations
 from attnres.models.flops import forward_flops, peak_flops, step_flops
 from attnres.models.snapshot import tensors_of, write_snapshot
 from attnres.progress import STEPS, Bars
 from attnres.reading import read_json
-from attnres.stats import or_none, perplexity, standard_error
-from attnres.terminal import say
-from attnres.training import arithmetic, checkpoint, distill, environment, regimes, start, validate
+from attnres.stats import or_none, standard_error
+from attnres.training import arithmetic, checkpoint, distill, environment, regimes, shares, start, validate
 from attnres.training.by_depth import magnitudes, recorded
 from attnres.training.config import TrainConfig, to_dict
 from attnres.training.data import data_record, open_data
 from attnres.training.device import tune
 from attnres.training.feed import Arriving, Feed, Moment, to_device
-from attnres.training.inside import write_inside
 from attnres.training.interrupt import Signals
 from attnres.training.layout import collected, layout_for
 from attnres.training.objective import Objective, loss_kind, precision
@@ -68,7 +66,7 @@ class Run:
             self.layout = layout_for(config, who)
         self.past = Past()
         self.saved: int | None = None  # step of the last checkpoint
-        self.saving: checkpoint.Saving | None = None  # one that may still be written
+        self.saving: shares.Saving | None = None  # one that may still be written
         self.loss = self.rate = self.norm = self.divergence = 0.0  # of the last step
         self.penalty: torch.Tensor | None = None  # of the last step
         self.depth: dict[str, Any] | None = None  # of the last step, if measured
@@ -80,7 +78,9 @@ class Run:
         here = self.output.folder / "checkpoint"
         state = who.of_first(lambda: self._saved_state(here))
         environment.reset_peak_memory(who.device)
-        self._make_model(here, state)
+        with who.alike():
+            self._make_model(here, state)
+        self.trainable = sum(p.numel() for p in self.model.parameters() if p.requires_grad)  # of all stages
         # Once: a model of the hub or a disk may be gone later.
         self.extra_files = start.kept_files(config, self.prepared)
         taught = 0.0 if self.teacher is None else forward_flops(self.teacher.model, config.data.seq_len)
@@ -95,15 +95,15 @@ class Run:
         _seed(config.seed + who.rank)  # after building, which may draw more for one residual than another
         self.optimizers = optimizers_of(dict(self.layout.named_parameters()), groups, config.optim, transfer)
         if state:
-            self._restore(here, state)
-        recorded = (state or {}).get("arithmetic") or {}
-        width = self.model.residual("itself").width
-        self.arithmetic = partial(arithmetic.restored, recorded, who, width, different=config.allow_different)
+            with who.alike():
+                self._restore(here, state)
+        ours = who, self.model.residual("itself").width, self.kind if config.loss == "auto" else None
+        self.computed_with = partial(arithmetic.arithmetic, *ours)
+        self.arithmetic = partial(arithmetic.restored, self._recorded(state), *ours, different=config.allow_different)
         with who.alike(), self.arithmetic():
             pass  # what cannot be kept is refused before a file is changed
-        if who.first:
-            described = environment.describe(who.device, config.dtype) | {"loss": self.kind}
-            self.output.open(described, self._records(), self.past.step if state else -1)
+        described = environment.describe(who.device, config.dtype) | {"loss": self.kind}
+        who.of_first(lambda: self.output.open(described, self._records(), self.past.step if state else -1))
         name = config.name or ""
         self.bars = Bars(STEPS, shown=progress)
         self.bar = self.bars.add(name, config.steps, self.past.step)
@@ -125,14 +125,13 @@ class Run:
     def _make_model(self, here: Path, state: dict[str, Any] | None) -> None:
         """Build the model or load it from the checkpoint `here`, on its device, with what is trained of it."""
         config, who = self.config, self.who
-        with who.alike():
-            if state:
-                self.model = checkpoint.load_model(here, state)
-                self.start = None
-                if config.finetune.init_from is not None:
-                    self.start = read_json(self.output.folder / "start.json")
-            else:
-                self.model, self.start = start.first_model(config, self.prepared)
+        if state:
+            self.model = checkpoint.load_model(here, state)
+            self.start = None
+            if config.finetune.init_from is not None:
+                self.start = read_json(self.output.folder / "start.json")
+        else:
+            self.model, self.start = start.first_model(config, self.prepared)
         self.teacher = distill.load_teacher(config, self.start or {}, who.device)
         regimes.choose_trained(self.model, config.finetune, config.seed)
         if state:
@@ -140,14 +139,13 @@ class Run:
         self.model = self.model.to(who.device).train()
         tune(self.model, who.device, config.data.seq_len)
         checkpoint_activations(self.model, config.gradient_checkpointing)
-        self.kind = loss_kind(config.loss, self.model, self._rows() * config.data.seq_len, self.teacher)
+        self.kind = loss_kind(config.loss, self.model, self.rows() * config.data.seq_len, self.teacher)
 
     def _restore(self, here: Path, state: dict[str, Any]) -> None:
         """Go on from the checkpoint `here`: what was measured, the optimizers, the random numbers of this process."""
         who = self.who
         self.past, self.saved = checkpoint.as_saved(here, lambda: past_of(state)), state["step"]
-        with who.alike():
-            checkpoint.restore(here, state, self.layout, self.optimizers)
+        checkpoint.restore(here, state, self.layout, self.optimizers)
         if who.rank < len(state["random"]):  # with more processes than before the new ones start from the seed
             numbers = state["random"][who.rank]
             checkpoint.as_saved(here, lambda: set_random_state(numbers, who.device))
@@ -201,7 +199,7 @@ class Run:
         for step, numbers in self.arriving.steps(to_come=to_come):
             self.loss, self.divergence, interrupts, terminations, away, self.norm = numbers
             if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
-                raise self._diverged(step, self.loss, self.norm)
+                raise self.who.same(self._diverged(step, self.loss, self.norm))
             self.past.losses.append(self.loss)
             self.away = self.away or bool(away)
             self.signalled = 130 if interrupts else 143 if terminations else 0
@@ -275,34 +273,35 @@ class Run:
         now = time.perf_counter()
         self.past.wall_s, self.since = self.past.wall_s + now - self.since, now
         states = self.who.gather(random_state(self.who.device))
-        self.past.peak_memory_bytes = self._peak_memory()
-        self.output.sync()
+        self.past.peak_memory_bytes = self.peak_memory()
+        self.who.of_first(self.output.sync)
         state = {
             "step": self.past.step,
             "config": to_dict(self.config),
             "data": self.data,
             "random": states,
             "progress": dataclasses.asdict(self.past),
-            "arithmetic": arithmetic.arithmetic(self.who, self.model.residual("itself").width),
+            "arithmetic": self.computed_with(),
         }
         folder, step = self.output.folder, self.past.step
         here = folder / "checkpoint"
-        extra_files = self._still_there()
+        extra_files = self.files_beside()
         if not self.layout.whole:
+            if self.output.gone:  # and with it what was being written there
+                self._end_saving()
             self._await_saving()
-            self.saving = checkpoint.Saving(here, self.layout, self.optimizers, state, extra_files)
+            self.saving = shares.Saving(here, self.layout, self.optimizers, state, extra_files)
             if self.signalled or self.output.gone or step in self.config.keep_at or step == self.config.steps:
                 self._await_saving()
-        elif self.who.first:
-            checkpoint.save(here, self.model, self.optimizers, state, extra_files)
-        if self.who.first and step in self.config.keep_at:
-            checkpoint.keep(folder, step)
-        self.saved = step
-        self.who.wait()
 
-    def _still_there(self) -> dict[str, Path]:
-        """The files that go beside the model, as far as they are still there."""
-        return {name: file for name, file in self.extra_files.items() if file.is_file()}
+        def write() -> None:
+            if self.layout.whole:
+                checkpoint.save(here, self.model, self.optimizers, state, extra_files)
+            if step in self.config.keep_at:
+                checkpoint.keep(folder, step)
+
+        self.who.of_first(write)
+        self.saved = step
 
     def _await_saving(self) -> None:
         """Return when the checkpoint that is being written is complete. Raises UserError."""
@@ -310,62 +309,17 @@ class Run:
         if saving is not None:
             saving.wait()
 
-    def finish(self) -> dict[str, Any]:
-        """Write what the model does inside, the model and, last, the summary."""
-        config, past, who, folder = self.config, self.past, self.who, self.output.folder
-        memory = self._peak_memory()
-        model = self.layout.gathered()
-        if model is None:
-            return who.share(None)
-        self.output.sync()
-        self._write_inside(model)
-        regimes.merge_adapter(model)
-        with replaced_folder(folder / "model") as temporary:
-            checkpoint.save_model(model, temporary)
-            copy_files(self._still_there(), temporary)
-        losses = validate.read_windows(validate.windows_path(folder, past.step))
-        seconds = statistics.median(past.times or [past.last_s])
-        tokens = config.batch_size * config.data.seq_len
-        summary = {
-            "step": past.step,
-            "tokens": past.step * tokens,
-            "val_loss": past.val_loss,
-            "val_se": or_none(standard_error(losses)),
-            "perplexity": perplexity(float(losses.mean())),
-            "train_loss": past.train_loss,
-            "tokens_per_s": tokens / seconds,
-            "step_s": seconds,
-            "flops_per_token": self.flops,
-            "peak_flops": self.peak,
-            "peak_memory_bytes": memory,
-            "parameters": sum(parameter.numel() for parameter in model.parameters()),
-            "extra_parameters": sum(parameter.numel() for parameter in model.residual.parameters()),
-            "wall_s": past.wall_s,
-            "windows": len(losses),
-            "traits": model.residual("itself").traits._asdict(),
-        }
-        write_json(folder / "summary.json", summary)
-        return who.share(summary)
-
-    def _write_inside(self, model: torch.nn.Module) -> None:
-        """Write inspection.json, or say why there is none: a mechanism that trains may still say wrongly what its reads
-        are made of, and the run is finished for all that."""
-        name, mechanism = self.config.name, self.config.model
-        try:
-            with foreign(
-                f"reads of '{mechanism.residual}' cannot be shown",
-                f"attnres check {mechanism.residual_file or mechanism.residual} says why",
-            ):
-                write_inside(model, self.prepared, self.config, self.cast, self._rows())
-        except UserError as error:
-            say(self.bars.console, f"{name}: the run is finished without inspection.json: {error}")
+    def _end_saving(self) -> None:
+        """Return when this process's part of it is done, whether it could be written or not."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            with suppress(UserError):
+                saving.end()
 
     def close(self) -> None:
         """Close the metrics and the tracker."""
         self.feed.close()
-        if self.saving is not None:  # an error came first, maybe of this process alone
-            with suppress(UserError):
-                self.saving.end()
+        self._end_saving()  # an error came first, maybe of this process alone
         self.output.close()
 
     # -------------------------------------------------------------- details
@@ -373,10 +327,10 @@ class Run:
     def _validate(self) -> None:
         """The held-out loss, to metrics.jsonl and val/STEP.npy."""
         past = self.past
-        losses = self.layout.window_losses(self.windows, self._rows())
+        losses = self.layout.window_losses(self.windows, self.rows())
         past.val_loss = float(losses.mean())
         if not math.isfinite(past.val_loss):
-            raise self._diverged(past.step, past.val_loss, self.norm)
+            raise self.who.same(self._diverged(past.step, past.val_loss, self.norm))
         if self.who.first:
             validate.save_windows(self.output.folder, past.step, losses)
         self._write("val", loss=past.val_loss, windows=len(losses), se=or_none(standard_error(losses)))
@@ -392,6 +346,28 @@ class Run:
         same_data(self.output.folder, self.record)
         return checkpoint.read_state(here, to_dict(self.config), self.data)
 
+    def _recorded(self, state: dict[str, Any] | None) -> dict[str, Any]:
+        """What the checkpoint was computed with; with another layout the loss of a pass of another size is no part."""
+        if state is None:
+            return {}
+        recorded, ours = dict(state.get("arithmetic") or {}), to_dict(self.config)
+        resized = any(state["config"].get(name) != ours[name] for name in ("parallel", "accumulation"))
+        if resized or len(state["random"]) != self.who.world_size:
+            recorded.pop("loss", None)
+        return recorded
+
+    def files_beside(self) -> dict[str, Path]:
+        """The files that go beside the model, as far as they are still there."""
+        return {name: file for name, file in self.extra_files.items() if file.is_file()}
+
+    def peak_memory(self) -> int:
+        """The most that any process took, in this session or an earlier one."""
+        return max(self.past.peak_memory_bytes, *self.who.gather(environment.peak_memory(self.who.device)))
+
+    def rows(self) -> int:
+        """Sequences of a micro-batch on one process: what is known to fit in memory."""
+        return self.config.batch_size // self.config.accumulation // self.layout.shares
+
     def taken_away(self) -> UserError:
         """What is said of a run whose folder was taken away."""
         folder = self.output.folder
@@ -404,19 +380,10 @@ class Run:
         """What the run begins with, by file."""
         if self.start is None:
             return {"data.json": self.record}
-        trainable = sum(p.numel() for _, p in self.layout.named_parameters() if p.requires_grad)
-        return {"data.json": self.record, "start.json": {**self.start, "trainable": trainable}}
+        return {"data.json": self.record, "start.json": {**self.start, "trainable": self.trainable}}
 
     def _write(self, kind: str, **values: Any) -> None:
         self.output.write(kind, self.past.step, **values)
-
-    def _peak_memory(self) -> int:
-        """The most that any process took, in this session or an earlier one."""
-        return max(self.past.peak_memory_bytes, *self.who.gather(environment.peak_memory(self.who.device)))
-
-    def _rows(self) -> int:
-        """Sequences of a micro-batch on one process: what is known to fit in memory."""
-        return self.config.batch_size // self.config.accumulation // self.layout.shares
 
     def _diverged(self, step: int, loss: float, norm: float) -> UserError:
         """What is said of a loss or gradient that is not finite; the folder says at which step that was."""

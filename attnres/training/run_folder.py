@@ -7,8 +7,8 @@ from attnres.errors import UserError
 from attnres.folders import kind_of, refuse_other
 from attnres.models.snapshot import snapshots
 from attnres.reading import read_json
-from attnres.training.checkpoint import same_configuration
 from attnres.training.records import ADVICE, Finished, RunConfig
+from attnres.training.sameness import same_configuration, same_text
 from attnres.training.validate import windows_files
 from attnres.typed import checked
 
@@ -53,11 +53,8 @@ def same_data(folder: str | Path, record: dict[str, Any]) -> None:
     A folder without data.json (a new run, or one of an earlier version) passes.
     """
     path = Path(folder) / "data.json"
-    if path.exists() and read_json(path) != record:
-        raise UserError(
-            f"the run in {folder} was trained on other data: the text or the tokenizer under the same source have "
-            "changed since; restore them or choose another --out"
-        )
+    if path.exists():
+        same_text(record, read_json(path), f"the run in {folder}")
 
 
 def forget_after(folder: str | Path, step: int) -> None:

@@ -25,7 +25,8 @@ import torch
 from attnres.data.shards import prepared_folder
 from attnres.errors import UserError, foreign
 from attnres.forward import evaluating
-from attnres.residuals import make_residual, settings_of
+from attnres.paths import user_path
+from attnres.residuals import Residual, make_residual, residual_class, settings_of
 from attnres.training.config import ModelConfig, TrainConfig, size_or_default, tokenizer_or_default
 from attnres.training.optim import kinds
 from attnres.training.transfer import carry_start
@@ -99,7 +100,8 @@ def settle(config: TrainConfig) -> TrainConfig:
     data = config.data
     prepared = prepared_folder(data.source) is not None
     if data.tokenizer is None:
-        data = dataclasses.replace(data, tokenizer=tokenizer_or_default(data) if prepared else str(start.folder))
+        theirs = str(start.folder) if user_path(name).exists() else name  # of the hub: where it is cached is no name
+        data = dataclasses.replace(data, tokenizer=tokenizer_or_default(data) if prepared else theirs)
     optim = config.optim
     if optim.residual_lr is None:
         optim = dataclasses.replace(optim, residual_lr=optim.lr)
@@ -195,7 +197,12 @@ def first_model(config: TrainConfig, prepared: "Prepared") -> tuple[Any, dict[st
         "crc32": weights_crc32(source),
         "logits": None,
     }
-    if _continued(start) or (start.residual, config.model.residual) == ("standard", "standard"):
+    if (start.residual, start.settings) == (config.model.residual, config.model.settings):
+        if residual_class(config.model.residual).set_progress is not Residual.set_progress:
+            raise UserError(
+                f"{start.name} has residual '{start.residual}', which is annealed over a run's steps: going on from it "
+                "would anneal it again from the start; train it for as many steps as it is to have from a new model"
+            )
         source.config.residual_settings = dict(config.model.settings)
         return source, record
     model = _with_residual(source, config)
@@ -256,7 +263,7 @@ def _with_residual(source: Any, config: TrainConfig) -> Any:
     from attnres.models import DepthMixin, convert
 
     standard: Any = source if isinstance(source, DepthMixin) else convert(source, "standard")
-    if config.model.residual == "standard":
+    if config.model.residual == "standard" and not config.model.settings:
         return standard
     new_config = copy.deepcopy(standard.config)
     new_config.residual, new_config.residual_settings = config.model.residual, dict(config.model.settings)
@@ -280,7 +287,7 @@ def _measured(source: Any, model: Any, start: "Checkpoint", config: TrainConfig)
     difference = compare_logits(source, model)
     if not difference.within and not config.finetune.inexact:
         mean = model.config.residual_settings.get("read_scale") == "mean"
-        mixes = mean or not model.residual.itself().traits.starts_standard
+        mixes = mean or not residual_class(config.model.residual).traits.starts_standard
         advice = "choose block or full with read_scale 'sum'" if mixes else "leave out the settings that do"
         raise UserError(
             f"residual '{config.model.residual}' {json.dumps(config.model.settings)} changes the logits of "

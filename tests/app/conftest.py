@@ -15,12 +15,12 @@ TRAINING_TEXT = ["def read(rows, name):\n    return rows[name]\n", "The quick br
 CONTEXT = 512
 
 
-def save_model(folder, residual, seed=0, vocabulary=300, **settings):
+def save_model(folder, residual, seed=0, vocabulary=300, size=SIZE, **settings):
     """A model whose logits are far apart and whose depth reads are not uniform."""
     backend, _ = train_tokenizer(vocabulary, TRAINING_TEXT)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
     tokenizer.save_pretrained(folder)
-    model = build(SIZE, residual, vocab_size=len(tokenizer), max_positions=CONTEXT, seed=seed, settings=settings)
+    model = build(size, residual, vocab_size=len(tokenizer), max_positions=CONTEXT, seed=seed, settings=settings)
     g = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -41,6 +41,7 @@ def folders(tmp_path_factory):
         "standard": save_model(root / "standard", "standard", seed=2),
         "deepnorm": save_model(root / "deepnorm", "deepnorm", seed=2),
         "other": save_model(root / "other", "full", seed=3, vocabulary=280),
+        "shallow": save_model(root / "shallow", "full", seed=4, size=SIZE | {"num_hidden_layers": 2}),
     }
 
 

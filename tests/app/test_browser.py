@@ -165,7 +165,7 @@ def test_type_click_knock_out_compare_save_and_restore(tab, address):
     tab.wait_for_selector("#pane-0 [data-token='3'][aria-pressed=true]")
 
     tip = tip_over(tab, "#pane-0 .contributions [data-read='3'][data-source='1']")
-    assert re.fullmatch(r"mlp 1 reads block 1: contribution -?[01]\.\d{3}, weight [01]\.\d{3}", tip)
+    assert re.fullmatch(r"mlp 1 reads block 1: contribution −?[01]\.\d{3}, weight [01]\.\d{3}", tip)
 
     settled(tab)
     before = loss(tab)
@@ -221,7 +221,7 @@ def test_keys_do_what_clicks_do(tab):
     for key, place in [("ArrowRight", "1"), ("End", None), ("Home", "0"), ("ArrowDown", None), ("ArrowUp", "0")]:
         tab.keyboard.press(key)
         assert tab.evaluate(at) == place or place is None
-    tab.focus("#pane-0 .contributions [tabindex='0']")
+    tab.focus("#pane-0 .contributions .edge[tabindex='0']")
     for key, place in [("ArrowDown", "1 0"), ("ArrowRight", "1 1"), ("End", "6 3"), ("ArrowUp", "5 2")]:
         tab.keyboard.press(key)
         assert tab.evaluate(at) == place
@@ -231,6 +231,56 @@ def test_keys_do_what_clicks_do(tab):
     assert tab.evaluate(at) == "5 2"
     tab.keyboard.press(" ")
     until(tab, "!document.querySelector('.gone')")
+
+
+@pytest.mark.parametrize("figure", ["#pane-0 .queries", "#pane-1 .attended", "#between .difference"])
+def test_keys_reach_every_cell(tab, figure):
+    words = "document.activeElement.getAttribute('aria-label')"
+    first = tab.get_attribute(f"{figure} .cell[tabindex='0']", "aria-label")
+    tab.focus(f"{figure} h3 button:last-of-type")
+    stops = []
+    while first not in stops and len(stops) < 4:  # the button, a box that scrolls, the first cell
+        tab.keyboard.press("Tab")
+        stops.append(tab.evaluate(words))
+    assert stops[-1] == first == tab.inner_text("#attnres-tip")
+    tab.keyboard.press("ArrowRight")
+    assert tab.evaluate(words) == tab.inner_text("#attnres-tip") != first
+    tab.keyboard.press("End")
+    cells = tab.locator(f"{figure} .cell")
+    assert tab.evaluate(words) == cells.last.get_attribute("aria-label")
+    tab.keyboard.press("Enter")
+    assert loss(tab).count("without") == 0
+
+
+def test_the_focus_stays_where_it_was(tab):
+    at = "document.activeElement.closest('section,.cuts')?.classList[0]"
+    cells = [
+        "#pane-0 .contributions [data-read='6'][data-source='0']",
+        "#pane-0 .stack [data-read='2'][data-source='0']",
+    ]
+    for count, cell in enumerate(cells, 1):
+        tab.click(cell)
+        gone(tab, count)
+    for count in (1, 0):
+        tab.focus("#pane-0 .cuts button")
+        tab.keyboard.press("Enter")
+        gone(tab, count)
+        settled(tab)
+        assert tab.evaluate(at) == "cuts"
+    tab.focus("#pane-0 .contributions [data-save=svg]")
+    with tab.expect_download():
+        tab.keyboard.press("Enter")
+    tab.evaluate("answer()")
+    settled(tab)
+    assert tab.evaluate("document.activeElement.matches('#pane-0 .contributions [data-save=svg]')")
+    tab.click("#pane-0 [data-token='1']")
+    tab.wait_for_selector("#pane-0 [data-score='1']")
+    settled(tab)
+    tab.focus("#pane-0 [data-score]")
+    tab.keyboard.press("Enter")
+    tab.wait_for_selector("#pane-0 .scores [data-read='6']")
+    settled(tab)
+    assert tab.evaluate(at) == "scores"
 
 
 def test_no_click_is_lost_while_it_answers(tab):
@@ -290,7 +340,7 @@ def test_scores_that_come_while_an_answer_is_under_way_are_shown(tab):
     tab.route("**/show", lambda route: route.continue_() if held else held.append((route, route.fetch())))
     tab.click("#by input[value=weight]")
     tab.click("#pane-0 [data-score]")
-    until(tab, "document.querySelector('#pane-0 .scores progress').hidden")
+    until(tab, "document.querySelector('#score-progress').hidden")
     ((route, response),) = held
     route.fulfill(response=response)
     tab.wait_for_selector("#pane-0 .scores [data-read='6']")
@@ -298,12 +348,60 @@ def test_scores_that_come_while_an_answer_is_under_way_are_shown(tab):
     tab.click("#by input[value=contribution]")
 
 
+def test_what_is_scored_goes_on_while_the_page_is_drawn_anew(tab):
+    held, ended = [], []
+    tab.route("**/score", lambda route: held.append(route))
+    tab.on("requestfailed", lambda request: ended.append(request.url))
+    button = tab.locator("#pane-0 [data-score]")
+    tab.click("#pane-0 [data-token='6']")
+    tab.wait_for_selector("#pane-0 [data-score='6']")
+    button.click()
+    tab.click("#by input[value=weight]")
+    tab.wait_for_selector("#pane-0 >> text=Weights of the reads, mean over the text")
+    settled(tab)
+    assert button.get_attribute("aria-disabled") == "true" and tab.is_visible("#score-progress")
+    button.dispatch_event("click")
+    tab.wait_for_timeout(200)
+    assert len(held) == 1, "the same once more"
+    tab.click("#pane-0 [data-token='7']")
+    tab.wait_for_selector("#pane-0 [data-score='7'][aria-disabled=false]")
+    button.click()
+    until(tab, "document.querySelector('#pane-0 [data-score]').ariaDisabled === 'true'")
+    for _ in range(100):
+        if len(held) == 2 and ended:
+            break
+        tab.wait_for_timeout(50)
+    assert len(held) == 2 and len(ended) == 1, "another ends it"
+    held[1].continue_()
+    tab.wait_for_selector("#pane-0 .scores [data-read='6']")
+    assert tab.is_hidden("#score-progress") and "(token 7)" in tab.inner_text("#pane-0 .scores h3")
+    tab.unroute("**/score")
+    tab.click("#by input[value=contribution]")
+
+
+def test_the_search_that_was_asked_for_last_is_shown(tab):
+    tab.select_option("#source", value="embedding")
+    tab.wait_for_selector("text=Tokens by the contribution of embedding")
+    tab.evaluate("document.querySelector('#search').open = true")
+    held = []
+    tab.route("**/search", lambda route: route.continue_() if held else held.append(route))
+    tab.click("[data-search=most]")
+    until(tab, "document.querySelector('[data-search=most]').ariaDisabled === 'true'")
+    tab.click("[data-search=least]")
+    tab.wait_for_selector("#hits >> text=where embedding is least of the read")
+    tab.wait_for_timeout(200)
+    assert "least of the read" in tab.inner_text("#hits") and tab.is_hidden("#search-progress")
+    assert tab.inner_html("#said") == ""
+    tab.unroute("**/search")
+    tab.evaluate("document.querySelector('#search').open = false")
+
+
 def test_a_search_leads_to_a_text(tab):
     tab.select_option("#source", value="embedding")
     tab.wait_for_selector("text=Tokens by the contribution of embedding")
     tab.click("#search summary")
     tab.click("[data-search=most]")
-    tab.wait_for_selector("#hits [data-hit='0']")
+    tab.wait_for_selector("#hits >> text=where embedding is most of the read")
     token = tab.inner_text("#hits [data-hit='0']")
     tab.click("#hits [data-hit='0']")
     until(tab, "document.querySelector('#pane-0 .text').textContent.startsWith('The quick')")
@@ -317,7 +415,7 @@ def test_two_texts_and_weights(tab):
     tab.wait_for_selector("#other textarea")
     tab.fill("#other textarea", "The quick brown fox")
     until(tab, "document.querySelector('#pane-1 .text').textContent === 'The quick brown fox'")
-    assert tab.query_selector("#between .difference rect[data-tip]")
+    assert tab.query_selector("#between .difference .cell")
     tab.check("#by input[value=weight]")
     tab.wait_for_selector("#pane-1 >> text=Weights of the reads, mean over the text")
     tab.check("#by input[value=contribution]")
@@ -325,6 +423,49 @@ def test_two_texts_and_weights(tab):
     tab.wait_for_selector("#pane-1", state="detached")
     tab.select_option("#beside select", index=2)
     tab.wait_for_selector("#pane-1 [data-token]")
+
+
+def test_what_is_typed_is_one_step_and_what_is_refused_none(tab):
+    tab.click("#second")
+    tab.wait_for_selector("#other textarea")
+    settled(tab)
+    steps = tab.evaluate("history.length")
+    for letter in "xyz":
+        tab.locator("#other textarea").press_sequentially(letter)
+        until(tab, "letter => document.querySelector('#pane-1 .text').textContent.includes(letter)", letter)
+        settled(tab)
+    assert tab.evaluate("history.length") == steps
+    tab.evaluate("act('example', 'poem')")
+    tab.wait_for_selector("text=There is no such example")
+    assert tab.evaluate("history.length") == steps
+    tab.evaluate("history.back()")
+    until(tab, "document.querySelector('#other').hidden")
+    tab.evaluate("history.forward()")
+    until(tab, "document.querySelector('#pane-1 .text')?.textContent.includes('z')")
+    tab.evaluate("history.back()")
+    until(tab, "document.querySelector('#other').hidden")
+    tab.select_option("#beside select", index=2)
+    tab.wait_for_selector("#pane-1 [data-token]")
+
+
+def test_what_the_guard_refuses_is_said_in_its_words(opened):
+    tab, wrong = opened
+    settled(tab)
+    said = {"text/plain; charset=utf-8": "this is too much at once", "text/html": "<h1>502</h1>"}
+    answers = []
+    tab.route("**/*", lambda route: route.fulfill(status=413, content_type=answers[0][0], body=answers[0][1]))
+    for kind, words in said.items():
+        answers[:] = [(kind, words)]
+        for action in ("act('undo')", "document.querySelector('[data-search=most]').click()"):
+            tab.evaluate("$('#said').replaceChildren()")
+            tab.evaluate(action)
+            until(tab, "document.querySelector('#said').textContent !== ''")
+            expected = words if kind.startswith("text/plain") else "the server did not understand: load the page again"
+            assert tab.inner_text("#said") == expected
+    tab.unroute("**/*")
+    settled(tab)
+    assert all("413" in one for one in wrong)
+    wrong.clear()
 
 
 def test_dark_and_light(tab):

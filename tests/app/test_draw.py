@@ -1,5 +1,7 @@
 """What the page says is what was measured, and nothing that was typed can become part of the page's own code."""
 
+import itertools
+import json
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
@@ -10,18 +12,19 @@ import torch
 
 from attnres.app import draw, figures, tokens
 from attnres.app.differences import difference
-from attnres.app.markup import visible
-from attnres.app.pane import Pane, Scales
+from attnres.app.markup import visible, without
+from attnres.app.pane import Pane, Scales, export
 from attnres.app.reading import Candidate, Effect, Reading
 from attnres.app.state import ATTENDED, LARGEST, LOSS, Cut
 from attnres.inspect.attention import TokenAttention
-from attnres.inspect.attribution import Attribution
+from attnres.inspect.attribution import Agreement, Attribution
 from attnres.inspect.colours import DIVERGING, colours_by_name, contrast, ink_on, signed_colour
 from attnres.residuals import make_residual
 
 EVIL = '<script>alert("1")</script>\x00\u202e\'&'
 LAYOUT = make_residual("full", 2, 8).layout()
 SOURCES = [[source.name for source in read.sources] for read in LAYOUT]
+ALIKE = (LAYOUT[1:3], np.array([[1, -0.4], [-0.4, 1]]))
 
 
 def reading(pieces=("def", " x", "\n", EVIL)):
@@ -48,7 +51,8 @@ def pane(**changes):
         cuts=(),
         effect=None,
         candidates=[Candidate(EVIL, 0.5, None), Candidate("a", 0.25, None)],
-        similarity=(LAYOUT[1:], np.array([[1, -0.4], [-0.4, 1]])),
+        similarity=ALIKE,
+        queries=draw.queries("model", ALIKE),
     )
     return replace(base, **changes)
 
@@ -114,10 +118,149 @@ def test_every_token_and_every_edge_can_be_clicked():
 
 
 def test_the_tabulator_key_stops_once_a_figure_and_at_the_chosen_token():
-    tree = parsed(drawn(pane()))
+    """And at what can be scrolled."""
+    tree = parsed(drawn(pane(attention=ATTENTION)))
     stops = [e for e in tree.iter() if e.get("tabindex") == "0"]
-    assert [e.get("data-token") or e.get("data-read") for e in stops] == ["1", "0", "0"]
-    assert all(e.get("tabindex") == "-1" for e in tree.iter() if e.get("role") == "button" and e not in stops)
+    assert [e.get("class").split()[0] for e in stops] == ["token", "cell", "cell", "grid", "cell", "grid", "cell"]
+    assert [e.get("data-token") or e.get("data-read") for e in stops] == ["1", "0", None, None, "0", None, None]
+    others = [e for e in tree.iter() if e.get("role") in ("button", "img") and e not in stops]
+    assert len(others) > 20 and {e.get("tabindex") for e in others} == {"-1"}
+
+
+def test_what_is_seen_by_pointing_is_said_to_those_who_do_not_point():
+    example = edited(attention=ATTENTION)
+    tree = parsed("<div>" + drawn(example) + difference(pane(), pane(place=1)) + "</div>")
+    cells = [e for e in tree.iter() if (e.get("class") or "").startswith("cell")]
+    by_figure = {e.get("aria-label").split(":")[0].split(" attends")[0] for e in cells}
+    assert all(e.get("role") in ("button", "img") for e in cells)
+    assert {"mlp 0 and mlp 0", "layer 1", "mlp 0 reads embedding"} <= by_figure
+    losses = example.reading.losses, example.effect.losses
+    labels = [e.get("aria-label") for e in tree.iter("span") if e.get("data-token")]
+    assert "loss" not in labels[0]
+    for label, before, after in zip(labels[1:4], *losses, strict=True):
+        assert label.endswith(f"loss {before:.2f} → {after:.2f}")
+
+
+def test_edges_that_do_not_exist_are_hatched():
+    svg = figures.heatmap(LAYOUT, [np.zeros(len(row)) for row in SOURCES], "title", words, largest=1.0)
+    tree = ET.fromstring(svg.split("</svg>")[1] + "</svg>")
+    boxes = [e for e in tree.iter() if e.get("data-read")]
+    there = [tuple(float(e.get(name)) for name in ("x", "y", "width", "height")) for e in boxes]
+    path = "".join(e.get("d") for e in tree.iter() if e.get("class") == "absent")
+    lines = np.array(re.findall(r"M([\d.]+) ([\d.]+)L([\d.]+) ([\d.]+)", path), dtype=float)
+    middles = (lines[:, :2] + lines[:, 2:]) / 2
+    for x, y, width, height in there:
+        inside = (abs(middles - [x + width / 2, y + height / 2]) < [width / 2, height / 2]).all(1)
+        assert not inside.any()
+    width, rows = there[1][2] + 0.6, sorted({box[1] for box in there})
+    for r, y in enumerate(rows):
+        left = figures.LABEL + len(SOURCES[r]) * width
+        in_row = middles[(middles[:, 1] > y) & (middles[:, 1] < y + there[0][3] + 0.6)]
+        assert (in_row[:, 0] > left - 0.1).all() and len(in_row) >= 2 * (len(SOURCES[-1]) - len(SOURCES[r]))
+
+
+@pytest.mark.parametrize("count", [4, 512])
+def test_attention_of_all_tokens_alike_is_drawn_and_what_is_not_is_said(count):
+    even = TokenAttention([0], [0] * count, *torch.full((2, 1, count, count), 1 / count))
+    pieces = ("a",) * count
+    tree = parsed(drawn(pane(reading=reading(pieces), attention=even, token=count - 1)))
+    part = tree.find(".//section[@class='attended']")
+    drawn_tokens = [e for e in part.iter("rect") if e.get("aria-label")]
+    assert len(drawn_tokens) == 2 * count
+    said = float(re.search(r"what is below ([\d.]+) is not drawn", part.find("p").text)[1])
+    assert said == pytest.approx(min(0.01, 0.5 / count), rel=0.01)
+
+
+def test_cells_of_a_deep_network_are_wide_enough_to_hit():
+    layout = make_residual("full", 200, 8).layout()
+    svg = figures.heatmap(layout[-1:], [np.zeros(201)], "title", words, largest=1.0)
+    widths = [float(width) for width in re.findall(r'class="cell edge" x="[\d.]+" y="[\d.]+" width="([\d.]+)"', svg)]
+    assert len(widths) == 201 and min(widths) > 3
+    whole = float(re.search(r'viewBox="0 0 (\d+)', svg)[1])
+    assert whole > 201 * min(widths) and f"--wide:{whole / figures.WIDTH:.4f}" in svg
+    assert "--wide" not in figures.heatmap(LAYOUT, [np.zeros(len(row)) for row in SOURCES], "t", words, largest=1.0)
+
+
+@pytest.mark.parametrize("largest", [0.02, 0.0237, 1.0, 2.94, 123.4])
+def test_the_numbers_of_a_scale_are_apart(largest):
+    svg = figures.heatmap(LAYOUT[:1], [np.zeros(1)], "title", words, largest=largest)
+    scale = svg[svg.rindex("<rect") :]
+    texts = re.findall(r'<text x="([\d.]+)" y="[\d.]+" text-anchor="(\w+)" >([^<]+)<', scale)
+    starts = {"start": 0.0, "middle": 0.5, "end": 1.0}
+    wide = [(float(x) - starts[anchor] * 5.2 * len(said), 5.2 * len(said)) for x, anchor, said in texts]
+    assert len(texts) == 6 and texts[0][2].startswith("−")
+    assert all(x + width < following for (x, width), (following, _) in itertools.pairwise(wide))
+
+
+def test_what_is_no_number_is_a_dash_and_spoils_no_scale():
+    broken = [row.copy() for row in PARTS]
+    for row in broken:
+        row[1] = np.nan
+    losses = np.array([np.nan, 1.5, 2.0])
+    bad = replace(reading(), contributions=broken, weights=broken, losses=losses)
+    effect = Effect(bad.log_probs * np.nan, losses + 0.5)
+    unknown = [[np.nan] * len(row) for row in SOURCES]
+    scores = replace(SCORES, log_probability=np.nan, knockout=unknown, agreement=Agreement(1, None, 0.0, 1))
+    cosines = (LAYOUT[1:3], np.full((2, 2), np.nan))
+    example = pane(
+        reading=bad,
+        cuts=(Cut(1, 2, 1),),
+        effect=effect,
+        candidates=[Candidate("a", np.nan, np.nan)],
+        scores=scores,
+        target="b",
+        queries=draw.queries("model", cosines),
+    )
+    page = drawn(example, edited(place=1))
+    assert "nan" not in page.lower()
+    assert "contribution –, weight –" in page and "KL – nats" in page and "ln p – without it" in page
+    assert "loss – →" in page and "mlp 0 and mlp 0: cosine –" in page
+    grey = [e for e in parsed(f"<div>{page}</div>").iter("rect") if (e.get("aria-label") or "").endswith("cosine –")]
+    assert {e.get("fill") for e in grey}.isdisjoint(signed_colour(value) for value in (-1.0, 0.0, 1.0))
+    assert Scales.of([example]).loss == pytest.approx(0.5)
+    assert json.loads(json.dumps(export([example]), allow_nan=False))["models"][0]["losses"] == [None, 1.5, 2.0]
+
+
+def test_a_deeper_network_is_drawn_edge_by_edge(monkeypatch):
+    """The names of all edges, made for each, would be their number squared."""
+    asked, names = [], Reading.sources
+    monkeypatch.setattr(Reading, "sources", property(lambda self: asked.append(self) or names.fget(self)))
+
+    def count(layers):
+        layout = make_residual("full", layers, 8).layout()
+        parts = [np.full((4, len(read.sources)), 0.5) for read in layout]
+        asked.clear()
+        drawn(pane(reading=replace(reading(), layout=layout, weights=parts, contributions=parts)))
+        return len(asked)
+
+    assert count(2) == count(9)
+
+
+def test_names_that_are_cut_short_are_whole_where_they_are_pointed_at():
+    long = "a name that no column has room for" * 3
+    example = replace(edited(), candidates=[Candidate(long, 0.5, 0.1)])
+    tree = parsed(drawn(example))
+    assert [e.get("data-tip") for e in tree.iter("th")] == [long]
+    assert long in tree.find(".//span[@class='words']").get("data-tip")
+    assert "KL" in tree.find(".//span[@class='divergence']").text
+    line = tree.find(".//section[@class='next']/p")
+    assert line.get("data-tip") == line.text and "goes on with" in line.text
+
+
+def test_scores_name_the_token_that_they_are_of():
+    after_last = drawn(pane(token=3, scores=SCORES, target=" likely"))
+    assert "Change of ln p of “␣likely”, the likeliest next token, (−1.500)" in after_last
+    assert "Change of ln p of “↵” (−1.500)" in drawn(pane(scores=SCORES, target="other"))
+
+
+def test_a_part_that_the_browser_has_is_sent_without_what_is_in_it():
+    first, second = drawn(pane()), drawn(pane(token=2))
+    known = {e.get("data-hash") for e in parsed(first).iter("section")}
+    left = parsed(without(second, known))
+    empty = {e.get("class") for e in left.iter("section") if not len(e)}
+    assert empty == {"contributions", "queries"} and len(known) == len(list(parsed(first).iter("section")))
+    assert {e.get("class") for e in left.iter("section")} == {e.get("class") for e in parsed(second).iter("section")}
+    assert without(second, set()) == second
 
 
 @pytest.mark.parametrize("by", ["contribution", "weight"])
@@ -225,7 +368,7 @@ def test_scales_are_the_same_in_all_panes():
     assert scales.span[0] == pytest.approx(min(row[1].clip(max=0).sum() for row in parts))
     page = drawn(small, large)
     assert (
-        page.count("-0.8 <i") == 1 and page.count(" 0.8 contribution; mean") == 2
+        page.count("−0.8 <i") == 1 and page.count(" 0.8 contribution; mean") == 2
     )  # negative ones need the other half
     bars = re.findall(r'<i style="width:([\d.]+)%', page)
     assert "100.0" in bars and f"{100 * 0.5 / 0.9:.1f}" in bars
@@ -262,7 +405,7 @@ def test_what_changes_nothing_stays_pale():
 
 
 def test_buttons_have_names_of_their_own():
-    tree = parsed("<div>" + drawn(edited(attention=ATTENTION), pane(place=1, title="b")) + "</div>")
+    tree = parsed("<div>" + drawn(edited(attention=ATTENTION), pane(place=1, title="b", queries="")) + "</div>")
     names = [e.get("aria-label") for e in tree.iter("button")]
     assert all(names) and len(set(names)) == len(names) > 8
     states = {e.get("aria-pressed") for e in tree.iter() if e.get("role") == "button"}
@@ -279,7 +422,7 @@ def test_scored_edges_are_cells_of_their_change():
 def test_a_difference_is_the_second_less_the_first():
     first, second = pane(), pane(place=1, reading=replace(reading(), contributions=[p[::-1] + 0.25 for p in PARTS]))
     tree = parsed(difference(first, second))
-    cells = [e.get("data-tip") for e in tree.iter("rect") if e.get("data-tip")]
+    cells = [e.get("aria-label") for e in tree.iter("rect") if e.get("aria-label")]
     assert cells[0] == "attention 0 reads embedding: contribution +0.250" and len(cells) == sum(map(len, SOURCES))
     assert not [e for e in tree.iter() if e.get("data-read")]
     other = make_residual("standard", 2, 8).layout()[:1]
@@ -296,11 +439,11 @@ def test_blocks_of_other_outputs_have_no_difference():
         return pane(reading=replace(reading(), layout=layout, weights=parts, contributions=parts))
 
     tree = parsed(difference(blocks(2), blocks(1)))
-    edges = [e.get("data-tip").split(":")[0] for e in tree.iter("rect") if e.get("data-tip")]
+    edges = [e.get("aria-label").split(":")[0] for e in tree.iter("rect") if e.get("aria-label")]
     reads = ("attention 0", "mlp 0", "attention 1", "mlp 1", "output")
     assert edges == [f"{read} reads embedding" for read in reads]
     wider = parsed(difference(blocks(2), blocks(2)))
-    assert len([e for e in wider.iter("rect") if e.get("data-tip")]) == 1 + 2 + 2 + 3 + 3
+    assert len([e for e in wider.iter("rect") if e.get("aria-label")]) == 1 + 2 + 2 + 3 + 3
 
 
 PARTS = reading().contributions

@@ -1,9 +1,11 @@
 """The page without its server: it shows what the model did, and says in one sentence what is wrong."""
 
+import contextlib
 import json
 import re
 import shutil
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -14,8 +16,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from attnres.app import explore
-from attnres.app.explorer import KEPT, Opened, choose_threads, find_demo
+from attnres.app import draw, explore
+from attnres.app.explorer import KEPT, Opened, _bytes, choose_threads, find_demo
 from attnres.app.page import Page
 from attnres.app.state import ATTENDED, LARGEST, LOSS, MAX_CHARACTERS, Cut, View, decode, encode
 from attnres.app.steps import open_models
@@ -75,7 +77,7 @@ def test_clicks_knock_out_and_bring_back(page):
 
 
 def test_a_cut_of_one_token_is_that_tokens(page):
-    view = page.span(page.choose_token(View(TEXT), 4), "one")
+    view = page.span(page.choose_token(View(TEXT), {"place": 0, "token": 4}), "one")
     once = page.click(view, edge(0, 6, 0))
     assert once.cuts == (Cut(0, 6, 0, 4),)
     both = page.click(page.span(once, "all"), edge(0, 6, 0))
@@ -100,9 +102,12 @@ def test_a_cut_of_one_token_is_that_tokens(page):
         [[], 1],
         ["edge", None],
         ["edge", {}],
-        ["token", "0"],
-        ["token", -1],
-        ["token", True],
+        ["token", 0],
+        ["token", {"place": 0, "token": "0"}],
+        ["token", {"place": 0, "token": -1}],
+        ["token", {"place": 0, "token": True}],
+        ["token", {"place": 0}],
+        ["token", {"place": 1, "token": 0}],
         ["edge", edge(0, 99, 0)],
         ["edge", edge(0, 0, 1)],
         ["edge", edge(2, 0, 0)],
@@ -128,7 +133,7 @@ def test_a_link_restores_what_was_shown(page):
     view = View(models=(0, 1))
     for action in [
         ["type", TEXT],
-        ["token", 3],
+        ["token", {"place": 1, "token": 3}],
         ["edge", edge(1, 6, 0)],
         ["colour", [2, "embedding"]],
         ["by", "weight"],
@@ -254,6 +259,36 @@ def test_models_with_different_tokenizers_are_shown_with_a_warning(folders, bloc
     assert page.show(View(TEXT, models=(1,))).message == ""
 
 
+def test_halves_show_the_read_of_one_name(folders, block):
+    """Of a model of two layers "output" is read 4, "mlp 1" 3; of one of three "attention 2" is 4."""
+    page = Page([block, Opened(folders["shallow"])])
+    view = View(TEXT, models=(0, 1))
+    for read, (first, second) in {2: ("attention 1", "attention 1"), 4: ("attention 2", "output")}.items():
+        panes = [page.pane(replace(view, read=read), place) for place in range(2)]
+        assert [pane.reading.reads[pane.read] for pane in panes] == [first, second]
+    turned = page.choose(replace(view, read=3), [1, 0])
+    assert page.models[1].reads[turned.read] == "mlp 1" and page.choose(replace(view, read=4), [1, 0]).read is None
+
+
+def test_halves_show_the_tokens_of_one_place_in_the_text(folders, block):
+    page = Page([block, Opened(folders["other"])])
+    view = View(TEXT, models=(0, 1))
+    ends = [np.cumsum([len(piece) for piece in model.read(TEXT).pieces]).tolist() for model in page.models]
+    assert ends[0] != ends[1]
+    for place in range(2):
+        for token, end in enumerate(ends[place]):
+            chosen = page.choose_token(view, {"place": place, "token": token})
+            assert page.token_of(chosen, place) == token, "what was clicked is what is chosen"
+            there = page.token_of(chosen, 1 - place)
+            start = ends[1 - place][there - 1] if there else 0
+            assert start < end <= ends[1 - place][there]
+            assert page.begin(page.show(chosen).query)[0] == chosen
+    alone = page.choose(chosen, [1])
+    assert page.token_of(alone, 0) == len(ends[1]) - 1 and alone.half == 0
+    two = replace(page.compare(View(TEXT), "another text"), token=1)
+    assert [page.token_of(two, place) for place in range(2)] == [1, 1], "of another text the token of that number"
+
+
 def test_one_model_can_be_shown_alone(page):
     assert [value for _, value in page.choices] == [0, 1]
     both = page.show(page.choose(View(TEXT), [1, 0]))
@@ -304,6 +339,64 @@ def test_others_may_use_a_model_while_it_scores(block):
     block.score(TEXT + "x", 3, report)
 
 
+def test_what_is_being_scored_is_scored_once(folders, monkeypatch):
+    """Who asks meanwhile sees how far it is and gets the same; where the first leaves, the next goes on."""
+    model, begun, leave = Opened(folders["block"]), [], []
+
+    def slow(*args, progress, **options):
+        begun.append(threading.get_ident())
+        for _ in range(19):
+            progress(1)
+        return attribute(*args, **options)
+
+    monkeypatch.setattr("attnres.app.explorer.attribute", slow)
+    seen, results = {"first": [], "second": []}, {}
+
+    class Left(Exception):
+        pass
+
+    def ask(name, token):
+        def report(done, whole):
+            seen[name].append(done)
+            if name == "first" and done == 5:
+                if leave:
+                    raise Left
+                second.start()
+                time.sleep(0.5)
+
+        with contextlib.suppress(Left):
+            results[name] = model.score(TEXT, token, report)
+
+    second = threading.Thread(target=ask, args=("second", 3))
+    ask("first", 3)
+    second.join(60)
+    assert len(begun) == 1 and results["first"] is results["second"] and 5 in seen["second"]
+    leave.append(True)
+    second = threading.Thread(target=ask, args=("second", 4))
+    begun.clear()
+    ask("first", 4)
+    assert results["first"] is results["second"], "it has left: nothing of token 4 yet"
+    ask("second", 4)
+    assert len(begun) == 2 and model.scored(TEXT, 4) is results["second"] and not model._works._works
+
+
+def test_scores_that_are_looked_at_stay(folders, monkeypatch):
+    model = Opened(folders["block"])
+    monkeypatch.setattr("attnres.app.explorer.attribute", lambda *args, **options: "scores")
+    model.score(TEXT, 3, lambda done, whole: None)
+    for i in range(2 * KEPT):
+        model.read(f"text {i}")
+        assert model.scored(TEXT, 3) == "scores"
+
+
+def test_a_figure_of_queries_is_drawn_once(folders, monkeypatch):
+    page, drawn, queries = Page([Opened(folders["block"])]), [], draw.queries
+    monkeypatch.setattr(draw, "queries", lambda *args: drawn.append(args) or queries(*args))
+    for text in (TEXT, "another", TEXT):
+        assert 'class="queries"' in page.show(View(text)).panes[0]
+    assert len(drawn) == 1
+
+
 def test_attention_over_tokens_is_that_of_the_model(page, block):
     theirs = token_attention(block.model, block.read(TEXT).ids)
     pane = page.show(View(TEXT, token=7)).panes[0]
@@ -336,6 +429,19 @@ def test_the_export_holds_numbers_that_json_has(page):
     assert first["knocked_out"] == [{"read": "output", "source": "embedding", "token": None}]
     assert len(first["weights"]) == 7 and len(first["weights"][6]) == len(first["tokens"])
     assert sum(first["weights"][6][0]) == pytest.approx(1, abs=1e-4) == sum(first["contributions"][6][0])
+
+
+def test_a_model_whose_numbers_are_none_is_shown_and_exported(folders):
+    model = Opened(folders["block"])
+    with torch.no_grad():
+        model.model.get_input_embeddings().weight.fill_(torch.nan)
+    page = Page([model])
+    view = page.click(View(TEXT, source="embedding"), edge(0, 6, 0))
+    page.score(view, 0, lambda done, whole: None)
+    pane = page.show(view).panes[0]
+    assert "loss – → <b>–</b>" in pane and ", weight –" in pane and "nan" not in pane.lower()
+    first = json.loads(json.dumps(page.export(view), allow_nan=False))["models"][0]
+    assert set(first["losses"]) == {None} and first["scores"]["log_probability"] is None
 
 
 def test_models_that_cannot_be_shown_are_refused(folders, tmp_path, block, full):
@@ -385,6 +491,29 @@ def test_kept_checkpoints_stand_before_the_model_that_they_became(folders, tmp_p
     assert len(shown.panes) == 2 and not models[1].is_loaded
     assert "Difference: second less first" in shown.difference
     assert "at step 300 (above) and 1,200" in shown.difference and ", cosine 1.00" in shown.difference
+
+
+def test_the_steps_that_were_shown_last_stay_loaded(folders, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(folders["block"], run)
+    for step in (100, 200, 300, 400):
+        folder = run / "kept" / f"{step:06d}"
+        shutil.copytree(run / "model", folder / "model")
+        (folder / "state.json").write_text(f'{{"step": {step}}}')
+    page = Page(open_models([run]))
+
+    def loaded(*models):
+        shown = page.show(View(TEXT, models=models))
+        assert all("data-token" in pane for pane in shown.panes)
+        return [model.step for model in page.models if model.is_loaded]
+
+    assert loaded(0, 1) == [100, 200, 1200]
+    assert loaded(0, 4) == [100, 200, 1200] and loaded(2, 4) == [100, 300, 1200], (
+        "the one that was shown longest ago goes"
+    )
+    assert loaded(3, 1) == [200, 400, 1200] and not page.models[0]._kept
+    again = page.show(View(TEXT, models=(0,))).panes[0]
+    assert again == Page(open_models([run])).show(View(TEXT, models=(0,))).panes[0]
 
 
 def test_a_step_of_which_the_residual_alone_was_kept_shows_what_it_learned(folders, tmp_path):
@@ -459,6 +588,15 @@ def test_few_analyses_are_kept_of_a_large_vocabulary(folders, monkeypatch):
         model.read(f"one more {i}")
     readings = [one for one in model._kept.values() if not isinstance(one, str)]
     assert len(readings) == 2 and "scores" in model._kept
+
+
+def test_all_numbers_of_a_reading_are_counted(block):
+    reading = block.read(TEXT)
+    rows = [*reading.weights, *reading.contributions]
+    assert _bytes(reading) == sum(row.nbytes for row in rows) + reading.log_probs.nbytes + reading.losses.nbytes
+    attention = block.attend(TEXT)
+    assert _bytes(attention) == attention.mean.nbytes + attention.largest.nbytes
+    assert _bytes(attribute(block.model, reading.ids)) == 0, "what took long stays"
 
 
 def test_encode_has_no_link_for_views_beyond_it():

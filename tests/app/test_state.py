@@ -25,6 +25,7 @@ VIEWS = st.builds(
     read=st.none() | st.integers(0, 99),
     source=st.sampled_from(["heaviest", LOSS, "embedding", "attention 11", "block 2"]),
     token=st.none() | st.integers(0, 999),
+    half=st.integers(0, 1),
     cuts=st.lists(
         st.builds(Cut, st.integers(0, 1), st.integers(0, 99), st.integers(0, 99), st.none() | st.integers(0, 999)),
         max_size=9,
@@ -60,6 +61,7 @@ def test_a_link_names_no_path_and_little_else():
         {"s": "<script>"},
         {"k": "٣"},
         {"k": "9999999"},
+        {"h": "2"},
         {"e": "0.1"},
         {"e": "0.1.1.1.1"},
         {"b": "size"},
@@ -86,6 +88,7 @@ def test_a_damaged_link_is_one_sentence(broken):
         {"read": -1},
         {"read": 10**6},
         {"token": True},
+        {"half": 2},
         {"source": "<script>"},
         {"by": "size"},
         {"span": "two"},

@@ -1,6 +1,7 @@
 """Text that cannot be used is refused with a sentence, and nothing is left behind."""
 
 import os
+import random
 from pathlib import Path
 
 import pyarrow as pa
@@ -70,13 +71,21 @@ def test_truncated_parquet(tmp_path: Path, own_cache: Path):
     refused(path, "is not a complete Parquet file", own_cache)
 
 
-def test_parquet_damaged_inside(tmp_path: Path, own_cache: Path):
+@pytest.mark.parametrize(
+    ("damage", "compression", "message"),
+    [
+        (slice(20, 2000), "snappy", "is not a complete Parquet file"),
+        (slice(1000, 1100), "none", "is not UTF-8 text"),  # inside a document
+    ],
+)
+def test_parquet_damaged_inside(tmp_path: Path, own_cache: Path, damage: slice, compression: str, message: str):
     path = tmp_path / "a.parquet"
-    pq.write_table(pa.table({"text": [document(i) for i in range(50)]}), path)
+    table = pa.table({"text": [document(i) for i in range(50)]})
+    pq.write_table(table, path, compression=compression, use_dictionary=False)
     data = bytearray(path.read_bytes())
-    data[20:2000] = os.urandom(1980)
+    data[damage] = random.Random(0).randbytes(damage.stop - damage.start)
     path.write_bytes(data)
-    refused(path, "is not a complete Parquet file|not UTF-8", own_cache)
+    refused(path, message, own_cache)
 
 
 def test_truncated_jsonl(tmp_path: Path, own_cache: Path):

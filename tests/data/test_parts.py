@@ -16,9 +16,16 @@ from attnres.data import parts, prepare
 from attnres.errors import UserError
 
 KILLED = """
-import sys
+import itertools, signal, sys
 from attnres.data import parts, prepare
 parts.PART = 3000
+result, count = parts._result, itertools.count(1)
+def five(*part):
+    if next(count) > 5:
+        print("five", flush=True)
+        signal.pause()
+    return result(*part)
+parts._result = five
 if __name__ == "__main__":
     prepare(sys.argv[1], "bpe:300", out=sys.argv[2], workers=2, progress=False)
 """
@@ -48,9 +55,9 @@ def test_any_number_of_processes_makes_the_same_files(corpus: Path, tmp_path: Pa
 def test_a_killed_preparation_goes_on_from_its_parts(large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     script = tmp_path / "killed.py"
     script.write_text(KILLED)
-    with subprocess.Popen([sys.executable, str(script), str(large), str(tmp_path / "out")]) as killed:
-        while killed.poll() is None and len(list(tmp_path.glob(".out.*.parts/*.npz"))) < 3:
-            time.sleep(0.01)
+    command = [sys.executable, str(script), str(large), str(tmp_path / "out")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as killed:
+        assert killed.stdout is not None and killed.stdout.readline() == "five\n"
         workers = Path(f"/proc/{killed.pid}/task/{killed.pid}/children")
         ours = [int(word) for word in workers.read_text().split()] if workers.exists() else []
         killed.send_signal(signal.SIGKILL)
@@ -60,7 +67,7 @@ def test_a_killed_preparation_goes_on_from_its_parts(large: Path, tmp_path: Path
     assert not any(Path(f"/proc/{pid}/task").exists() for pid in ours)
     (folder,) = tmp_path.glob(".out.*.parts")
     left = sorted(folder.glob("*.npz"))
-    assert len(left) >= 3 and not (tmp_path / "out").exists()
+    assert len(left) >= 5 and not (tmp_path / "out").exists()
     damaged, *kept = left
     damaged.write_bytes(damaged.read_bytes()[:-100])
 

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from saved import WORDS, sentence
+from words import WORDS, sentence
 
 
 def write_jsonl(path: Path, rows):

@@ -29,6 +29,27 @@ def test_a_band_of_two_seeds_that_lie_apart_hides_no_other_difference():
     assert -0.2 < low < -0.072 and 0.072 < high < 0.2
 
 
+def test_what_is_better_is_blue_and_what_is_worse_orange():
+    rows = [("a", -0.5, 0.1), ("b", 0.5, 0.1), ("c", 0.1, 0.1)]
+    with style.style():
+        plot = Differences("rivals", "Rivals", "What.", "difference", rows, [0.3, 0.3, 0.3]).draw()
+    (ax,) = plot.figure.axes
+    points = {line.get_xdata()[0]: line.get_color() for line in ax.get_lines() if line.get_marker() == "o"}
+    assert points == {-0.5: "#0072b2", 0.5: "#d55e00", 0.1: style.MUTED}
+    assert plot.caption.startswith("What. Bars: one standard error") and "Blue: better, orange: worse" in plot.caption
+    with style.style():
+        assert "Blue" not in Differences("rivals", "Rivals", "What.", "difference", rows).draw().caption
+
+
+def test_amounts_on_an_axis_have_their_unit():
+    line = Line("full", [0, 1_000_000, 2_500_000], [-0.5, 0.1, 0.2])
+    with style.style():
+        (ax,) = Curves("gap", "Gap", "", "tokens", "gap", {"": [line]}, zero=True).draw().figure.axes
+    ax.figure.draw_without_rendering()
+    assert {"0", "1 M", "2 M"} <= {text.get_text() for text in ax.get_xticklabels()}
+    assert {"−0.4", "0", "0.2"} <= {text.get_text() for text in ax.get_yticklabels()}
+
+
 @pytest.mark.parametrize("threshold", [[0.0, 0.0], [0.0, 1.0], [math.nan, math.inf], []])
 def test_differences_of_nothing_are_drawn_too(threshold):
     rows = [("a", 0.0, 0.0), ("b", 0.0, math.nan), ("c", math.nan, math.nan)][: len(threshold) or 2]

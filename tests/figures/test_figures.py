@@ -23,15 +23,15 @@ from attnres.figures import (
     style,
     write_figures,
 )
-from attnres.figures.cells import CONTRIBUTIONS, SIGNED_MAP, scale
 from attnres.figures.cells import cells as draw_cells
+from attnres.figures.cells import look_of, scale
 from attnres.figures.comparison import Difference
 from attnres.figures.depth import CHOICE, by_depth
-from attnres.figures.dynamics import over_steps
+from attnres.figures.dynamics import dynamics, over_steps
 from attnres.figures.geometry import learned
 from attnres.figures.mixing import layer_shares, mixing
 from attnres.figures.patterns import at_boundaries, boundaries, by_kind, label_sources, patterns, shares
-from attnres.figures.plot import PAGE, canvas, from_zero, label, panels, thin_ticks
+from attnres.figures.plot import PAGE, canvas, from_zero, label, log_numbers, panels, thin_ticks
 from attnres.figures.tokens import _layout, drawable, stacked, token_map
 from attnres.inspect.routing import FIELD
 from attnres.report.theme import to_svg
@@ -475,10 +475,96 @@ def test_kinds_are_held_against_their_own_tokens():
 
 def test_the_scale_reaches_as_far_down_as_any_panel():
     figure, axes = canvas(PAGE, 2.0, 1, 2)
-    for ax, value in zip(axes[0], (-0.6, 0.1)):
-        mesh = draw_cells(ax, np.array([[value, 0.5]]), norm=CONTRIBUTIONS, colourmap=SIGNED_MAP)
+    tables = [np.array([[value, 0.5]]) for value in (-0.6, 0.1)]
+    look = look_of("contribution", *tables)
+    for ax, table in zip(axes[0], tables):
+        mesh = draw_cells(ax, table, **look)
     scale(figure, mesh, list(axes[0]), "share")
     assert figure.axes[-1].get_ylim()[0] == -1.0
+
+
+def shown_ticks(axis):
+    """The numbers on an axis that lie within it."""
+    low, high = sorted(axis.get_view_interval())
+    ticks = zip(axis.get_majorticklocs(), axis.get_ticklabels(), strict=True)
+    return [text.get_text() for place, text in ticks if low - 1e-9 <= place <= high + 1e-9]
+
+
+def test_the_scale_holds_the_largest_contribution_of_all_panels():
+    example = inspection("full", 3)
+    assert example.routing is not None
+    example.routing["contribution"][4] = [2.4, -1.6, 0.1, 0.1, 0.0]  # before attention
+    example.routing["contribution"] = [np.clip(row, -2.4, 2.4).tolist() for row in example.routing["contribution"]]
+    with style.style():
+        figure = patterns(example).figure
+        figure.draw_without_rendering()
+    attention, mlp, bar = figure.axes
+    assert [ax.collections[0].norm.vmax for ax in (attention, mlp)] == [2.4, 2.4]
+    assert bar.get_ylim()[1] == 2.4 and shown_ticks(bar.yaxis)[-3:] == ["0.24", "1.2", "2.4"]
+    small = inspection("full", 1, routing=example.routing | {"contribution": [[1.0], [0.5, 0.5], [0.2, 0.3, 0.5]]})
+    small.routing |= {"sources": names("full", 1), "reads": small.reads, "weights": small.routing["contribution"]}
+    assert patterns(small).figure.axes[0].collections[0].norm.vmax == 1.0
+
+
+@pytest.mark.parametrize("pair", [(1.7, -0.7), (9.0, -8.0), (0.4, 0.6)])
+def test_bars_below_zero_and_above_one_have_their_numbers(pair):
+    example = inspection("full", 1)
+    assert example.example is not None
+    tokens = [[*pair[:: (-1) ** i]] for i in range(len(TOKENS))]
+    example.example["contribution"][1:] = [tokens, [[*row, 0.0] for row in tokens]]
+    with style.style():
+        figure = stacked(example).figure
+        figure.draw_without_rendering()
+    ticks = [float(text.replace("−", "-")) for text in shown_ticks(figure.axes[0].yaxis)]
+    assert 0.0 in ticks and 3 <= len(ticks) <= 7
+    assert (min(ticks) < 0) == (min(pair) < 0) and (max(ticks) > 1) == (max(pair) > 1)
+
+
+def test_a_number_that_is_none_leaves_the_others_their_scale():
+    example = inspection("full", 2)
+    assert example.example is not None
+
+    def last(seen):
+        with style.style():
+            return next(ax for ax in token_map(seen, "weight").figure.axes if ax.get_title("left").startswith("out"))
+
+    before = [patch.get_facecolor() for patch in last(example).patches]
+    whole = max(row[0] for row in example.example["weights"][-1])
+    place = next(i for i, row in enumerate(example.example["weights"][-1]) if row[0] < whole)
+    example.example["weights"][-1][place] = [math.nan] * 5
+    after = last(example)
+    changed = [i for i, patch in enumerate(after.patches) if patch.get_facecolor() != before[i]]
+    fragments = _layout(TOKENS)[0]
+    assert {fragments[i][0] for i in changed} == {place}
+    assert all(min(after.patches[i].get_facecolor()[:3]) > 0.9 for i in changed), "pale, not the largest"
+    assert "–" in after.get_title("left")
+
+
+def test_numbers_under_five_panels_keep_apart():
+    """The last layer's from the word out too, whatever the depth."""
+    for layers in (1, 4, 12, 24, 54):
+        with style.style():
+            figure = by_depth(models(inspection("full", layers)), CHOICE, "depth", "reads").figure
+            figure.draw_without_rendering()
+        assert len({round(ax.get_position().y0, 2) for ax in figure.axes}) == 2
+        for ax in figure.axes:
+            boxes = [label.get_window_extent() for label in ax.get_xticklabels()]
+            assert len(boxes) >= 2
+            assert all(a.x1 + 1 < b.x0 for a, b in pairwise(boxes)), (layers, ax.get_ylabel())
+
+
+def test_two_decades_have_the_same_numbers_everywhere():
+    _, (ax,) = panels(1)
+    ax.set_yscale("log")
+    ax.set_ylim(0.04, 3)
+    log_numbers(ax.yaxis, 0.04, 3)
+    assert shown_ticks(ax.yaxis) == ["0.05", "0.1", "0.2", "0.5", "1", "2"]
+    ax.set_ylim(1e-6, 3e5)
+    log_numbers(ax.yaxis, 1e-6, 3e5)
+    assert shown_ticks(ax.yaxis)[:3] == ["1e−6", "1e−5", "0.0001"] and shown_ticks(ax.yaxis)[-1] == "100 k"
+    ax.set_ylim(1.1, 1.9)
+    log_numbers(ax.yaxis, 1.1, 1.9)
+    assert len(shown_ticks(ax.yaxis)) >= 3
 
 
 def test_a_long_text_on_many_boundaries_fits_a_page():
@@ -519,6 +605,54 @@ def test_intervals_of_two_seeds_leave_the_lines_to_be_seen():
     narrow = Comparison([variant("standard", "standard"), block], "standard")
     assert "leave the axes" not in losses.difference(narrow).caption
     assert "to the edge" not in losses.final_difference(narrow).caption
+
+
+def test_lines_that_begin_outside_the_axes_are_said_to():
+    points = [Difference(step, -2.0 if step == 1 else -0.06, 0.01) for step in range(1, 41)]
+    for factor in (1, -1):
+        early = [one._replace(mean=factor * one.mean) for one in points]
+        block = variant("block", "block", differences=early)
+        comparison = Comparison([variant("standard", "standard"), block], "standard")
+        assert "The steep start is cut off." in losses.difference(comparison).caption
+        held_out = {0: [(one.place, 5 + one.mean) for one in early]}
+        below = Comparison([variant("full", "full", held_out=held_out)])
+        assert losses.held_out_loss(below).caption.endswith("The steep start is cut off.")
+        assert "The steep start is cut off." in dynamics(below).caption
+    block = variant("block", "block", differences=points[1:])
+    calm = losses.difference(Comparison([variant("standard", "standard"), block], "standard"))
+    assert "cut off" not in calm.caption
+    late = {0: [(step, 5.0 if step < 40 else math.inf) for step in range(1, 41)]}
+    assert "cut off" not in losses.held_out_loss(Comparison([variant("full", "full", held_out=late)])).caption
+
+
+def test_what_is_of_several_seeds_says_so_in_every_caption():
+    rows = {"steps": [10, 20], "output_rms": [[1.0, 2.0], [3.0, 4.0]], "grad_rms": [[0.1, 0.2], [0.3, 0.4]]}
+
+    def captions(seeds):
+        points = {seed: [(10, 3.0 + seed), (20, 2.5)] for seed in seeds}
+        full = variant("full", "full", seeds, dynamics=dict.fromkeys(seeds, rows), held_out=points, train=points)
+        rates = [
+            dataclasses.replace(full, label=f"full-{rate}", group="full", rate=rate, finals=[2.5] * len(seeds))
+            for rate in (0.1, 0.2)
+        ]
+        drawn = draw_comparison(Comparison([full])) + draw_comparison(Comparison(rates))
+        return {plot.name: plot.caption for plot in reversed(drawn.plots)}
+
+    several, one = captions((0, 1)), captions((0,))
+    assert set(several) == set(one) == {"held-out-loss", "train-loss", "dynamics", "dynamics-steps", "learning-rates"}
+    thin, band = (
+        "Thin lines are single seeds, the thick one their mean.",
+        "Lines: means over seeds; bands: least to most.",
+    )
+    expected = {
+        "held-out-loss": thin,
+        "train-loss": thin,
+        "dynamics": f"{thin} {band}",
+        "dynamics-steps": "Mean over seeds 0 and 1.",
+        "learning-rates": "Ticks: single seeds; points: their means.",
+    }
+    for name, words in expected.items():
+        assert words in several[name] and not any(part in one[name] for part in (thin, band, "over seeds", "Ticks"))
 
 
 def test_at_the_end_nothing_is_held_against_a_baseline_on_its_way():

@@ -1,34 +1,29 @@
 """Small random models with a tokenizer of their own, in memory and saved as users have them."""
 
-import random
-
 import pytest
-import torch
-from tiny import SIZE
+from tiny import SIZE, stir
 from transformers import PreTrainedTokenizerFast
+from words import sentence
 
 from attnres.data.tokenizer import END_OF_TEXT, train_tokenizer
 from attnres.models import build
 
-PANGRAM = "the quick brown fox jumps over a lazy dog while seven wizards box up jugs of liquid zinc"
-WORDS = PANGRAM.split(" ")
 CONTEXT = 32
 
 
-def sentence(seed, words=12):
-    rng = random.Random(seed)
-    return " ".join(rng.choice(WORDS) for _ in range(words)).capitalize() + "."
+def written(seed, words=12):
+    return sentence(seed, words).capitalize() + "."
 
 
 @pytest.fixture(scope="session")
 def documents():
     """Five texts of several windows and of one."""
-    return [" ".join(sentence(10 * i + j) for j in range(1 + 3 * (i % 3))) for i in range(5)]
+    return [" ".join(written(10 * i + j) for j in range(1 + 3 * (i % 3))) for i in range(5)]
 
 
 @pytest.fixture(scope="session")
 def tokenizer():
-    backend, _ = train_tokenizer(300, [sentence(i, 60) for i in range(50)])
+    backend, _ = train_tokenizer(300, [written(i, 60) for i in range(50)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT)
 
 
@@ -40,10 +35,7 @@ def make_model(tokenizer):
         if residual == "block":
             settings = {"block_size": 2, **settings}
         model = build(SIZE, residual, vocab_size=len(tokenizer), max_positions=CONTEXT, settings=settings).eval()
-        g = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in model.residual.parameters():
-                parameter.add_(scale * torch.randn(parameter.shape, generator=g))
+        stir(model.residual, scale, seed=1)
         return model
 
     return make

@@ -1,5 +1,7 @@
 """Attention over tokens: against queries and keys multiplied by hand, and nothing of the model changed."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -46,9 +48,16 @@ def test_layers_are_numbered_in_the_whole_model():
     fields |= {"num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
     model = build(fields, "block", vocab_size=40, settings={"block_size": 2}).eval()
     kept = {}
-    for number, layer in enumerate(model.model.layers):
-        if hasattr(layer, "self_attn"):
-            layer.self_attn.register_forward_hook(lambda module, args, out, at=number: kept.update({at: out[1][0]}))
+    hooks = [
+        layer.self_attn.register_forward_hook(lambda module, args, out, at=number: kept.update({at: out[1][0]}))
+        for number, layer in enumerate(model.model.layers)
+        if hasattr(layer, "self_attn")
+    ]
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        model(input_ids=IDS[None], use_cache=False)
+    for hook in hooks:
+        hook.remove()
     shown = token_attention(model, IDS)
     assert shown.layers == sorted(kept) == [1, 3]
     for mean, weights in zip(shown.mean, kept.values(), strict=True):
@@ -56,6 +65,21 @@ def test_layers_are_numbered_in_the_whole_model():
     model.config.layer_types = ["linear_attention", "full_attention", *["linear_attention"] * 2]
     with pytest.raises(UserError, match="weights of 2 of its 4 layers, and its config names 1 "):
         _layers(model.config, 2)
+
+
+def test_the_heads_of_one_layer_at_a_time_are_held(make_model, monkeypatch):
+    softmax, made, alive = torch.nn.functional.softmax, [], []
+
+    def watched(*args, **options):
+        out = softmax(*args, **options)
+        if out.ndim == 4:  # over tokens; over depth there is no such dimension of heads
+            alive.append(sum(one() is not None for one in made))
+            made.append(weakref.ref(out))
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "softmax", watched)
+    shown = token_attention(make_model("full"), [1, 2, 3, 4])
+    assert len(made) == len(shown.layers) == 3 and max(alive) <= 1
 
 
 def test_it_is_shown_in_a_notebook(make_model):

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from tiny import stir
 
 from attnres.inspect import geometry
 from attnres.residuals import RESIDUALS, make_residual
@@ -12,10 +13,7 @@ from attnres.residuals import RESIDUALS, make_residual
 
 def drawn(name, scale=0.5, sublayers=6, width=16, **settings):
     residual = make_residual(name, sublayers, width, **settings)
-    g = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in residual.parameters():
-            parameter.add_(scale * torch.randn(parameter.shape, generator=g))
+    stir(residual, scale, seed=3)
     return residual
 
 

@@ -1,5 +1,7 @@
 """What a notebook shows: short lines, whole HTML with nothing of the text's own code in it, data frames with names."""
 
+import math
+import re
 import xml.etree.ElementTree as ET
 
 import pytest
@@ -18,7 +20,10 @@ from attnres.inspect import (
     read_vectors,
     record,
 )
+from attnres.inspect.colours import DIVERGING, place_of_size
+from attnres.inspect.notebook import heat
 from attnres.models import load
+from attnres.residuals import make_residual
 from attnres.text import short
 
 TEXT, OTHER = "The quick brown fox", "The lazy brown dog"
@@ -56,6 +61,16 @@ def test_each_is_a_short_line_and_a_table(shown):
         assert not list(tree.iter("script")), name
         assert list(tree.iter("td")), name
         assert len(repr(one)) < 200 and "\n" not in repr(one), name
+
+
+def test_what_is_no_number_is_a_dash_on_nothings_colour():
+    assert place_of_size(math.nan, 1.0) == 0.0
+    assert [place_of_size(value, 4.0) for value in (1.0, -1.0, 9.0, -9.0)] == [0.5, -0.5, 1.0, -1.0]
+    page = heat("title", make_residual("full", 2, 8).layout(), [[1.0], [math.nan, -0.5], [math.nan, 0.1, 0.5]])
+    cells = re.findall(r"background:(#[0-9a-f]{6});[^>]*>([^<]*)</td>", page)
+    assert [text for _, text in cells] == ["1.00", "–", "−.50", "–", ".10", ".50"]
+    assert cells[1][0] == cells[3][0] == DIVERGING[3] and cells[0][0] == DIVERGING[-1]
+    assert len({colour for colour, _ in cells}) == 5, "the scale ends at the largest number"
 
 
 def test_what_holds_vectors_is_a_short_line_too(model):

@@ -1,7 +1,8 @@
 """What tokens say: characters, and bytes where a token is no whole character."""
 
 import pytest
-from tokenizers import Tokenizer, processors
+from tokenizers import Tokenizer, decoders, processors
+from tokenizers.models import Unigram
 from transformers import PreTrainedTokenizerFast
 
 from attnres.inspect.encoding import tokenised
@@ -51,6 +52,18 @@ def test_without_offsets_tokens_are_decoded_one_by_one(tokenizer):
     encoded = encode(tokenizer, "ab c")
     ids = encoded.ids.tolist()
     assert pieces(tokenizer, ids, "ab c", []) == [piece(tokenizer, token) for token in ids]
+
+
+@pytest.mark.parametrize("decoder", ["metaspace", "llama"])
+def test_a_token_keeps_the_space_at_its_front(decoder):
+    """Which both decoders take from the first token of a text: alone every token is that."""
+    said = [" the", "the", " ", "   ", " \n"]
+    backend = Tokenizer(Unigram([("<unk>", 0.0), *((one.replace(" ", "▁"), -1.0) for one in said)], 0))
+    steps = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Metaspace() if decoder == "metaspace" else decoders.Sequence(steps)
+    spelling = PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert spelling.decode([1]) == spelling.decode([2]) == "the"
+    assert [piece(spelling, token) for token in range(1, 6)] == said
 
 
 def test_spellings_of_bytes():

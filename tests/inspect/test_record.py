@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from sample_mechanisms import LINEAR, WEIGHED
-from tiny import SIZE
+from tiny import SIZE, stir
 
 from attnres import RESIDUALS, UserError, depth_read_reference
 from attnres.inspect import record
@@ -15,10 +15,7 @@ from attnres.residuals import Editor
 
 def make(residual, **settings):
     model = build(SIZE, residual, vocab_size=50, max_positions=32, settings=settings)
-    g = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.residual.parameters():
-            parameter.add_(0.4 * torch.randn(parameter.shape, generator=g))
+    stir(model.residual, 0.4, seed=1)
     return model
 
 
@@ -225,13 +222,14 @@ class Values:
     """Keeps every output and every read of one pass."""
 
     def on_start(self, embedding):
-        self.outputs, self.reads = [embedding], []
+        self.outputs, self.reads, self.sources = [embedding], [], []
 
     def on_write(self, index, output):
         self.outputs.append(output)
 
     def on_read(self, index, h, weights, values):
         self.reads.append(h)
+        self.sources.append((weights, list(values)))
 
 
 @pytest.mark.parametrize(
@@ -413,31 +411,38 @@ def test_an_editor_that_changes_nothing_changes_nothing(residual, settings):
     assert torch.equal(forward(model), expected)
 
 
+def factor_of(model, settings):
+    """What read 4 multiplies its sum by: the number of its sources, and its share beside the plain stream."""
+    own, factor = dict(model.residual.named_parameters()), 1.0
+    if settings.get("read_scale") == "sum":
+        factor *= 4 if settings.get("null_source") else 3  # embedding, block 1, partial
+    if "gate" in settings:
+        factor *= own["gates.gate"][4].sigmoid()
+    return factor * own["gates.alpha"][4] if "alpha" in settings else factor
+
+
 @pytest.mark.parametrize(("residual", "settings"), EVERY)
+@torch.no_grad()
 def test_an_edited_read_is_the_read_less_what_was_taken_out(residual, settings):
-    """Half of the second source's weight goes: the read loses half of that source, times its factor."""
+    """Half of the second source's weight goes: the read loses half of that source, times its weight and factor."""
     model = make(residual, **settings)
 
     def run(editor):
-        model.residual.editor = editor
-        with record(model, tokens=True) as trace:
-            forward(model)
-        model.residual.editor = None
-        return trace
+        model.residual.editor, model.residual.observer = editor, (reads := Values())
+        forward(model)
+        model.residual.editor = model.residual.observer = None
+        return reads
 
     def halve(index, weights):
-        if index != 4:
-            return weights
-        return torch.cat([weights[:, :-1], weights[:, -1:] / 2], 1)
+        return weights / torch.tensor([1, 2, *[1] * (weights.shape[1] - 2)]) if index == 4 else weights
 
     before, after = run(Editing()), run(Editing(halve))
-    for index in range(4):
-        assert torch.equal(before.token_weights[index], after.token_weights[index])
-    torch.testing.assert_close(after.token_weights[4][..., -1], before.token_weights[4][..., -1] / 2)
-    assert not torch.equal(before.token_norms[..., 4], after.token_norms[..., 4]) or "null" in before.sources[4]
-    if residual in LINEAR:
-        plain = after.token_mixing[4]
-        assert not torch.equal(plain, before.token_mixing[4]) or "null" in before.sources[4]
+    assert all(torch.equal(a, b) for a, b in zip(after.reads[:4], before.reads[:4]))
+    weights, sources = before.sources[4]
+    lost = factor_of(model, settings) * weights[:, 1].view(2, 9, 1) / 2 * (sources or before.outputs)[1]
+    assert lost.abs().max() > 1e-4
+    torch.testing.assert_close(after.reads[4], before.reads[4] - lost, rtol=1e-6, atol=1e-6)
+    assert torch.equal(after.sources[4][0], halve(4, weights))
 
 
 def test_deepnorm_cannot_be_edited():

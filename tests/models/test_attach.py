@@ -1,5 +1,6 @@
 """A depth stream for modules that are not of Transformers."""
 
+import copy
 import math
 
 import pytest
@@ -10,7 +11,6 @@ from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from attnres import UserError, attach, record
-from attnres.residuals import RESIDUALS
 
 WIDTH = 16
 
@@ -111,6 +111,33 @@ def test_a_norm_is_what_it_computes_not_what_its_attributes_are_called(norm):
     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("norm", [nn.RMSNorm, nn.LayerNorm, CohereLayerNorm, LlamaRMSNorm])
+def test_a_hook_on_a_norm_runs_once(norm):
+    """Whether its arithmetic is known or not."""
+    torch.manual_seed(0)
+    modules, x = (encoder(), encoder()), torch.randn(2, 5, WIDTH)
+    modules[1].load_state_dict(modules[0].state_dict())
+    calls = []
+
+    def twice(norm, args, output):
+        calls.append(norm)
+        return 2 * output
+
+    for module in modules:
+        module.norm = norm(WIDTH)
+        for layer in module.layers:
+            layer.norm1, layer.norm2 = norm(WIDTH), norm(WIDTH)
+    expected, ours = modules
+    attach(ours, "full")
+    for module in modules:
+        module.norm.register_forward_hook(twice)
+        module.layers[1].norm1.register_forward_hook(twice)
+    torch.testing.assert_close(ours(x), expected(x), rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), expected(x), rtol=1e-5, atol=1e-5)
+    assert len(calls) == 8
+
+
 @pytest.mark.parametrize("residual", ["denseformer", "mrla_light", "dca", "boundary", "post_block", "adaptive"])
 def test_what_counts_whole_layers_is_refused_where_layers_have_other_sublayers(residual):
     with pytest.raises(UserError, match=f"'{residual}' takes every two sublayers for a layer, and layers have 1"):
@@ -142,14 +169,19 @@ class CheckpointedDiT(DiT):
 @pytest.mark.parametrize("where", ["layer", "module"])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointing_keeps_gradients_or_says_why_not(use_reentrant, where):
-    module, norms = DiT(), ("norm1", "norm2")
+    torch.manual_seed(0)
+    plain, norms = DiT(), ("norm1", "norm2")
+    module = copy.deepcopy(plain)
     if where == "layer":
         module.blocks = nn.ModuleList(Checkpointed(block, use_reentrant) for block in module.blocks)
         norms = ("inner.norm1", "inner.norm2")
     else:
-        module = CheckpointedDiT()
+        module.__class__ = CheckpointedDiT
         module.use_reentrant = use_reentrant
-    attach(module, "full", layers="blocks", norms=norms, final_norm="head.0", width=WIDTH)
+    for each, names in ((plain, ("norm1", "norm2")), (module, norms)):
+        residual = attach(each, "full", layers="blocks", norms=names, final_norm="head.0", width=WIDTH)
+        with torch.no_grad():
+            residual.query.copy_(torch.linspace(-1, 1, residual.query.numel()).view_as(residual.query))
     embed, condition = nn.Linear(WIDTH, WIDTH), torch.randn(2, WIDTH, requires_grad=True)
     x = embed(torch.randn(2, 5, WIDTH))
     with torch.no_grad():
@@ -158,8 +190,12 @@ def test_checkpointing_keeps_gradients_or_says_why_not(use_reentrant, where):
         with pytest.raises(UserError, match="reentrant checkpointing runs the layers of a depth stream"):
             module(x, condition)
         return
-    module(x, condition).sum().backward()
-    assert all(parameter.grad is not None for parameter in module.blocks.parameters())
+    ours, expected = (
+        torch.autograd.grad(each(x, condition).square().sum(), [x, condition, *each.parameters()], retain_graph=True)
+        for each in (module, plain)
+    )
+    assert all(gradient.any() for gradient in expected)
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_blocks_that_a_module_runs_without_gradients_are_its_own_affair():
@@ -190,8 +226,6 @@ def test_constants_go_by_the_layers_that_there_are():
 
 @pytest.mark.parametrize("residual", ["standard", "full", "mhc", "densenet"])
 def test_any_mechanism_can_be_attached_and_the_layers_output_read_without_a_norm(residual):
-    if residual not in RESIDUALS:
-        pytest.skip("no such mechanism here")
     torch.manual_seed(0)
     module, x = encoder(), torch.randn(2, 5, WIDTH)
     norm, module.norm = module.norm, None
@@ -218,6 +252,53 @@ def test_mistakes_are_one_sentence(options, says):
     attach(module)
     with pytest.raises(UserError, match="has a residual already"):
         attach(module)
+
+
+def test_what_a_module_calls_residual_itself_is_left_to_it():
+    module = encoder()
+    module.residual = own = nn.Linear(2, 2)
+    with pytest.raises(UserError, match="TransformerEncoder calls a Linear of its own 'residual', which is the name"):
+        attach(module)
+    assert module.residual is own
+    module(torch.randn(1, 2, WIDTH))
+
+
+def test_start_values_that_nobody_would_set_are_refused():
+    with pytest.raises(UserError, match="residual 'deepnorm' scales the start values of a layer's branches, and which"):
+        attach(encoder(), "deepnorm")
+    attach(encoder(), "postnorm")
+
+
+def test_modules_that_stand_twice_are_refused_before_anything_is_hooked():
+    module, x = encoder(), torch.randn(1, 2, WIDTH)
+    module.layers = nn.ModuleList([module.layers[0], module.layers[1], module.layers[0]])
+    expected = module(x)
+    with pytest.raises(UserError, match="one TransformerEncoderLayer is several of the layers here"):
+        attach(module)
+    assert torch.equal(module(x), expected) and not hasattr(module, "residual")
+    module = encoder()
+    module.norm = module.layers[-1].norm2
+    expected = module(x)
+    with pytest.raises(UserError, match="the final norm 'norm' is also a norm of a layer"):
+        attach(module)
+    assert torch.equal(module(x), expected) and not hasattr(module, "residual")
+
+
+def test_a_stream_by_another_name_is_one_sentence():
+    class Network(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.norm = nn.ModuleList(DiTBlock() for _ in range(2)), nn.LayerNorm(WIDTH)
+
+        def forward(self, x, condition):
+            for layer in self.layers:
+                x = layer(x=x, condition=condition)
+            return self.norm(x)
+
+    module = Network()
+    attach(module, width=WIDTH)
+    with pytest.raises(UserError, match="DiTBlock was called with x, condition by name: the stream is expected as its"):
+        module(torch.randn(1, 2, WIDTH), torch.randn(1, WIDTH))
 
 
 def test_values_of_a_module_of_ones_own_are_not_mixed():

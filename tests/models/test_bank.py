@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from tiny import SIZE
+from tiny import SIZE, stir
 
 from attnres.models import build
 from attnres.models.stream import BankStream, Stream
@@ -38,10 +38,7 @@ cases = pytest.mark.parametrize(("residual", "settings", "size"), CASES)
 def make(residual="block", settings=None, size=SIZE, dtype=torch.float32):
     settings = {"block_size": 2} if settings is None else settings
     model = build(size, residual, vocab_size=VOCAB, max_positions=64, seed=0, settings=settings).eval()
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.residual.parameters():
-            parameter.add_(0.5 * torch.randn(parameter.shape, generator=generator))
+    stir(model.residual, 0.5, seed=7)
     model.to(dtype)
     model.residual.float()
     return model

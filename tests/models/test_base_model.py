@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 from tiny import SIZE
 from transformers import AutoModel
 
+from attnres import UserError
 from attnres.inspect import find_residual, record
 from attnres.models import build, load
 
@@ -95,6 +96,50 @@ def test_folders_with_the_residual_at_the_head_or_in_the_base_load(tmp_path, pre
     assert f"{prefix}residual.query" in renamed
     save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
     assert torch.equal(logits(load(tmp_path)), logits(model))
+
+
+def test_a_frozen_bias_is_not_trained_after_loading_either(tmp_path):
+    make("full", recency_bias=3.0, recency_bias_frozen=True).save_pretrained(tmp_path)
+    for opened in (load(tmp_path), AutoModel.from_pretrained(tmp_path)):
+        bias = opened.residual.gates.bias
+        before = bias.clone()
+        optimizer = torch.optim.AdamW([p for p in opened.parameters() if p.requires_grad], lr=0.1)
+        opened(input_ids=IDS)[0].square().mean().backward()
+        optimizer.step()
+        assert torch.equal(bias, before) and not torch.equal(opened.residual.query, load(tmp_path).residual.query)
+
+
+def test_a_compiled_base_keeps_its_residual():
+    model = make()
+    residual = model.residual
+    with torch.no_grad():
+        expected = logits(model)
+        model.model = torch.compile(model.model, backend="eager")
+        assert model.residual is residual and len(model.depth_layers) == 3
+        torch.testing.assert_close(logits(model), expected)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_a_base_model_by_itself_starts_as_that_of_a_head(family):
+    """DeepNorm's branches are scaled once, whether a base model or a head is built."""
+    sizes = {"n_embd": 64, "n_layer": 3, "n_head": 4} if family == "gpt2" else {**SIZE, "hidden_size": 64}
+    fields = {name: value for name, value in sizes.items() if name != "family"}
+    head = build({"family": family, **fields}, "deepnorm", vocab_size=50, max_positions=32)
+    torch.manual_seed(0)
+    base = AutoModel.from_config(head.config)
+    for layer, other in zip(base.depth_layers, head.depth_layers, strict=True):
+        for path in head.family.branch_weights:
+            name = path.partition("[")[0]
+            drawn, expected = (one.get_parameter(f"{name}.weight").std().item() for one in (layer, other))
+            assert drawn == pytest.approx(expected, rel=0.1), name
+
+
+def test_a_base_model_is_refused_where_its_head_is():
+    fields = {**{name: value for name, value in SIZE.items() if name != "head_dim"}, "family": "olmo2"}
+    config = build(fields, "standard", vocab_size=50).config
+    config.residual = "deepnorm"
+    with pytest.raises(UserError, match="not worked out for Olmo2ForCausalLM"):
+        AutoModel.from_config(config)
 
 
 def test_hidden_states_are_tensors_whatever_is_returned():

@@ -1,12 +1,16 @@
 """Whatever is made again in the backward pass: the gradients stay, and less is kept."""
 
+import copy
+import functools
+
 import pytest
 import torch
 from tiny import NARROW
+from transformers import T5Config, T5ForConditionalGeneration
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from attnres.errors import UserError
-from attnres.models import build
+from attnres.models import build, convert
 from attnres.models.checkpointing import checkpoint_activations
 from attnres.residuals import RESIDUALS
 
@@ -58,6 +62,48 @@ def test_settings_of_depth_reads_are_made_again_too(settings):
         ours, kept = gradients(model)
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-7)
         assert kept < all_of_it, how
+
+
+def test_layers_of_three_sublayers_in_a_list_are_made_again_too():
+    """T5's attentions and MLP, inside of modules that norm and add."""
+    sizes = {"vocab_size": 30, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_decoder_layers": 2}
+    config = T5Config(**sizes, num_heads=2, decoder_start_token_id=0, dropout_rate=0.0)
+    torch.manual_seed(0)
+    plain = T5ForConditionalGeneration(config).eval()
+    results, kept = [], []
+    for how in ("none", "sublayer"):
+        model = convert(copy.deepcopy(plain), "full").train()
+        mixers = [model.depth_layers[1].layer[0].SelfAttention, model.depth_layers[1].layer[2].DenseReluDense]
+        calls = []
+        for mixer in mixers:
+            mixer.forward = functools.partial(counted, mixer.forward, calls)
+        checkpoint_activations(model, how)
+        size = {}
+
+        def keep(tensor, size=size):
+            size[tensor.untyped_storage().data_ptr()] = tensor
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(input_ids=IDS, labels=IDS, use_cache=False).loss
+        results.append(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+        kept.append(sum(tensor.untyped_storage().nbytes() for tensor in size.values()))
+        assert len(calls) == len(mixers) * (2 if how == "sublayer" else 1)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=1e-7)
+    assert kept[1] < kept[0]
+
+
+def counted(forward, calls, *args, **kwargs):
+    """Call `forward` and note that it was called."""
+    calls.append(forward)
+    return forward(*args, **kwargs)
+
+
+def test_layers_without_an_attention_and_an_mlp_are_named():
+    model = stirred("standard")
+    model.model.layers[1] = torch.nn.Identity()
+    with pytest.raises(UserError, match="no attention and no MLP is found in Identity: choose layer or reads"):
+        checkpoint_activations(model, "sublayer")
 
 
 def test_layers_that_know_no_checkpointing_are_named(monkeypatch):

@@ -15,7 +15,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, MixtralCo
 from attnres import RESIDUALS, UserError
 from attnres.models import load, place
 from attnres.models.build import build_shapes
-from attnres.models.classes import CLASSES, stray_settings
+from attnres.models.classes import CLASSES
+from attnres.models.config import stray_settings
 from attnres.models.convert import DTYPES, convert
 from attnres.models.exactness import Arithmetic, compare_logits, logits
 
@@ -161,6 +162,7 @@ def test_every_other_is_refused_with_the_reason(residual):
         ("block", {"num_blockz": 2}, "did you mean 'num_blocks'"),
         ("block", {"block_size": 2, "num_blocks": 2}, "give one of them"),
         ("block", {"num_blocks": 7}, "expected 1 to 4"),
+        ("block", {"value_residual": "first"}, "with value_residual=first it is not the standard residual at the star"),
     ],
 )
 def test_what_is_not_exact_or_not_there_is_refused(residual, settings, says):
@@ -169,6 +171,7 @@ def test_what_is_not_exact_or_not_there_is_refused(residual, settings, says):
     with pytest.raises(UserError, match=says):
         convert(model, residual, **settings)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert all(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -494,11 +497,15 @@ def test_code_runs_only_where_it_is_trusted(remote, tmp_path, monkeypatch):
         convert(remote, out=out)
     assert not list((tmp_path / "modules").iterdir())
     report = convert(remote, out=out, trust_remote_code=True)
-    assert (report.family, report.model_type, report.probed) == ("MineForCausalLM", "attnres_mine", True)
+    assert (report.family, report.model_type, report.probed) == (
+        "MineForCausalLM",
+        "attnres_mine_mineforcausallm",
+        True,
+    )
     assert (out / "modeling_mine.py").read_text() == REMOTE
     assert "auto_map" not in json.loads((out / "config.json").read_text())
     assert not (out / "classes.py").exists()  # ours is no code that comes with a model
-    monkeypatch.delitem(classes.CLASSES, "mine")  # as in a new process
+    monkeypatch.delitem(classes.CLASSES, "mine_mineforcausallm")  # as in a new process
     with pytest.raises(UserError, match=r"brings its own code \(modeling_mine.MineConfig, modeling_mine.Mine"):
         load(out)
     new = load(out, trust_remote_code=True)

@@ -315,7 +315,7 @@ def test_a_probed_family_is_made_again_from_its_config(tmp_path, monkeypatch):
 
     new = convert(random_model("HeliumForCausalLM", **NARROW, **HEADS), block_size=3)
     new.save_pretrained(tmp_path)
-    monkeypatch.delitem(classes.CLASSES, "helium")  # as in a new process
+    monkeypatch.delitem(classes.CLASSES, "helium_heliumforcausallm")  # as in a new process
     assert torch.equal(load(tmp_path)(input_ids=IDS).logits, new(input_ids=IDS).logits)
 
 

@@ -1,15 +1,20 @@
 """Other heads than a language model's, and other models than decoders of text: conversion changes nothing they compute,
 they load again as what they are, are recorded and learn."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 import transformers
-from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification
+from transformers import AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, LlamaConfig, LlamaModel
 
 from attnres import UserError, convert, load, record
 from attnres.figures.write import draw_model
 from attnres.inspect import Inspection, from_trace
-from attnres.models.classes import AUTOS
+from attnres.models.classes import CLASSES, register_stored
+from attnres.models.config import AUTOS
 from attnres.models.exactness import compare_logits, fixed_inputs, logits
 
 TEXT = {
@@ -192,6 +197,77 @@ def test_a_masked_model_is_registered_as_what_it_is(tmp_path):
     assert type(reloaded) is type(model)
     known = [auto.__name__ for auto in AUTOS if auto._model_mapping.get(type(model.config), None) is type(model)]
     assert known == ["AutoModelForMaskedLM"]
+
+
+OPEN = """
+import sys, transformers
+from attnres import UserError, load
+transformers.logging.set_verbosity_error()
+for folder in sys.argv[1:]:
+    try:
+        model = load(folder)
+    except UserError as error:
+        print(error)
+    else:
+        print(type(model).__name__, model.num_parameters(), model.residual.num_sublayers)
+"""
+
+
+def test_a_head_that_no_auto_class_has_is_what_loads_in_another_process(tmp_path):
+    class Own(LlamaModel):
+        """A class that is nowhere to be found there."""
+
+    gpt2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 61, "n_positions": 32, "num_labels": 1}
+    models = [make("GPT2DoubleHeadsModel", gpt2), make("ViTForMaskedImageModeling", {**PICTURE, "encoder_stride": 4})]
+    folders = [tmp_path / "heads", tmp_path / "pictures", tmp_path / "own"]
+    for model, folder in zip([*models, Own(LlamaConfig(**TEXT))], folders, strict=True):
+        convert(model, "full", out=folder)
+    command = [sys.executable, "-c", OPEN, *map(str, folders)]
+    *loaded, refusal = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    sublayers = (4, 6)
+    expected = [
+        f"AttnRes{type(model).__name__} {model.num_parameters() + 2 * 32 * (count + 1)} {count}"
+        for model, count in zip(models, sublayers, strict=True)
+    ]
+    assert loaded == expected
+    assert "own is of class 'AttnResOwn', and neither Transformers nor this process has the one" in refusal
+
+
+def with_type(folder, model_type):
+    """A folder as it was written when the type of a probed family was not yet its class's."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "model_type": model_type}))
+    (folder / "modeling_attnres.py").unlink()
+    return folder
+
+
+def test_two_families_of_one_type_are_told_apart(tmp_path):
+    encoder, decoder = (make(name, T5) for name in ("T5EncoderModel", "T5ForConditionalGeneration"))
+    types = [convert(model, "full", out=tmp_path / name).model_type for name, model in (("e", encoder), ("d", decoder))]
+    assert types == ["attnres_t5_t5encodermodel", "attnres_t5_t5forconditionalgeneration"]
+    for name, plain in (("e", encoder), ("d", decoder)):
+        loaded = load(tmp_path / name)
+        assert type(loaded).plain_class is type(plain) and compare_logits(plain, loaded).relative < 3e-6
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        classes = register_stored(config, tmp_path / name)
+        assert classes["AttnResT5Config"] is type(loaded.config) and classes[type(loaded).__name__] is type(loaded)
+
+
+def test_folders_with_the_type_of_the_plain_model_load_one_family_a_process(tmp_path, monkeypatch):
+    monkeypatch.delitem(CLASSES, "t5", raising=False)
+    models = [make(name, T5) for name in ("T5EncoderModel", "T5ForConditionalGeneration")]
+    folders = [tmp_path / "e", tmp_path / "d"]
+    for model, folder in zip(models, folders, strict=True):
+        convert(model, "full", out=folder)
+        with_type(folder, "attnres_t5")
+    assert compare_logits(models[0], load(folders[0])).relative < 3e-6
+    with pytest.raises(
+        UserError, match=r"d is of type 'attnres_t5' with the layers of T5ForConditionalGeneration, and"
+    ):
+        load(folders[1])
+    monkeypatch.delitem(CLASSES, "t5")  # as in another process
+    assert compare_logits(models[1], load(folders[1])).relative < 3e-6
 
 
 def test_pictures_reach_the_text_of_a_converted_model():

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GemmaConfig, GemmaForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from attnres import UserError, convert
 from attnres.models import Stream
@@ -44,6 +44,28 @@ def test_adding_to_a_layers_output_is_adding_to_the_hidden_state(both, layer):
         expected, ours = (hooked(model, layer, hook) for model in both)
         torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
         assert not torch.allclose(ours, both[0](input_ids=IDS).logits, atol=1e-4)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_hook_on_a_norm_of_its_own_arithmetic_runs_once(grad):
+    """Gemma's gain is 1 + weight, which no kernel takes; without gradients a bank makes the reads."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = GemmaConfig(**sizes, head_dim=8, intermediate_size=48, vocab_size=61, max_position_embeddings=64)
+    model = GemmaForCausalLM(config).eval()
+    calls, results = [], []
+
+    def twice(module, args, output):
+        calls.append(module)
+        return 2 * output
+
+    with torch.set_grad_enabled(grad):
+        for one in (model, convert(model, block_size=2)):
+            for norm in (one.model.layers[1].input_layernorm, one.model.norm):
+                norm.register_forward_hook(twice)
+            results.append(one(input_ids=IDS, use_cache=False).logits)
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-5)
+    assert len(calls) == 4
 
 
 def test_what_a_hook_reads_is_the_hidden_state(both):

@@ -9,7 +9,7 @@ from explicit import VOCAB, Explicit, check_same, grouped_llama
 from one_graph import check_one_graph
 from peft import LoraConfig, get_peft_model
 from test_families import FAMILIES, plain
-from tiny import SIZE
+from tiny import SIZE, stir
 
 from attnres import UserError
 from attnres.models import build, load
@@ -25,10 +25,7 @@ OTHERS = ("deepseek_v3", "kimi_linear", "qwen3_next")
 
 def stirred(name):
     model = build(SIZE, name, vocab_size=VOCAB, max_positions=32).eval()
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for parameter in model.residual.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    stir(model.residual, 0.3, seed=3)
     return model
 
 
@@ -73,10 +70,7 @@ def test_every_family_is_converted_exactly_or_refused_with_a_sentence(family, na
         return
     new = convert(plain(family), name)
     assert new.conversion.relative_difference < 2e-6
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in new.residual.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    stir(new.residual, 0.1, seed=7)
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
     cached = new.generate(IDS, use_cache=True, **options)
     assert torch.equal(cached, new.generate(IDS, use_cache=False, **options))
@@ -134,10 +128,7 @@ def part_of_each_channel(family, heads, shared, size):
 @pytest.mark.parametrize("family", ["gpt2", "gpt_neox", "phi3"])
 def test_a_fused_projection_gives_each_input_its_part(family, name):
     model = convert(plain(family), name)
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in model.residual.parameters():
-            parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    stir(model.residual, 0.3, seed=7)
     expected, (path,) = logits(model), FAMILIES[family].projections
     assert not torch.allclose(expected, logits(convert(plain(family), name)), atol=1e-3)
     for layer in model.depth_layers:

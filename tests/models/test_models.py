@@ -135,6 +135,16 @@ def test_deepnorm_starts_with_scaled_branches(family):
         assert changed == {"v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
+@pytest.mark.parametrize("residual", ["standard", "layernorm_scaling", "deepnorm"])
+def test_what_wants_even_start_values_has_them_in_gpt2(residual):
+    """Transformers draws the output weights of GPT-2 smaller with depth: M = 3 layers, by sqrt(2M)."""
+    spread = {"standard": 6**-0.5, "layernorm_scaling": 1.0, "deepnorm": 24**-0.25}[residual]
+    model = make("gpt2", residual)
+    for layer in model.depth_layers:
+        for part in (layer.attn, layer.mlp):
+            assert part.c_proj.weight.std().item() == pytest.approx(0.02 * spread, rel=0.1)
+
+
 @families
 @mechanisms
 def test_saved_and_loaded_models_are_bit_equal(family, residual, ids, tmp_path):

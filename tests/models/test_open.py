@@ -144,10 +144,7 @@ def test_what_is_missing_is_named(folders, tmp_path):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"holds no tokenizer: copy tokenizer.json"):
         _ = open_checkpoint(folder).tokenizer
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(UserError, match=r"has its weights in pytorch_model.bin, a pickle, which can run code"):
-        open_checkpoint(folder)
-    (folder / "pytorch_model.bin").unlink()
+    (folder / "model.safetensors").unlink()
     with pytest.raises(UserError, match=r"holds no weights: expected model.safetensors"):
         open_checkpoint(folder)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "1.safetensors"}}))
@@ -155,6 +152,14 @@ def test_what_is_missing_is_named(folders, tmp_path):
         open_checkpoint(folder)
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(UserError, match=r"is damaged \(is \[\]: expected keys and values\): fetch or copy"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "last.ckpt"])
+def test_pickles_are_refused(folders, tmp_path, name):
+    folder = broken(folders, tmp_path)
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(UserError, match=f"has its weights in {name}, a pickle, which can run code and is not opened"):
         open_checkpoint(folder)
 
 

@@ -22,7 +22,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from attnres import convert
-from attnres.models.classes import DepthBase
+from attnres.models.bases import DepthBase
 
 IDS = torch.arange(12).view(2, 6)
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+from launch import torchrun
 
 SCRIPT = """
 import gc, warnings
@@ -53,7 +54,6 @@ gc.collect()
 
 @pytest.mark.parametrize("residual", ["block", pytest.param("full", marks=pytest.mark.long)])
 def test_a_sharded_model_computes_what_one_process_computes(residual):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
-    command = [*torchrun, sys.executable, "-c", f"RESIDUAL = {residual!r}\n{SCRIPT}"]
+    command = torchrun(2, "--no-python", sys.executable, "-c", f"RESIDUAL = {residual!r}\n{SCRIPT}")
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -10,7 +10,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from test_families import fields_of
 from test_inputs import IDS, OTHERS
 from tiny import SIZE
-from transformers import DynamicCache
+from transformers import AutoModel, DynamicCache
 
 from attnres import UserError
 from attnres.models import build, load
@@ -148,6 +148,23 @@ def test_svformer_has_no_values_but_the_first_layers():
             projection.weight.mul_(1.0 if number == 0 else torch.nan)
     model.train()(input_ids=IDS).logits.square().mean().backward()
     assert logits(model.eval()).isfinite().all()
+
+
+def test_projections_that_are_not_called_are_not_trained_after_loading_either(tmp_path):
+    small("first").save_pretrained(tmp_path)
+    for loaded in (load(tmp_path), AutoModel.from_pretrained(tmp_path)):
+        projections = [layer.self_attn.v_proj.weight for layer in loaded.depth_layers]
+        assert [weight.requires_grad for weight in projections] == [True, False, False]
+        loaded.train()(input_ids=IDS)[0].square().mean().backward()
+        unused = [name for name, p in loaded.named_parameters() if p.requires_grad and p.grad is None]
+        assert not unused
+
+
+@pytest.mark.parametrize("kind", ["layer", "token"])
+def test_shares_are_fp32_whatever_the_weights_are(kind):
+    model = AutoModel.from_config(small(kind).config, dtype=torch.bfloat16)
+    assert model.dtype is torch.bfloat16
+    assert {parameter.dtype for parameter in model.residual.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -5,18 +5,23 @@ import html
 import json
 import re
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from matplotlib.collections import PolyCollection
+from matplotlib.colors import to_rgb
 from synthetic import write_run, write_study
 
 from attnres.errors import UserError
 from attnres.figures import style
+from attnres.figures.plot import canvas
+from attnres.inspect.colours import colours_by_name
 from attnres.report import load_study, theme
 from attnres.report.page import write_report
 from attnres.report.sections import sections
 from attnres.report.variants import comparison_of
-from attnres.residuals import traits_of
+from attnres.residuals import RESIDUALS, make_residual, traits_of
 
 VOID = {"meta", "br", "img", "link", "hr", "input"}
 
@@ -179,10 +184,47 @@ def test_a_sweep_shows_loss_by_rate(tmp_path):
 def test_colours_follow_the_theme(tmp_path):
     text = page_of(write_study(tmp_path, ("standard", "block"), layers=2))
     body = text[text.index("<body>") :]
-    for colour in (traits_of("block").colour, style.INK):
-        assert colour not in body and theme.variable(colour) in body
-    assert all(f"{theme.variable(colour)[4:-1]}:{dark};" in text for colour, dark in theme.DARK.items())
+    for colour, name in ((traits_of("block").colour, "stroke: var(--c-0072b2)"), (style.INK, "fill: var(--ink)")):
+        assert colour not in body and name in body
+    standard = traits_of("standard").colour
+    pair = f"stroke: {standard}; stroke: light-dark({standard}, {theme.on_dark(standard)})"
+    assert pair in body and body.count(standard) == 2 * body.count(f"light-dark({standard}, ")
+    assert all(f"--{theme.NAMES[colour]}:{dark};" in text for colour, dark in theme.DARK.items())
     assert "prefers-color-scheme: dark" in text
+
+
+def luminance(colour):
+    """WCAG 2.2's relative luminance."""
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in to_rgb(colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("residual", [name for name in RESIDUALS if traits_of(name).colour])
+def test_nine_lines_of_one_mechanism_are_seen_on_a_dark_page_and_told_apart(residual):
+    looks = style.looks({label: (residual, traits_of(residual)) for label in "abcdefghi"}).values()
+    colours = sorted({look["color"] for look in looks}, key=luminance)
+    dark = [luminance(theme.on_dark(colour)) + 0.05 for colour in colours]
+    page = luminance(theme.DARK[style.PAPER]) + 0.05
+    assert all(line / page >= 3 for line in dark)
+    assert all(more / less > 1.2 for less, more in pairwise(dark)), "a darker shade stays the darker"
+    assert len({(theme.on_dark(look["color"]), str(look["linestyle"])) for look in looks}) == 9
+
+
+def test_every_source_is_seen_on_a_dark_page():
+    page = luminance(theme.DARK[style.PAPER]) + 0.05
+    for residual in ("full", "block"):
+        for colour in colours_by_name(make_residual(residual, 24, 8).layout()).values():
+            assert (luminance(theme.on_dark(colour)) + 0.05) / page >= 3
+
+
+def test_places_on_a_scale_keep_their_colour_on_a_dark_page():
+    with style.style():
+        figure, axes = canvas(3.0, 1.0)
+        axes[0, 0].plot([0, 1], [0, 1], color="#003f62")
+        axes[0, 0].add_collection(PolyCollection([[(0, 0), (1, 0), (1, 1)]], facecolors="#440154"))
+    svg = theme.to_svg(figure, "x", "x", 1.0)
+    assert "fill: #440154" in svg and svg.count("#440154") == 1
+    assert f"stroke: #003f62; stroke: light-dark(#003f62, {theme.on_dark('#003f62')})" in svg
 
 
 def test_figures_are_written_as_files_when_asked(tmp_path):

@@ -508,6 +508,12 @@ def test_traits_that_are_not_true(mechanism, trait, check):
     assert check in failures(Broken)
 
 
+@pytest.mark.parametrize("name", ["standard", "block", "cumulative"])
+def test_what_starts_otherwise_by_its_values_alone_is_not_looked_at(name):
+    (outcome,) = outcomes({"start": CHECKS["start"]}, Subject.of(name, {"value_residual": "layer"}))
+    assert outcome.passed and "value_residual is layer" in outcome.detail
+
+
 def test_a_logit_beyond_its_bound():
     class Broken(Full):
         """h = sum a v."""

@@ -276,6 +276,18 @@ def test_blocks_are_counted_as_each_project_does():
     assert make_residual("cumulative", 14, WIDTH, num_blocks=4).block_size == 4  # ceil(7 / 4) layers
     assert make_residual("cumulative", 14, WIDTH, num_blocks=70).block_size == 2
     assert make_residual("boundary", 24, WIDTH, num_blocks=4).num_blocks == 4
+    three = ("attention", "cross_attention", "mlp")
+    assert make_residual("cumulative", 12, WIDTH, num_blocks=3, sublayers=three).block_size == 6  # ceil(4 / 3) layers
+
+
+def test_queries_whose_logits_are_divided_by_the_root_of_the_width_are_not_slowed():
+    def slow(name, **settings):
+        return make_residual(name, SUBLAYERS, WIDTH, **settings).slow
+
+    assert set(slow("boundary")) == {"query", "gain"} and not slow("boundary_normed")
+    for name in ("full", "block", "cumulative"):
+        assert {"query", "gain"} < set(slow(name)) == set(slow(name, read_temperature=0.5))
+        assert not slow(name, read_temperature="sqrt_width") and not slow(name, read_temperature=4.0)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,15 @@ def test_a_variant_may_be_of_a_file(file):
         parse_variant(f"{file}:Mine:scael=2")
 
 
+@pytest.mark.parametrize("kind", ["fixed", "layer", "first"])
+def test_a_residual_whose_values_are_mixed_is_no_standard_one(kind):
+    """A control with mixed values is a mechanism like others, not chance."""
+    assert make_residual("rescaled", 4, 16).traits.is_chance
+    traits = make_residual("rescaled", 4, 16, value_residual=kind).traits
+    assert traits.is_control and not traits.is_chance and not traits.starts_standard
+    assert RESIDUALS["rescaled"].traits.is_chance
+
+
 @pytest.mark.parametrize("name", RESIDUALS)
 def test_every_mechanism_can_be_pickled(name):
     residual = make_residual(name, 4, 16)

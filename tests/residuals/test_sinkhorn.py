@@ -2,15 +2,9 @@
 
 import pytest
 import torch
+from formula import on_logarithms
 
 from attnres.residuals.sinkhorn import sinkhorn
-
-
-def on_logarithms(logits, steps):
-    for _ in range(steps):
-        logits = logits - logits.logsumexp(-2, keepdim=True)
-        logits = logits - logits.logsumexp(-1, keepdim=True)
-    return logits.exp()
 
 
 def drawn(*shape, scale=1.0):

@@ -3,12 +3,12 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from launch import torchrun
 
 SCRIPT = Path(__file__).with_name("two_ranks.py")
 
@@ -17,8 +17,7 @@ def launch(folder: Path, jobs: dict[str, Any], processes: int = 2, seconds: floa
     """What `two_ranks.py` writes of these jobs."""
     folder.mkdir(exist_ok=True)
     (folder / "jobs.json").write_text(json.dumps({"cases": [], "runs": [], **jobs}))
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    command = [*torchrun, str(SCRIPT), str(folder)]
+    command = torchrun(processes, str(SCRIPT), str(folder))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment

@@ -26,8 +26,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from launch import torchrun
+from lines import lines
+
 from attnres.files import write_json
-from attnres.training.metrics import read
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -39,7 +41,6 @@ STEPS = 60
 LOST = "another process of the run was lost"
 PATIENCE_S = 90
 """Within which all that a kill leaves must have ended; torchrun's own is 30 seconds."""
-CLOCK = ("tokens_per_s", "step_s", "flops_per_s")
 
 
 class Trial:
@@ -59,12 +60,11 @@ class Trial:
 
     def start(self, name: str, restarts: int = 0) -> subprocess.Popen[str]:
         """`attnres train` in two processes, in a session of their own."""
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        torchrun += [f"--max-restarts={restarts}"]
         config = str(self.folders[name].with_suffix(".json"))
+        command = ["-m", "attnres", "train", "--config", config, "--no-progress"]
         with self.log(name).open("a") as log:
             return subprocess.Popen(
-                [*torchrun, "-m", "attnres", "train", "--config", config, "--no-progress"],
+                torchrun(2, f"--max-restarts={restarts}", *command),
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -143,10 +143,7 @@ class Trial:
                     self.counts["started again"] += 1
                 assert launcher.wait(timeout=900) == 0, self.log("killed").read_text()[-4000:]
         runs = list(self.folders.values())
-        lines = [
-            [{k: v for k, v in line.items() if k not in CLOCK} for line in read(r / "metrics.jsonl")] for r in runs
-        ]
-        assert lines[0] == lines[1], "other lines than the undisturbed run's"
+        assert lines(runs[0]) == lines(runs[1]), "other lines than the undisturbed run's"
         weights = [(run / "model" / "model.safetensors").read_bytes() for run in runs]
         assert weights[0] == weights[1], "another model than the undisturbed run's"
         stray = [path.name for path in runs[0].rglob(".*") if path.name.endswith((".new", ".old"))]

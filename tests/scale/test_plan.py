@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 from typing import Any
 
 import pytest
@@ -129,20 +128,28 @@ def test_numbers_that_cannot_be_are_refused(numbers, said):
         plan(shapes(), Load(8, microbatches=2), **numbers)
 
 
-def test_stages_are_balanced_by_measured_times(capsys):
-    """Layers that are slower than their multiplications say get stages of fewer layers."""
+def test_stages_are_balanced_by_measured_times(capsys, monkeypatch):
+    """A layer that is slower than its multiplications say gets a stage of fewer layers."""
     size = {"family": "qwen3", "hidden_size": 32, "num_hidden_layers": 8, "num_attention_heads": 2}
     size |= {"num_key_value_heads": 1, "head_dim": 16, "intermediate_size": 48}
     model = build(size, "block", vocab_size=61)
-    slow = model.depth_layers[6]
-    slow.mlp.register_forward_pre_hook(lambda *_: time.sleep(0.05))
-    hooks = len(slow._forward_hooks)
-    times, head = layer_times(model, batch=1, tokens=8, rounds=3)
-    assert len(times) == 8 and head > 0 and times[6] > 0.05
-    assert len(slow._forward_hooks) == hooks and all(p.grad is None for p in model.parameters())
+    parts, seconds, passed = [*model.depth_layers, model.lm_head], [1, 1, 1, 1, 1, 1, 5, 1, 8], [0]
+    for part, takes in zip(parts, seconds, strict=True):
+
+        def take(*_, takes=takes):
+            passed[0] += takes if passed[0] > 20 else 7  # a first pass takes longer and is not counted
+
+        part.register_forward_hook(take)
+    hooks = [len(part._forward_hooks) for part in parts]
+    with monkeypatch.context() as patch:
+        patch.setattr("attnres.scale.layer_times.now", lambda _: passed[0])
+        times, head = layer_times(model, batch=1, tokens=8, rounds=1)
+    assert [*times, head] == seconds
+    assert [len(part._forward_hooks) for part in parts] == hooks
+    assert all(p.grad is None for p in model.parameters())
     (row,) = plan(model, Load(2, context=8), pp=2, schedule="1f1b", costs=(times, head))
     (even,) = plan(model, Load(2, context=8), pp=2, schedule="1f1b")
-    assert row.layers[1] < even.layers[1]
+    assert (row.layers, even.layers) == ((7, 1), (4, 4))  # 11 seconds, and 1 with a head of 8
     main(["plan", json.dumps(size), "--vocab-size", "61", "--gpus", "2", "--pp", "2", "--context", "8", "--measure"])
     out = capsys.readouterr().out
     assert "Measured here, forward: a layer" in out and "--pp 2: --pp-layers" in out

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lines import lines
 from safetensors.torch import load_file
 from tiny import NARROW
 from two_ranks import train_run
@@ -82,6 +83,7 @@ COUNTED: dict[str, tuple[dict[str, Any], str]] = {
 SHARD, STAGES, BESIDE = {"shard": 2}, {"pp": 2}, {"shard": 2, "async_save": True}
 MUON = {"optim": {"optimizer": "muon"}, "steps": 4}
 CHUNKED = {"loss": "chunked", "gradient_checkpointing": "layer"}
+STOPPED = {"shares": BESIDE, "stages": STAGES, "slices": {"tp": 2}, "tokens": {"cp": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +124,11 @@ def both(corpus, launched, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
     jobs = {"cases": list(CASES.values()), "slices": list(SLICES.values()), "plan": True, "runs": runs}
     jobs["shares"] = list(RESIDUALS)
     jobs["counted"] = counted
-    jobs["single"] = [["bf16", configuration(corpus, root / "bf16", parallel=SHARD, dtype="bf16"), None]]
+    jobs["single"] = [run("bf16", parallel=SHARD, dtype="bf16")]
+    for name, parallel in STOPPED.items():
+        short, parts = {"parallel": parallel, "steps": 4, "save_every": 3}, f"{name} in parts"
+        whole = run(f"{name} at once", **short)
+        jobs["single"] += [whole, run(f"2 of 4 {name}", parts, 2, **short), run(parts, resume=True, **short)]
     results = launched(root, jobs)
     cases, slices = (dict(zip(names, results[key])) for names, key in ((CASES, "cases"), (SLICES, "slices")))
     return root, {**results, "cases": cases, "slices": slices}
@@ -238,7 +244,17 @@ def test_the_model_at_the_end_is_whole(both, alone):
         assert len({summary[name] for summary in summaries}) == 1
 
 
-def test_a_checkpoint_goes_on_in_another_layout_and_bit_for_bit_in_its_own(both, alone):
+@pytest.mark.parametrize("layout", STOPPED)
+def test_a_checkpoint_goes_on_bit_for_bit_in_its_own_layout(both, layout):
+    root, results = both
+    assert results["single"][f"2 of 4 {layout}"].startswith("stopped at step 2 of 4, saved in ")
+    whole, parts = (root / f"{layout} {how}" for how in ("at once", "in parts"))
+    assert lines(parts) == lines(whole)
+    ours, theirs = (load_file(run / "model" / "model.safetensors") for run in (parts, whole))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def test_a_checkpoint_goes_on_in_another_layout(both, alone):
     assert both[1]["runs"]["10 of 20"].startswith("stopped at step 10 of 20, saved in ")
     assert furthest(alone / "resharded", alone / "again") < 1e-5
     root = both[0]
@@ -263,6 +279,11 @@ def test_a_checkpoint_in_shares_is_read_by_one_process_and_refused_when_damaged(
     shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     assert "is not what was saved: the checkpoint is damaged" in train_run(values)
     shard.write_bytes(content)
+    config = tmp_path / "one" / "checkpoint" / "model" / "config.json"
+    described = config.read_text()
+    config.write_text(json.dumps(json.loads(described) | {"residual_settings": {"num_blocks": 4}}))
+    assert "has the residual block {'num_blocks': 4}, expected block {'num_blocks': 2}" in train_run(values)
+    config.write_text(described)
     assert isinstance(train_run(values), float)
     model = load_file(tmp_path / "one" / "model" / "model.safetensors")
     other = load_file(root / "resharded" / "model" / "model.safetensors")

@@ -3,6 +3,7 @@
 import dataclasses
 import io
 import json
+import shutil
 
 import pytest
 import torch
@@ -54,6 +55,14 @@ def done(tmp_path_factory):
         patch.setenv("OMP_NUM_THREADS", "1")
         config = config_in(folder)
         yield config, compare(config), folder
+
+
+@pytest.fixture
+def own(done, tmp_path):
+    """The same in a folder of the test's own, which it may change: its configuration and where it lies."""
+    config, _, folder = done
+    shutil.copytree(folder / "out", tmp_path / "out")
+    return dataclasses.replace(config, out=str(tmp_path / "out")), tmp_path / "out"
 
 
 def test_a_comparison_leaves_everything_on_disk(done):
@@ -115,13 +124,13 @@ def test_variants_meet_equal_conditions(done):
     assert block.config["data"] == standard.config["data"]
 
 
-def test_finished_runs_are_not_trained_again(done, capfd):
-    config, _, folder = done
-    before = {path: path.stat().st_mtime_ns for path in (folder / "out").glob("*-seed0/*.json")}
-    (folder / "out" / "report.html").unlink()
+def test_finished_runs_are_not_trained_again(own, capfd):
+    config, folder = own
+    before = {path: path.stat().st_mtime_ns for path in folder.glob("*-seed0/*.json")}
+    (folder / "report.html").unlink()
     compare(config)
-    assert {path: path.stat().st_mtime_ns for path in (folder / "out").glob("*-seed0/*.json")} == before
-    assert (folder / "out" / "report.html").exists()
+    assert {path: path.stat().st_mtime_ns for path in folder.glob("*-seed0/*.json")} == before != {}
+    assert (folder / "report.html").exists()
     output = capfd.readouterr()
     assert "2 of 2 runs are finished already" in output.err
     assert "timing" not in output.err
@@ -143,20 +152,20 @@ def test_a_folder_of_something_else_is_refused(done):
         compare(dataclasses.replace(config, out=str(folder / "text" / "0.txt")))
 
 
-def test_a_run_cut_short_is_continued(done):
-    config, study, folder = done
-    run = study.of("standard")[0].folder
+def test_a_run_cut_short_is_continued(own):
+    config, folder = own
+    run = folder / "standard-seed0"
     before = (run / "val" / "000004.npy").read_bytes()
     (run / "summary.json").unlink()
     compare(dataclasses.replace(config, variants=["standard"], timing_s=0))
-    assert load_study(folder / "out").of("standard")[0].finished
+    assert load_study(folder).of("standard")[0].finished
     assert (run / "val" / "000004.npy").read_bytes() == before
 
 
-def test_a_continued_comparison_keeps_its_threads_and_kernels(done, monkeypatch):
-    config, _, folder = done
-    path, summary = folder / "out" / "compare.json", folder / "out" / "standard-seed0" / "summary.json"
-    before, finished = path.read_text(), summary.read_text()
+def test_a_continued_comparison_keeps_its_threads_and_kernels(own, monkeypatch):
+    config, folder = own
+    path, summary = folder / "compare.json", folder / "standard-seed0" / "summary.json"
+    before = path.read_text()
     path.write_text(json.dumps(json.loads(before) | {"jobs": 3, "threads": 5}))
     summary.unlink()
     calls = []
@@ -166,10 +175,10 @@ def test_a_continued_comparison_keeps_its_threads_and_kernels(done, monkeypatch)
             (given["jobs"], *{(child.threads, child.kernels) for child in children})
         ),
     )
-    (folder / "out" / "configs" / "full-seed0.error").write_text("of a run that was killed")
+    (folder / "configs" / "full-seed0.error").write_text("of a run that was killed")
     with cpu.switched(False):
         compare(dataclasses.replace(config, timing_s=0))
-    assert not list((folder / "out").rglob("*.error"))
+    assert not list(folder.rglob("*.error"))
     path.write_text(json.dumps(json.loads(path.read_text()) | {"kernels": None}))
     compare(dataclasses.replace(config, timing_s=0, jobs=1))
     kernels = json.loads(before)["kernels"] is not None
@@ -181,18 +190,15 @@ def test_a_continued_comparison_keeps_its_threads_and_kernels(done, monkeypatch)
     path.write_text('{"threads": "many"}')
     with pytest.raises(UserError, match=r"compare\.json is damaged"):
         compare(config)
-    path.write_text(before)
-    summary.write_text(finished)
 
 
-def test_runs_on_other_data_are_not_mixed(done):
-    config, _, folder = done
-    path = folder / "out" / "standard-seed0" / "data.json"
+def test_runs_on_other_data_are_not_mixed(own):
+    config, folder = own
+    path = folder / "standard-seed0" / "data.json"
     before = path.read_text()
     path.write_text(json.dumps(json.loads(before) | {"windows_sha256": "0"}))
     with pytest.raises(UserError, match="was trained on other data"):
         compare(config)
-    path.write_text(before)
 
 
 def test_two_do_not_compare_in_one_folder(done):

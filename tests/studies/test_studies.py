@@ -41,8 +41,9 @@ from attnres.studies.tuning import label_of
 from attnres.studies.work import Computation, function, work
 from attnres.training import from_dict, train
 from attnres.training.checkpoint import kept
-from attnres.training.config import differences, to_dict
+from attnres.training.config import to_dict
 from attnres.training.records import TIMES
+from attnres.training.sameness import differences
 
 QUIET = Console(quiet=True)
 
@@ -89,7 +90,7 @@ def images(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnres.training.run.write_inside", lambda *_: None)  # which studies do not look at
+        patch.setattr("attnres.training.ending.write_inside", lambda *_: None)  # which studies do not look at
         patch.setenv("ATTNRES_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("OMP_NUM_THREADS", "1")
         yield
@@ -249,12 +250,11 @@ def test_runs_of_elsewhere_are_adopted_where_they_are_the_same(setting, noise, t
     assert runs_in([setting.out]).keys() >= runs_in([noise.folder]).keys(), "a folder of studies"
     with pytest.raises(UserError, match="is not a folder: give one with the run folders to adopt"):
         conduct(STUDIES["noise"], other, say=QUIET, adopted=[tmp_path / "nothing"])
-    changed = noise.folder / "recipe" / "standard-seed0" / "data.json"
-    text = changed.read_text()
-    changed.write_text(json.dumps(json.loads(text) | {"windows_sha256": "0"}))
+    copy = shutil.copytree(noise.folder / "recipe", tmp_path / "recipe")
+    changed = copy / "standard-seed0" / "data.json"
+    changed.write_text(json.dumps(json.loads(changed.read_text()) | {"windows_sha256": "0"}))
     third = dataclasses.replace(setting, out=tmp_path / "third")
-    conduct(STUDIES["noise"], third, say=QUIET, jobs=1, run=runner, adopted=[noise.folder / "recipe"])
-    changed.write_text(text)
+    conduct(STUDIES["noise"], third, say=QUIET, jobs=1, run=runner, adopted=[copy])
     assert "recipe/standard-seed0" in runner.names, "the text was another one"
     assert "recipe/standard-seed1" not in runner.names
 
@@ -369,7 +369,9 @@ DATA = Path(__file__).parents[2] / "docs" / "data" / "studies"
 
 def test_what_the_repository_says_of_its_studies_is_what_their_runs_give():
     with restored(DATA) as studies:
-        for path in sorted(studies.glob("*/*/study.json")):
+        paths = sorted(studies.glob("*/*/study.json"))
+        assert paths
+        for path in paths:
             again, record = outcome_in(path.parent), read_json(path.parent / "result.json")
             assert again.result.verdict == record["verdict"]
             assert plain(again.result.values, digits=9) == record["values"]

@@ -12,7 +12,10 @@ import torch
 from attnres.errors import Interrupted, UserError
 from attnres.ops import cpu
 from attnres.training import TrainConfig, train
+from attnres.training.config import resolve
+from attnres.training.interrupt import Signals
 from attnres.training.metrics import read
+from attnres.training.parallel import Processes
 from attnres.training.run import Run
 
 Configure = Callable[..., TrainConfig]
@@ -96,6 +99,62 @@ def test_a_checkpoint_of_an_earlier_version_goes_on(
     del state["arithmetic"]
     path.write_text(json.dumps(state))
     assert train(configure(resume=True), progress=False)["step"] == 8
+
+
+def test_how_the_loss_is_made_is_kept_where_it_was_left_open(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stop_after(3, monkeypatch, configure())
+    path = tmp_path / "run" / "checkpoint" / "state.json"
+    whole = path.read_text()
+    assert json.loads(whole)["arithmetic"]["loss"] == "whole"
+    path.write_text(whole.replace('"loss": "whole"', '"loss": "liger"'))  # as where that was installed
+    with pytest.raises(UserError, match=r"how the loss is made \(liger there, whole here\); resume"):
+        train(configure(resume=True), progress=False)
+    begun = {file: file.read_bytes() for file in path.parents[1].rglob("*") if file.is_file()}
+    for other in ({"loss": "whole"}, {"accumulation": 2}, {"allow_different": True}):  # asked for, or of another size
+        assert train(configure(resume=True, **other), progress=False)["step"] == 8
+        shutil.rmtree(tmp_path / "run")
+        for file, content in begun.items():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+    path.write_text(whole.replace('"loss": "whole",', ""))  # as of an earlier version
+    assert "loss" not in json.loads(path.read_text())["arithmetic"]
+    assert train(configure(resume=True), progress=False)["step"] == 8
+
+
+def test_a_checkpoint_that_was_being_written_where_the_folder_was_keeps_no_one_from_saving_beside(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a model in shares, which are written while training goes on."""
+
+    class Saving:
+        def __init__(self, folder: Path, *_: object) -> None:
+            self.folder, self.ended = folder, False
+            written.append(self)
+
+        def end(self) -> None:
+            self.ended = True
+            if not self.folder.parent.exists():
+                raise UserError(f"cannot write {self.folder}")
+
+        wait = end
+
+    written = list[Saving]()
+    run = Run(resolve(configure(save_every=1)), Processes(0, 1, torch.device("cpu")), progress=False)
+    monkeypatch.setattr(type(run.layout), "whole", False)
+    monkeypatch.setattr("attnres.training.shares.Saving", Saving)
+    for _ in range(2):
+        run.step(Signals())
+        run.measure()
+        if run.past.step == 1:
+            run.save()
+            shutil.rmtree(tmp_path / "run")
+    assert run.output.gone == tmp_path / "run"
+    (tmp_path / "run.saved").mkdir(exist_ok=True)
+    run.save()
+    run.close()
+    assert [one.folder.parent.name for one in written] == ["run", "run.saved"] and all(one.ended for one in written)
 
 
 @pytest.mark.parametrize("what", ["removed", "renamed", "metrics", "lock"])

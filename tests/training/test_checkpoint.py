@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from attnres.errors import UserError
 from attnres.training import TrainConfig, checkpoint, train
 from attnres.training.config import resolve
+from attnres.training.export import export_weights
 from attnres.training.parallel import Processes
 from attnres.training.random_state import random_state, set_random_state
 from attnres.training.run import Run
@@ -25,8 +26,14 @@ from attnres.training.run import Run
 Configure = Callable[..., TrainConfig]
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where `stopped` trains once."""
+    return tmp_path_factory.mktemp("killed") / "run"
+
+
 @pytest.fixture
-def stopped(configure: Configure, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def stopped(configure: Configure, killed: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A run of 8 steps whose last checkpoint is of step 4, killed without warning after step 5."""
 
     class Killed(BaseException):
@@ -39,10 +46,12 @@ def stopped(configure: Configure, monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         if run.past.step == 5:
             raise Killed
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "measure", kill)
-        with pytest.raises(Killed):
-            train(configure(), progress=False)
+    if not killed.exists():
+        with monkeypatch.context() as patch:
+            patch.setattr(Run, "measure", kill)
+            with pytest.raises(Killed):
+                train(configure(str(killed)), progress=False)
+    shutil.copytree(killed, tmp_path / "run")
     return tmp_path / "run" / "checkpoint"
 
 
@@ -86,7 +95,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "model missing": (lambda c: shutil.rmtree(c / "model"), "cannot load the model"),
     "truncated state": (lambda c: truncate(c / "state.json"), "not valid JSON"),
     "state missing": (lambda c: (c / "state.json").unlink(), "cannot read .*state.json"),
-    "foreign state": (lambda c: change_state(c, format="other"), "is not a checkpoint of attnres"),
+    "foreign state": (
+        lambda c: change_state(c, format="other"),
+        r"is not a checkpoint of attnres \(expected format attnres-checkpoint-1 or attnres-checkpoint-shares-1 in",
+    ),
     "state without progress": (
         lambda c: (c / "state.json").write_text('{"format": "attnres-checkpoint-1"}'),
         "is damaged",
@@ -157,6 +169,14 @@ def test_a_full_disk_keeps_the_checkpoint_before(
 
 def start(config: TrainConfig) -> Run:
     return Run(resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)
+
+
+def test_a_folder_that_is_not_empty_is_said_before_a_checkpoint_is_read(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint" / "shares").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").touch()
+    with pytest.raises(UserError, match="out is not empty and holds other files"):
+        export_weights(str(tmp_path), str(tmp_path / "out"))
 
 
 def test_queries_are_resumed_as_they_were_saved(configure: Configure, stopped: Path) -> None:

@@ -9,8 +9,11 @@ import pytest
 from attnres.commands.train import Train
 from attnres.errors import UserError
 from attnres.flags import config_file, parse
+from attnres.scale.cut import cut_of, placed
 from attnres.training import TrainConfig, from_dict, to_dict
-from attnres.training.config import check, differences, merged_settings, resolve
+from attnres.training.check import check
+from attnres.training.config import merged_settings, resolve
+from attnres.training.sameness import differences
 
 
 def test_the_defaults_can_run() -> None:
@@ -111,7 +114,7 @@ def test_a_size_has_the_nested_fields_of_a_hugging_face_config(tmp_path: Path) -
         ({"model": {"block_size": 2, "settings": {"block_size": 3}}}, "give one of the two"),
         ({"batch_size": 6, "accumulation": 4}, "use a multiple of 4, e.g. 4 or 8"),
         ({"steps": 8, "keep_at": (4, 9)}, r"keep_at is \[4, 9\]: the run has 8 steps, give some from 1 to 8"),
-        ({"parallel": {"pp_layers": (1, 0)}}, "parallel.pp_layers is .*: it must be a number above 0"),
+        ({"parallel": {"pp_layers": (1, -1)}}, "parallel.pp_layers is .*: it must be 0 or more"),
         (
             {"finetune": {"init_from": "x", "lora_rank": 4}},
             "finetune.lora_rank is 4 and would change nothing: give train_only lora, or leave it out",
@@ -120,11 +123,20 @@ def test_a_size_has_the_nested_fields_of_a_hugging_face_config(tmp_path: Path) -
             {"finetune": {"init_from": "x", "distill_temperature": 2}},
             "finetune.distill_temperature is 2.* would change nothing: give a distill_weight above 0, or leave it out",
         ),
+        ({"optim": {"muon_lr": 0.1}}, "optim.muon_lr is 0.1 and would change nothing: give optimizer muon, or leave"),
+        ({"optim": {"momentum": 0.9}}, "optim.momentum is 0.9 and would change nothing: give optimizer muon, or leave"),
+        ({"optim": {"decay": 0.1}}, "optim.decay is 0.1 and would change nothing: give schedule wsd, or leave it out"),
     ],
 )
 def test_what_cannot_run_is_refused(values: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         check(from_dict(values))
+
+
+def test_the_first_and_the_last_stage_may_have_no_layer() -> None:
+    check(from_dict({"parallel": {"pp": 3, "pp_layers": (0, 6, 0)}}), world_size=3)
+    with pytest.raises(UserError, match=r"\[3, 0, 3\]: .* only the first .* and the last .* may be 0"):
+        cut_of((3, 0, 3), placed(3, 3))
 
 
 def test_sizes_must_divide_among_processes() -> None:
@@ -155,6 +167,14 @@ def test_plain_flags_become_settings() -> None:
 def test_flags_of_the_command_line() -> None:
     config = parse("train", Train, ["--model.size", "100m", "--optim.lr=1e-4", "--resume", "--seed", "3"])
     assert (config.model.size, config.optim.lr, config.resume, config.seed) == ("100m", 1e-4, True, 3)
+
+
+def test_what_changes_nothing_in_two_runs_is_no_difference() -> None:
+    """As runs of an earlier version have it, that were given it by a default."""
+    ours, theirs = to_dict(TrainConfig()), to_dict(from_dict({"optim": {"muon_lr": 0.01, "decay": 0.3}}))
+    assert differences(ours, theirs) == []
+    theirs["optim"]["schedule"] = "wsd"
+    assert differences(ours, theirs) == ["optim.schedule", "optim.decay"]
 
 
 def test_differences_name_what_changes_a_number(configure: Callable[..., TrainConfig]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnres.training import environment
+from attnres.training import environment, muon
 
 CPU = torch.device("cpu")
 
@@ -17,10 +17,26 @@ def test_the_environment_is_described() -> None:
     assert description["dtype"] == "fp32" and description["device_type"] == "cpu" and description["cpu"]
 
 
-def test_bf16_is_chosen_where_the_processor_has_it() -> None:
-    features = torch.cpu.get_capabilities()
-    assert environment.has_bf16(CPU) == any(features.get(f, False) for f in ("avx512_bf16", "amx_bf16", "arm_bf16"))
+FEATURES: list[tuple[dict[str, object], bool]] = [
+    ({"architecture": "x86_64", "avx2": True, "avx512_bf16": False, "amx_bf16": False}, False),
+    ({"architecture": "x86_64", "avx2": True, "avx512_bf16": True, "amx_bf16": False}, True),
+    ({"architecture": "x86_64", "avx512_bf16": False, "amx_bf16": True}, True),
+    ({"architecture": "aarch64", "sve": True, "arm_bf16": False}, False),
+    ({"architecture": "aarch64", "sve": True, "arm_bf16": True}, True),
+    ({}, False),
+]
+"""What torch says of processors, and whether they compute in bf16."""
+
+
+@pytest.mark.parametrize(("features", "native"), FEATURES)
+def test_bf16_is_chosen_where_the_processor_has_it(
+    monkeypatch: pytest.MonkeyPatch, features: dict[str, object], native: bool
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features)
+    assert environment.has_bf16(CPU) is native
     assert not environment.has_bf16(torch.device("meta"))
+    steps = torch.bfloat16 if native else torch.float32
+    assert muon.precision.__wrapped__(CPU) is steps, "that of Muon's Newton-Schulz steps"
 
 
 def test_emulated_bf16_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

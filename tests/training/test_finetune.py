@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from lines import lines
 from safetensors.torch import load_file
-from tiny import narrow_llama
+from tiny import NARROW, narrow_llama
 from transformers import LlamaForCausalLM
 
 from attnres import cli, head
@@ -24,11 +25,13 @@ from attnres.studies.compare import compare
 from attnres.studies.plan import CompareConfig, make_plan
 from attnres.studies.variants import parse_variants
 from attnres.training import TrainConfig, distill, from_dict, regimes, to_dict, train
-from attnres.training.config import FinetuneConfig, OptimConfig, differences, resolve
+from attnres.training.config import FinetuneConfig, OptimConfig, resolve
+from attnres.training.layout import Whole
 from attnres.training.metrics import read
 from attnres.training.optim import OF_RESIDUAL, build_optimizers
 from attnres.training.parallel import Processes
 from attnres.training.run import Run
+from attnres.training.sameness import differences
 from attnres.training.start import settle
 
 Configure = Callable[..., TrainConfig]
@@ -130,6 +133,65 @@ def test_a_standard_run_gets_depth_reads_and_a_run_with_them_goes_on(configure: 
     written = json.loads((tmp_path / "third" / "config.json").read_text())["model"]
     assert written["settings"] == {"num_blocks": 2, "read_scale": "sum"}
     assert json.loads((tmp_path / "third" / "start.json").read_text())["logits"] is None
+
+
+def test_an_annealed_residual_is_not_annealed_again(configure: Configure, tmp_path: Path) -> None:
+    gated = {"size": None, "residual": "adaptive", "num_blocks": None}
+    first = configure(out="first", steps=2)
+    first.model.residual, first.model.num_blocks = "adaptive", None
+    train(first, progress=False)
+    again = configure(out="again", steps=2, model=gated, finetune={"init_from": str(tmp_path / "first")})
+    with pytest.raises(UserError, match="annealed over a run's steps"):
+        train(again, progress=False)
+
+
+def test_a_standard_model_gets_the_settings_that_are_asked_for(configure: Configure, tmp_path: Path) -> None:
+    """Those have parameters of their own: the model that is written has them, and a stopped run goes on."""
+    standard = {"size": None, "residual": "standard", "num_blocks": None}
+    first = configure(out="first", steps=2, model={**standard, "size": NARROW})
+    train(first, progress=False)
+    model = {**standard, "settings": {"value_residual": "head"}}
+    finetune = {"init_from": str(tmp_path / "first"), "inexact": True}
+    second = configure(out="second", steps=4, save_every=2, model=model, finetune=finetune)
+    train(second, progress=False)
+    loaded = load(tmp_path / "second" / "model")
+    assert loaded.config.residual_settings == {"value_residual": "head"}
+    shares = [name for name, _ in loaded.get_submodule("residual").named_parameters() if name.endswith("share")]
+    assert len(shares) == 1 and "share" in " ".join(load_file(tmp_path / "second" / "model" / "model.safetensors"))
+    record = json.loads((tmp_path / "second" / "start.json").read_text())
+    assert (record["residual"], record["settings"]) == ("standard", {}) and record["logits"]["relative"] > 0
+    (tmp_path / "second" / "summary.json").unlink()
+    second.resume = True
+    assert train(second, progress=False)["step"] == 4
+
+
+def test_what_is_trained_is_counted_in_the_whole_model(
+    tune: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process of a pipeline has a few layers of it."""
+    begun(tune(out="whole"))
+    every = Whole.named_parameters
+    monkeypatch.setattr(Whole, "named_parameters", lambda self: iter(list(every(self))[:2]))
+    begun(tune(out="stage"))
+    records = [json.loads((tmp_path / out / "start.json").read_text()) for out in ("whole", "stage")]
+    assert records[0]["trainable"] == records[1]["trainable"] > 0
+
+
+def test_the_tokenizer_of_a_model_of_the_hub_is_recorded_by_its_name(
+    tune: Configure, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = tmp_path / "hub" / "snapshots" / "0123"
+    shutil.copytree(plain, fetched)
+    monkeypatch.setattr("attnres.models.place.fetch", lambda name, patterns: fetched)
+    (tmp_path / "text.txt").write_text("a few words " * 200)
+    config = tune(finetune={"init_from": "someone/small"}, data={"source": str(tmp_path / "text.txt")})
+    config = settle(resolve(config))
+    assert config.data.tokenizer == "someone/small"
+    earlier = to_dict(config)
+    earlier["data"]["tokenizer"] = str(fetched)
+    assert differences(to_dict(config), earlier) == []
+    earlier["finetune"]["init_from"] = "someone/large"
+    assert "finetune.init_from" in differences(to_dict(config), earlier)
 
 
 def test_a_converted_model_in_16_bits_is_trained_in_32(tune: Configure, plain: Path, tmp_path: Path) -> None:
@@ -317,12 +379,7 @@ def test_an_interrupted_run_goes_on_bit_for_bit(
     for file in whole.glob("**/*.safetensors"):
         left, right = load_file(file), load_file(parts / file.relative_to(whole))
         assert list(left) == list(right) and all(torch.equal(left[key], right[key]) for key in left), file
-    times = ("tokens_per_s", "step_s", "flops_per_s")
-    ours, theirs = (
-        [{k: v for k, v in line.items() if k not in times} for line in read(run / "metrics.jsonl")]
-        for run in (whole, parts)
-    )
-    assert ours == theirs
+    assert lines(whole) == lines(parts)
     for path in (whole / "val").iterdir():
         assert np.array_equal(np.load(path), np.load(parts / "val" / path.name))
     assert (whole / "start.json").read_text() == (parts / "start.json").read_text()

@@ -1,10 +1,11 @@
 """A run of a comparison that was killed ends too, and saves."""
 
-import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from attnres.training import interrupt
 
@@ -41,8 +42,9 @@ def test_a_run_ends_when_the_process_that_started_it_is_killed():
 
 
 def test_a_run_of_its_own_does_not_look_for_a_parent(monkeypatch):
-    monkeypatch.delenv(interrupt.PARENT, raising=False)
-    monkeypatch.setattr(os, "getppid", lambda: 1)
+    for name in (interrupt.PARENT, "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(interrupt.threading, "Thread", lambda **_: pytest.fail("it looks"))
     interrupt.end_with_parent()
     monkeypatch.setenv(interrupt.PARENT, "no number")
     interrupt.end_with_parent()

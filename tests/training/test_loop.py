@@ -11,11 +11,13 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from lines import CLOCK, lines
 from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import masking_utils
@@ -31,21 +33,15 @@ from attnres.models.snapshot import snapshots
 from attnres.residuals.check.interface import TAKEN
 from attnres.training import TrainConfig, checkpoint, environment, from_dict, loop, to_dict, train, validate
 from attnres.training.branch import branch, branch_step
+from attnres.training.by_depth import magnitudes
 from attnres.training.config import resolve
 from attnres.training.interrupt import Signals
-from attnres.training.metrics import read
+from attnres.training.metrics import Metrics, read
 from attnres.training.objective import Objective, loss_kind
 from attnres.training.parallel import Processes
 from attnres.training.run import Run
 
 Configure = Callable[..., TrainConfig]
-TIMES = ("tokens_per_s", "step_s", "flops_per_s")
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    """The metrics without what the clock says."""
-    lines = read(folder / "metrics.jsonl")
-    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
 
 
 def assert_same_run(ours: Path, theirs: Path) -> None:
@@ -110,7 +106,7 @@ def test_a_run_leaves_what_was_promised(configure: Configure, tmp_path: Path) ->
     steps = {kind: [line["step"] for line in lines if line["kind"] == kind] for kind in ("train", "val", "depth")}
     assert steps == {"train": [2, 4, 6, 8], "val": [4, 8], "depth": [4, 8]}
     train_line, val_line = lines[0], next(line for line in lines if line["kind"] == "val")
-    assert list(train_line) == ["kind", "step", "tokens", "loss", "lr", "grad_norm", *TIMES]
+    assert list(train_line) == ["kind", "step", "tokens", "loss", "lr", "grad_norm", *CLOCK]
     assert train_line["flops_per_s"] == pytest.approx(summary["flops_per_token"] * train_line["tokens_per_s"])
     assert summary["peak_flops"] is None  # of this processor
     losses = np.load(run / "val" / "000004.npy")
@@ -157,6 +153,17 @@ def test_depth_says_how_reads_choose_where_there_are_reads(configure: Configure,
     assert [len(depth[name]) for name in ("entropy", "sharpness", "gate")] == [5, 5, 5]
     assert set(depth) == {*TAKEN, "gate"}, "names that attnres check keeps learned tables from"
     assert depth["entropy"][0] == 0 and all(0 < value <= 1.2 for value in depth["entropy"][1:])
+
+
+def test_what_a_read_does_not_show_is_no_number_of_a_line(configure: Configure, tmp_path: Path) -> None:
+    """A read without weights has no entropy."""
+    model = build(configure().model.size, "block", vocab_size=16, max_positions=8, settings={"num_blocks": 2})
+    trace = SimpleNamespace(output_rms=[1.0], input_rms=[1.0], grad_rms=[math.inf], entropy=[0.5, math.nan])
+    metrics = Metrics(tmp_path)
+    metrics.write("depth", 1, **magnitudes(trace, model, 2))
+    metrics.close()
+    (line,) = read(tmp_path / "metrics.jsonl")
+    assert (line["entropy"], line["grad_rms"]) == ([0.5, None], [None])
 
 
 def test_measuring_depth_changes_no_number(configure: Configure, tmp_path: Path) -> None:
@@ -373,16 +380,19 @@ def test_variants_share_their_first_weights_and_batches(configure: Configure, tm
 # ------------------------------------------------------------------ going on
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+MUDDFORMER = {"residual": "muddformer", "num_blocks": None, "settings": {"value_residual": "head"}}
+
+
 @pytest.mark.parametrize(
-    "extra",
+    ("number", "extra"),
     [
-        {},
-        {"optim": {"optimizer": "muon"}, "dtype": "bf16"},
-        {"model": {"residual": "adaptive", "num_blocks": None}},
-        {"model": {"residual": "muddformer", "num_blocks": None, "settings": {"value_residual": "head"}}},
+        (signal.SIGINT, {}),
+        (signal.SIGTERM, {}),
+        (signal.SIGTERM, {"optim": {"optimizer": "muon"}, "dtype": "bf16"}),
+        (signal.SIGTERM, {"model": {"residual": "adaptive", "num_blocks": None}}),
+        (signal.SIGTERM, {"model": MUDDFORMER}),
     ],
-    ids=["adamw", "muon-bf16", "annealed", "values"],
+    ids=["SIGINT", "adamw", "muon-bf16", "annealed", "values"],
 )
 def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, extra: dict[str, Any]
@@ -398,6 +408,32 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
     summary = train(configure(out="parts", resume=True, **extra), progress=False)
     assert summary["val_loss"] == json.loads((tmp_path / "whole" / "summary.json").read_text())["val_loss"]
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_a_finished_run_that_is_interrupted_while_it_writes_its_model_stops_at_once(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("attnres.training.ending.write_inside", lambda *_: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            train(configure(), progress=False)
+    assert not (tmp_path / "run" / "summary.json").exists()
+    assert train(configure(resume=True), progress=False)["step"] == 8
+
+
+def test_more_micro_batches_go_on_with_the_same_run(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step has as many tokens as before, of whose losses it is the mean."""
+    train(configure(out="whole"), progress=False)
+    with monkeypatch.context() as patch:
+        stop_at(patch, 3, signal.SIGTERM)
+        with pytest.raises(Interrupted):
+            train(configure(out="parts"), progress=False)
+    train(configure(out="parts", accumulation=2, resume=True), progress=False)
+    ours, theirs = ([line for line in lines(tmp_path / out) if "loss" in line] for out in ("parts", "whole"))
+    assert [line.get("tokens") for line in ours] == [line.get("tokens") for line in theirs]
+    assert [line["loss"] for line in ours] == pytest.approx([line["loss"] for line in theirs], rel=1e-5)
 
 
 def test_a_run_killed_without_warning_goes_on_bit_for_bit(configure: Configure, tmp_path: Path) -> None:

@@ -4,12 +4,14 @@ import errno
 import os
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attnres.errors import UserError
+from attnres.training import TrainConfig, train
 from attnres.training.metrics import Metrics, Tracker, read
 
 
@@ -47,12 +49,12 @@ def test_a_file_that_is_not_ours_is_refused(tmp_path: Path, content: str) -> Non
 def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setitem(sys.modules, kind, None)
     with pytest.raises(UserError, match=f"--track {kind} needs the package {kind}: pip install {kind}"):
-        Tracker(kind, tmp_path, "run", {})
+        Tracker(kind, tmp_path, "run", "a1", {})
 
 
 def test_an_unknown_tracker_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="did you mean 'wandb'"):
-        Tracker("wandbb", tmp_path, "run", {})
+        Tracker("wandbb", tmp_path, "run", "a1", {})
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
@@ -103,7 +105,7 @@ def test_a_tracker_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Mon
     for maker in ("init", "SummaryWriter"):
         setattr(fake, maker, FakeRun)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if kind == "tensorboard" else kind, fake)
-    tracker = Tracker(kind, tmp_path, "run", {"seed": 1})
+    tracker = Tracker(kind, tmp_path, "run", "a1", {"seed": 1})
     metrics = Metrics(tmp_path, tracker=tracker)
     metrics.write("depth", 3, output_rms=[1.0, 2.0])
     metrics.close()
@@ -112,6 +114,45 @@ def test_a_tracker_gets_the_same_numbers(tmp_path: Path, monkeypatch: pytest.Mon
         assert step == 3
         seen |= values
     assert seen == {"depth/output_rms/0": 1.0, "depth/output_rms/1": 2.0} and not tracker.run.open
+
+
+@pytest.mark.parametrize("kind", ["trackio", "wandb"])
+def test_a_tracker_knows_a_run_again_and_takes_no_other_of_its_name_for_it(
+    configure: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Whatever its folder is called: it may be renamed, and another machine has one of that name."""
+    begun: list[str] = []
+
+    def init(**given: Any) -> FakeRun:
+        begun.append(given["name"] if kind == "trackio" else given["id"])
+        return FakeRun()
+
+    fake = types.ModuleType("fake")
+    fake.__dict__["init"] = init
+    monkeypatch.setitem(sys.modules, kind, fake)
+    for resume in (False, True):
+        train(configure(track=kind, steps=2, resume=resume), progress=False)
+        (tmp_path / "run" / "summary.json").unlink()
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    train(configure(track=kind, steps=2), progress=False)
+    train(configure("elsewhere", track=kind, steps=2, resume=True), progress=False)
+    assert begun[0] == begun[1] == begun[3] != begun[2]
+
+
+def test_a_tracker_that_does_not_start_leaves_no_run(
+    configure: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(**given: Any) -> None:
+        (Path(given["dir"]) / "wandb").mkdir()
+        raise RuntimeError("not logged in")
+
+    fake = types.ModuleType("fake")
+    fake.__dict__["init"] = refuse
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    with pytest.raises(UserError, match=r"wandb does not start \(not logged in\)"):
+        train(configure(track="wandb"), progress=False)
+    assert not (tmp_path / "run").exists()
+    assert train(configure(steps=2), progress=False)["step"] == 2
 
 
 def test_a_tracker_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +164,7 @@ def test_a_tracker_that_does_not_start_says_why(tmp_path: Path, monkeypatch: pyt
     fake.__dict__["init"] = refuse
     monkeypatch.setitem(sys.modules, "wandb", fake)
     with pytest.raises(UserError, match=r"wandb does not start \(no key\)"):
-        Tracker("wandb", tmp_path, "run", {})
+        Tracker("wandb", tmp_path, "run", "a1", {})
 
 
 @pytest.mark.parametrize("kind", ["wandb", "tensorboard"])
@@ -140,7 +181,7 @@ def test_a_tracker_that_fails_later_is_said_once_and_stops_nothing(
     for maker in ("init", "SummaryWriter"):
         setattr(fake, maker, Down)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard" if kind == "tensorboard" else kind, fake)
-    metrics = Metrics(tmp_path, tracker=Tracker(kind, tmp_path, "run", {}))
+    metrics = Metrics(tmp_path, tracker=Tracker(kind, tmp_path, "run", "a1", {}))
     for step in (1, 2):
         metrics.write("train", step, loss=1.0)
     metrics.close()

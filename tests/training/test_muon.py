@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from attnres.training import environment, muon, muon_shares
+from attnres.training import muon, muon_shares
 from attnres.training.muon import StackedMuon
 
 SHAPES = [(16, 16)] * 3 + [(48, 16)] * 2 + [(16, 48)] * 2 + [(8, 24), (300, 300)]
@@ -77,8 +77,3 @@ def test_in_fp32_the_steps_are_those_of_the_formula(shape: tuple[int, int], monk
     torch.testing.assert_close(muon.orthogonal([update], group)[0], expected, rtol=0, atol=1e-5)
     rate = 0.5 * 0.2 * max(shape) ** 0.5
     torch.testing.assert_close(muon_shares._orthogonal(update, group), -rate * expected, rtol=0, atol=2e-5)
-
-
-def test_the_steps_are_in_bf16_where_the_device_has_it() -> None:
-    native = environment.has_bf16(torch.device("cpu"))
-    assert muon.precision(torch.device("cpu")) is (torch.bfloat16 if native else torch.float32)

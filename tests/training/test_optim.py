@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from test_families import fields_of
 from tiny import NARROW
 from torch import nn
 
 from attnres import attach
-from attnres.models import build
+from attnres.models import FAMILIES, build
 from attnres.training.config import OptimConfig
 from attnres.training.optim import (
     OF_RESIDUAL,
@@ -54,6 +56,22 @@ def test_a_residual_is_known_wherever_it_is() -> None:
         (nn.ModuleDict({"module": model_of(NARROW)}), "module.model.residual"),
     ):
         assert set(kinds(model)["read"]) == {f"{home}.query", f"{home}.gain"}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_of_every_family_matrices_alone_are_decayed_and_orthogonalised(family: str) -> None:
+    """Biases of experts are a tensor of two dimensions, and what decays a state may have four."""
+    cls = getattr(transformers, FAMILIES[family].causal_lm)
+    with torch.device("meta"):
+        model = cls(cls.config_class(**fields_of(family)))
+    groups = kinds(model)
+    last = {name.rpartition(".")[2] for name in groups["matrix"]}
+    assert last <= {"weight", "gate_up_proj", "down_proj"}
+    optimizers = build_optimizers(model, OptimConfig(optimizer="muon", weight_decay=0.3))
+    decayed = {
+        name for one in optimizers for group in one.param_groups if group["weight_decay"] for name in group["names"]
+    }
+    assert decayed == {*groups["matrix"], *groups["head"]}
 
 
 def test_queries_and_gains_are_neither_decayed_nor_orthogonalised() -> None:

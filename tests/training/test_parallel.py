@@ -13,11 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from launch import torchrun
+from lines import lines
 
 from attnres.errors import UserError
 from attnres.training import TrainConfig, parallel, to_dict, train
-from attnres.training.metrics import read
-from attnres.training.parallel import join_processes
+from attnres.training.layout import layout_for
+from attnres.training.parallel import Processes, join_processes
+
+GPT2 = {"family": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2}
 
 SCRIPT = """
 import faulthandler, json, os, signal, sys
@@ -26,7 +30,8 @@ from attnres.errors import Interrupted
 from attnres.training import from_dict, train, validate
 from attnres.training.run import Run
 
-whole, parts = (from_dict(values) for values in json.loads(sys.argv[1]))
+two, whole, parts = (from_dict(values) for values in json.loads(sys.argv[1]))
+train(two, progress=False)
 summary = train(whole, progress=False)
 
 step = Run.step
@@ -37,8 +42,8 @@ def with_signal(run, signals):  # one process of the two gets it
 Run.step = with_signal
 try:
     train(parts, progress=False)
-except Interrupted as error:
-    assert error.code == 143
+except (Interrupted, SystemExit) as error:  # the first says it, the other leaves
+    assert error.code == 143 and isinstance(error, Interrupted) == (os.environ["RANK"] == "0")
 else:
     raise AssertionError("not interrupted")
 Run.step = step
@@ -47,19 +52,15 @@ assert train(parts, progress=False)["val_loss"] == summary["val_loss"]
 """
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    clock = ("tokens_per_s", "step_s", "flops_per_s")
-    return [{key: line[key] for key in line if key not in clock} for line in read(folder / "metrics.jsonl")]
-
-
 def test_two_processes_are_one_run(configure: Callable[..., TrainConfig], tmp_path: Path) -> None:
-    configs = [configure(out=out, accumulation=2, steps=6) for out in ("two", "parts")]
+    configs = [configure(out=out, accumulation=2, steps=6) for out in ("two", "whole", "parts")]
+    for config in configs[1:]:  # of which every process draws others
+        config.model.size = {**GPT2, "resid_pdrop": 0.3}
     for config in configs:
         config.data.val_windows = 5  # not even shares
         config.parallel.dp = 2
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"]
     arguments = json.dumps([to_dict(config) for config in configs])
-    command = [*torchrun, sys.executable, "-c", SCRIPT, arguments]
+    command = torchrun(2, "--no-python", sys.executable, "-c", SCRIPT, arguments)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launched:
         try:
             output = launched.communicate(timeout=300)[0]
@@ -71,14 +72,61 @@ def test_two_processes_are_one_run(configure: Callable[..., TrainConfig], tmp_pa
     config.data.val_windows = 5
     train(config, progress=False)
 
-    one, two, parts = (lines(tmp_path / out) for out in ("one", "two", "parts"))
+    one, two, whole, parts = (lines(tmp_path / out) for out in ("one", "two", "whole", "parts"))
     assert [(line["kind"], line["step"]) for line in one] == [(line["kind"], line["step"]) for line in two]
     for ours, theirs in zip(one, two):
         for name in ("loss", "grad_norm", "se"):
             assert math.isclose(ours.get(name, 0), theirs.get(name, 0), rel_tol=2e-5), (name, ours, theirs)
     left, right = (np.load(tmp_path / out / "val" / "000006.npy") for out in ("one", "two"))
     assert left.shape == (5,) and np.allclose(left, right, rtol=2e-5)
-    assert parts == two  # stopped by a signal to one process and resumed: bit for bit
+    assert parts == whole  # stopped by a signal to one process and resumed: bit for bit
+
+
+REFUSALS = """
+import faulthandler, json, os, sys
+faulthandler.dump_traceback_later(240)
+from attnres.errors import UserError
+from attnres.training import checkpoint, data, ending, from_dict, output, train
+
+first, configs = os.environ["RANK"] == "0", json.loads(sys.argv[1])
+
+def refuse(*_, **__):
+    raise UserError("no room")
+
+def refused(values, said):
+    try:
+        train(from_dict(values), progress=False)
+    except UserError as error:
+        assert first and said in str(error), error
+    except SystemExit as error:
+        assert not first and error.code == 2, error
+    else:
+        raise AssertionError(f"not refused: {said}")
+
+for place, name in (
+    (data, "prepare_from"), (output.Output, "open"), (checkpoint, "save"), (ending, "write_json")
+):
+    before = getattr(place, name)
+    if first:
+        setattr(place, name, refuse)
+    refused(configs[name], "no room")
+    setattr(place, name, before)
+refused(configs["name"], "expected a plain name")
+refused(configs["rate"], "the training has diverged")
+"""
+
+
+def test_what_is_refused_is_said_by_the_first_process_and_ends_all(configure: Callable[..., TrainConfig]) -> None:
+    """By one process alone, or by all of them for the same reason."""
+    configs = {
+        out: configure(out, parallel={"dp": 2}, steps=4) for out in ("prepare_from", "open", "save", "write_json")
+    }
+    configs["name"] = configure("name", parallel={"dp": 2}, name="a/b")
+    configs["rate"] = configure("rate", parallel={"dp": 2}, optim={"lr": 1e30, "clip": 0.0, "warmup": 0.0})
+    arguments = json.dumps({name: to_dict(config) for name, config in configs.items()})
+    command = torchrun(2, "--no-python", sys.executable, "-c", REFUSALS, arguments)
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 LEAVE = """
@@ -102,6 +150,26 @@ def test_leaving_the_group_waits_for_no_thread_that_waits_for_python() -> None:
     """Without the reference that `_leave` holds, one of some hundred times hangs."""
     left = subprocess.run([sys.executable, "-c", LEAVE], capture_output=True, text=True)
     assert left.returncode == 0, left.stderr
+
+
+@pytest.mark.parametrize(("rank", "error"), [("0", UserError), ("1", SystemExit)])
+def test_several_processes_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch, rank: str, error: Any) -> None:
+    monkeypatch.setattr(parallel, "pick_device", torch.device)
+    for name, value in {"RANK": rank, "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(error, match="is one GPU and torchrun started 2 processes" if rank == "0" else "2"):
+        join_processes("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("pp_schedule", "zbv"), ("pp_virtual", 2), ("pp_layers", (1, 1))], ids=lambda value: str(value)
+)
+def test_what_is_said_of_stages_where_there_are_none_is_refused(
+    configure: Callable[..., TrainConfig], name: str, value: Any
+) -> None:
+    config = configure(parallel={name: value})
+    with pytest.raises(UserError, match=rf"parallel.{name} is .* and the layers are not cut into stages: give pp"):
+        layout_for(config, Processes(0, 1, torch.device("cpu")))
 
 
 def test_one_process_needs_no_group() -> None:

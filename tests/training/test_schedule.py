@@ -1,16 +1,9 @@
 """Schedules are functions of the step: they rise, hold and fall where they say."""
 
-import doctest
-
 import pytest
 
 from attnres.errors import UserError
-from attnres.training import schedule
 from attnres.training.schedule import cosine, fraction_of_peak, warm_up, wsd
-
-
-def test_the_examples_of_the_docstrings_run() -> None:
-    assert doctest.testmod(schedule).failed == 0
 
 
 def test_warm_up_is_linear_and_never_zero() -> None:

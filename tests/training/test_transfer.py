@@ -13,7 +13,8 @@ from attnres import load
 from attnres.errors import UserError
 from attnres.models import build
 from attnres.training import TrainConfig, train
-from attnres.training.config import OptimConfig, check, from_dict
+from attnres.training.check import check
+from attnres.training.config import OptimConfig, from_dict
 from attnres.training.optim import build_optimizers, kinds
 from attnres.training.transfer import Transfer, carry_start
 

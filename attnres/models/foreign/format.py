@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from attnres.errors import UserError
-from attnres.models.classes import CLASSES, FIELDS
+from attnres.models.classes import CLASSES
+from attnres.models.config import FIELDS
 from attnres.residuals import Residual
 
 Config = dict[str, Any]

@@ -10,7 +10,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from attnres.errors import UserError, foreign
-from attnres.models.classes import CLASSES, DepthMixin
+from attnres.models.bases import DepthMixin
+from attnres.models.classes import CLASSES
 from attnres.models.foreign import format_of
 from attnres.models.foreign.format import Format, WrittenFormat
 from attnres.residuals import Residual

@@ -283,6 +283,8 @@ def start(subject: Subject) -> str:
     claim, far = None, 0.0
     for depth in subject.depths:
         residual, network = subject.residual(depth, stirred=False), Network(depth, eps=_TINY)
+        if residual.value_kind != "none":
+            return f"not looked at: value_residual is {residual.value_kind}, and sublayers here have no values"
         claim = residual.traits.starts_standard
         plain = make_residual("standard", depth, residual.width)
         expected = network.run(plain, tokens(2, 3))

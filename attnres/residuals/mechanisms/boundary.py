@@ -177,6 +177,7 @@ class BoundaryNormed(Boundary):
         "samitmohan.github.io, 18 March 2026",
     )
     traits = Boundary.traits._replace(linear=False)  # the values are normed: a number for each channel
+    slow = ()
 
     def _kept(self, ends: tuple[Tensor, ...], mix: Tensor) -> tuple[Tensor, ...]:
         """Return the states that later boundaries mix: of the block that ended, the mix that became the stream."""

@@ -14,16 +14,16 @@ from attnres.residuals.program import BankReads
 from attnres.residuals.settings import not_both, whole
 
 
-def snapshot_size(num_sublayers: int, block_size: int | None, num_blocks: int | None) -> int:
-    """Sublayers from one snapshot to the next. `num_blocks` counts as that project does: whole transformer layers,
-    ceil(layers / num_blocks) each, which may make fewer blocks than asked for."""
+def snapshot_size(num_sublayers: int, block_size: int | None, num_blocks: int | None, kinds: int) -> int:
+    """Sublayers from one snapshot to the next. `num_blocks` counts as that project does: whole transformer layers, of
+    `kinds` sublayers, ceil(layers / num_blocks) each, which may make fewer blocks than asked for."""
     not_both(block_size=block_size, num_blocks=num_blocks)
     if block_size is not None:
         if whole("block_size", block_size) > num_sublayers:
             raise UserError(f"block_size is {block_size}: expected 1 to {num_sublayers} sublayers (a layer has two)")
         return block_size
     blocks = DEFAULT_BLOCKS if num_blocks is None else whole("num_blocks", num_blocks)
-    return min(2 * math.ceil(num_sublayers / 2 / blocks), num_sublayers)
+    return min(kinds * math.ceil(num_sublayers / kinds / blocks), num_sublayers)
 
 
 class Cumulative(DepthAttention):
@@ -60,7 +60,7 @@ class Cumulative(DepthAttention):
         key_norm_eps: float = 1e-6,
         **options: Any,
     ) -> None:
-        size = snapshot_size(num_sublayers, block_size, num_blocks)
+        size = snapshot_size(num_sublayers, block_size, num_blocks, len(self.sublayers))
         super().__init__(
             num_sublayers,
             width,

@@ -14,6 +14,7 @@ class DeepNorm(PostNorm):
 
     name = "deepnorm"
     traits = PostNorm.traits._replace(scales_branches=True, colour="#e69f00")
+    even_start = True
     about = About(
         "N(a x + f(x)), a = (2M)^(1/4)",
         "value, output and MLP weights / (8M)^(1/4)",

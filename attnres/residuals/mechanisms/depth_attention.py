@@ -1,6 +1,7 @@
 """What Full and Block Attention Residuals share: pseudo-queries, the two-phase schedule, the state."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -112,6 +113,8 @@ class DepthAttention(Residual):
         self.special = self.weighting.special or (None if self.gates.idle else "gates")
         """What makes every read be made in plain torch, in words; None where the kernels and the schedule serve."""
         self.traits = self._traits_with_settings()
+        if self.weighting.read_temperature >= math.sqrt(width):
+            self.slow = ()
         self.init_parameters()
 
     def init_parameters(self) -> None:

@@ -12,7 +12,7 @@ class LayerNormScaling(Standard):
     of the layer's number, the head's norm by nothing.
 
     Depth counts layers, not sublayers, as in the publication's code. Scaled start values (output weights drawn smaller
-    with depth) work against it, the authors say: the models of this package are drawn without them.
+    with depth) work against it, the authors say: a model that is built with it has none, GPT-2 too.
 
     Costs no parameters.
 
@@ -21,6 +21,7 @@ class LayerNormScaling(Standard):
 
     name = "layernorm_scaling"
     traits = Traits(False, sums_to_one=False, has_query=False, starts_standard=False)
+    even_start = True
     about = About("x + f(N x / sqrt(k)), layer k", "nothing", "3", "Sun et al., arXiv 2502.05795")
 
     def read(self, state: Tensor, index: int, norm: NormLike) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,7 @@
 """How large a block may be: Figure 6."""
 
 from attnres.figures.chart import Curves, Line
+from attnres.figures.plot import LOSS
 from attnres.studies.contrast import contrast
 from attnres.studies.design import Arm, Design, Measured, Result, Setting
 from attnres.text import number
@@ -39,7 +40,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     x = [size for size, _ in points]
     lines = [Line("block", x, means, low, high), Line("standard", [x[0], x[-1]], [one.base] * 2, dashed=True)]
     caption = "Held-out loss by sublayers in a block (1 is Full); band: two standard errors of a mean."
-    chart = Curves("block-size", "Block size", caption, "S, sublayers", "loss (nats)", {"": lines}, log_x=True)
+    chart = Curves("block-size", "Block size", caption, "S, sublayers", LOSS, {"": lines}, log_x=True)
     return Result(verdict, [one.table("Loss by block size")], [chart], {"sizes": one.values(), "best": best[0]})
 
 

@@ -5,6 +5,7 @@ import math
 import statistics
 
 from attnres.figures.chart import Curves, Line
+from attnres.figures.plot import DIFFERENCE, TOKENS
 from attnres.run_names import run_name
 from attnres.studies.analyses.budgets import trend
 from attnres.studies.analyses.noise import combined, pooled
@@ -97,8 +98,9 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     gaps = list(result.gaps.values())
     low, high = [g - 2 * e for g, e in zip(gaps, errors)], [g + 2 * e for g, e in zip(gaps, errors)]
     line = Line("block", x, gaps, low, high)
-    caption = "Held-out loss of Block minus standard at the end of each budget; band: two standard errors."
-    chart = Curves("budgets", "The gap by budget", caption, "tokens", "gap (nats)", {"": [line]}, log_x=True, zero=True)
+    caption = "Held-out loss of Block minus standard at the end of each budget"
+    caption += "; band: two standard errors." if noise.degrees else ". The noise of seeds is not known."
+    chart = Curves("budgets", "The gap by budget", caption, TOKENS, DIFFERENCE, {"": [line]}, log_x=True, zero=True)
     values = {"gaps": {f"{b:g}": gap for b, gap in result.gaps.items()}, "slope": result.slope, "answer": result.answer}
     return Result(verdict, [table], [chart], values)
 

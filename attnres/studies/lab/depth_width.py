@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from attnres.figures.chart import Chart, Curves, Grid, Line
+from attnres.figures.plot import LOSS
 from attnres.studies.analyses.noise import widest
 from attnres.studies.analyses.optimum import optimum
 from attnres.studies.cost import flops_a_token, vocabulary_of
@@ -66,7 +67,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     lines = [Line(label, ratios, losses) for label, losses in panels.items() if any(map(math.isfinite, losses))]
     caption = "Held-out loss of models of equal FLOPs; small ratios are deep and narrow."
     charts: list[Chart] = (
-        [Curves("depth-width", "Shape", caption, "d / layers", "loss (nats)", {"": lines}, log_x=True)] if lines else []
+        [Curves("depth-width", "Shape", caption, "d / layers", LOSS, {"": lines}, log_x=True)] if lines else []
     )
     if np.isfinite(grid).any():
         caption = "The same losses; framed: the lowest of each."

@@ -4,6 +4,7 @@ import math
 import statistics
 
 from attnres.figures.chart import Curves, Line
+from attnres.figures.plot import LOSS
 from attnres.stats import or_none
 from attnres.studies.analyses.exchange import exchange
 from attnres.studies.analyses.noise import UNMEASURED
@@ -44,7 +45,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     verdict = f"At {steps:,} steps a loss lower by 0.01 is {worth_text}."
     line = Line("standard", rate.steps, rate.losses)
     caption = "Held-out loss at the end of runs of different lengths, each with a whole schedule; mean over seeds."
-    chart = Curves("exchange", "Loss by length", caption, "steps", "loss (nats)", {"": [line]}, log_x=True)
+    chart = Curves("exchange", "Loss by length", caption, "steps", LOSS, {"": [line]}, log_x=True)
     values = {
         "curve": {str(n): loss for n, loss in curve.items()},
         "worth_of_0.01": or_none(worth),

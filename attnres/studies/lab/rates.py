@@ -3,6 +3,7 @@
 import math
 
 from attnres.figures.chart import Curves, Line
+from attnres.figures.plot import DIFFERENCE, LOSS, TOKENS
 from attnres.studies.analyses.halving import beyond, survivors
 from attnres.studies.contrast import contrast
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
@@ -126,7 +127,7 @@ def analyse(setting: Setting, measured: Measured) -> Result:
         caption = "Held-out loss at the end by the rate as a multiple of the recipe's, one seed."
         panels = {"": lines}
         charts.append(
-            Curves("rates", "Loss by rate", caption, "multiple of the recipe's rate", "loss (nats)", panels, log_x=True)
+            Curves("rates", "Loss by rate", caption, "multiple of the recipe's rate", LOSS, panels, log_x=True)
         )
     over = _over_training(setting, measured)
     charts += [over] if over else []
@@ -189,7 +190,7 @@ def _over_training(setting: Setting, measured: Measured) -> Curves | None:
     if not lines:
         return None
     caption = "Block minus standard, seed 0, by the own parameters' rate as a multiple of AdamW's."
-    return Curves("rates-gap", "The gap over training", caption, "tokens", "gap (nats)", {"": lines}, zero=True)
+    return Curves("rates-gap", "The gap over training", caption, TOKENS, DIFFERENCE, {"": lines}, zero=True)
 
 
 STUDY = Design(

@@ -5,6 +5,7 @@ import statistics
 from typing import Any, NamedTuple
 
 from attnres.figures.chart import Curves, Line
+from attnres.figures.plot import LOSS
 from attnres.stats import or_none
 from attnres.studies.analyses.noise import widest
 from attnres.studies.analyses.scaling import SURE, Fitted, fitted, multiplier, multiplier_interval
@@ -90,7 +91,7 @@ def _chart(compute: dict[str, list[float]], losses: dict[str, list[float]], fits
         curve = [x[0] * (x[-1] / x[0]) ** (i / 24) for i in range(25)]
         lines.append(Line(label, curve, [one.fit.loss(c) for c in curve], dashed=True))
     caption = "Held-out loss against the compute of a run (6 N D, attention and depth reads), with the fits."
-    return Curves("scaling", "Scaling", caption, "FLOPs", "loss (nats)", {"": lines}, log_x=True)
+    return Curves("scaling", "Scaling", caption, "FLOPs", LOSS, {"": lines}, log_x=True)
 
 
 class _Saved(NamedTuple):

@@ -6,17 +6,10 @@ import math
 
 import pytest
 import torch
-from formula import SHAPES, check_formula
+from formula import SHAPES, check_formula, on_logarithms
 from torch.nn import functional as F
 
 from attnres import UserError, make_residual
-
-
-def on_logarithms(logits):
-    for _ in range(20):
-        logits = logits - logits.logsumexp(-2, keepdim=True)
-        logits = logits - logits.logsumexp(-1, keepdim=True)
-    return logits.exp()
 
 
 def of_permutations(logits):

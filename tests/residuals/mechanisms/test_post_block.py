@@ -9,7 +9,7 @@ from formula import SHAPES, check_formula
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_stream_after_a_block_is_a_read_of_all_blocks(shape, size):
     if size > shape[0]:
-        return
+        pytest.skip("a block of more sublayers than there are")
 
     def formula(network, parameters):
         blocks, x, total = [network.embedding], network.embedding, torch.zeros_like(network.embedding)

@@ -1,0 +1,282 @@
+"""Models whose hidden state is a depth stream: base models and heads, each a subclass of a family's own class."""
+
+import functools
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForTextEncoding, PreTrainedModel
+
+from attnres.errors import UserError
+from attnres.files import write_text
+from attnres.models.attach import attach_stream
+from attnres.models.card import model_card
+from attnres.models.families import Family
+from attnres.models.inputs import Fused, split
+from attnres.models.outputs import note_hidden_states, routing_forward, show_hidden_states
+from attnres.residuals import Residual
+from attnres.residuals.values import ValueResidual
+
+HOME = "attnres.models.classes"
+"""The module that the classes which are made say they are of."""
+
+GENERATED: dict[str, type] = {}
+"""Configs and models that were made, by the name of the class; of two of one name the latest."""
+
+
+def _refuse_parallel(family: Family, config: Any) -> None:
+    if family.parallel and getattr(config, family.parallel):
+        raise UserError(
+            f"{family.parallel} is on: attention and MLP read one stream side by side, and depth reads need them one "
+            f"after the other; only models with {family.parallel}=False have a place for them"
+        )
+
+
+class Depth(PreTrainedModel):
+    """What base models and heads with a depth stream share; mixed in front of the family's own class."""
+
+    family: Family
+    plain_class: type[PreTrainedModel]
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        _refuse_parallel(self.family, config)
+        super().__init__(config, *args, **kwargs)
+        if self.attach_residual():
+            self._scale_branches()
+        self._freeze()
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load the model as Transformers does, which lets everything be trained that it loads; what is fixed here stays
+        fixed."""
+        loaded: Any = super().from_pretrained(*args, **kwargs)
+        model = loaded[0] if isinstance(loaded, tuple) else loaded
+        model._freeze()
+        return loaded
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """Nothing: this class did not come with a model, whatever file of a model it was found through."""
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        """As the plain class: custom code would have modules without parameters left as they were allocated."""
+        return cls.plain_class.is_custom_code()
+
+    @classmethod
+    def _can_set_attn_implementation(cls) -> bool:
+        """As the plain class: Transformers looks for it in the file of a class, which is not the family's here."""
+        return cls.plain_class._can_set_attn_implementation()
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        """As the plain class, or a mixture of experts would run them one by one."""
+        return cls.plain_class._can_set_experts_implementation()
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        config: Any = self.config
+        return config.empty_model, (config.stored, self.plain_class, isinstance(self, DepthBase)), self.__dict__
+
+    def save_pretrained(  # ty: ignore[incompatible-method-override]
+        self, save_directory: Any, is_main_process: bool = True, **kwargs: Any
+    ) -> None:
+        """Write the model as Transformers does, and a model card where the folder has none."""
+        super().save_pretrained(save_directory, is_main_process, **kwargs)
+        card, conversion = Path(save_directory) / "README.md", getattr(self, "conversion", None)
+        if is_main_process and not card.exists():
+            source, report = (None, None) if conversion is None else (conversion.source, conversion.to_dict())
+            write_text(card, model_card(self, source, report))
+
+    def save_without_card(self, folder: Path, max_shard_size: str) -> None:
+        """Write the model as Transformers does, and no card: for a caller that writes the card itself."""
+        super().save_pretrained(folder, max_shard_size=max_shard_size)
+
+    @property
+    def depth_base(self) -> nn.Module:
+        """The module that holds the layers, the final norm and the residual."""
+        return getattr(self, self.base_model_prefix, self)
+
+    @property
+    def depth_layers(self) -> nn.ModuleList:
+        return cast(nn.ModuleList, self.depth_base.get_submodule(self.family.layers))
+
+    @property
+    def residual(self) -> Residual:
+        """The base model's residual."""
+        base = self.depth_base
+        return cast(Residual, super().__getattr__("residual") if base is self else base.residual)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        base = self.depth_base if name == "residual" else self
+        if base is self:
+            super().__setattr__(name, value)
+        else:
+            setattr(base, name, value)
+
+    def _load_from_state_dict(  # ty: ignore[incompatible-method-override]
+        self, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
+        """Take the residual under its name in a file too, as those do that load one into a model that is there
+        (Transformers' `Trainer` when it resumes)."""
+        if self.depth_base is not self:
+            for name in [name for name in state_dict if name.startswith(f"{prefix}residual.")]:
+                place = f"{prefix}{self.base_model_prefix}.{name.removeprefix(prefix)}"
+                state_dict.setdefault(place, state_dict.pop(name))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _set_gradient_checkpointing(  # ty: ignore[incompatible-method-override]
+        self, enable: bool = True, gradient_checkpointing_func: Any = None, **kw: Any
+    ) -> None:
+        options = getattr(gradient_checkpointing_func, "keywords", {})
+        if enable and options.get("use_reentrant"):
+            raise UserError(
+                "use_reentrant=True was given: reentrant checkpointing drops gradients of a depth stream's earlier "
+                "sources without a word; pass use_reentrant=False"
+            )
+        if gradient_checkpointing_func is None:
+            super()._set_gradient_checkpointing(enable, **kw)
+        else:
+            super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, **kw)
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        residual = getattr(self.depth_base, "residual", None)
+        if isinstance(module, ValueResidual):
+            module.init_parameters()
+        elif residual is not None and module in residual.modules():
+            tensors = (*residual.parameters(), *residual.buffers())
+            if not all(getattr(tensor, "_is_hf_initialized", False) for tensor in tensors):
+                cast(Residual, residual).init_parameters()  # which spares what was loaded
+        else:
+            super()._init_weights(module)
+
+    def attach_residual(self) -> bool:
+        """Make the base model one of depth streams, and say whether it was none; see `attach_residual`."""
+        base = self.depth_base
+        if base is not self and isinstance(base, DepthBase):
+            return False
+        if base is not self and isinstance(base, PreTrainedModel):
+            cls = model_class(type(base), type(self.config), DepthBase)
+            # Transformers notes in this constructor what a class records (`output_hidden_states`, say).
+            PreTrainedModel.__init__(object.__new__(cls), self.config)
+            base.__class__ = cls
+        attach_residual(base, self.family, self.config)
+        return True
+
+    @torch.no_grad()
+    def _scale_branches(self) -> None:
+        """Give the weights of layers' branches the start values that the residual asks for."""
+        residual, layers, scales = self.residual, self.depth_layers, dict[str, float]()
+        if residual.even_start:
+            scales = dict.fromkeys(self.family.shrunk_weights, (2 * len(layers)) ** 0.5)
+        scale = residual.branch_scale()
+        if scale != 1.0:
+            if not self.family.branch_weights:
+                raise UserError(
+                    f"residual '{self.config.residual}' scales the start values of a layer's branches, which is not "
+                    f"worked out for {self.family.causal_lm}: choose another residual or a family such as qwen3"
+                )
+            scales |= {path: scale * scales.get(path, 1.0) for path in self.family.branch_weights}
+        for layer in layers:
+            for path, factor in scales.items():
+                name, _, part = path.partition("[")
+                weight: Tensor = layer.get_parameter(f"{name}.weight")
+                if weight.is_meta:  # a checkpoint's values are about to be loaded
+                    return
+                (weight[:, weight.shape[1] * 2 // 3 :] if part else weight).mul_(factor)
+
+    def _freeze(self) -> None:
+        """Let nothing train what the residual's settings keep at its start, nor projections that it does without."""
+        with torch.device("meta"):
+            settled = cast(Any, self.config).make_residual()
+        for name, parameter in settled.named_parameters():
+            if not parameter.requires_grad:
+                self.residual.get_parameter(name).requires_grad_(False)
+        values, projections = settled.value_mix, self.family.projections
+        if values is not None and values.replaces and len(projections) > 1:
+            for layer in list(self.depth_layers)[1:]:
+                layer.get_submodule(projections[-1]).requires_grad_(False)
+
+
+class DepthBase(Depth):
+    """A base model (without a head) whose hidden state is a depth stream."""
+
+
+class DepthMixin(Depth):
+    """A model with a head whose hidden state is a depth stream."""
+
+
+def attach_residual(base: nn.Module, family: Family, config: Any) -> None:
+    """Make the residual's parameters, and let the layers of `base` read and write a stream."""
+    layers = cast(nn.ModuleList, base.get_submodule(family.layers))
+    with torch.device(next(layers[0].parameters()).device):
+        residual = config.make_residual()
+    _split_inputs(layers, family, residual, config)
+    banked = family.causal_lm.endswith(("ForCausalLM", "LMHeadModel"))
+    attach_stream(base, residual, list(layers), family.reads, family.final_norm, normed=family.normed, banked=banked)
+    base.register_forward_pre_hook(note_hidden_states, with_kwargs=True)
+    base.register_forward_hook(show_hidden_states)
+    holder = base.get_submodule(family.layers.rpartition(".")[0])
+    if holder is not base:
+        holder.register_forward_hook(show_hidden_states)
+
+
+def _split_inputs(layers: nn.ModuleList, family: Family, residual: Residual, config: Any) -> None:
+    """Let attentions take inputs for each of their projections, where the residual gives them such."""
+    several = any(isinstance(way, str) for index in range(residual.num_sublayers) for way in residual.ways(index))
+    if several or residual.value_mix is not None:
+        what = f"residual '{residual.name}'" if several else f"value_residual '{residual.value_kind}'"
+        fused = Fused(config.layers_config.num_attention_heads, config.shared_heads, family.by_head)
+        split(list(layers), family.projections, fused, what, family.causal_lm)
+
+
+@functools.cache
+def model_class(plain: Any, config: Any, kind: type[Depth]) -> type[Depth]:
+    """Return the subclass of a plain model class that is a `DepthBase` or a `DepthMixin`, for configs of ours."""
+    fields = {
+        "__module__": HOME,
+        "__doc__": f"{plain.__name__} whose sublayers read and write a depth stream.",
+        "_auto_class": None,
+        "config_class": config,
+        "__annotations__": {"config": config},
+        "family": config.family,
+        "plain_class": plain,
+        "_pp_plan": None,  # as the config's
+        "_keep_in_fp32_modules_strict": [*(plain._keep_in_fp32_modules_strict or ()), "residual"],
+    }
+    if kind is DepthMixin:
+        fields["forward"] = routing_forward(plain.forward)
+    cls = type(f"AttnRes{plain.__name__}", (kind, plain), fields)
+    GENERATED[cls.__name__] = cls
+    return cls
+
+
+def plain_class(auto: Any, config: type) -> type[PreTrainedModel] | None:
+    """Return the model class that an Auto class has for a plain config class; None without one that takes it."""
+    plain = auto._model_mapping.get(config, None)
+    plain = plain[0] if isinstance(plain, tuple) else plain
+    return plain if _takes(plain, config) else None
+
+
+def _takes(plain: Any, config: type) -> bool:
+    """Whether this is a model class for such configs."""
+    return (
+        isinstance(plain, type) and issubclass(plain, PreTrainedModel) and issubclass(config, plain.config_class or ())
+    )
+
+
+def class_of(plain: type[PreTrainedModel], config: Any) -> type[Depth]:
+    """Return the class of ours for a plain model class and a config class of ours: of a base model, which `AutoModel`
+    or `AutoModelForTextEncoding` has, a `DepthBase`, of any other a `DepthMixin`."""
+    bases = [plain_class(auto, config.__bases__[1]) for auto in (AutoModel, AutoModelForTextEncoding)]
+    return model_class(plain, config, DepthBase if plain in bases else DepthMixin)
+
+
+def class_named(name: str, config: type) -> type[Depth] | None:
+    """Return the class of ours with this name for a config class of ours; None where neither Transformers nor what this
+    process has converted has the plain one."""
+    made = getattr(GENERATED.get(name), "plain_class", None)
+    plain: Any = made or getattr(transformers, name.removeprefix("AttnRes"), None)
+    return class_of(plain, config) if _takes(plain, config) else None

@@ -1,0 +1,159 @@
+"""Configs with a residual: a family's own, which also names the mechanism and its settings and makes it."""
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import transformers
+
+from attnres.errors import UserError
+from attnres.models.families import Family, layer_count
+from attnres.models.remote import write_loader
+from attnres.ops import compute_dtype
+from attnres.residuals import (
+    RESIDUALS,
+    Residual,
+    make_residual,
+    residual_class,
+    settings_of,
+    source_file,
+    source_sha256,
+)
+from attnres.residuals.values import ValueResidual
+
+AUTOS: tuple[Any, ...] = tuple(
+    getattr(transformers, name)
+    for name in dir(transformers)
+    if name == "AutoModel" or (name.startswith("AutoModelFor") and name != "AutoModelForTextEncoding")
+)
+"""Transformers' Auto classes: a family's classes are registered with those that have the plain ones. The one that is
+left out has `AutoModel`'s models, or parts of them."""
+
+
+def auto_classes(config: type) -> dict[str, type]:
+    """Return the class that each Auto class has for a config class with a residual."""
+    classes = {auto.__name__: auto._model_mapping.get(config, None) for auto in AUTOS}
+    return {"AutoConfig": config} | {auto: cls for auto, cls in classes.items() if cls is not None}
+
+
+FIELDS: dict[str, Any] = {
+    "residual": str,
+    "residual_settings": dict | None,
+    "residual_file": str | None,
+    "residual_sha256": str | None,
+}
+"""What makes a config ours, with types."""
+
+
+class ResidualConfigMixin:
+    """Config fields `residual` (a mechanism's name), `residual_settings` (its settings), and, for a mechanism of a
+    user's own file, `residual_file` and `residual_sha256` (of its content), which are there to be told: a config runs
+    no file."""
+
+    residual: str
+    residual_settings: dict[str, Any] | None
+    residual_file: str | None
+    residual_sha256: str | None
+    family: Family
+    empty: Callable[..., Any]
+    empty_model: Callable[..., Any]
+    """What unpickling makes and then fills, for a config and for its models: functions of `classes`."""
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """Nothing: this class did not come with a model, whatever file of a model it was found through."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        plain = config_dict.get("model_type")
+        if plain and not str(plain).startswith("attnres_") and "residual" not in config_dict:
+            warnings.warn(
+                f"a plain '{plain}' checkpoint is loaded into {cls.__name__}: it gets residual '{cls.residual}' with "
+                "fresh parameters, and computes something else than before; attnres.convert keeps what it computes",
+                stacklevel=2,
+            )
+            stray = stray_settings(cls, config_dict)
+            config_dict = {name: value for name, value in config_dict.items() if name not in stray}
+        return super().from_dict(config_dict, **kwargs)  # ty: ignore[missing-attribute]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self.empty, (self.stored,), vars(self)
+
+    @property
+    def stored(self) -> dict[str, Any]:
+        """What `register_stored` needs of config.json."""
+        cls: Any = type(self)
+        return {"model_type": cls.model_type, "residual_family": getattr(self, "residual_family", None)}
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """Write config.json, and beside it the file with which Transformers finds these classes by itself."""
+        names = {auto: cls.__name__ for auto, cls in auto_classes(type(self)).items()}
+        auto_map = write_loader(self, Path(save_directory), names)
+        if auto_map:
+            self.auto_map = auto_map
+        super().save_pretrained(save_directory, **kwargs)  # ty: ignore[missing-attribute]
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)  # ty: ignore[missing-attribute]
+        self._refuse_stray_settings(kwargs)
+        self.note_file()
+        with torch.device("meta"):
+            self.make_residual()
+
+    def _refuse_stray_settings(self, kwargs: Mapping[str, Any]) -> None:
+        """A residual's setting among the fields of the config would be kept there and change nothing."""
+        if stray := stray_settings(type(self), {*kwargs, *vars(self)}):
+            raise UserError(f"config field '{stray[0]}' is a setting of a residual: put it into residual_settings")
+
+    def note_file(self) -> None:
+        """Record the file that the mechanism was read from; warn where the stored one had another content."""
+        file, content = source_file(self.residual), source_sha256(self.residual)
+        if file is None:
+            return
+        if self.residual_sha256 not in (None, content):
+            warnings.warn(
+                f"{file} has changed since this model was made (its SHA-256 is another): if more than comments "
+                "changed, the model computes something else",
+                stacklevel=2,
+            )
+        self.residual_file, self.residual_sha256 = file, content
+
+    def make_residual(self) -> Residual:
+        if ".py:" in self.residual:
+            raise UserError(
+                f"residual is '{self.residual}' in a config, which runs no file: register the class first "
+                "(attnres.register) and give its name"
+            )
+        residual_class(self.residual, self.residual_file)
+        layers, kinds = cast(int, layer_count(self)), self.family.sublayers
+        width = self.layers_config.hidden_size
+        settings = self.residual_settings or {}
+        residual = make_residual(self.residual, layers * len(kinds), width, sublayers=kinds, **settings)
+        if residual.value_kind != "none":
+            mix = ValueResidual(residual.value_kind, layers, self.shared_heads, width)
+            residual.value_mix = mix.to(compute_dtype(torch.get_default_dtype()))
+        return residual
+
+    @property
+    def layers_config(self) -> Any:
+        """The config of the layers that have the residual: of a model of more than text or more than a decoder, that of
+        its text's decoder."""
+        return self.get_text_config(decoder=True)  # ty: ignore[missing-attribute]
+
+    @property
+    def shared_heads(self) -> int:
+        """Heads of keys and values, which several of queries may share."""
+        return getattr(self.layers_config, "num_key_value_heads", None) or self.layers_config.num_attention_heads
+
+
+def stray_settings(config: type, names: Iterable[str]) -> list[str]:
+    """Return those of `names` that some residual's setting has and no field of this class of configs: no model of
+    Transformers' own looks at them."""
+    fields = {name for cls in config.__mro__ for name in vars(cls).get("__annotations__", {})}
+    constructors = [vars(cls)["__init__"] for cls in config.__mro__ if "__init__" in vars(cls)]
+    fields |= {name for one in constructors for name in inspect.signature(one).parameters}
+    settings = {key for name in list(RESIDUALS) for key in settings_of(name)} - fields
+    return sorted(settings & {*names})

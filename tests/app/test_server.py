@@ -1,0 +1,82 @@
+"""The server's answers: what the browser has is not sent again, and a mistake is one sentence here and there."""
+
+import asyncio
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("uvicorn", reason="the extra `app` is not installed")
+
+from attnres.app.page import Page
+from attnres.app.server import application
+from attnres.app.state import View
+from attnres.studies.texts import LookText
+
+TEXT = "def read(rows, name):\n    return rows[name]\n"
+
+
+@pytest.fixture
+def ask(page):
+    """Asks the page's server a question; gives status and the last line of the answer."""
+    served = application(Page(page.models, LookText("a text", lambda: iter([TEXT]))), local=True)
+
+    def asked(path, **question):
+        body, sent = json.dumps(question).encode(), []
+        heads = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+        came = iter([{"type": "http.request", "body": body}])
+
+        async def receive():
+            message = next(came, None)
+            return message if message is not None else await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": f"/{path}", "headers": heads, "query_string": b""}
+        scope |= {"http_version": "1.1", "scheme": "http", "server": ("localhost", 80), "root_path": ""}
+        try:
+            asyncio.run(served(scope, receive, send))
+        except Exception:  # which the server above hears of, too, once it has been answered
+            assert sent
+        whole = b"".join(message.get("body", b"") for message in sent)
+        return sent[0]["status"], json.loads(whole.splitlines()[-1])
+
+    return asked
+
+
+def test_only_what_has_changed_is_sent(ask):
+    view = View(TEXT, models=(0, 1)).to_json()
+    first = ask("show", view=view)[1]
+    known = [part.split('"')[0] for pane in first["panes"] for part in pane.split('data-hash="')[1:]]
+    second = ask("show", view=first["view"], actions=[["token", {"place": 0, "token": 2}]], known=known)[1]
+    whole = ask("show", view=second["view"])[1]
+    assert len(known) == len(set(known))
+    for pane, again in zip(second["panes"], whole["panes"], strict=True):
+        parts = [dict(part.split('"', 1) for part in one.split('data-hash="')[1:]) for one in (pane, again)]
+        assert parts[0].keys() == parts[1].keys()
+        for name, part in parts[0].items():
+            assert part.startswith("></section>") if name in known else part == parts[1][name]
+        assert len(pane) < len(again) - 5000
+
+
+@pytest.mark.parametrize("path", ["show", "export", "score", "search"])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (RuntimeError("on\ntwo lines"), "a mistake of attnres"),
+        (MemoryError(), "not enough memory"),
+        (torch.cuda.OutOfMemoryError("CUDA out of memory"), "not enough memory"),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "not enough memory"),
+    ],
+)
+def test_what_nobody_foresaw_is_one_sentence_here_and_there(ask, path, error, words, monkeypatch, capsys):
+    def fail(*args):
+        raise error
+
+    for name in ("show", "export", "score", "search"):
+        monkeypatch.setattr(Page, name, fail)
+    status, answer = ask(path, view=View(TEXT).to_json())
+    said = capsys.readouterr().err.splitlines()
+    assert words in answer["error"] and status == (200 if path in ("score", "search") else 500)
+    assert len(said) == 1 and said[0].startswith(f"attnres: error: {answer['error']} ({type(error).__name__}: ")
