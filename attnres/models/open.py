@@ -151,8 +151,10 @@ class Checkpoint:
             raise UserError(
                 f"{self.folder} holds no tokenizer: copy tokenizer.json and tokenizer_config.json of the model there"
             )
-        config = self.config
-        with foreign(f"the tokenizer in {self.folder} cannot be opened", "fetch or copy it again"):
+        config, advice = self.config, "fetch or copy it again"
+        if not self.trusted:
+            advice += ", or, if it brings code that you trust, give --trust-remote-code"
+        with foreign(f"the tokenizer in {self.folder} cannot be opened", advice):
             tokenizer: Any = AutoTokenizer.from_pretrained(self.folder, config=config, trust_remote_code=self.trusted)
             largest = tokenizer.vocab_size - 1
             for name in ("bos", "eos", "unk", "pad"):  # a damaged one may fail at whatever is asked of it first

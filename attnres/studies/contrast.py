@@ -245,8 +245,13 @@ def contrast(
             verdict = "undecided"  # those that are left are the lucky ones
         others.append(Against(label, mean + difference, n, difference, error, noise, threshold, verdict))
     curve = measured.curve if measured.at_recipe(arm, quantity) else {}
-    steps = {one: measured.step_ratios[arm, one] for one in (baseline, *names) if (arm, one) in measured.step_ratios}
-    ratios = {label: value / steps[baseline] for label, value in steps.items()} if baseline in steps else {}
+    times = {one: measured.step_times[arm, one] for one in (baseline, *names) if (arm, one) in measured.step_times}
+    # Round by round: the machine's speed changes, and what is taken in one turn has it in common.
+    ratios = {
+        label: statistics.median(a / b for a, b in zip(each, times[baseline]))
+        for label, each in times.items()
+        if baseline in times
+    }
     shares = {label: _own_share(measured, arm, label) for label in (baseline, *names)}
     return Contrast(baseline, mean, len(base), spread, comparisons, others, diverged, curve, ratios, shares, quantity)
 

@@ -99,7 +99,7 @@ class Measured:
     Attributes:
         planned: names of the runs of each arm asked for so far, and finished ones of them.
         begun: arms that have a folder: what was asked for once stays so, whatever else is asked for since.
-        step_ratios: time of a step over the plain model's, taken in turn, by (arm, label); of timed arms.
+        step_times: of a step by (arm, label), round by round, in which all take steps in turn; of timed arms.
         recipe: the arms that are trained by the preset's recipe, whatever their steps and variants.
         noises: of the recipe by its steps, as the study of noise has them; none where that was not run.
         curve: the recipe's standard model's final losses by its steps, as the study of the exchange rate has them.
@@ -109,7 +109,7 @@ class Measured:
     planned: dict[str, list[str]] = field(default_factory=dict)
     finished: dict[str, list[str]] = field(default_factory=dict)
     begun: frozenset[str] = frozenset()
-    step_ratios: dict[tuple[str, str], float] = field(default_factory=dict)
+    step_times: dict[tuple[str, str], list[float]] = field(default_factory=dict)
     recipe: frozenset[str] = frozenset()
     noises: Mapping[int, Noise] = field(default_factory=dict)
     curve: Mapping[int, float] = field(default_factory=dict)

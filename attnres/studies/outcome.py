@@ -23,7 +23,7 @@ from attnres.studies.begin import RECORD, asked, asked_in
 from attnres.studies.design import Arm, Design, Measured, Result, Setting
 from attnres.studies.lab import STUDIES
 from attnres.studies.presets import PRESETS
-from attnres.studies.rows import MEASURES, rows_of, step_ratios, to_csv
+from attnres.studies.rows import MEASURES, rows_of, step_times, to_csv
 from attnres.studies.variants import parse_variants
 from attnres.training.run_folder import DIVERGED, ended
 from attnres.typed import checked
@@ -154,15 +154,15 @@ def names_of(arm: Arm) -> list[str]:
 
 
 def _read(arms: Sequence[Arm], setting: Setting, folder: Path, before: Measured) -> Measured:
-    rows, ratios = [], dict[tuple[str, str], float]()
+    rows, times = [], dict[tuple[str, str], list[float]]()
     planned, finished = dict[str, list[str]](), dict[str, list[str]]()
     for arm in arms:
         planned[arm.name] = names_of(arm)
         finished[arm.name] = [name for name in planned[arm.name] if _is_finished(arm, folder / arm.name / name)]
         rows += rows_of(arm, folder / arm.name, finished[arm.name])
-        ratios |= {(arm.name, label): ratio for label, ratio in step_ratios(folder / arm.name).items()}
+        times |= {(arm.name, label): each for label, each in step_times(folder / arm.name).items()}
     recipe = frozenset(arm.name for arm in arms if arm.compare and setting.is_recipe(arm.compare.base))
-    return dataclasses.replace(before, rows=rows, planned=planned, finished=finished, step_ratios=ratios, recipe=recipe)
+    return dataclasses.replace(before, rows=rows, planned=planned, finished=finished, step_times=times, recipe=recipe)
 
 
 def _is_finished(arm: Arm, run: Path) -> bool:

@@ -73,11 +73,11 @@ def rows_of(arm: Arm, folder: Path, names: Sequence[str]) -> list[Row]:
     return rows
 
 
-def step_ratios(folder: Path) -> dict[str, float]:
-    """The time of a step of each variant over the plain model's, of a comparison that timed them in turn; else none."""
+def step_times(folder: Path) -> dict[str, list[float]]:
+    """The time of a step of each variant, round by round, of a comparison that timed them in turn; else none."""
     path = folder / TIMES
     variants = checked(read_json(path), Timing, path, ADVICE)["variants"] if path.is_file() else {}
-    return {label: one["ratio"] for label, one in variants.items()}
+    return {label: one.get("times") or [one["ratio"]] for label, one in variants.items()}
 
 
 def measures_of(folder: Path) -> Measures:

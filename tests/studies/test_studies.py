@@ -640,8 +640,9 @@ def test_steps_saved_are_in_the_table_where_a_difference_is_one():
     assert cells == {
         "standard": "", "good": "50 ± 1 %", "best": "> 50 %", "bad": "−25 ± 1 %", "worst": "< −100 %", "same": "–"
     }  # fmt: skip
-    ratios = {("arm", "standard"): 1.1, ("arm", "good"): 1.65}
-    timed = contrast(dataclasses.replace(measured, step_ratios=ratios), "arm", "standard").table("t")
+    # In the second of three rounds the machine was half as fast.
+    times = {("arm", "standard"): [1.0, 2.0, 1.1], ("arm", "good"): [1.5, 3.0, 1.6]}
+    timed = contrast(dataclasses.replace(measured, step_times=times), "arm", "standard").table("t")
     cells = {row[0]: row[-1] for row in timed.rows}
     assert timed.head[-1] == "time saved" and cells["good"] == "25 ± 1 %" and cells["best"] == "–"
 
@@ -678,16 +679,16 @@ def test_a_run_that_diverges_ends_no_study(setting, noise, tmp_path):
     outcome = conduct(design, other, say=QUIET, jobs=1)
     assert outcome.counts == (3, 3) and not outcome.measured.finals("rates", "standard-lr1e+30")
     assert outcome.measured.diverged("rates", "standard-lr1e+30") == [0]
-    assert set(outcome.measured.step_ratios) == {
+    assert set(outcome.measured.step_times) == {
         ("rates", label) for label in ("standard", "standard-lr1e+30", "block")
     }
     assert "rates,standard-lr1e+30,0,4,0,0,loss,inf" in (outcome.folder / "runs.csv").read_text()
     runner = Here()
     (outcome.folder / "rates" / TIMES).unlink()
     late = conduct(design, other, say=QUIET, jobs=1, run=runner, until=time.monotonic())
-    assert not late.measured.step_ratios, "nothing begins when the time is over"
+    assert not late.measured.step_times, "nothing begins when the time is over"
     late = conduct(design, other, say=QUIET, jobs=1, run=runner)
-    assert late.measured.step_ratios.keys() == outcome.measured.step_ratios.keys(), "stopped before it was timed"
+    assert late.measured.step_times.keys() == outcome.measured.step_times.keys(), "stopped before it was timed"
     with unpacked([outcome.folder / ARCHIVE]) as folders:
         elsewhere = dataclasses.replace(setting, out=tmp_path / "elsewhere")
         again = conduct(design, elsewhere, say=QUIET, jobs=1, run=runner, adopted=folders)
@@ -731,10 +732,10 @@ def test_step_times_are_taken_first_and_kept_with_the_runs(setting, tmp_path):
         conduct(STUDIES["ablations"], other, say=QUIET, jobs=1, run=Here(most=1))
     stopped = outcome_in(folder).measured
     assert len(stopped.finished["recipe"]) == 1
-    assert set(stopped.step_ratios) == {("recipe", label) for label in stopped.asked_for("recipe")}
+    assert set(stopped.step_times) == {("recipe", label) for label in stopped.asked_for("recipe")}
     shutil.rmtree(folder / "recipe")
     with restored(tmp_path) as copy:
-        assert outcome_in(copy / folder.relative_to(tmp_path)).measured.step_ratios == stopped.step_ratios
+        assert outcome_in(copy / folder.relative_to(tmp_path)).measured.step_times == stopped.step_times
 
 
 def test_several_studies_are_counted_in_the_order_given(setting, tmp_path, capsys):
