@@ -679,9 +679,7 @@ def test_a_run_that_diverges_ends_no_study(setting, noise, tmp_path):
     outcome = conduct(design, other, say=QUIET, jobs=1)
     assert outcome.counts == (3, 3) and not outcome.measured.finals("rates", "standard-lr1e+30")
     assert outcome.measured.diverged("rates", "standard-lr1e+30") == [0]
-    assert set(outcome.measured.step_times) == {
-        ("rates", label) for label in ("standard", "standard-lr1e+30", "block")
-    }
+    assert set(outcome.measured.step_times) == {("rates", label) for label in ("standard", "standard-lr1e+30", "block")}
     assert "rates,standard-lr1e+30,0,4,0,0,loss,inf" in (outcome.folder / "runs.csv").read_text()
     runner = Here()
     (outcome.folder / "rates" / TIMES).unlink()
