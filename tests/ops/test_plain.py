@@ -205,10 +205,17 @@ def one_read(count, opens, norm, recompute):
 
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # by Dynamo itself
-@pytest.mark.parametrize("shape", [(6, WIDTH), (2, 3, WIDTH)], ids=["one axis", "two axes"])
-@pytest.mark.parametrize("norm", [None, Norm(eps=1e-3)], ids=["no norm", "norm"])
 @pytest.mark.parametrize(
-    ("count", "opens", "recompute"), [(45, 0, False), (45, 1, False), (5, 0, True), (5, 2, True), (39, 2, False)]
+    ("count", "opens", "recompute", "norm", "shape"),
+    [
+        (45, 0, False, None, (2, 3, WIDTH)),
+        (45, 1, False, None, (6, WIDTH)),
+        (45, 1, False, Norm(eps=1e-3), (2, 3, WIDTH)),
+        (5, 0, True, None, (2, 3, WIDTH)),
+        (5, 2, True, None, (6, WIDTH)),
+        (5, 2, True, Norm(eps=1e-3), (2, 3, WIDTH)),
+        (39, 2, False, None, (2, 3, WIDTH)),
+    ],
 )
 def test_either_phase_may_be_operators_or_operations(count, opens, recompute, norm, shape):
     """A compiler is shown the operations of one phase and an operator for the other, by how many tensors each has."""

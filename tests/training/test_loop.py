@@ -413,10 +413,14 @@ def test_a_run_stopped_by_a_signal_goes_on_bit_for_bit(
 def test_a_finished_run_that_is_interrupted_while_it_writes_its_model_stops_at_once(
     configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with monkeypatch.context() as patch:
-        patch.setattr("attnres.training.ending.write_inside", lambda *_: signal.raise_signal(signal.SIGINT))
-        with pytest.raises(KeyboardInterrupt):
-            train(configure(), progress=False)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which a worker of the tests has not
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr("attnres.training.ending.write_inside", lambda *_: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                train(configure(), progress=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert not (tmp_path / "run" / "summary.json").exists()
     assert train(configure(resume=True), progress=False)["step"] == 8
 
