@@ -11,7 +11,6 @@ from html import escape
 from importlib.resources import files
 from typing import Any, TypedDict
 
-import torch
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -27,7 +26,7 @@ from attnres.app.markup import without
 from attnres.app.page import Page
 from attnres.app.state import MAX_CHARACTERS, View, from_json
 from attnres.app.works import Report
-from attnres.errors import UserError
+from attnres.errors import UserError, is_out_of_memory
 from attnres.reading import parse_json
 from attnres.report.theme import variables
 from attnres.text import listed, one_line
@@ -113,8 +112,7 @@ def application(page: Page, *, local: bool, names: Collection[str] = ()) -> Star
 
 def _unforeseen(error: Exception) -> str:
     """What nobody foresaw as a sentence for the page, which the terminal is told, too."""
-    full = isinstance(error, MemoryError | torch.cuda.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
-    words = FULL if full else MISTAKE
+    words = FULL if is_out_of_memory(error) else MISTAKE
     print(f"attnres: error: {words} ({type(error).__name__}: {one_line(str(error))})", file=sys.stderr, flush=True)
     return words
 

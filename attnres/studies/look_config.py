@@ -40,7 +40,7 @@ class LookConfig(CorpusConfig):
 
 
 @dataclass
-class ModelConfig(LookConfig):
+class OneModelConfig(LookConfig):
     """One model that is looked into, and how it runs."""
 
     model: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="MODEL")]
@@ -52,7 +52,7 @@ class ModelConfig(LookConfig):
 
 
 @dataclass
-class InspectConfig(ModelConfig):
+class InspectConfig(OneModelConfig):
     """Show where every read of a model comes from, on a text or a corpus: tables here, figures and JSON with --out.
 
     Without a text, a run folder is inspected on what it was trained on.
@@ -79,7 +79,7 @@ class InspectConfig(ModelConfig):
 
 
 @dataclass
-class SearchConfig(ModelConfig):
+class SearchConfig(OneModelConfig):
     """Find the tokens at which a source is most of a read, with the text around them.
 
     Without a text, a run folder is searched on what it was trained on.

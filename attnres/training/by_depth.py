@@ -3,7 +3,7 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
-from attnres.stats import or_none
+from attnres.stats import plain
 
 
 def recorded(model: Any) -> AbstractContextManager[Any]:
@@ -32,9 +32,4 @@ def magnitudes(trace: Any, model: Any, unit: int) -> dict[str, Any]:
     if residual.traits.has_query:
         values["sharpness"] = sharpness(residual)
     values |= learned_mixing(residual) or {}
-    return {name: _known(value) for name, value in values.items()}
-
-
-def _known(values: Any) -> Any:
-    """Numbers or lists of them, as JSON has them: a read may show no weights, of which NaN is the entropy."""
-    return [_known(value) for value in values] if isinstance(values, list) else or_none(values)
+    return plain(values, digits=17)  # a read may show no weights, of which NaN is the entropy
