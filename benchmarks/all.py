@@ -45,6 +45,7 @@ def jobs(device: str, quick: bool) -> dict[str, list[str]]:
     }
     if device == "cuda":
         commands["decode_graphs"] = ["decode.py", *on, *few, "--graphs"]
+        commands["held"], commands["busy"] = ["held.py"], ["busy.py", "--compile"]
         commands["step_compiled"] = [*commands["step"], "--compile"]
     else:
         commands["frames"] = ["frames.py"]

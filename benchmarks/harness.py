@@ -269,7 +269,7 @@ def settle_compile(options: argparse.Namespace, parser: argparse.ArgumentParser)
     if options.torch_reads is not None:
         if not options.compile:
             parser.error("--torch-reads says what a compiler is shown: give --compile too")
-        plain.FEW_COMPILED = options.torch_reads
+        plain.FEW_COMPILED |= {(device, phase): options.torch_reads for device in ("cpu", "cuda") for phase in (1, 2)}
     if options.compile:
         compile_many()
 

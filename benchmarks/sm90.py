@@ -301,6 +301,9 @@ def of_sealed() -> Iterator[Specimen]:
             yield from both("", width, reads)
     for width in (960, 1168, 1264, 1536):
         yield from both("", width, 4)
+    for width, reads, n in ((512, 3, 2), (512, 3, 8), (1024, 7, 4), (2048, 4, 4)):
+        yield from both(", fp32, held", width, reads, [fp32], n=n)
+    yield from both(", held", 2048, 4, n=4)
     yield from both(", few tokens", 2304, 6, tokens=FEW)
     yield from both(", few tokens, fp32", 2304, 6, [fp32], tokens=FEW)
     yield from both(", fp32", 2304, 24, [fp32])

@@ -23,10 +23,14 @@ import torch
 from torch import Tensor
 
 from attnres.files import write_json
+from attnres.ops import eager
+from attnres.ops.backend import Backend
 
 SHAPES = ("32768x2048x4x4", "32768x2304x5x6", "16384x4096x4x6", "8192x7168x5x24")
 FEWER = 1024
 """Tokens of a call that only compiles."""
+NOT_HELD = {"FEW_READS": 0, "FEW_READS_IN_BF16": 0}
+"""Of `attnres.ops.gpu.sealed`: no sources are held in registers."""
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,10 @@ def tiles(sources: int, reads: int, backward: bool) -> Iterator[Tile | None]:
             yield Tile(tokens, rows, columns, padded, block, warps)
 
 
-def calls(shape: str, tokens: int | None = None) -> Iterator[tuple[dict[str, Any], Callable[[], list[Tensor]]]]:
-    """Every tile of a shape, forward then backward: what it is, and the call."""
-    from attnres.ops.gpu import sealed
-
+def directions(
+    shape: str, backend: Backend, dtype: torch.dtype = torch.bfloat16, tokens: int | None = None
+) -> dict[str, tuple[Callable[[], list[Tensor]], int]]:
+    """Phase 1 of a shape, "forward" and "backward": the call, and the bytes of the vectors that it has to move."""
     count, width, sources, reads = map(int, shape.split("x"))
     count = tokens or count
     generator = torch.Generator("cuda").manual_seed(0)
@@ -75,23 +79,32 @@ def calls(shape: str, tokens: int | None = None) -> Iterator[tuple[dict[str, Any
     def draw(*size: int) -> Tensor:
         return torch.randn(*size, device="cuda", generator=generator)
 
-    vectors, grads, carried = ([draw(count, width).bfloat16() for _ in range(n)] for n in (sources, reads, sources))
+    vectors, grads, carried = ([draw(count, width).to(dtype) for _ in range(n)] for n in (sources, reads, sources))
     queries, dtop = draw(reads, width) / width**0.5, [draw(count) for _ in range(reads)]
-    kept = sealed.read_sealed(queries, vectors, 1e-6, torch.bfloat16)
+    kept = eager.read_sealed(queries, vectors, 1e-6, dtype)
 
     def forward() -> list[Tensor]:
-        return list(sealed.read_sealed(queries, vectors, 1e-6, torch.bfloat16).outputs)
+        return list(backend.read_sealed(queries, vectors, 1e-6, dtype).outputs)
 
     def backward() -> list[Tensor]:
-        results = sealed.read_sealed_backward(queries, vectors, kept.inv_rms, kept.logits, grads, dtop, carried)
+        results = backend.read_sealed_backward(queries, vectors, kept.inv_rms, kept.logits, grads, dtop, carried)
         return [results[0], *results[1]]
 
-    moved = {False: sources + reads, True: 3 * sources + reads}
-    for back, call in ((False, forward), (True, backward)):
-        for tile in tiles(sources, reads, back):
-            row = {"shape": shape, "backward": back, "tile": None if tile is None else vars(tile)}
-            row["bytes"] = 2 * moved[back] * count * width
-            with mock.patch.object(sealed, "_tile", sealed._tile if tile is None else tile.sizes):
+    vector = count * width * dtype.itemsize
+    return {"forward": (forward, (sources + reads) * vector), "backward": (backward, (3 * sources + reads) * vector)}
+
+
+def calls(shape: str, tokens: int | None = None) -> Iterator[tuple[dict[str, Any], Callable[[], list[Tensor]]]]:
+    """Every tile of a shape, forward then backward: what it is, and the call."""
+    from attnres.ops import gpu
+    from attnres.ops.gpu import sealed
+
+    _, _, sources, reads = map(int, shape.split("x"))
+    for way, (call, moved) in directions(shape, gpu, tokens=tokens).items():
+        for tile in tiles(sources, reads, way == "backward"):
+            row = {"shape": shape, "backward": way == "backward", "tile": None if tile is None else vars(tile)}
+            row["bytes"] = moved
+            with mock.patch.dict(vars(sealed), {"_tile": sealed._tile if tile is None else tile.sizes, **NOT_HELD}):
                 yield row, call
 
 

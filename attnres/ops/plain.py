@@ -1,10 +1,11 @@
 """Both phases as torch operations that autograd itself differentiates, where the kernels' own backward cannot serve.
 
 That is so in torch.func's transforms, forward-mode derivatives, exports and traces, which are recognised, and for
-derivatives of derivatives, which are refused unless they are asked for by `plain_torch`. On a CPU a compiler makes of
-them one fused kernel a read, where the call of an operator that it cannot look into costs more than a short read does.
+derivatives of derivatives, which are refused unless they are asked for by `plain_torch`. A compiler makes of them one
+fused kernel a read, where the call of an operator that it cannot look into costs more than a short read does.
 """
 
+import functools
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,8 +23,9 @@ from attnres.ops.precision import compute_dtype, rounded_sum
 MOST_COMPILED = 40
 """Tensors of a read that a compiler is given as torch operations; its work grows with their square."""
 
-FEW_COMPILED: int = 1 << 17
-"""Values of a source up to which it is: of larger ones our operators make faster reads and keep less for backward."""
+FEW_COMPILED = {("cpu", 1): 1 << 17, ("cpu", 2): 1 << 17, ("cuda", 2): 1 << 24}
+"""Values of a source up to which it is, by device and phase: of larger ones our operators make faster reads and keep
+less for backward. On a GPU the host is behind it for so long; phase 1 of any size is an operator there."""
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 """Of `make_fx`, which records operations."""
@@ -55,15 +57,15 @@ def plain_torch() -> Generator[None]:
 def is_needed() -> bool:
     """Whether the kernels' own backward cannot serve here: see above."""
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting()
+        return torch.compiler._is_exporting_flag  # dynamo of PyTorch 2.11 takes is_exporting() for true, always
     transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
     return transformed or torch._C._is_tracing() or _asked.get() or torch._C._get_dispatch_mode(_PROXY) is not None
 
 
-def is_compiled(tensors: Sequence[Tensor | None], source: Tensor) -> bool:
-    """Whether a compiler is at work that makes a faster read of these tensors than our operators are."""
-    few = len(tensors) <= MOST_COMPILED and source.numel() <= FEW_COMPILED
-    return torch.compiler.is_compiling() and source.device.type == "cpu" and few
+def is_compiled(tensors: Sequence[Tensor | None], source: Tensor, *, phase: int) -> bool:
+    """Whether a compiler is at work that makes a faster phase 1 or 2 of these tensors than our operators are."""
+    few = len(tensors) <= MOST_COMPILED and source.numel() <= FEW_COMPILED.get((source.device.type, phase), -1)
+    return torch.compiler.is_compiling() and few
 
 
 def refuse_second_derivative() -> None:
@@ -115,7 +117,7 @@ def merge(
     if added is not None:
         opens = [*opens[:-1], rounded_sum(opens[-1], added, dtype)]
     h: Any = output if output is not None else opens[0]
-    p = torch.ones_like(h[..., :1], dtype=compute)
+    shares = [torch.ones_like(h[..., 0], dtype=compute)]
     values = [source.to(compute) for source in opens]
     numerators = logits = [] if query is None else [(v @ query.to(compute)) * _inverse_rms(v, eps) for v in values]
     if top is not None:
@@ -124,11 +126,13 @@ def merge(
         values = [output.to(compute), *values]
         numerators, logits = [joint.detach(), *logits], [joint, *logits]
     if logits:
-        p = (torch.stack(numerators, -1) - torch.stack(logits, -1).logsumexp(-1, keepdim=True)).exp()
-        h = (p.unsqueeze(-1) * torch.stack(values, -2)).sum(-2)
+        highest = functools.reduce(torch.maximum, logits).detach()
+        mass = functools.reduce(torch.add, [(logit - highest).exp() for logit in logits])
+        shares = [(numerator - highest).exp() / mass for numerator in numerators]
+        h = functools.reduce(torch.add, [share.unsqueeze(-1) * v for share, v in zip(shares, values, strict=True)])
     h = h.to(dtype)
     x = h if norm is None else apply(h.to(compute), norm).to(norm.out_dtype or dtype)
-    p = p.detach()
+    p = torch.stack(shares, -1).detach()
     sealed, weights = (p[..., 0], p[..., 1:]) if output is not None else (torch.zeros_like(p[..., 0]), p)
     return x, h.detach(), sealed, weights, list(opens)
 

@@ -93,8 +93,8 @@ class Merged(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What is fixed of a merge: all but its tensors. kind: of its norm, 0 for none, 1 for RMSNorm, 2 for LayerNorm.
-    index: which of phase 1's reads it is."""
+    """What is fixed of a merge, or of phase 1: all but its tensors. kind: of a merge's norm, 0 for none, 1 for RMSNorm,
+    2 for LayerNorm. index: which of phase 1's reads it is."""
 
     backend: Backend
     k: int
@@ -106,6 +106,7 @@ class _Form(NamedTuple):
     index: int = 0
     recompute: bool = False
     watched: bool = False
+    phase: int = 2
 
     def norm(self, weight: Tensor | None, bias: Tensor | None) -> Norm | None:
         return Norm(weight, bias, self.norm_eps, self.kind == 2, self.out_dtype) if self.kind else None
@@ -348,7 +349,7 @@ def _run(function: "type[_ReadSealed | _Merge]", form: _Form, *arguments: Any) -
         return function.forward(_UNRECORDED, form, *arguments)
     first = next(argument for argument in reversed(arguments) if argument is not None)
     with full_precision(first):
-        if plain.is_needed() or (not form.recompute and plain.is_compiled(arguments, first)):
+        if plain.is_needed() or (not form.recompute and plain.is_compiled(arguments, first, phase=form.phase)):
             return function.plainly(form, *arguments)
         if torch.is_grad_enabled():
             return function.apply(form, *arguments)
@@ -383,7 +384,7 @@ def read_sealed(
         dtype = compute if first.device.type == "cpu" else first.dtype
     reads, n = queries.shape[0], len(sources)
     backend = _backend(_settled(sources), (queries,), compute, dtype, reads=reads)
-    out = _run(_ReadSealed, _Form(backend, 0, eps, dtype), queries.to(compute), *sources)
+    out = _run(_ReadSealed, _Form(backend, 0, eps, dtype, phase=1), queries.to(compute), *sources)
     return SealedReads(out[-n:], out[:reads], out[reads : 2 * reads], out[2 * reads : 3 * reads], out[3 * reads])
 
 
@@ -464,7 +465,7 @@ def apply_norm(h: Tensor, norm: Norm) -> Tensor:
     weight, bias, eps, _, out_dtype = norm
     dtype = h.dtype
     out_dtype = out_dtype or dtype
-    if torch.compiler.is_compiling() and h.device.type == "cpu":  # which fuses it with what is around it
+    if torch.compiler.is_compiling() and h.device.type in ("cpu", "cuda"):  # which fuses it with what is around it
         return plain.apply(h.to(compute_dtype(dtype)), norm).to(out_dtype)
     backend = _backend(_settled((h,)), (weight, bias), compute_dtype(dtype), dtype, out_dtype)
     form = _Form(backend, 0, 0.0, dtype, norm_kind(norm), eps, out_dtype)

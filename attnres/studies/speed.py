@@ -53,19 +53,22 @@ def step_times(
         "variants": {label: {"median_s", "ratio", "ratio_quartiles" (of the rounds' ratios), "times"}}}
     """
     baseline = baseline if baseline is not None else next(iter(variants))
-    optim = optim or OptimConfig()
     on = torch.device(device)
-    steps = {}
-    for label, (residual, settings) in variants.items():
-        model = _build(size, residual, settings, vocab_size, seq_len, on)
-        if residual is not None or gradient_checkpointing == "layer":
-            checkpoint_activations(model, gradient_checkpointing)
-        kind = loss_kind(loss, model, batch_size // accumulation * seq_len)
-        steps[label] = _step(model, optim, Objective(model, kind, partial(precision, dtype, on), compiled=compile))
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocab_size, (batch_size, seq_len + 1), generator=generator).to(on)
-    micro = tokens.chunk(accumulation)
-    measures = {label: partial(seconds_of, partial(step, micro), on) for label, step in steps.items()}
+    steps = training_steps(
+        variants,
+        size=size,
+        vocab_size=vocab_size,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        accumulation=accumulation,
+        optim=optim,
+        dtype=dtype,
+        on=on,
+        compile=compile,
+        loss=loss,
+        gradient_checkpointing=gradient_checkpointing,
+    )
+    measures = {label: partial(seconds_of, step, on) for label, step in steps.items()}
     times = in_turn(measures, rounds=rounds, seconds=seconds, least=least, on_round=on_round)
     return {
         "device": device_name(on),
@@ -79,6 +82,37 @@ def step_times(
         "rounds": len(times[baseline]),
         "variants": {label: _summary(values, times[baseline]) for label, values in times.items()},
     }
+
+
+def training_steps(
+    variants: Mapping[str, tuple[str | None, Mapping[str, Any]]],
+    *,
+    size: str | Mapping[str, Any],
+    vocab_size: int,
+    seq_len: int,
+    batch_size: int,
+    on: torch.device,
+    dtype: str = "fp32",
+    compile: bool = False,
+    accumulation: int = 1,
+    optim: OptimConfig | None = None,
+    loss: str = "auto",
+    gradient_checkpointing: str = "none",
+) -> dict[str, Callable[[], None]]:
+    """Label -> a call that takes one training step of that variant, of a model of its own and the same random tokens.
+    Arguments are those of `step_times`."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab_size, (batch_size, seq_len + 1), generator=generator).to(on)
+    micro = tokens.chunk(accumulation)
+    steps = {}
+    for label, (residual, settings) in variants.items():
+        model = _build(size, residual, settings, vocab_size, seq_len, on)
+        if residual is not None or gradient_checkpointing == "layer":
+            checkpoint_activations(model, gradient_checkpointing)
+        kind = loss_kind(loss, model, batch_size // accumulation * seq_len)
+        objective = Objective(model, kind, partial(precision, dtype, on), compiled=compile)
+        steps[label] = partial(_step(model, optim or OptimConfig(), objective), micro)
+    return steps
 
 
 def _summary(times: list[float], base: list[float]) -> dict[str, Any]:

@@ -57,10 +57,11 @@ def named(kernel: dict[str, Any]) -> str:
 
 @pytest.mark.long
 def test_nothing_spills(built: list[dict[str, Any]]) -> None:
+    """But for a little of what programs hold whose registers are limited, so that more of them are at work."""
     spilled = [
         f"{named(k)}: {k['spill_stores']} B stored, {k['spill_loads']} B loaded"
         for k in built
-        if k["spill_stores"] or k["spill_loads"]
+        if max(k["spill_stores"], k["spill_loads"]) > (512 if ", held" in k["name"] else 0)
     ]
     assert built
     assert not spilled, "\n".join(spilled)

@@ -270,8 +270,8 @@ def test_sources_are_read_however_they_lie(device: str, how: str) -> None:
     moved = {**plain, "source": [s.detach().requires_grad_() for s in strange]}
     assert how != "transposed" or moved["source"][0].stride(-1) != 1
     expected, actual = run(case, plain, device), run(case, moved, device)
-    for kind in expected:
-        torch.testing.assert_close(actual[kind], expected[kind], rtol=1e-2, atol=1e-2)
+    for kind, value in expected.items():  # threads hold other columns of rows that are not aligned, and sums round anew
+        torch.testing.assert_close(actual[kind], value, rtol=1e-2, atol=1e-2 * value.abs().max().item())
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 5])

@@ -149,6 +149,7 @@ def test_every_gradient_is_no_worse_than_eager_pytorchs(backend, dtype, fused):
     squares = torch.zeros(2, 9 + fused)
     for seed in range(8):
         sources, query, gain = make(n=6, tokens=(64,), dtype=dtype, seed=seed, query_scale=0.2)
+        torch.manual_seed(seed)
         leaves = [*sources, query, gain, *([(torch.rand(WIDTH) + 0.5).requires_grad_()] if fused else [])]
         upstream = torch.randn(64, WIDTH).to(dtype)
         doubles = [leaf.detach().double().requires_grad_() for leaf in leaves]

@@ -19,8 +19,21 @@ pytestmark = pytest.mark.usefixtures("bf16_of_a_gpu")
 
 
 @pytest.fixture
-def several_tokens_a_program(monkeypatch):
+def tiles(monkeypatch):
+    """Tiles of several tokens, for any number of reads."""
     monkeypatch.setattr(sealed, "FEW", 0)
+    monkeypatch.setattr(sealed, "FEW_READS", 0)
+    monkeypatch.setattr(sealed, "FEW_READS_IN_BF16", 0)
+
+
+@pytest.fixture(params=["tiles", "held"])
+def way(request, monkeypatch):
+    """Tiles, or all sources of a token in registers, in every dtype."""
+    if request.param == "tiles":
+        request.getfixturevalue("tiles")
+    else:
+        for name in ("HELD", "HELD_IN_BF16", "HELD_BACKWARD"):
+            monkeypatch.setattr(sealed, name, 1 << 20)
 
 
 class Case:
@@ -88,7 +101,7 @@ DTYPES = {
 }
 
 
-@settings(max_examples=12 if not ON_GPU else 200, deadline=None)
+@settings(max_examples=16 if not ON_GPU else 200, deadline=None)
 @given(
     n=st.integers(1, 7),
     reads=st.integers(1, 6),
@@ -97,32 +110,35 @@ DTYPES = {
     dtypes=st.sampled_from(list(DTYPES.values())),
     carried=st.sampled_from(["none", "some", "all", "fp32"]),
     few=st.booleans(),
+    held=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_any_small_shape(n, reads, tokens, width, dtypes, carried, few, seed):
+def test_any_small_shape(n, reads, tokens, width, dtypes, carried, few, held, seed):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sealed, "FEW", 256 if few else 0)
+        for name in ("HELD", "HELD_IN_BF16", "HELD_BACKWARD"):
+            patch.setattr(sealed, name, 1 << 20 if held else 0)
         Case(n, reads, tokens, width, dtypes, carried, seed=seed).check()
 
 
 @pytest.mark.parametrize("dtypes", [(FP32,), (BF16,)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("n", [1, 2, 9, 16, 17, 33, 130])
-def test_any_number_of_sources(n, dtypes, several_tokens_a_program):
+def test_any_number_of_sources(n, dtypes, way):
     Case(n, 3, 5, 40, dtypes).check()
 
 
 @pytest.mark.parametrize("reads", [1, 4, 9, 24, 40, 130])
-def test_any_number_of_reads(reads, several_tokens_a_program):
+def test_any_number_of_reads(reads, way):
     Case(3, reads, 5, 40).check()
 
 
 @pytest.mark.parametrize("dtypes", DTYPES.values(), ids=DTYPES)
-def test_dtypes_and_a_ragged_last_tile(dtypes, several_tokens_a_program):
+def test_dtypes_and_a_ragged_last_tile(dtypes, way):
     Case(4, 3, 19, 40, dtypes).check()
 
 
 @pytest.mark.parametrize("reads", [2, 24], ids=["one_kernel", "two_kernels"])
-def test_gradients_of_queries_are_summed_over_many_tiles(reads, several_tokens_a_program, monkeypatch):
+def test_gradients_of_queries_are_summed_over_many_tiles(reads, tiles, monkeypatch):
     """Programs walk over several tiles, and add their sums to what they have, or leave them to a second kernel."""
     monkeypatch.setattr(sealed, "multiprocessors", lambda device: 2)
     case = Case(3, reads, 90 if reads == 2 else 20, 40)
@@ -140,7 +156,19 @@ def test_gradients_of_queries_are_summed_over_many_tiles(reads, several_tokens_a
     case.check()
 
 
-def test_rows_of_any_stride(several_tokens_a_program):
+def test_gradients_of_queries_are_summed_over_the_tokens_of_a_program(monkeypatch):
+    monkeypatch.setattr(sealed, "multiprocessors", lambda device: 1)
+    monkeypatch.setattr(sealed, "TOKEN_WARPS", 4)
+    case = Case(3, 3, 30, 40)
+    kept = sealed.read_sealed(case.queries, case.sources, EPS, FP32)
+    launches, _, _ = sealed.plan_backward(
+        case.queries, case.sources, kept.inv_rms, kept.logits, case.grads, case.dtop, case.carried
+    )
+    assert [launch.programs for launch in launches] == [4]
+    case.check()
+
+
+def test_rows_of_any_stride(way):
     case = Case(5, 2, 6, 24)
 
     def spread(v, gap):
@@ -157,7 +185,7 @@ def test_rows_of_any_stride(several_tokens_a_program):
         torch.testing.assert_close(value, expected[name], rtol=0, atol=0, msg=name)
 
 
-def test_one_gradient_for_all_tokens(several_tokens_a_program):
+def test_one_gradient_for_all_tokens(way):
     case = Case(3, 2, 6, 24)
     case.grads = [v[:1].expand(6, 24) for v in case.grads]
     case.dtop = [v[:1].expand(6) for v in case.dtop]
@@ -165,7 +193,7 @@ def test_one_gradient_for_all_tokens(several_tokens_a_program):
 
 
 @pytest.mark.parametrize("dtypes", [(FP32,), (BF16,)], ids=["fp32", "bf16"])
-def test_large_logits_and_unequal_norms(dtypes, several_tokens_a_program):
+def test_large_logits_and_unequal_norms(dtypes, way):
     case = Case(4, 3, 6, 64, dtypes)
     case.sources = [v * 10.0 ** (2 * j - 4) for j, v in enumerate(case.sources)]
     direction = case.sources[1][0].float()
@@ -177,7 +205,7 @@ def test_large_logits_and_unequal_norms(dtypes, several_tokens_a_program):
 
 
 @pytest.mark.parametrize("reads", [2, 24])
-def test_results_repeat_bit_for_bit(reads, several_tokens_a_program):
+def test_results_repeat_bit_for_bit(reads, way):
     case = Case(3, reads, 30 if reads == 2 else 12, 40, (BF16,))
     first, again = case.run(sealed), case.run(sealed)
     for name, value in first.items():
@@ -187,7 +215,7 @@ def test_results_repeat_bit_for_bit(reads, several_tokens_a_program):
 @pytest.mark.filterwarnings("ignore:invalid value")  # numpy, of which the interpreter is made
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("where", ["source", "grad"])
-def test_a_token_that_is_not_finite_does_not_spoil_its_neighbours(where, bad, several_tokens_a_program):
+def test_a_token_that_is_not_finite_does_not_spoil_its_neighbours(where, bad, way):
     case = Case(3, 2, 9, 40)
     expected = case.run(sealed)
     (case.sources if where == "source" else case.grads)[1][4, 7] = bad

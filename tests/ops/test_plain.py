@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnres import Norm, UserError, depth_read, depth_read_reference
-from attnres.ops import merge, plain_torch, read_sealed
+from attnres.ops import merge, plain, plain_torch, read_sealed
 from attnres.residuals import make_residual
 from attnres.residuals.sinkhorn import sinkhorn
 
@@ -227,6 +227,29 @@ def test_either_phase_may_be_operators_or_operations(count, opens, recompute, no
     compiled = gradients(torch.compile(run, backend="aot_eager", fullgraph=True), leaves)
     for ours, theirs in zip(compiled, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # by Dynamo itself
+@pytest.mark.parametrize("phase", [1, 2])
+def test_a_compiler_is_shown_one_phase_where_the_other_is_faster_as_an_operator(phase, monkeypatch):
+    """As on a GPU, where phase 1 is an operator and a short merge is not."""
+    monkeypatch.setitem(plain.FEW_COMPILED, ("cpu", phase), 0)
+    names = set()
+
+    def backend(graph, inputs):
+        for module in graph.modules():
+            names.update(str(node.target) for node in getattr(module, "graph", graph.graph).nodes)
+        return graph.forward
+
+    leaves = [x.requires_grad_() for x in draw(6, 6, WIDTH, dtype=torch.float32).unbind(0)]
+    leaves.append((0.5 * draw(WIDTH, dtype=torch.float32)).requires_grad_())
+    run = one_read(4, 2, Norm(eps=1e-3), recompute=False)
+    expected = gradients(run, leaves)
+    torch.compiler.reset()
+    compiled = gradients(torch.compile(run, backend=backend, fullgraph=True), leaves)
+    for ours, theirs in zip(compiled, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert ("attnres.read_sealed.default" in names, "attnres.merge.default" in names) == (phase == 1, phase == 2)
 
 
 @pytest.mark.parametrize("plain", ["read_sealed", "merge"])

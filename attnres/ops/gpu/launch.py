@@ -5,18 +5,23 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+REGISTERS = 65536  # of a multiprocessor
 INTERPRETED = bool(knobs.runtime.interpret)
 
 
-def block_of(width: int) -> int:
-    """The smallest power of two that holds a row."""
-    return triton.next_power_of_2(width)
+def power_of_two(count: int) -> int:
+    """The smallest one that is not less. Triton's own function takes five microseconds."""
+    return 1 << (count - 1).bit_length()
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
 
 
 def warps_for(block: int, per_thread: int = 16) -> int:

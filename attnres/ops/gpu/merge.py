@@ -13,11 +13,19 @@ import torch
 from torch import Tensor
 
 from attnres.ops.backend import MAX_ONE_PASS, MergeGrads, MergeSaved
-from attnres.ops.gpu.launch import DTYPES, Launch, block_of, multiprocessors, rows, shared_memory, warps_for
+from attnres.ops.gpu.launch import (
+    DTYPES,
+    REGISTERS,
+    Launch,
+    multiprocessors,
+    power_of_two,
+    rows,
+    shared_memory,
+    warps_for,
+)
 from attnres.ops.gpu.merge_kernels import WIDE, merge_row, merge_rows_backward, mix_row
 from attnres.ops.norms import Norm
 
-REGISTERS = 65536  # of a multiprocessor
 PROGRAM_WARPS = 16  # of the backward on each multiprocessor, all its programs together
 
 
@@ -49,7 +57,7 @@ def plan_merge(
     first = opens[0] if opens else output
     assert first is not None
     tokens, width = first.shape
-    k, block = len(opens), block_of(width)
+    k, block = len(opens), power_of_two(width)
 
     def scalars(*shape: int) -> Tensor:
         return first.new_empty(shape, dtype=torch.float32)
@@ -101,7 +109,7 @@ def plan_merge(
     }
     constants = {
         "K": k,
-        "SLOTS": block_of(max(k, 1)),
+        "SLOTS": power_of_two(max(k, 1)),
         "NORM": norm is not None,
         "CENTER": norm is not None and norm.center,
         "DTYPE": DTYPES[dtype],
@@ -163,7 +171,7 @@ def plan_backward(
 ) -> tuple[Launch, MergeGrads]:
     """The launch, and the gradients once it has run: those of query, weight and bias as one row a program."""
     tokens, width = grad.shape
-    k, block = len(opens), block_of(width)
+    k, block = len(opens), power_of_two(width)
     warps = warps_for(block, per_thread=8)  # eight rows or so are in registers at once
     grad, h = rows(grad), rows(saved.h)
     opens = [rows(source) for source in opens]
@@ -253,7 +261,7 @@ def merge_backward(
 
 def plan_mix(sources: Sequence[Tensor], weights: Tensor, earlier: Tensor | None, dtype: torch.dtype) -> Launch:
     tokens, width = sources[0].shape
-    block = block_of(width)
+    block = power_of_two(width)
     sources = [rows(source) for source in sources]
     arguments = {
         "sources": tuple(sources),

@@ -8,14 +8,18 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from attnres.ops.backend import MAX_SHARED, Sealed
-from attnres.ops.gpu.launch import INTERPRETED, Launch, multiprocessors, rows
+from attnres.ops.gpu.launch import INTERPRETED, REGISTERS, Launch, cdiv, multiprocessors, power_of_two, rows
 from attnres.ops.gpu.sealed_kernels import dqueries, read, read_backward
+from attnres.ops.gpu.token_kernels import read_token, read_token_backward
 
 FEW = 256  # tokens, up to which a program takes one each
+FEW_READS, FEW_READS_IN_BF16 = 8, 4  # of sources that a program may hold in registers: each is a sum over all of them
+HELD, HELD_IN_BF16 = 256, 128  # values of sources that a thread may hold, although some of so many are spilled
+HELD_BACKWARD = 88  # values of sources, their gradients and those of queries: 128 registers, of 16 warps in all
+TOKEN_WARPS = 16
 
 
 class _Bunch(NamedTuple):
@@ -60,10 +64,10 @@ def _tokens(n: int, padded: int, most_rows: int, most_columns: int) -> int:
     """Tokens of a tile: as many as fit, of those that leave at most a quarter of its rows empty."""
 
     def merit(tokens: int) -> tuple[float, int]:
-        return min(0.75, tokens * n / triton.next_power_of_2(tokens * n)), tokens
+        return min(0.75, tokens * n / power_of_two(tokens * n)), tokens
 
     fits = range(1, min(most_rows // n, most_columns // padded) + 1)
-    return max((t for t in fits if triton.next_power_of_2(t) * padded <= most_columns), key=merit, default=1)
+    return max((t for t in fits if power_of_two(t) * padded <= most_columns), key=merit, default=1)
 
 
 def _tile(n: int, reads: int, tokens: int, width: int, of_bf16: bool, backward: bool) -> tuple[dict[str, int], int]:
@@ -72,14 +76,14 @@ def _tile(n: int, reads: int, tokens: int, width: int, of_bf16: bool, backward: 
 
     Rows are (token, source) pairs and columns (token, read) pairs: as many tokens as fit, at least one.
     """
-    padded = max(8, triton.next_power_of_2(reads))
+    padded = max(8, power_of_two(reads))
     most_rows, most_columns = (32, 128 if padded > 16 else 64) if backward else (64, 128)
     if not of_bf16:
         most_rows = most_columns = 32 if backward else 64
         most_columns *= 2 if padded > 16 and not backward else 1
     taken = 1 if tokens <= FEW else _tokens(n, padded, most_rows, most_columns)
-    height = max(16, triton.next_power_of_2(taken * n))
-    columns = max(16, triton.next_power_of_2(taken) * padded)
+    height = max(16, power_of_two(taken * n))
+    columns = max(16, power_of_two(taken) * padded)
     longer = max(height, columns)
     if of_bf16 and tokens > FEW and height <= 64 and columns <= 128:
         flat = 16 if padded > 16 else 32 if backward else 64  # taller tiles with so many columns spill
@@ -89,8 +93,23 @@ def _tile(n: int, reads: int, tokens: int, width: int, of_bf16: bool, backward: 
         block = max(least // 2 if longer >= 256 else least, min(256, room // longer))
         warps = 8 if longer > 64 or (backward and longer == 64) else 4
     sizes = {"TOKENS": taken, "ROWS": height, "COLS": columns, "READS": padded}
-    sizes["BLOCK"] = min(block, max(16, triton.next_power_of_2(width)))
+    sizes["BLOCK"] = min(block, max(16, power_of_two(width)))
     return sizes, warps
+
+
+def _held(n: int, reads: int, width: int, element_size: int, *, backward: bool) -> tuple[dict[str, int], int] | None:
+    """Sizes of a program that holds all sources of a token in registers, and its warps; None where tiles are faster, by
+    measurements on an H200 (docs/kernels.md). Warps are so few that a thread holds the same columns of all sources."""
+    narrow = element_size < 4
+    height, block, padded = max(2, power_of_two(n)), power_of_two(width), power_of_two(reads)
+    warps = min(16, max(1, block * element_size // (512 if backward else 1024)))
+    if backward:
+        held, most = (2 * height + padded) * block, 0 if narrow else HELD_BACKWARD
+    else:
+        held, most = height * block, HELD_IN_BF16 if narrow else HELD
+    if reads > (FEW_READS_IN_BF16 if narrow else FEW_READS) or held > most * 32 * warps:
+        return None
+    return {"ROWS": height, "BLOCK": block} | ({"READS": padded} if backward else {}), warps
 
 
 def _in_bf16(*bunches: _Bunch) -> bool:
@@ -116,7 +135,6 @@ def plan_read(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: tor
     result = Sealed(
         outputs, scalars(reads, tokens), scalars(reads, tokens), scalars(tokens, n, reads), scalars(tokens, n)
     )
-    sizes, warps = _tile(n, reads, tokens, width, _in_bf16(bunch), backward=False)
     arguments: dict[str, Any] = {
         "queries": queries.float().contiguous(),
         "sources": bunch.tensors,
@@ -136,11 +154,14 @@ def plan_read(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: tor
         "WIDE": bunch.wide,
         "OTHER": bunch.other,
         "ALIGNED": bunch.aligned and width * outputs[0].element_size() % 16 == 0,
-        **sizes,
-        **_pieces(_in_bf16(bunch), *outputs),
-        "STAGES": 3,
     }
-    programs = triton.cdiv(tokens, sizes["TOKENS"])
+    held = _held(n, reads, width, sources[-1].element_size(), backward=False)
+    if held is not None:
+        sizes, warps = held
+        return Launch(read_token, tokens, arguments, constants | sizes, {"num_warps": warps, "num_stages": 1}), result
+    sizes, warps = _tile(n, reads, tokens, width, _in_bf16(bunch), backward=False)
+    constants |= {**sizes, **_pieces(_in_bf16(bunch), *outputs), "STAGES": 3}
+    programs = cdiv(tokens, sizes["TOKENS"])
     return Launch(read, programs, arguments, constants, {"num_warps": warps, "num_stages": 3}), result
 
 
@@ -176,19 +197,7 @@ def plan_backward(
     # In place of an absent one stands a present one, which is not read.
     earlier = _bunch([present[0] if grad is None else grad for grad in carried]) if present else None
     dsources = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in bunch.tensors)
-    of_bf16 = _in_bf16(bunch, upstream)
-    sizes, warps = _tile(n, reads, tokens, width, of_bf16, backward=True)
-    tiles = triton.cdiv(tokens, sizes["TOKENS"])
     processors = multiprocessors(queries.device)
-
-    # The sum over tokens. Either a program adds to a sum of its own, in the cache, for each of its tiles, or a second
-    # kernel reads the sources again: whichever moves fewer bytes.
-    together = 8 * reads < bunch.tensors[-1].element_size() * n * sizes["TOKENS"]
-    slices = triton.cdiv(width, sizes["BLOCK"])
-    splits = min(tiles, 2 * processors if together else triton.cdiv(4 * processors, slices))
-    partials = queries.new_empty((splits, reads, width), dtype=torch.float32)
-    along = None if together else torch.empty_like(logits, memory_format=torch.contiguous_format)
-    common = {"N": n, "S": reads, "D": width, "WIDE": bunch.wide, "OTHER": bunch.other, "ALIGNED": bunch.aligned}
     arguments: dict[str, Any] = {
         "queries": queries.float().contiguous(),
         "sources": bunch.tensors,
@@ -201,11 +210,9 @@ def plan_backward(
         "carried": earlier and earlier.tensors,
         "carried_strides": earlier and earlier.strides,
         "dsources": dsources,
-        "along": along,
-        "partials": partials if together else None,
         "tokens": tokens,
-        "tiles": tiles,
     }
+    common = {"N": n, "S": reads, "D": width, "WIDE": bunch.wide, "OTHER": bunch.other, "ALIGNED": bunch.aligned}
     constants = {
         **common,
         "CARRIED": sum(1 << j for j, grad in enumerate(carried) if grad is not None),
@@ -213,11 +220,35 @@ def plan_backward(
         "CARRIED_OTHER": earlier.other if earlier else 0,
         "ALIGNED": all(b is None or b.aligned for b in (bunch, upstream, earlier))
         and not any(width * t.element_size() % 16 for t in dsources),
-        **sizes,
-        "GROUP": max(16, sizes["READS"]),
-        **_pieces(of_bf16, *dsources),
-        "STAGES": 3,
     }
+
+    def partial_sums(programs: int) -> Tensor:
+        return queries.new_empty((programs, reads, width), dtype=torch.float32)
+
+    held = _held(n, reads, width, sources[-1].element_size(), backward=True)
+    if held is not None:
+        sizes, warps = held
+        resident = max(1, TOKEN_WARPS // warps)
+        programs = min(tokens, resident * processors)
+        partials = partial_sums(programs)
+        constants |= sizes
+        options = {"num_warps": warps, "num_stages": 1, "maxnreg": min(255, REGISTERS // (32 * warps * resident))}
+        launch = Launch(read_token_backward, programs, arguments | {"partials": partials}, constants, options)
+        return [launch], partials, dsources
+
+    of_bf16 = _in_bf16(bunch, upstream)
+    sizes, warps = _tile(n, reads, tokens, width, of_bf16, backward=True)
+    tiles = cdiv(tokens, sizes["TOKENS"])
+
+    # The sum over tokens. Either a program adds to a sum of its own, in the cache, for each of its tiles, or a second
+    # kernel reads the sources again: whichever moves fewer bytes.
+    together = 8 * reads < bunch.tensors[-1].element_size() * n * sizes["TOKENS"]
+    slices = cdiv(width, sizes["BLOCK"])
+    splits = min(tiles, 2 * processors if together else cdiv(4 * processors, slices))
+    partials = partial_sums(splits)
+    along = None if together else torch.empty_like(logits, memory_format=torch.contiguous_format)
+    arguments |= {"along": along, "partials": partials if together else None, "tiles": tiles}
+    constants |= {**sizes, "GROUP": max(16, sizes["READS"]), **_pieces(of_bf16, *dsources), "STAGES": 3}
     options = {"num_warps": warps, "num_stages": 3}
     launches = [Launch(read_backward, splits if together else tiles, arguments, constants, options)]
     if not together:

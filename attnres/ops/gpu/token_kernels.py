@@ -1,0 +1,158 @@
+"""The Triton kernels of phase 1 for few reads of few sources: all sources of a token are held in registers.
+
+A program takes one token at a time, and its tile is (source, d): each source is read from memory once, where the tiles
+of sealed_kernels.py read it twice. With a thread holding the same columns of every source, sums over sources stay in
+the thread, and only those over d are exchanged between warps. Products are fp32's own, not those of tensor cores.
+
+The offset of a row is the token's, not a program's plus zero: such a sum the compiler folds, and with it what it was
+told of alignment, so that it loads element by element.
+
+Constants: as in sealed_kernels.py, but that ROWS >= N and BLOCK >= D are the powers of two of one token, and
+READS >= S one too.
+"""
+
+import triton
+import triton.language as tl
+
+from attnres.ops.gpu.sealed_kernels import _among, _inside, _load_mixed, _offsets, _store
+
+
+@triton.jit
+def _row(base, start, D: tl.constexpr, BLOCK: tl.constexpr):
+    """The vector at base[start] in fp32, zero beyond its end."""
+    at = tl.arange(0, BLOCK)
+    if D == BLOCK:
+        values = tl.load(base + (start + at))
+    else:
+        values = tl.load(base + (start + at), mask=at < D, other=0.0)
+    return values.to(tl.float32)
+
+
+@triton.jit
+def _start(strides, j: tl.constexpr, t, D: tl.constexpr):
+    """Where row t of tensor j starts; one stride stands for all, None for contiguous rows."""
+    if strides is None:
+        start = t * D
+    elif len(strides) == 1:
+        start = t * strides[0]
+    else:
+        start = t * strides[j]
+    return start
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def read_token(
+    queries,
+    sources,
+    strides,
+    outputs,
+    top,
+    total,
+    logits,
+    inv_rms,
+    tokens,
+    eps,
+    N: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    OTHER: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    t = tl.program_id(0).to(tl.int64)
+    r = tl.arange(0, ROWS)
+    at = tl.arange(0, BLOCK)
+    live = r < N
+    here = tl.zeros([ROWS], tl.int64) + t
+    rows = sources[0] + _offsets(sources, strides, r, 0, here, N, D, WIDE, 0, ALIGNED)
+    others = sources[OTHER] + _offsets(sources, strides, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
+    v = _load_mixed(rows, others, _among(r, N, WIDE), live, at, D, BLOCK, WIDE != 0).to(tl.float32)
+    inverse = tl.rsqrt(tl.sum(v * v, 1) / D + eps)
+    tl.store(inv_rms + t * N + r, inverse, mask=live)
+    for s in tl.static_range(S):
+        x = tl.sum(v * _row(queries, s * D, D, BLOCK)[None, :], 1) * inverse
+        tl.store(logits + (t * N + r) * S + s, x, mask=live)
+        x = tl.where(live, x, float("-inf"))
+        highest = tl.max(x, 0)
+        p = tl.where(live, tl.exp(x - highest), 0.0)
+        mass = tl.sum(p, 0)
+        place = t + s * tl.cast(tokens, tl.int64)
+        tl.store(top + place, highest)
+        tl.store(total + place, mass)
+        o = tl.sum((p / mass)[:, None] * v, 0)
+        tl.store(outputs[s] + t * D + at, o.to(outputs[s].dtype.element_ty), mask=at < D)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def read_token_backward(
+    queries,
+    sources,
+    strides,
+    inv_rms,
+    logits,
+    grads,
+    grad_strides,
+    dtop,
+    carried,
+    carried_strides,
+    dsources,
+    partials,
+    tokens,
+    N: tl.constexpr,
+    S: tl.constexpr,
+    D: tl.constexpr,
+    WIDE: tl.constexpr,
+    OTHER: tl.constexpr,
+    CARRIED: tl.constexpr,
+    CARRIED_WIDE: tl.constexpr,
+    CARRIED_OTHER: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    READS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Gradients of the sources, and those of the queries as one partial sum a program."""
+    r = tl.arange(0, ROWS)
+    at = tl.arange(0, BLOCK)
+    read = tl.arange(0, READS)
+    live = r < N
+    wide = _among(r, N, WIDE)
+    dq = tl.zeros([READS, BLOCK], tl.float32)
+    for turn in tl.range(tl.program_id(0), tokens, tl.num_programs(0)):
+        t = tl.cast(turn, tl.int64)
+        here = tl.zeros([ROWS], tl.int64) + t
+        rows = sources[0] + _offsets(sources, strides, r, 0, here, N, D, WIDE, 0, ALIGNED)
+        others = sources[OTHER] + _offsets(sources, strides, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
+        v = _load_mixed(rows, others, wide, live, at, D, BLOCK, WIDE != 0).to(tl.float32)
+        if CARRIED != 0:
+            early = carried[0] + _offsets(carried, carried_strides, r, 0, here, N, D, CARRIED_WIDE, 0, ALIGNED)
+            early_others = carried[CARRIED_OTHER] + _offsets(
+                carried, carried_strides, r, 0, here, N, D, CARRIED_WIDE, CARRIED_OTHER, ALIGNED
+            )
+            has = live & _among(r, N, CARRIED)
+            early_wide = _among(r, N, CARRIED_WIDE)
+            dv = _load_mixed(early, early_others, early_wide, has, at, D, BLOCK, CARRIED_WIDE != 0).to(tl.float32)
+        else:
+            dv = tl.zeros([ROWS, BLOCK], tl.float32)
+        inverse = tl.load(inv_rms + t * N + r, mask=live, other=0.0)
+        back = tl.zeros([ROWS], tl.float32)
+        for s in tl.static_range(S):
+            g = _row(grads[s], _start(grad_strides, s, t, D), D, BLOCK)
+            x = tl.load(logits + (t * N + r) * S + s, mask=live, other=0.0)
+            p = tl.where(live, tl.exp(x - tl.max(tl.where(live, x, float("-inf")), 0)), 0.0)
+            p /= tl.sum(p, 0)
+            ds = p * (tl.sum(v * g[None, :], 1) + tl.load(dtop[s] + t))
+            a = ds * inverse
+            back += ds * x
+            dv += p[:, None] * g[None, :] + a[:, None] * _row(queries, s * D, D, BLOCK)[None, :]
+            dq += tl.where(read[:, None] == s, tl.sum(a[:, None] * v, 0)[None, :], 0.0)
+        dv -= (back * inverse * inverse / D)[:, None] * v
+        to = dsources[0] + _offsets(dsources, None, r, 0, here, N, D, WIDE, 0, ALIGNED)
+        _store(to, dv, live & ~wide, at, D, BLOCK)
+        if WIDE != 0:
+            to_others = dsources[OTHER] + _offsets(dsources, None, r, 0, here, N, D, WIDE, OTHER, ALIGNED)
+            _store(to_others, dv, live & wide, at, D, BLOCK)
+    to = partials + tl.program_id(0).to(tl.int64) * S * D + read[:, None] * D + at[None, :]
+    tl.store(to, dq, mask=_inside(read < S, at, D, BLOCK))
