@@ -9,6 +9,7 @@
 # make test-scale  the tests that need four processes
 # make soak        KILLS=200 of processes of runs in two, of which each must go on bit for bit (an hour)
 # make test-long   the tests that make test leaves out because they take minutes together
+# make test-oldest the tests of what a compiler sees and of training, on the oldest PyTorch that is allowed (needs a network)
 # make fuzz    MINUTES=10 of kills, full disks, damaged files, hostile flags and requests; again goes on
 # make audit   known vulnerabilities of the locked versions (needs a network), and their licences into docs/licences.md
 # make lock    the hashes of the locked versions anew (needs a network)
@@ -25,7 +26,7 @@ HASHED := --require-hashes --no-deps -r
 # torch and Transformers: 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test lint types bench docs peers bench-gpu test-gpu test-scale soak test-long fuzz audit lock clean
+.PHONY: setup demo test lint types bench docs peers bench-gpu test-gpu test-scale test-oldest soak test-long fuzz audit lock clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready
@@ -88,6 +89,19 @@ test-gpu: .venv/ready
 
 test-scale: .venv/ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m scale tests/scale
+
+# Another torch and its triton, in front of everything else that .venv has.
+OLDEST := torch==2.11.0
+build/oldest/ready: .venv/ready
+	$(PYTHON) -m venv --clear build/oldest
+	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(OLDEST)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		$$(build/oldest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/rest.pth
+	@touch $@
+
+test-oldest: build/oldest/ready
+	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n logical --dist loadfile tests/ops/test_plain.py \
+		tests/residuals tests/models tests/training
 
 KILLS ?= 200
 soak: .venv/ready

@@ -14,18 +14,8 @@ READS >= S one too.
 import triton
 import triton.language as tl
 
+from attnres.ops.gpu.merge_kernels import _load
 from attnres.ops.gpu.sealed_kernels import _among, _inside, _load_mixed, _offsets, _store
-
-
-@triton.jit
-def _row(base, start, D: tl.constexpr, BLOCK: tl.constexpr):
-    """The vector at base[start] in fp32, zero beyond its end."""
-    at = tl.arange(0, BLOCK)
-    if D == BLOCK:
-        values = tl.load(base + (start + at))
-    else:
-        values = tl.load(base + (start + at), mask=at < D, other=0.0)
-    return values.to(tl.float32)
 
 
 @triton.jit
@@ -72,7 +62,7 @@ def read_token(
     inverse = tl.rsqrt(tl.sum(v * v, 1) / D + eps)
     tl.store(inv_rms + t * N + r, inverse, mask=live)
     for s in tl.static_range(S):
-        x = tl.sum(v * _row(queries, s * D, D, BLOCK)[None, :], 1) * inverse
+        x = tl.sum(v * _load(queries, s * D, D, BLOCK, True).to(tl.float32)[None, :], 1) * inverse
         tl.store(logits + (t * N + r) * S + s, x, mask=live)
         x = tl.where(live, x, float("-inf"))
         highest = tl.max(x, 0)
@@ -139,14 +129,14 @@ def read_token_backward(
         inverse = tl.load(inv_rms + t * N + r, mask=live, other=0.0)
         back = tl.zeros([ROWS], tl.float32)
         for s in tl.static_range(S):
-            g = _row(grads[s], _start(grad_strides, s, t, D), D, BLOCK)
+            g = _load(grads[s], _start(grad_strides, s, t, D), D, BLOCK, False).to(tl.float32)
             x = tl.load(logits + (t * N + r) * S + s, mask=live, other=0.0)
             p = tl.where(live, tl.exp(x - tl.max(tl.where(live, x, float("-inf")), 0)), 0.0)
             p /= tl.sum(p, 0)
             ds = p * (tl.sum(v * g[None, :], 1) + tl.load(dtop[s] + t))
             a = ds * inverse
             back += ds * x
-            dv += p[:, None] * g[None, :] + a[:, None] * _row(queries, s * D, D, BLOCK)[None, :]
+            dv += p[:, None] * g[None, :] + a[:, None] * _load(queries, s * D, D, BLOCK, True).to(tl.float32)[None, :]
             dq += tl.where(read[:, None] == s, tl.sum(a[:, None] * v, 0)[None, :], 0.0)
         dv -= (back * inverse * inverse / D)[:, None] * v
         to = dsources[0] + _offsets(dsources, None, r, 0, here, N, D, WIDE, 0, ALIGNED)
