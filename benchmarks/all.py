@@ -45,7 +45,8 @@ def jobs(device: str, quick: bool) -> dict[str, list[str]]:
     }
     if device == "cuda":
         commands["decode_graphs"] = ["decode.py", *on, *few, "--graphs"]
-        commands["held"], commands["busy"] = ["held.py"], ["busy.py", "--compile"]
+        commands["held"] = ["held.py", *(["--shapes", "1024x512x4x3:fp32"] if quick else [])]
+        commands["busy"] = ["busy.py", "--compile", *(["--size", "nano", "--seconds", "2"] if quick else [])]
         commands["step_compiled"] = [*commands["step"], "--compile"]
     else:
         commands["frames"] = ["frames.py"]

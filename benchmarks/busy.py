@@ -17,7 +17,7 @@ from typing import Any
 
 import harness
 import torch
-from step import SIZES, VARIANTS
+from step import BASES, SIZES, VARIANTS
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
@@ -63,12 +63,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     harness.settle_compile(options, parser)
-    if not torch.cuda.is_available():
-        parser.error("kernels are profiled on a CUDA device, and this machine has none")
+    harness.need_cuda(parser, "kernels are profiled")
     on, size = torch.device("cuda"), SIZES[options.size]
-    labels = ["plain", "standard", *options.variants]
     steps = training_steps(
-        {label: VARIANTS[label] for label in labels},
+        {label: VARIANTS[label] for label in (*BASES, *options.variants)},
         size=size.model,
         vocab_size=size.vocabulary,
         seq_len=size.length,

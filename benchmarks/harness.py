@@ -257,6 +257,12 @@ def compile_many() -> None:
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # ty: ignore[invalid-assignment]
 
 
+def need_cuda(parser: argparse.ArgumentParser, what: str) -> None:
+    """End with a sentence where there is no CUDA device, on which alone `what` happens, e.g. "tiles are timed"."""
+    if not torch.cuda.is_available():
+        parser.error(f"{what} on a CUDA device, and this machine has none")
+
+
 def add_compile(parser: argparse.ArgumentParser, what: str) -> None:
     """The arguments of a benchmark of whole models that can be compiled: --compile, --torch-reads."""
     parser.add_argument("--compile", action="store_true", help=f"compile {what}")

@@ -10,12 +10,10 @@ torch. `attnres.ops.gpu.sealed` holds sources where that is faster here; `chosen
 import argparse
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import harness
 import torch
-from tiles import NOT_HELD, directions
-from torch import Tensor
+from tiles import directions, held_up_to, timed
 
 from attnres.files import write_json
 from attnres.ops import eager
@@ -27,13 +25,10 @@ SHAPES = (
     *("32768x2048x4x4:bf16", "16384x512x8x3:bf16", "8192x1024x4x7:bf16"),
 )
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-ALWAYS = dict.fromkeys(("FEW_READS", "FEW_READS_IN_BF16", "HELD", "HELD_IN_BF16", "HELD_BACKWARD"), 1 << 20)
 
 
 def measure(shape: str, copy: float) -> list[dict[str, Any]]:
     """Milliseconds and share of a copy's bandwidth of either way, and its relative error beside plain torch."""
-    from triton.testing import do_bench
-
     from attnres.ops import gpu
     from attnres.ops.gpu import sealed
 
@@ -45,18 +40,10 @@ def measure(shape: str, copy: float) -> list[dict[str, Any]]:
     for way, (call, moved) in directions(size, gpu, dtype).items():
         expected = in_torch[way][0]()
         held = sealed._held(sources, reads, width, dtype.itemsize, backward=way == "backward")
-        for kind, settings in (("tiles", NOT_HELD), ("held", ALWAYS)):
-            results: list[Tensor] = []
+        for kind, most in (("tiles", 0), ("held", 1 << 20)):
             row = {"shape": shape, "way": way, "kind": kind, "chosen": (held is not None) == (kind == "held")}
-            with mock.patch.dict(vars(sealed), settings):
-                reason = harness.attempt(lambda call=call, results=results: results.extend(call()))
-                if reason is not None:
-                    rows.append(row | {"reason": reason})
-                    continue
-                ms = do_bench(call, warmup=3, rep=25, return_mode="median")
-            pairs = zip(results, expected, strict=True)
-            error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
-            rows.append(row | {"ms": ms, "share_of_copy": moved / ms * 1e3 / copy, "error": error})
+            with held_up_to(most):
+                rows.append(row | timed(call, expected, moved, copy))
     return rows
 
 
@@ -65,8 +52,7 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "held_cuda.json")
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("kernels are timed on a CUDA device, and this machine has none")
+    harness.need_cuda(parser, "kernels are timed")
     device = torch.device("cuda")
     copy = harness.copy_bandwidth(device)
     result = harness.head("held", device, "fp32,bf16", 0) | {"copy_bytes_per_s": copy}

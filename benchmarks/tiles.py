@@ -12,7 +12,8 @@ import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,13 @@ from attnres.ops.backend import Backend
 SHAPES = ("32768x2048x4x4", "32768x2304x5x6", "16384x4096x4x6", "8192x7168x5x24")
 FEWER = 1024
 """Tokens of a call that only compiles."""
-NOT_HELD = {"FEW_READS": 0, "FEW_READS_IN_BF16": 0}
-"""Of `attnres.ops.gpu.sealed`: no sources are held in registers."""
+
+
+def held_up_to(most: int) -> AbstractContextManager[Any]:
+    """Inside, phase 1 holds sources of so many reads, and values a thread, in registers, and has tiles of others."""
+    from attnres.ops.gpu import sealed
+
+    return mock.patch.dict(sealed.HELD, dict.fromkeys(sealed.HELD, (most, most)))
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ def calls(shape: str, tokens: int | None = None) -> Iterator[tuple[dict[str, Any
         for tile in tiles(sources, reads, way == "backward"):
             row = {"shape": shape, "backward": way == "backward", "tile": None if tile is None else vars(tile)}
             row["bytes"] = moved
-            with mock.patch.dict(vars(sealed), {"_tile": sealed._tile if tile is None else tile.sizes, **NOT_HELD}):
+            with held_up_to(0), mock.patch.object(sealed, "_tile", sealed._tile if tile is None else tile.sizes):
                 yield row, call
 
 
@@ -116,24 +122,29 @@ def compile_part(shapes: list[str], part: int, parts: int) -> None:
                 harness.attempt(call)
 
 
-def measure(shape: str, copy: float) -> list[dict[str, Any]]:
-    """Milliseconds and share of a copy's bandwidth of every tile, the relative error beside the default's results."""
+def timed(call: Callable[[], list[Tensor]], expected: Sequence[Tensor], moved: int, copy: float) -> dict[str, Any]:
+    """A call's milliseconds, its share of a copy's bandwidth where it moves `moved` bytes, its relative error beside
+    `expected`; or the reason why it fails."""
     from triton.testing import do_bench
 
+    results: list[Tensor] = []
+    reason = harness.attempt(lambda: results.extend(call()))
+    if reason is not None:
+        return {"reason": reason}
+    pairs = zip(results, expected, strict=True)
+    error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
+    ms = do_bench(call, warmup=3, rep=25, return_mode="median")
+    return {"ms": ms, "share_of_copy": moved / ms * 1e3 / copy, "error": error}
+
+
+def measure(shape: str, copy: float) -> list[dict[str, Any]]:
+    """Milliseconds and share of a copy's bandwidth of every tile, the relative error beside the default's results."""
     rows: list[dict[str, Any]] = []
     expected: list[Tensor] = []
     for row, call in calls(shape):
-        results: list[Tensor] = []
-        reason = harness.attempt(lambda call=call, results=results: results.extend(call()))
-        if reason is not None:
-            rows.append(row | {"reason": reason})
-            continue
         if row["tile"] is None:
-            expected = results
-        pairs = zip(results, expected, strict=True)
-        error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in pairs)
-        ms = do_bench(call, warmup=3, rep=25, return_mode="median")
-        rows.append(row | {"ms": ms, "share_of_copy": row["bytes"] / ms * 1e3 / copy, "error": error})
+            expected = call()
+        rows.append(row | timed(call, expected, row["bytes"], copy))
     return rows
 
 
@@ -144,8 +155,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=harness.RESULTS / "tiles_cuda.json")
     parser.add_argument("--part", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("tiles are timed on a CUDA device, and this machine has none")
+    harness.need_cuda(parser, "tiles are timed")
     if options.part is not None:
         compile_part(options.shapes, options.part, options.processes)
         return

@@ -64,8 +64,9 @@ def is_needed() -> bool:
 
 def is_compiled(tensors: Sequence[Tensor | None], source: Tensor, *, phase: int) -> bool:
     """Whether a compiler is at work that makes a faster phase 1 or 2 of these tensors than our operators are."""
-    few = len(tensors) <= MOST_COMPILED and source.numel() <= FEW_COMPILED.get((source.device.type, phase), -1)
-    return torch.compiler.is_compiling() and few
+    if not torch.compiler.is_compiling() or len(tensors) > MOST_COMPILED:
+        return False
+    return source.numel() <= FEW_COMPILED.get((source.device.type, phase), -1)
 
 
 def refuse_second_derivative() -> None:

@@ -30,9 +30,12 @@ def _store(base, start, values, D: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _start(strides, j: tl.constexpr, t, D: tl.constexpr):
-    """Where row t of tensor j starts. Without strides all are contiguous, and one product serves them all."""
+    """Where row t of tensor j starts. One stride stands for all tensors, none for contiguous ones:
+    one product then serves them."""
     if strides is None:
         start = t * D
+    elif len(strides) == 1:
+        start = t * strides[0]
     else:
         start = t * strides[j]
     return start

@@ -16,10 +16,12 @@ from attnres.ops.gpu.sealed_kernels import dqueries, read, read_backward
 from attnres.ops.gpu.token_kernels import read_token, read_token_backward
 
 FEW = 256  # tokens, up to which a program takes one each
-FEW_READS, FEW_READS_IN_BF16 = 8, 4  # of sources that a program may hold in registers: each is a sum over all of them
-HELD, HELD_IN_BF16 = 256, 128  # values of sources that a thread may hold, although some of so many are spilled
-HELD_BACKWARD = 88  # values of sources, their gradients and those of queries: 128 registers, of 16 warps in all
-TOKEN_WARPS = 16
+TOKEN_WARPS = 16  # of token_kernels' backward on each multiprocessor, all its programs together
+
+# (fp32?, backward?) -> the most reads and the most values of a thread, of a program that holds a token's sources in
+# registers: each read is a sum over all of them, and some of so many are spilled. Backward the values are those of
+# sources, of their gradients and of the queries'. By measurements on an H200 (docs/kernels.md).
+HELD = {(True, False): (8, 256), (False, False): (4, 128), (True, True): (8, 88), (False, True): (4, 0)}
 
 
 class _Bunch(NamedTuple):
@@ -98,16 +100,13 @@ def _tile(n: int, reads: int, tokens: int, width: int, of_bf16: bool, backward: 
 
 
 def _held(n: int, reads: int, width: int, element_size: int, *, backward: bool) -> tuple[dict[str, int], int] | None:
-    """Sizes of a program that holds all sources of a token in registers, and its warps; None where tiles are faster, by
-    measurements on an H200 (docs/kernels.md). Warps are so few that a thread holds the same columns of all sources."""
-    narrow = element_size < 4
+    """Sizes of a program that holds all sources of a token in registers, and its warps: so few that a thread holds the
+    same columns of all sources. None where tiles are faster (HELD)."""
+    most_reads, most_values = HELD[element_size >= 4, backward]
     height, block, padded = max(2, power_of_two(n)), power_of_two(width), power_of_two(reads)
     warps = min(16, max(1, block * element_size // (512 if backward else 1024)))
-    if backward:
-        held, most = (2 * height + padded) * block, 0 if narrow else HELD_BACKWARD
-    else:
-        held, most = height * block, HELD_IN_BF16 if narrow else HELD
-    if reads > (FEW_READS_IN_BF16 if narrow else FEW_READS) or held > most * 32 * warps:
+    values = (2 * height + padded if backward else height) * block
+    if reads > most_reads or values > most_values * 32 * warps:
         return None
     return {"ROWS": height, "BLOCK": block} | ({"READS": padded} if backward else {}), warps
 

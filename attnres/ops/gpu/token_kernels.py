@@ -14,20 +14,8 @@ READS >= S one too.
 import triton
 import triton.language as tl
 
-from attnres.ops.gpu.merge_kernels import _load
+from attnres.ops.gpu.merge_kernels import _load, _start
 from attnres.ops.gpu.sealed_kernels import _among, _inside, _load_mixed, _offsets, _store
-
-
-@triton.jit
-def _start(strides, j: tl.constexpr, t, D: tl.constexpr):
-    """Where row t of tensor j starts; one stride stands for all, None for contiguous rows."""
-    if strides is None:
-        start = t * D
-    elif len(strides) == 1:
-        start = t * strides[0]
-    else:
-        start = t * strides[j]
-    return start
 
 
 @triton.jit(do_not_specialize=["tokens"])
