@@ -15,7 +15,8 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,32 +85,40 @@ def measure(page: Page, rounds: int) -> dict[str, Any]:
     return {"tokens": sorted(tokens[1:]), "rounds": rounds, **figures}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", nargs="*", help="one or two; the demo's by default")
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--out", default="benchmarks/results/explorer_cpu.json")
-    options = parser.parse_args()
+@contextmanager
+def opened(models: list[str]) -> Iterator[tuple[Page, str]]:
+    """The explorer of some models, the demo's where none are named, in headless Chromium; and what it said of them."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         sys.exit("error: no chromium here: install it, for instance with apt-get install chromium")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "attnres", "app", *options.models, "--port", str(port)]
+    command = [sys.executable, "-m", "attnres", "app", *models, "--port", str(port)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server, sync_playwright() as driver:
         assert server.stdout is not None
         says = next((line for line in server.stdout if "open http" in line), None)
         if says is None:
             sys.exit("error: the explorer did not start; its own words are above")
         browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        page = browser.new_page(viewport={"width": 1280, "height": 900})
-        page.goto(f"http://127.0.0.1:{port}")
-        page.wait_for_selector("#pane-0 [data-token]")
+        try:
+            page = browser.new_page(viewport={"width": 1280, "height": 900})
+            page.goto(f"http://127.0.0.1:{port}")
+            page.wait_for_selector("#pane-0 [data-token]")
+            yield page, says.split(": open")[0]
+        finally:
+            browser.close()
+            server.terminate()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", help="one or two; the demo's by default")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--out", default="benchmarks/results/explorer_cpu.json")
+    options = parser.parse_args()
+    with opened(options.models) as (page, models):
         times = measure(page, options.rounds)
-        browser.close()
-        server.terminate()
-    models = says.split(": open")[0]
     for name in (name for name, value in times.items() if isinstance(value, dict)):
         print(f"{name}: {times[name]['median_s']:.2f} s, at most {times[name]['largest_s']:.2f} s")
     result = {
