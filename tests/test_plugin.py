@@ -374,7 +374,7 @@ def test_inspection_figures_and_text(place, runs, name, capsys, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_the_explorer_shows_it(runs, name):
     page = Page([Opened(runs[name])])
-    shown = page.show(page.click(View("stream read"), {"place": 0, "model": 0, "read": 3, "source": 1}))
+    shown = page.show(page.actions.click(View("stream read"), {"place": 0, "model": 0, "read": 3, "source": 1}))
     assert "without 1 edge" in shown.panes[0] and name in shown.panes[0]
 
 

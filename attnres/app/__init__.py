@@ -34,9 +34,9 @@ def explore(
     check_port(host, port)
     if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
         raise UserError("the explorer needs Starlette and uvicorn: pip install 'attnres[app]'")
-    from attnres.app.explorer import choose_threads, find_demo
     from attnres.app.page import Page
-    from attnres.app.steps import open_models
+    from attnres.app.steps import find_demo, open_models
+    from attnres.app.threads import choose_threads
     from attnres.studies.texts import corpus_text
 
     searched = None if corpus is None else corpus_text(corpus, column)

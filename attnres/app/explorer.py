@@ -1,19 +1,17 @@
 """What one text does in one model: where every token's reads came from, and what changes when edges are knocked out."""
 
 import threading
-import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
 
+from attnres.app.encoder import Encoder
+from attnres.app.kept import Kept
 from attnres.app.reading import Candidate, Effect, Reading
-from attnres.app.state import MAX_CHARACTERS, Cut
+from attnres.app.state import Cut
 from attnres.app.works import Report, Works
 from attnres.device import pick_device
 from attnres.errors import UserError
@@ -22,7 +20,6 @@ from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.corpus import Search, search
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import predict
-from attnres.inspect.encoding import tokenised
 from attnres.inspect.geometry import query_cosine
 from attnres.inspect.intervene import intervene, source_names
 from attnres.inspect.pieces import characters, piece
@@ -33,21 +30,13 @@ from attnres.residuals import Read, Residual
 
 MAX_TOKENS = 512
 """Tokens of a text: what a page draws and a processor computes while one waits."""
-KEPT = 16
-"""Analyses kept for each model: going back to an earlier edit is then free."""
-KEPT_BYTES = 256e6
-"""Of their numbers, beyond which all but two go: vocabularies of 150,000 make 300 MB of one long text."""
 CANDIDATES = 8
 """Next tokens that are shown."""
-
-TRIAL = 128
-"""Tokens of the passes that settle the number of threads."""
 SCORED = 4096
 """Tokens in one pass, where many texts go through the model."""
 WINDOW = 256
 """Tokens in a window of a corpus."""
 
-T = TypeVar("T")
 _DRAWING = threading.Lock()
 """Matplotlib's settings are the process's own."""
 
@@ -72,12 +61,9 @@ class Opened:
         self.name, self.step = checkpoint.title(), checkpoint.step
 
     def _share(self, checkpoint: Checkpoint, context: int) -> None:
-        self.checkpoint, self.context, self.check = checkpoint, context, checkpoint.check_ids
+        self.checkpoint, self.context = checkpoint, context
         self.whole: Opened = self
-        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
-        # An observer sits on the model: one pass at a time.
-        self._lock = threading.Lock()
-        self._works = Works()
+        self.kept, self._works = Kept(), Works()
 
     @cached_property
     def model(self) -> Any:
@@ -91,8 +77,8 @@ class Opened:
 
     def forget(self) -> None:
         """Let go of the weights and of what they made; both are there again when they are needed."""
-        with self._lock:
-            self._kept.clear()
+        with self.kept.lock:
+            self.kept.clear()
             for name in ("model", "residual"):
                 vars(self).pop(name, None)
 
@@ -100,6 +86,11 @@ class Opened:
     def tokenizer(self) -> Any:
         """Its tokenizer. Raises UserError."""
         return self.checkpoint.tokenizer
+
+    @property
+    def encoder(self) -> Encoder:
+        """What makes tokens of a text. Raises UserError: no tokenizer."""
+        return Encoder(self.tokenizer, self.name, self.context, self.checkpoint.check_ids)
 
     @cached_property
     def residual(self) -> Residual:
@@ -146,7 +137,7 @@ class Opened:
         Raises:
             UserError: no text, too long a text, or one of which the tokenizer reads nothing.
         """
-        return self._keep(("read", text), lambda: self._read(text))
+        return self.kept.make(("read", text), lambda: self._read(text))
 
     def most_varied(self, text: str) -> int | None:
         """The read that shows most of a text when its tokens are coloured; None for the output's, or a text that the
@@ -163,7 +154,7 @@ class Opened:
         Raises:
             UserError: as for `read`, edges that the model does not have, or a read that is left without a source.
         """
-        return self._keep(("edit", text, frozenset(cuts)), lambda: self._knock_out(text, cuts))
+        return self.kept.make(("edit", text, frozenset(cuts)), lambda: self._knock_out(text, cuts))
 
     def attend(self, text: str) -> TokenAttention:
         """What the text's tokens attend to; kept.
@@ -171,15 +162,11 @@ class Opened:
         Raises:
             UserError: as for `read`, or a model that shows no weights of its attention.
         """
-        return self._keep(("attention", text), lambda: token_attention(self.model, self._encode(text)[0]))
+        return self.kept.make(("attention", text), lambda: token_attention(self.model, self.encoder.encode(text)[0]))
 
     def scored(self, text: str, token: int) -> Attribution | None:
         """The scores of the edges of the prediction after `token`, where `score` has kept them."""
-        key = ("score", text, token)
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-            return self._kept.get(key)
+        return self.kept.get(("score", text, token))
 
     def score(self, text: str, token: int, report: Report) -> Attribution:
         """What each edge, cut alone at all tokens, does to ln p of the token that follows `token` (of the last: of the
@@ -189,30 +176,13 @@ class Opened:
         Raises:
             UserError: as for `read`.
         """
-        ids, key = self._encode(text)[0], ("score", text, token)
+        ids, key = self.encoder.encode(text)[0], ("score", text, token)
         batch = max(1, SCORED // (token + 1))
         with self._works.alone(key, report) as note:
-            progress = self._progress(note, sum(map(len, self.sources)))
-            return self._keep(
+            progress = self.kept.progress(note, sum(map(len, self.sources)))
+            return self.kept.make(
                 key, lambda: attribute(self.model, ids, position=token, batch_size=batch, progress=progress)
             )
-
-    def _progress(self, report: Report, total: int) -> Callable[[int], None]:
-        """What long work calls with how much more of `total` it has done, the model locked: it reports the sum, and
-        others may use the model meanwhile."""
-        done = 0
-
-        def progress(more: int) -> None:
-            nonlocal done
-            done = min(done + more, total)
-            self._lock.release()
-            try:
-                report(done, total)
-                time.sleep(0.005)  # long enough for who waits
-            finally:
-                self._lock.acquire()
-
-        return progress
 
     def graph(self, text: str, token: int, scores: Attribution) -> str:
         """The scored edges that lead to a prediction as a picture, SVG; empty where none changes it much; kept."""
@@ -229,7 +199,7 @@ class Opened:
             except NotShown:
                 return ""
 
-        return self._keep(("graph", text, token), draw)
+        return self.kept.make(("graph", text, token), draw)
 
     def search(
         self, documents: Iterable[str], read: int, source: str, by: By, least: bool, limit: int, report: Report
@@ -239,9 +209,9 @@ class Opened:
         Raises:
             UserError: no such edge, or no text.
         """
-        context, on_tokens = min(self.context, WINDOW), self._progress(report, limit)
+        context, on_tokens = min(self.context, WINDOW), self.kept.progress(report, limit)
         options: dict[str, Any] = {"by": by, "least": least, "limit": limit, "batch_size": max(1, SCORED // context)}
-        with self._lock:
+        with self.kept.lock:
             return search(
                 self.model, self.tokenizer, documents, source, read, context=context, on_tokens=on_tokens, **options
             )
@@ -277,75 +247,11 @@ class Opened:
 
     # ------------------------------------------------------------------ runs of the model
 
-    def _keep(self, key: Hashable, make: Callable[[], T]) -> T:
-        with self._lock:
-            if key in self._kept:
-                self._kept.move_to_end(key)
-            else:
-                self._kept[key] = make()
-                while len(self._kept) > KEPT:
-                    self._kept.popitem(last=False)
-                sizes = [(old, _bytes(one)) for old, one in self._kept.items()]
-                total = sum(size for _, size in sizes)
-                for old, size in sizes[:-2]:  # what has no arrays, as scores that took long, may stay
-                    if size and total >= KEPT_BYTES:
-                        del self._kept[old]
-                        total -= size
-            return self._kept[key]
-
     def _read(self, text: str) -> Reading:
-        ids, offsets = self._encode(text)
+        ids, offsets = self.encoder.encode(text)
         reading = self.read_ids(ids, *characters(self.tokenizer, ids, text, offsets))
-        reading.notes.extend(self._notes(text, ids))
+        reading.notes.extend(self.encoder.notes(text, ids))
         return reading
-
-    def _encode(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Ids of a text's tokens, and where in it each lies (nothing for a tokenizer that does not say)."""
-        if not text.strip():
-            raise UserError("there is no text: type some, or take an example")
-        if len(text) > MAX_CHARACTERS:
-            raise UserError(f"the text has {len(text):,} characters and this page takes {MAX_CHARACTERS:,}: shorten it")
-        ids, offsets = tokenised(self.tokenizer, text)
-        if not ids:
-            raise UserError(f"the tokenizer of {self.name} knows no character of this text: type another")
-        self.check(max(ids))
-        if len(ids) > self.context:
-            raise UserError(f"the text has {len(ids):,} tokens and {self.name} takes {self.context:,} here: shorten it")
-        return tuple(ids), offsets
-
-    def beginning(self, text: str) -> str:
-        """As much of a text as the model takes here, to the end of a line or word where one ends; all of one that its
-        tokenizer cannot encode, of which `read` says so."""
-        try:
-            spans = tokenised(self.tokenizer, text)[1]
-        except UserError:
-            return text
-        if len(spans) <= self.context:
-            return text
-        cut = text[: spans[self.context - 1][1]]
-        return next((cut[:place] for mark in "\n " if (place := cut.rfind(mark)) > 0), cut)
-
-    def token_at(self, text: str, character: int) -> int | None:
-        """The number of the token of a text in which a character lies; None where the tokenizer does not say."""
-        spans = self._encode(text)[1]
-        return next((i for i, (start, end) in enumerate(spans) if start <= character < end), None)
-
-    def end_of(self, text: str, token: int) -> int | None:
-        """The last character of a token of a text; None where the tokenizer does not say, or the token has none."""
-        start, end = next(iter(self._encode(text)[1][token : token + 1]), (0, 0))
-        return end - 1 if end > start else None
-
-    def _notes(self, text: str, ids: Sequence[int]) -> list[str]:
-        notes = []
-        decoded = self.tokenizer.decode(list(ids), clean_up_tokenization_spaces=False)
-        lost = sorted({character for character in text if not character.isspace()} - set(decoded))
-        if self.tokenizer.unk_token_id in ids or (lost and not set(text.lower()) <= set(decoded.lower())):
-            some = " ".join(lost[:5])
-            which = f" ({some}{' ...' if len(lost) > 5 else ''})" if lost else ""
-            notes.append(f"The tokenizer of {self.name} has never seen some characters of this text{which}.")
-        if len(ids) == 1:
-            notes.append("One token: it has a next-token distribution, but no loss.")
-        return notes
 
     def read_ids(self, ids: tuple[int, ...], pieces: list[str], names: list[str]) -> Reading:
         """Run the model on tokens; not kept."""
@@ -364,7 +270,7 @@ class Opened:
         )
 
     def _knock_out(self, text: str, cuts: Sequence[Cut]) -> Effect:
-        ids = self._encode(text)[0]
+        ids = self.encoder.encode(text)[0]
         places = sorted({(cut.read, -1 if cut.token is None else cut.token) for cut in cuts})
         edits = [
             KnockOut(
@@ -378,43 +284,3 @@ class Opened:
         with intervene(self.model, *edits):
             prediction = predict(self.model, ids)
         return Effect(prediction.log_probs, prediction.losses.double().numpy())
-
-
-def _bytes(kept: Any) -> int:
-    """How large the tensors and arrays of what is kept of a text are."""
-    values = getattr(kept, "__dict__", {}).values()
-    arrays = [one for value in values for one in (value if isinstance(value, list) else [value])]
-    return sum(one.nbytes for one in arrays if isinstance(one, Tensor | np.ndarray))
-
-
-def choose_threads(models: Sequence[Opened]) -> None:
-    """One thread instead of torch's own number where a pass is faster so: a small model's steps are short, and on a
-    machine with other work threads wait for one another longer than that. Measured here, kept while the process runs.
-    """
-    most = torch.get_num_threads()
-    if most == 1 or any(model.model.device.type != "cpu" for model in models):
-        return
-    times = {}
-    for threads in (1, most):
-        torch.set_num_threads(threads)
-        for _ in range(2):  # the first pass builds kernels and fills caches
-            start = time.perf_counter()
-            for model in models:
-                model.read_ids((0,) * min(TRIAL, model.context), [], [])
-            times[threads] = time.perf_counter() - start
-    torch.set_num_threads(min(times, key=lambda threads: times[threads]))
-
-
-def find_demo(folder: Path) -> list[Path]:
-    """The finished runs of `make demo` with depth reads: Block's and Full's.
-
-    Raises:
-        UserError: there is none.
-    """
-    runs = [run for label in ("block", "full") for run in sorted(folder.glob(f"{label}-seed*"))[:1]]
-    finished = [run for run in runs if (run / "summary.json").is_file()]
-    if not finished:
-        raise UserError(
-            f"no model was given, and the demo has left none in {folder}: run `make demo`, or give attnres app MODEL"
-        )
-    return finished

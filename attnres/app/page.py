@@ -1,28 +1,23 @@
-"""The page without its server: a view in, everything it shows out, and what each action makes of a view."""
+"""The page without its server: a view in, everything it shows out."""
 
-import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 from urllib.parse import parse_qsl
 
 from attnres.app import differences, draw
-from attnres.app.examples import EXAMPLES
+from attnres.app.actions import Actions
 from attnres.app.explorer import Opened
+from attnres.app.halves import Halves
 from attnres.app.markup import sentence
 from attnres.app.pane import Pane, Scales, export
 from attnres.app.state import (
     ATTENDED,
     LARGEST,
-    LARGEST_NUMBER,
     LOSS,
     MAX_CHARACTERS,
-    MAX_CUTS,
-    Cut,
     View,
     decode,
     encode,
-    from_json,
 )
 from attnres.app.steps import Learned
 from attnres.app.works import Report
@@ -30,8 +25,6 @@ from attnres.errors import UserError
 from attnres.inspect.corpus import Search
 from attnres.inspect.steps import step_change
 from attnres.studies.texts import LookText
-from attnres.text import whole_characters
-from attnres.typed import Count, Misfit, fit
 
 SEARCHED = 20_000
 """Tokens of a corpus that a search looks at."""
@@ -69,7 +62,8 @@ class Page:
     """
 
     def __init__(self, models: Sequence[Opened], corpus: LookText | None = None) -> None:
-        self.models, self.corpus = list(models), corpus
+        self.halves = Halves(models)
+        self.models, self.actions, self.corpus = self.halves.models, Actions(self.halves), corpus
         self._queries, self._recent = dict[int, str](), list[int]()
 
     @property
@@ -82,7 +76,7 @@ class Page:
         fields = {name: value for name, value in parse_qsl(link.removeprefix("?")[:20_000]) if len(name) == 1}
         last = len(self.models) - 1  # of each run its last checkpoint, the finished model, is shown
         whole = [i for i in range(last) if self.models[i + 1].whole is not self.models[i].whole] + [last]
-        start = View(text=self._example("code", whole), models=tuple(whole))
+        start = View(text=self.halves.example("code", whole), models=tuple(whole))
         if not fields:
             return replace(start, read=self.models[whole[0]].most_varied(start.text)), ""
         try:
@@ -91,130 +85,9 @@ class Page:
         except UserError as error:
             return start, str(error)
 
-    # ------------------------------------------------------------------ what actions make of a view
-
-    def act(self, view: View, action: Any) -> View:
-        """The view after an action, a name and a value: ["token", 3].
-
-        Raises:
-            UserError: no such action, or one on what is not there.
-        """
-        act = (
-            _ACTIONS.get(action[0])
-            if isinstance(action, list) and len(action) == 2 and isinstance(action[0], str)
-            else None
-        )
-        if act is None:
-            raise UserError("this click hit neither a token nor an edge: load the page again")
-        return act(self, view, action[1])
-
-    def type(self, view: View, text: Any) -> View:
-        """Another text: the last token is chosen, knocked-out edges stay out."""
-        return replace(view, text=_words(text), token=None, half=0)
-
-    def compare(self, view: View, text: Any) -> View:
-        """A second text for the first of the models, or none."""
-        if text is None:
-            return replace(view, other=None)
-        return replace(view, other=_words(text), models=view.models[:1])
-
-    def example(self, view: View, name: Any) -> View:
-        """One of the examples."""
-        if not isinstance(name, str) or name not in EXAMPLES:
-            raise UserError("there is no such example: load the page again")
-        return self.type(view, self._example(name, view.models))
-
-    def choose(self, view: View, models: Any) -> View:
-        """Other models, by their numbers: one, or two."""
-        try:
-            numbers = tuple(dict.fromkeys(fit(models, list[Count])))
-        except Misfit:
-            numbers = ()
-        if not 1 <= len(numbers) <= 2 or max(numbers) >= len(self.models):
-            raise UserError("this model is not one of those that are open")
-        number, read = self._half(view, self._chosen(view))[0], self.read_of(view, numbers[0])
-        return replace(
-            view,
-            models=numbers,
-            other=view.other if len(numbers) == 1 else None,
-            read=read if read < len(self.models[numbers[0]].reads) - 1 else None,
-            half=numbers.index(number) if number in numbers else 0,
-        )
-
-    def show_by(self, view: View, by: Any) -> View:
-        """Contributions or weights."""
-        if by not in ("contribution", "weight"):
-            raise UserError("sources are shown by contribution or by weight: load the page again")
-        return replace(view, by=by)
-
-    def colour(self, view: View, what: Any) -> View:
-        """Tokens coloured by another [read, source]; a read of -1 is the output's."""
-        if not (isinstance(what, list) and len(what) == 2 and type(what[0]) is int and isinstance(what[1], str)):
-            raise UserError("there is no such read or source: load the page again")
-        read, source = what
-        return replace(view, read=read if 0 <= read <= LARGEST_NUMBER else None, source=source or LARGEST)
-
-    def choose_token(self, view: View, at: Any) -> View:
-        """Another token of a half, {"place": p, "token": t}.
-
-        Raises:
-            UserError: a click on what is not there.
-        """
-        numbers = _numbers(at)
-        place, token = numbers.get("place"), numbers.get("token")
-        if place is None or token is None or place >= self._count(view):
-            raise UserError("this click hit neither a token nor an edge: load the page again")
-        return replace(view, token=token, half=place)
-
-    def click(self, view: View, edge: Any) -> View:
-        """A click on an edge of a half, {"place": p, "model": m, "read": r, "source": s}: it is knocked out, where the
-        view says, or brought back. With "token" it is that token's, or (None) that of all tokens.
-
-        Raises:
-            UserError: a click on what is not there.
-        """
-        numbers = _numbers(edge)
-        place, model, read, source = (numbers.get(name) for name in ("place", "model", "read", "source"))
-        if place is None or model is None or read is None or source is None or place >= self._count(view):
-            raise UserError("this click hit neither a token nor an edge: load the page again")
-        cut = Cut(model, read, source, numbers["token"] if "token" in numbers else self._token(view, place))
-        if model >= len(self.models) or not self._has(cut):
-            raise UserError("this edge is not one of the model's: load the page again")
-        cuts = tuple(one for one in view.cuts if one != cut) if cut in view.cuts else (*view.cuts, cut)
-        if len(cuts) > MAX_CUTS:
-            raise UserError(f"{len(cuts)} edges are knocked out, {MAX_CUTS} is the most: bring some back first")
-        return replace(view, cuts=cuts)
-
-    def span(self, view: View, span: Any) -> View:
-        """Whether the next cut holds at all tokens or at one."""
-        if span not in ("all", "one"):
-            raise UserError("a cut holds at all tokens or at one: load the page again")
-        return replace(view, span=span)
-
-    def undo(self, view: View, _: Any = None) -> View:
-        """The last cut is brought back."""
-        return replace(view, cuts=view.cuts[:-1])
-
-    def reset(self, view: View, _: Any = None) -> View:
-        """Nothing is knocked out."""
-        return replace(view, cuts=())
-
-    def restore(self, view: View, earlier: Any) -> View:
-        """An earlier view."""
-        return from_json(earlier, len(self.models))
-
-    def visit(self, view: View, hit: Any) -> View:
-        """A hit of a search, {"text": ..., "at": character}: its text, with the token there chosen."""
-        if not isinstance(hit, dict) or not isinstance(hit.get("text"), str) or type(hit.get("at")) is not int:
-            raise UserError("this hit is none: search again")
-        view = self.type(view, hit["text"])
-        return replace(view, other=None, token=self.models[view.models[0]].token_at(view.text, hit["at"]))
-
-    # ------------------------------------------------------------------ what a view shows
-
     def show(self, view: View, message: str = "") -> Shown:
         """Everything the page shows; what is wrong with the text is said in its place."""
-        known = tuple(cut for cut in view.cuts if cut.model < len(self.models) and self._has(cut))
+        known = tuple(cut for cut in view.cuts if self.halves.has(cut))
         if known != view.cuts:
             message = message or "Some knocked-out edges of this link do not exist in these models: they were left out."
         first = self.models[view.models[0]]
@@ -225,11 +98,11 @@ class Page:
         if view.source not in (LARGEST, LOSS, ATTENDED, *row):
             view = replace(view, source=LARGEST)
         panes: list[Pane | str] = []
-        for place in range(self._count(view)):
+        for place in range(self.halves.count(view)):
             try:
                 panes.append(self.pane(view, place))
             except UserError as error:
-                number = self._half(view, place)[0]
+                number = self.halves.of(view, place)[0]
                 model = self.models[number]
                 if isinstance(model, Learned) and view.text.strip():
                     panes.append(differences.learned(number, place, model, self.queries(number), f"{error}"))
@@ -275,9 +148,9 @@ class Page:
 
     def pane(self, view: View, place: int) -> Pane:
         """One half of the page. Raises UserError for a text that its model cannot read."""
-        number, text = self._half(view, place)
+        number, text = self.halves.of(view, place)
         model = self.models[number]
-        reading, token = model.read(text), self.token_of(view, place)
+        reading, token = model.read(text), self.halves.token_of(view, place)
         cuts = view.cuts_of(number)
         effect = model.knock_out(text, cuts) if cuts else None
         try:
@@ -292,7 +165,7 @@ class Page:
             details=model.details,
             reading=reading,
             by=view.by,
-            read=self.read_of(view, number),
+            read=self.halves.read_of(view, number),
             source=view.source,
             token=token,
             cuts=cuts,
@@ -312,33 +185,12 @@ class Page:
             self._queries[number] = draw.queries(self.models[number].label, self.models[number].similarity)
         return self._queries[number]
 
-    def read_of(self, view: View, number: int) -> int:
-        """The number of the read that colours a model's tokens: of the name of the first half's, or the output's."""
-        first, reads = self.models[view.models[0]].reads, self.models[number].reads
-        name = first[view.read] if view.read is not None and view.read < len(first) else None
-        return reads.index(name) if name in reads else len(reads) - 1
-
-    def token_of(self, view: View, place: int) -> int:
-        """The number of the chosen token in a half's text: where it was chosen among other tokens of the same text, of
-        the one in which it ends; without a choice the last that says something."""
-        number, text = self._half(view, place)
-        model, reading = self.models[number], self.models[number].read(text)
-        last = len(reading.ids) - 1
-        if view.token is None:
-            return next((i for i in range(last, -1, -1) if reading.names[i].strip()), last)
-        theirs, their_text = self._half(view, self._chosen(view))
-        other, token = self.models[theirs], None
-        if their_text == text and other.vocabulary != model.vocabulary:
-            end = other.end_of(text, view.token)
-            token = None if end is None else model.token_at(text, end)
-        return min(view.token if token is None else token, last)
-
     def score(self, view: View, place: int, report: Report) -> None:
         """Measure every edge of a half's prediction; `show` then has it. Raises UserError."""
-        if not 0 <= place < self._count(view):
+        if not 0 <= place < self.halves.count(view):
             raise UserError("there is no such half of the page: load it again")
-        number, text = self._half(view, place)
-        self.models[number].score(text, self.token_of(view, place), report)
+        number, text = self.halves.of(view, place)
+        self.models[number].score(text, self.halves.token_of(view, place), report)
 
     def search(self, view: View, least: bool, report: Report) -> tuple[Search, str]:
         """The tokens of the corpus at which what colours the tokens is most, or least, of its read; and their HTML.
@@ -349,7 +201,7 @@ class Page:
         if self.corpus is None:
             raise UserError("no corpus is open: start the app with --corpus")
         model = self.models[view.models[0]]
-        read = self.read_of(view, view.models[0])
+        read = self.halves.read_of(view, view.models[0])
         if view.source not in model.sources[read]:
             raise UserError("choose one source in “colour tokens by” first: its tokens are searched for")
         result = model.search(self.corpus.read(), read, view.source, view.by, least, SEARCHED, report)
@@ -357,19 +209,8 @@ class Page:
 
     def export(self, view: View) -> dict[str, object]:
         """What the page shows, as numbers. Raises UserError for a text that a model cannot read."""
-        panes = [self.pane(view, place) for place in range(self._count(view))]
+        panes = [self.pane(view, place) for place in range(self.halves.count(view))]
         return export(panes) | {"text": view.text, "other": view.other}
-
-    def _example(self, name: str, models: Iterable[int]) -> str:
-        """An example, as far as the shortest context of these models goes."""
-        return functools.reduce(lambda text, number: self.models[number].beginning(text), models, EXAMPLES[name])
-
-    def _count(self, view: View) -> int:
-        return 2 if view.other is not None else len(view.models)
-
-    def _chosen(self, view: View) -> int:
-        """The half of which the chosen token is."""
-        return min(view.half, self._count(view) - 1)
 
     def _let_go(self, shown: Sequence[int]) -> None:
         """Of the steps of trainings those that were shown last stay loaded."""
@@ -378,49 +219,3 @@ class Page:
         for number, model in enumerate(self.models):
             if model.is_loaded and model.whole is not model and number not in self._recent:
                 model.forget()
-
-    def _half(self, view: View, place: int) -> tuple[int, str]:
-        """The number of a half's model, and its text."""
-        if view.other is not None:
-            return view.models[0], view.other if place else view.text
-        return view.models[place], view.text
-
-    def _token(self, view: View, place: int) -> int | None:
-        """Where a cut that is chosen in this half holds."""
-        return None if view.span == "all" else self.token_of(view, place)
-
-    def _has(self, cut: Cut) -> bool:
-        sources = self.models[cut.model].sources
-        return cut.read < len(sources) and cut.source < len(sources[cut.read])
-
-
-_ACTIONS: dict[str, Callable[..., View]] = {
-    "type": Page.type,
-    "compare": Page.compare,
-    "example": Page.example,
-    "models": Page.choose,
-    "by": Page.show_by,
-    "colour": Page.colour,
-    "token": Page.choose_token,
-    "edge": Page.click,
-    "span": Page.span,
-    "undo": Page.undo,
-    "reset": Page.reset,
-    "restore": Page.restore,
-    "visit": Page.visit,
-}
-
-
-def _numbers(value: Any) -> dict[str, int | None]:
-    """The numbers that a click came with. Raises UserError."""
-    try:
-        return fit(value, dict[str, Count | None])
-    except Misfit:
-        raise UserError("this click came with numbers that mean nothing here: load the page again") from None
-
-
-def _words(text: Any) -> str:
-    """A text from the browser, half a character made none. Raises UserError."""
-    if not isinstance(text, str):
-        raise UserError("the text is none: type some")
-    return whole_characters(text)

@@ -44,7 +44,7 @@ class Asked(TypedDict, total=False):
     """The body of a question.
 
     view: what the browser shows; None asks for what `link`, a query string, says.
-    actions: what was done to it, in order (see `Page.act`).
+    actions: what was done to it, in order (see `Actions.act`).
     known: hashes of the sections that the browser has, which need not be sent again.
     place: of the half that is scored. least: which end of a search.
     """
@@ -65,7 +65,7 @@ def application(page: Page, *, local: bool, names: Collection[str] = ()) -> Star
         view, words = _view(page, question)
         for action in question.get("actions", [])[:MAX_ACTIONS]:
             try:
-                view = page.act(view, action)
+                view = page.actions.act(view, action)
             except UserError as error:
                 words = str(error)
             steps.append(view)

@@ -75,6 +75,21 @@ def open_models(names: Sequence[str | Path], *, trust_remote_code: bool = False)
     return [one for model, steps in named.items() for one in (*steps, model)]
 
 
+def find_demo(folder: Path) -> list[Path]:
+    """The finished runs of `make demo` with depth reads: Block's and Full's.
+
+    Raises:
+        UserError: there is none.
+    """
+    runs = [run for label in ("block", "full") for run in sorted(folder.glob(f"{label}-seed*"))[:1]]
+    finished = [run for run in runs if (run / "summary.json").is_file()]
+    if not finished:
+        raise UserError(
+            f"no model was given, and the demo has left none in {folder}: run `make demo`, or give attnres app MODEL"
+        )
+    return finished
+
+
 def _titles(checkpoints: Sequence[Checkpoint]) -> list[str]:
     """Their shortest titles that differ; of one that is there twice, short ones."""
     longest = max((len(one.folder.absolute().parts) for one in checkpoints), default=1)

@@ -17,10 +17,12 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from attnres.app import draw, explore
-from attnres.app.explorer import KEPT, Opened, _bytes, choose_threads, find_demo
+from attnres.app.explorer import Opened
+from attnres.app.kept import KEPT, _bytes
 from attnres.app.page import Page
 from attnres.app.state import ATTENDED, LARGEST, LOSS, MAX_CHARACTERS, Cut, View, decode, encode
-from attnres.app.steps import open_models
+from attnres.app.steps import find_demo, open_models
+from attnres.app.threads import choose_threads
 from attnres.errors import UserError
 from attnres.inspect import attribute, token_attention
 from attnres.inspect.edits import KnockOut
@@ -66,26 +68,26 @@ def test_a_knock_out_is_that_of_the_library(folders, model):
 
 def test_clicks_knock_out_and_bring_back(page):
     view = View(TEXT, models=(0, 1))
-    once = page.click(view, edge(0, 3, 0))
-    twice = page.click(once, edge(1, 6, 2))
+    once = page.actions.click(view, edge(0, 3, 0))
+    twice = page.actions.click(once, edge(1, 6, 2))
     assert twice.cuts == (Cut(0, 3, 0), Cut(1, 6, 2))
-    assert page.click(page.click(twice, edge(0, 3, 0)), edge(1, 6, 2)) == view
-    assert page.reset(twice) == view and page.undo(twice) == once and page.undo(view) == view
+    assert page.actions.click(page.actions.click(twice, edge(0, 3, 0)), edge(1, 6, 2)) == view
+    assert page.actions.reset(twice) == view and page.actions.undo(twice) == once and page.actions.undo(view) == view
     panes = page.show(twice).panes
     assert all("without 1 edge" in pane for pane in panes)
     assert "without" not in page.show(view).panes[0]
 
 
 def test_a_cut_of_one_token_is_that_tokens(page):
-    view = page.span(page.choose_token(View(TEXT), {"place": 0, "token": 4}), "one")
-    once = page.click(view, edge(0, 6, 0))
+    view = page.actions.span(page.actions.choose_token(View(TEXT), {"place": 0, "token": 4}), "one")
+    once = page.actions.click(view, edge(0, 6, 0))
     assert once.cuts == (Cut(0, 6, 0, 4),)
-    both = page.click(page.span(once, "all"), edge(0, 6, 0))
+    both = page.actions.click(page.actions.span(once, "all"), edge(0, 6, 0))
     assert both.cuts == (Cut(0, 6, 0, 4), Cut(0, 6, 0))
-    assert page.click(both, edge(0, 6, 0) | {"token": 4}).cuts == (Cut(0, 6, 0),)  # as its row of the list says
-    longer = replace(page.span(View(TEXT, other=f"{TEXT} and more"), "one"), token=None)
-    of_second = page.click(longer, edge(0, 6, 0, place=1)).cuts[0].token
-    assert of_second == page.token_of(longer, 1) != page.token_of(longer, 0)
+    assert page.actions.click(both, edge(0, 6, 0) | {"token": 4}).cuts == (Cut(0, 6, 0),)  # as its row of the list says
+    longer = replace(page.actions.span(View(TEXT, other=f"{TEXT} and more"), "one"), token=None)
+    of_second = page.actions.click(longer, edge(0, 6, 0, place=1)).cuts[0].token
+    assert of_second == page.halves.token_of(longer, 1) != page.halves.token_of(longer, 0)
     pane = page.show(once).panes[0]
     assert "at token 4" in pane and "without 1 edge" in pane
     losses = page.models[0].knock_out(TEXT, once.cuts).losses - page.models[0].read(TEXT).losses
@@ -126,7 +128,7 @@ def test_a_cut_of_one_token_is_that_tokens(page):
 )
 def test_actions_on_what_is_not_there_are_refused(page, action):
     with pytest.raises(UserError, match=r"again|not one of those|the text is none"):
-        page.act(View(TEXT), action)
+        page.actions.act(View(TEXT), action)
 
 
 def test_a_link_restores_what_was_shown(page):
@@ -138,7 +140,7 @@ def test_a_link_restores_what_was_shown(page):
         ["colour", [2, "embedding"]],
         ["by", "weight"],
     ]:
-        view = page.act(view, action)
+        view = page.actions.act(view, action)
     shown = page.show(view)
     again, said = page.begin("?" + shown.query)
     assert (again, said) == (view, "")
@@ -157,10 +159,10 @@ def test_edges_of_another_model_are_left_out_with_a_word(page):
 
 
 def test_what_colours_tokens_follows_the_model(page):
-    shown = page.show(page.colour(View(TEXT), [99, "mlp 7"]))
+    shown = page.show(page.actions.colour(View(TEXT), [99, "mlp 7"]))
     assert shown.view.read is None and shown.view.source == LARGEST
     assert shown.reads[0] == ("output", -1) and len(shown.reads) == 7
-    values = [value for _, value in page.show(page.colour(View(TEXT), [1, LOSS])).sources]
+    values = [value for _, value in page.show(page.actions.colour(View(TEXT), [1, LOSS])).sources]
     assert values == [LARGEST, "embedding", "partial", LOSS, ATTENDED]
 
 
@@ -174,9 +176,9 @@ def test_what_colours_tokens_follows_the_model(page):
     ],
 )
 def test_a_text_that_cannot_be_read_is_one_sentence_and_the_page_goes_on(page, text, words):
-    shown = page.show(page.type(View(models=(0, 1)), text))
+    shown = page.show(page.actions.type(View(models=(0, 1)), text))
     assert words in shown.panes[0] and 'class="error"' in shown.panes[0]
-    assert "data-token" in page.show(page.type(shown.view, TEXT)).panes[0]
+    assert "data-token" in page.show(page.actions.type(shown.view, TEXT)).panes[0]
 
 
 def test_a_plain_sum_has_no_heaviest_source_and_can_be_edited(folders):
@@ -187,7 +189,7 @@ def test_a_plain_sum_has_no_heaviest_source_and_can_be_edited(folders):
         and "the same for every token" in pane
         and "Pseudo-queries" not in pane
     )
-    assert "without 1 edge" in page.show(page.click(View(TEXT), edge(0, 6, 3))).panes[0]
+    assert "without 1 edge" in page.show(page.actions.click(View(TEXT), edge(0, 6, 3))).panes[0]
 
 
 def test_characters_of_several_tokens_are_whole(block):
@@ -221,7 +223,7 @@ def test_what_a_tokenizer_cannot_encode_is_one_sentence_and_the_page_opens(words
     view, said = page.begin("")
     assert said == "" and "The tokenizer cannot encode the text" in page.show(view).panes[0]
     assert "data-token" in page.show(page.begin("?" + encode(View("hello world")))[0]).panes[0]
-    assert page.example(view, "code") == view
+    assert page.actions.example(view, "code") == view
 
 
 def test_as_many_candidates_before_a_knock_out_as_after(page):
@@ -234,21 +236,21 @@ def test_as_many_candidates_before_a_knock_out_as_after(page):
 
 
 def test_one_token_has_a_distribution_and_no_loss(page):
-    pane = page.show(page.type(View(), "d")).panes[0]
+    pane = page.show(page.actions.type(View(), "d")).panes[0]
     assert "One token" in pane and "Next token" in pane and "nats per token" not in pane
-    assert "data-token" in page.show(page.click(page.type(View(), "d"), edge(0, 6, 0))).panes[0]
+    assert "data-token" in page.show(page.actions.click(page.actions.type(View(), "d"), edge(0, 6, 0))).panes[0]
 
 
 def test_characters_never_seen_are_read_as_bytes_or_said(page, block, monkeypatch):
-    assert "never seen" not in page.show(page.type(View(), "☃ 日本 🎉")).panes[0]
+    assert "never seen" not in page.show(page.actions.type(View(), "☃ 日本 🎉")).panes[0]
     monkeypatch.setattr(block.tokenizer, "_unk_token", "d", raising=False)
     blind = block.tokenizer.decode
     monkeypatch.setattr(block.tokenizer, "decode", lambda ids, **how: blind(ids, **how).replace("☃", ""))
-    assert "has never seen some characters of this text (☃)" in page.show(page.type(View(), "snow ☃!")).panes[0]
+    assert "has never seen some characters of this text (☃)" in page.show(page.actions.type(View(), "snow ☃!")).panes[0]
 
 
 def test_half_a_character_from_the_browser_is_none(page):
-    shown = page.show(page.type(View(), "a\ud83d b"))
+    shown = page.show(page.actions.type(View(), "a\ud83d b"))
     assert "data-token" in shown.panes[0] and decode(dict(p.split("=", 1) for p in shown.query.split("&")), 2).text
 
 
@@ -266,8 +268,10 @@ def test_halves_show_the_read_of_one_name(folders, block):
     for read, (first, second) in {2: ("attention 1", "attention 1"), 4: ("attention 2", "output")}.items():
         panes = [page.pane(replace(view, read=read), place) for place in range(2)]
         assert [pane.reading.reads[pane.read] for pane in panes] == [first, second]
-    turned = page.choose(replace(view, read=3), [1, 0])
-    assert page.models[1].reads[turned.read] == "mlp 1" and page.choose(replace(view, read=4), [1, 0]).read is None
+    turned = page.actions.choose(replace(view, read=3), [1, 0])
+    assert (
+        page.models[1].reads[turned.read] == "mlp 1" and page.actions.choose(replace(view, read=4), [1, 0]).read is None
+    )
 
 
 def test_halves_show_the_tokens_of_one_place_in_the_text(folders, block):
@@ -277,37 +281,39 @@ def test_halves_show_the_tokens_of_one_place_in_the_text(folders, block):
     assert ends[0] != ends[1]
     for place in range(2):
         for token, end in enumerate(ends[place]):
-            chosen = page.choose_token(view, {"place": place, "token": token})
-            assert page.token_of(chosen, place) == token, "what was clicked is what is chosen"
-            there = page.token_of(chosen, 1 - place)
+            chosen = page.actions.choose_token(view, {"place": place, "token": token})
+            assert page.halves.token_of(chosen, place) == token, "what was clicked is what is chosen"
+            there = page.halves.token_of(chosen, 1 - place)
             start = ends[1 - place][there - 1] if there else 0
             assert start < end <= ends[1 - place][there]
             assert page.begin(page.show(chosen).query)[0] == chosen
-    alone = page.choose(chosen, [1])
-    assert page.token_of(alone, 0) == len(ends[1]) - 1 and alone.half == 0
-    two = replace(page.compare(View(TEXT), "another text"), token=1)
-    assert [page.token_of(two, place) for place in range(2)] == [1, 1], "of another text the token of that number"
+    alone = page.actions.choose(chosen, [1])
+    assert page.halves.token_of(alone, 0) == len(ends[1]) - 1 and alone.half == 0
+    two = replace(page.actions.compare(View(TEXT), "another text"), token=1)
+    assert [page.halves.token_of(two, place) for place in range(2)] == [1, 1], (
+        "of another text the token of that number"
+    )
 
 
 def test_one_model_can_be_shown_alone(page):
     assert [value for _, value in page.choices] == [0, 1]
-    both = page.show(page.choose(View(TEXT), [1, 0]))
+    both = page.show(page.actions.choose(View(TEXT), [1, 0]))
     assert both.view.models == (1, 0), "in the order in which they were chosen"
     assert len(both.panes) == 2 and both.difference
-    alone = page.show(page.choose(both.view, [1]))
+    alone = page.show(page.actions.choose(both.view, [1]))
     assert len(alone.panes) == 1 and not alone.difference
 
 
 def test_two_texts_of_one_model_stand_side_by_side(page, block):
     other = "The quick brown fox."
-    view = page.click(page.compare(View(TEXT, models=(0, 1)), other), edge(0, 6, 0))
+    view = page.actions.click(page.actions.compare(View(TEXT, models=(0, 1)), other), edge(0, 6, 0))
     shown = page.show(view)
     assert shown.view.models == (0,) and len(shown.panes) == 2 and shown.difference
     assert all("without 1 edge" in pane for pane in shown.panes) and other in re.sub("<[^>]+>", "", shown.panes[1])
     means = [block.read(text).means("contribution")[6][1] for text in (TEXT, other)]
     assert f"output reads block 1: contribution {means[1] - means[0]:+.3f}" in shown.difference
     assert page.begin(shown.query)[0] == view
-    assert page.show(page.compare(view, None)).view.other is None
+    assert page.show(page.actions.compare(view, None)).view.other is None
 
 
 def test_scores_are_those_of_the_library_and_stay(page, block):
@@ -412,7 +418,7 @@ def test_a_search_gives_texts_to_look_at(page, block):
     result, html = searching.search(view, False, lambda done, whole: None)
     assert f"data-hit={chr(34)}{len(result.hits) - 1}{chr(34)}" in html and "two texts" in html
     hit = result.hits[0]
-    visited = searching.visit(view, {"text": hit.window, "at": hit.at})
+    visited = searching.actions.visit(view, {"text": hit.window, "at": hit.at})
     assert block.read(visited.text).names[visited.token] == hit.token
     assert block.read(visited.text).contributions[3][visited.token][0] == pytest.approx(hit.contribution, abs=1e-5)
     with pytest.raises(UserError, match="choose one source"):
@@ -422,7 +428,7 @@ def test_a_search_gives_texts_to_look_at(page, block):
 
 
 def test_the_export_holds_numbers_that_json_has(page):
-    view = page.click(View(TEXT, models=(0, 1)), edge(0, 6, 0))
+    view = page.actions.click(View(TEXT, models=(0, 1)), edge(0, 6, 0))
     out = json.loads(json.dumps(page.export(view), allow_nan=False))
     first = out["models"][0]
     assert out["text"] == TEXT and len(out["models"]) == 2
@@ -436,7 +442,7 @@ def test_a_model_whose_numbers_are_none_is_shown_and_exported(folders):
     with torch.no_grad():
         model.model.get_input_embeddings().weight.fill_(torch.nan)
     page = Page([model])
-    view = page.click(View(TEXT, source="embedding"), edge(0, 6, 0))
+    view = page.actions.click(View(TEXT, source="embedding"), edge(0, 6, 0))
     page.score(view, 0, lambda done, whole: None)
     pane = page.show(view).panes[0]
     assert "loss – → <b>–</b>" in pane and ", weight –" in pane and "nan" not in pane.lower()
@@ -472,7 +478,7 @@ def test_examples_end_where_the_shortest_context_does(page, monkeypatch):
     start = page.begin("")[0]
     assert whole.startswith(start.text) and whole[len(start.text)] in "\n "
     assert 1 < len(page.models[0].read(start.text).ids) <= 20
-    assert page.example(View(models=(0,)), "code").text.startswith(start.text)
+    assert page.actions.example(View(models=(0,)), "code").text.startswith(start.text)
 
 
 def test_kept_checkpoints_stand_before_the_model_that_they_became(folders, tmp_path):
@@ -511,7 +517,7 @@ def test_the_steps_that_were_shown_last_stay_loaded(folders, tmp_path):
     assert loaded(0, 4) == [100, 200, 1200] and loaded(2, 4) == [100, 300, 1200], (
         "the one that was shown longest ago goes"
     )
-    assert loaded(3, 1) == [200, 400, 1200] and not page.models[0]._kept
+    assert loaded(3, 1) == [200, 400, 1200] and not len(page.models[0].kept)
     again = page.show(View(TEXT, models=(0,))).panes[0]
     assert again == Page(open_models([run])).show(View(TEXT, models=(0,))).panes[0]
 
@@ -572,7 +578,7 @@ def test_threads_are_those_of_the_faster_pass(block, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(torch, "set_num_threads", tried.append)
     monkeypatch.setattr(block, "read_ids", lambda ids, pieces, names: spent.append(0.002 if tried[-1] == 2 else 0.02))
-    monkeypatch.setattr("attnres.app.explorer.time.perf_counter", lambda: sum(spent))
+    monkeypatch.setattr("attnres.app.threads.time.perf_counter", lambda: sum(spent))
     choose_threads([block])
     assert tried == [1, 2, 2]
 
@@ -581,13 +587,13 @@ def test_few_analyses_are_kept_of_a_large_vocabulary(folders, monkeypatch):
     model = Opened(folders["block"])
     for i in range(20):
         model.read(f"text {i}")
-    assert len(model._kept) == KEPT
-    monkeypatch.setattr("attnres.app.explorer.KEPT_BYTES", 1.0)
-    model._keep("scores", lambda: "what took long and has no tensors")
+    assert len(model.kept) == KEPT
+    monkeypatch.setattr("attnres.app.kept.KEPT_BYTES", 1.0)
+    model.kept.make("scores", lambda: "what took long and has no tensors")
     for i in range(3):
         model.read(f"one more {i}")
-    readings = [one for one in model._kept.values() if not isinstance(one, str)]
-    assert len(readings) == 2 and "scores" in model._kept
+    readings = [one for one in model.kept._made.values() if not isinstance(one, str)]
+    assert len(readings) == 2 and "scores" in model.kept._made
 
 
 def test_all_numbers_of_a_reading_are_counted(block):
