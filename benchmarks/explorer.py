@@ -15,7 +15,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def measure(page: Page, rounds: int) -> dict[str, Any]:
 
 
 @contextmanager
-def opened(models: list[str]) -> Iterator[tuple[Page, str]]:
+def opened(models: list[str]) -> Generator[tuple[Page, str]]:
     """The explorer of some models, the demo's where none are named, in headless Chromium; and what it said of them."""
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
