@@ -156,7 +156,7 @@ def _is_there(word: str) -> bool:
 
 
 def _fail(message: str, code: int) -> None:
-    """Say it on stderr, or to the comparison that started this run (see studies/children.py), with the traceback of
+    """Say it on stderr, or to the comparison that started this run (see studies/child.py), with the traceback of
     what is being handled where it was asked for or goes into that run's log."""
     if DEBUG in os.environ or (code == 1 and ERROR_FILE in os.environ):
         traceback.print_exc()

@@ -25,11 +25,13 @@ from attnres.reading import read_json
 from attnres.report.page import write_report
 from attnres.report.runs import Study, load_study
 from attnres.report.show import show
-from attnres.studies.children import Child, Ended, train_all
+from attnres.studies.child import Child
+from attnres.studies.pace import Ended
 from attnres.studies.plan import CompareConfig, Plan, make_plan
 from attnres.studies.speed import step_times
 from attnres.studies.standing import Standing
 from attnres.studies.variants import Variant
+from attnres.studies.watch import train_all
 from attnres.text import duration
 from attnres.training.config import size_or_default, to_dict
 from attnres.training.data import data_record, held_out, prepare_from

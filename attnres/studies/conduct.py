@@ -25,13 +25,16 @@ from attnres.run_names import label_and_seed
 from attnres.studies.adopt import adopt, alike, computed_in, runs_in, same_computation, same_text
 from attnres.studies.archive import ARCHIVE, archived_in, unpacked
 from attnres.studies.begin import RECORD, Begin, asked, begun, nothing_lost, same_material
-from attnres.studies.children import Child, Ended, Runner, train_all
+from attnres.studies.child import Child
+from attnres.studies.children import Runner
 from attnres.studies.compare import Work, opened, time_steps
 from attnres.studies.cost import costs_of, hours
 from attnres.studies.design import Arm, Computed, Design, Setting
 from attnres.studies.outcome import Outcome, names_of, survey, write
+from attnres.studies.pace import Ended
 from attnres.studies.plan import Plan, make_plan
 from attnres.studies.rows import MEASURES, Measures
+from attnres.studies.watch import train_all
 from attnres.studies.work import Computation, function
 from attnres.training.branch import branch, branch_step
 from attnres.training.checkpoint import kept

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from attnres.errors import Interrupted, UserError
-from attnres.studies.children import Child, others_go_on, several
+from attnres.studies.child import Child
+from attnres.studies.children import others_go_on, several
 from attnres.training.interrupt import caught_signals
 
 POLL_S = 1.0

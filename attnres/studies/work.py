@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from attnres.errors import UserError
+from attnres.errors import ERROR_FILE, UserError
 from attnres.files import write_json
 from attnres.reading import read_json
 from attnres.stats import plain
-from attnres.studies.children import ERROR_FILE, Child
+from attnres.studies.child import Child
 from attnres.studies.rows import MEASURES
 
 HOME = "attnres.studies.lab."

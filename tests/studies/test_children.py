@@ -12,7 +12,10 @@ import pytest
 from rich.console import Console
 
 from attnres.errors import Interrupted, UserError
-from attnres.studies.children import Child, Ended, Pace, run_children, train_all
+from attnres.studies.child import Child
+from attnres.studies.children import run_children
+from attnres.studies.pace import Ended, Pace
+from attnres.studies.watch import train_all
 from attnres.terminal import grid
 
 SAVES_ON_CTRL_C = """
