@@ -7,7 +7,7 @@ becomes a `Stream`, each pre-norm reads when it is given one, and the residual a
 import dataclasses
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
@@ -44,23 +44,28 @@ _UNREAD = (
     "output before the layer's hooks run (nnsight) adds to its MLP's output instead"
 )
 
-_REENTRANT = CheckpointFunction.forward.__code__
+_REENTRANT_IS_REFUSED = (
+    "reentrant checkpointing runs the layers of a depth stream, whose gradients it would drop: checkpoint them with "
+    "use_reentrant=False"
+)
+_REENTRANT, _CALL = CheckpointFunction.forward.__code__, nn.Module._wrapped_call_impl.__code__
 
 hidden_states_wanted: ContextVar[bool] = ContextVar("hidden_states_wanted", default=False)
 """Whether the running pass is asked for its hidden states, all of which a bank does not keep."""
 
 
-def _refuse_reentrant() -> None:
-    """Refuse with a UserError to be run by torch's reentrant checkpointing, which runs layers with gradients off and
-    passes on those of tensors alone."""
+def _reentrant(residual: nn.Module) -> Sequence[Any] | None:
+    """What torch's reentrant checkpointing was given, where it runs layers of the module that has the residual, or a
+    part of one: with gradients off, and passing on those of tensors alone. None where it runs all of that module, or
+    nothing: then the gradients are made when it runs again."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _REENTRANT:
-            raise UserError(
-                "reentrant checkpointing runs the layers of a depth stream, whose gradients it would drop: checkpoint "
-                "them with use_reentrant=False"
-            )
+            return frame.f_locals["args"]
+        if frame.f_code is _CALL and frame.f_locals["self"]._modules.get("residual") is residual:
+            return None
         frame = frame.f_back
+    return None
 
 
 def is_addition(func: Callable) -> bool:
@@ -111,9 +116,16 @@ class Stream:
     @classmethod
     def start(cls, residual: nn.Module, embedding: Tensor, *, hooked: bool = False) -> "Stream":
         """Begin a forward pass. `residual` is a `Residual`, or what wraps one: it is called for every verb, so that the
-        wrapper's parameters and hooks are those that count. `hooked`: streams between layers are looked at."""
-        if not torch.is_grad_enabled() and embedding.grad_fn is not None and not torch.compiler.is_compiling():
-            _refuse_reentrant()
+        wrapper's parameters and hooks are those that count. `hooked`: streams between layers are looked at.
+
+        Raises:
+            UserError: reentrant checkpointing would drop gradients.
+        """
+        if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling()):
+            given = _reentrant(residual) or ()
+            # a leaf may have been given where nobody wants gradients: only a computed one says that somebody does
+            if any(isinstance(one, Tensor) and one.grad_fn is not None for one in given):
+                raise UserError(_REENTRANT_IS_REFUSED)
         if not torch.compiler.is_compiling() and isinstance(residual, Residual) and not hidden_states_wanted.get():
             bank = None if hooked else take_bank(residual, embedding)
             if bank is not None:
@@ -144,8 +156,8 @@ class Stream:
 
     def read(self, norm: nn.Module | None) -> Tensor | Inputs:
         """The input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
-        if self.tracked and not torch.is_grad_enabled():
-            _refuse_reentrant()
+        if self.tracked and not torch.is_grad_enabled() and _reentrant(self.residual) is not None:
+            raise UserError(_REENTRANT_IS_REFUSED)
         spec = as_it_is if norm is None else describe_norm(norm, self.like)
         inner = self.residual if isinstance(self.residual, Residual) else self.residual("itself")
         for watcher in (inner.observer, inner.editor):

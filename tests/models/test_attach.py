@@ -198,6 +198,33 @@ def test_checkpointing_keeps_gradients_or_says_why_not(use_reentrant, where):
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_reentrant_checkpointing_is_refused_where_the_first_input_has_no_gradient():
+    """Of a frozen embedding, say: the condition's and the parameters' gradients would be lost all the same."""
+    module = DiT()
+    module.__class__ = CheckpointedDiT
+    module.use_reentrant = True
+    attach(module, "full", layers="blocks", norms=("norm1", "norm2"), final_norm="head.0", width=WIDTH)
+    with pytest.raises(UserError, match="reentrant checkpointing runs the layers of a depth stream"):
+        module(torch.randn(2, 5, WIDTH), torch.randn(2, WIDTH, requires_grad=True) * 2)
+
+
+@pytest.mark.parametrize("inner", [DiT, CheckpointedDiT])
+def test_a_whole_module_may_be_checkpointed_reentrantly(inner):
+    """It runs again from its beginning, so that no gradient is lost, also where its layers are checkpointed in it."""
+    torch.manual_seed(0)
+    module = DiT()
+    attach(module, "full", layers="blocks", norms=("norm1", "norm2"), final_norm="head.0", width=WIDTH)
+    module.__class__ = inner
+    x, condition = torch.randn(2, 5, WIDTH, requires_grad=True), torch.randn(2, WIDTH, requires_grad=True)
+    gradients = []
+    for run in (module, lambda *args: checkpoint(module, *args, use_reentrant=True)):
+        module.zero_grad()
+        x.grad = condition.grad = None
+        run(x * 1, condition).square().sum().backward()
+        gradients.append([x.grad, condition.grad, *(one.grad for one in module.parameters())])
+    torch.testing.assert_close(*gradients)
+
+
 def test_blocks_that_a_module_runs_without_gradients_are_its_own_affair():
     class Frozen(DiT):
         """Its upper blocks are not trained."""
