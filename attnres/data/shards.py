@@ -168,6 +168,21 @@ class Tokens:
             return np.empty(0, dtype="<u8")
         return np.memmap(self._documents_file, dtype="<u8", mode="r")
 
+    def starts_follow_ends(self) -> bool:
+        """Whether the first document begins at 0 and each other one, in order, right after an end-of-text id."""
+        starts = self.document_starts()
+        if not len(starts):
+            return True
+        if starts[0] != 0 or starts[-1] >= len(self) or not (starts[1:] > starts[:-1]).all():
+            return False
+        ends, first = starts[1:] - 1, 0
+        for ids, last in zip(self._maps, self._ends, strict=True):
+            here = ends[(ends >= first) & (ends < last)] - first
+            if (ids[here] != self.eos_id).any():
+                return False
+            first = int(last)
+        return True
+
 
 def open_tokens(
     folder: str | Path, split: str = "train", *, tokenizer: str | Path | None = None, verify: bool | None = None
@@ -211,10 +226,16 @@ def open_tokens(
             raise _too_large(folder, split, file["max_id"], header["vocab_size"])
     if sum(file["tokens"] for file in part["files"]) != part["tokens"]:
         raise UserError(f"{folder}/header.json disagrees with itself on the tokens of {split}: prepare the data again")
+    tokens = Tokens(folder, split, header)
     if verify or (verify is None and part["tokens"] * width <= VERIFY_BYTES):
         for file in part["files"]:
             _check_content(folder / file["name"], file, header)
-    return Tokens(folder, split, header)
+        if not tokens.starts_follow_ends():
+            raise UserError(
+                f"{folder / part['documents_file']} has changed since it was written (documents begin where none has "
+                "ended): prepare the data again"
+            )
+    return tokens
 
 
 def prepared_folder(source: str) -> Path | None:

@@ -115,6 +115,34 @@ def test_changed_token_is_refused(prepared: Prepared):
         open_tokens(prepared.path)
 
 
+@settings(deadline=None, max_examples=30)
+@given(texts=documents, file_tokens=st.integers(1, 40), data=st.data())
+def test_a_document_that_begins_elsewhere_is_told_by_the_end_before_it(tmp_path_factory, texts, file_tokens, data):
+    folder: Path = tmp_path_factory.mktemp("shards")
+    writer = SplitWriter(folder, "train", "uint16", file_tokens=file_tokens)
+    for ids in texts:
+        writer.add(np.array([*(id or 1 for id in ids), 0]))
+    header = {"dtype": "uint16", "vocab_size": 1000, "eos_id": 0, "tokenizer_sha256": ""}
+    tokens = Tokens(folder, "train", {**header, "splits": {"train": writer.close()}})
+    assert tokens.starts_follow_ends()
+    starts = tokens.document_starts().copy()
+    which, other = data.draw(st.integers(0, len(starts) - 1)), data.draw(st.integers(0, len(tokens) + 3))
+    if other not in starts:
+        starts[which] = other
+        starts.tofile(folder / "train-documents.bin")
+        assert not tokens.starts_follow_ends()
+
+
+def test_changed_documents_are_refused(prepared: Prepared):
+    path = prepared.path / "train-documents.bin"
+    starts = np.fromfile(path, "<u8")
+    starts[3] += 1
+    starts.tofile(path)
+    open_tokens(prepared.path, verify=False)
+    with pytest.raises(UserError, match=r"documents\.bin has changed since .* begin where none has ended"):
+        open_tokens(prepared.path)
+
+
 def test_token_outside_the_vocabulary_is_refused_when_opened_and_when_read(prepared: Prepared):
     overwrite(prepared, 5, 60_000)
     message = rf"token id 60000, outside its vocabulary of {prepared.vocab_size}"
