@@ -15,7 +15,7 @@ from attnres.errors import UserError, foreign
 from attnres.evals.config import GenerateConfig
 from attnres.evals.depth import LEGEND, DepthReader, TokenDepth
 from attnres.evals.speaker import Speaker, open_speaker
-from attnres.evals.speed import beside
+from attnres.evals.speed import beside, fitting
 from attnres.forward import evaluating
 from attnres.models.context import context_of
 
@@ -124,6 +124,8 @@ def speak(config: GenerateConfig) -> None:
     how: dict[str, Any] = {name: getattr(config, name) for name in names}
     first = open_speaker(config.model, **options)
     second = open_speaker(config.beside, **options) if config.beside is not None else None
+    if second is not None:  # what cannot be timed is said before anything is printed
+        fitting((first, second), config.prompt, config.max_new_tokens)
     if config.show_depth:
         print(LEGEND, file=sys.stderr)
         generate(first, config.prompt, on_token=lambda token: print(token.line(), flush=True), **how)

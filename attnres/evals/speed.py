@@ -45,18 +45,27 @@ class Speeds:
         )
 
 
+def fitting(speakers: Sequence[Speaker], prompt: str, tokens: int) -> tuple[list[Tensor], int]:
+    """A prompt's ids (1, T) in each model's tokens, and how many of `tokens` fit into all of them after it.
+
+    Raises:
+        UserError: see `Speaker.encode`; fewer than two fit.
+    """
+    prompts = [speaker.encode(prompt) for speaker in speakers]
+    tokens = min(tokens, *(speaker.context - ids.shape[1] for speaker, ids in zip(speakers, prompts)))
+    if tokens < 2:
+        raise UserError("timing needs two tokens or more: raise --max-new-tokens, or shorten the prompt")
+    return prompts, tokens
+
+
 def beside(speakers: Sequence[Speaker], prompt: str, tokens: int, rounds: int = ROUNDS) -> Speeds:
     """Time two models greedily decoding `tokens` tokens after `prompt`, in turn.
 
     Raises:
-        UserError: the prompt and the tokens do not fit into both.
+        UserError: see `fitting`.
     """
     first, second = speakers
-    prompts = [speaker.encode(prompt) for speaker in speakers]
-    room = min(speaker.context - ids.shape[1] for speaker, ids in zip(speakers, prompts))
-    tokens = min(tokens, room)
-    if tokens < 2:
-        raise UserError("timing needs two tokens or more: raise --max-new-tokens, or shorten the prompt")
+    prompts, tokens = fitting(speakers, prompt, tokens)
     measures = [partial(decode_rate, speaker.model, ids, tokens) for speaker, ids in zip(speakers, prompts)]
     rates = in_turn(dict(zip("ab", measures, strict=True)), rounds=rounds, warm_up=1)
     ratio = spread(rates["a"], rates["b"])

@@ -243,6 +243,9 @@ def test_the_command_prints_prompt_text_and_depth(folders, capsys):
     assert sum(" output: " in line and "| b1 emb" in line for line in lines) == 5
     speak(GenerateConfig(folder, PROMPT, beside=str(folders["plain"]), **how))
     assert "ratio" in capsys.readouterr().out.splitlines()[-1]
+    with pytest.raises(UserError, match="timing needs two tokens or more"):
+        speak(GenerateConfig(folder, PROMPT, beside=str(folders["plain"]), max_new_tokens=1))
+    assert capsys.readouterr().out == ""
 
 
 def test_an_error_amid_the_text_has_a_line_of_its_own(folders, capsys, monkeypatch):
