@@ -121,7 +121,7 @@ class Stream:
         Raises:
             UserError: reentrant checkpointing would drop gradients.
         """
-        if not (torch.is_grad_enabled() or torch.is_inference_mode_enabled() or torch.compiler.is_compiling()):
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
             given = _reentrant(residual) or ()
             # a leaf may have been given where nobody wants gradients: only a computed one says that somebody does
             if any(isinstance(one, Tensor) and one.grad_fn is not None for one in given):
