@@ -90,7 +90,7 @@ def main() -> None:
         def fresh(width: int, height: int = HEIGHT) -> Page:
             """The page as a new visitor sees it."""
             page = browser.new_page(viewport={"width": width, "height": height})
-            page.goto(address.split("#")[0])
+            page.goto(address)
             page.wait_for_selector("#pane-1 [data-token]")
             return page
 

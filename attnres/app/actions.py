@@ -11,6 +11,8 @@ from attnres.errors import UserError
 from attnres.text import whole_characters
 from attnres.typed import Count, Misfit, fit
 
+_NOTHING_HIT = "this click hit neither a token nor an edge: load the page again"
+
 
 class Actions:
     """The actions on views of some halves; values come from a browser and may be anything."""
@@ -24,14 +26,10 @@ class Actions:
         Raises:
             UserError: no such action, or one on what is not there.
         """
-        act = (
-            _ACTIONS.get(action[0])
-            if isinstance(action, list) and len(action) == 2 and isinstance(action[0], str)
-            else None
-        )
-        if act is None:
-            raise UserError("this click hit neither a token nor an edge: load the page again")
-        return act(self, view, action[1])
+        match action:
+            case [str(name), value] if name in _ACTIONS:
+                return _ACTIONS[name](self, view, value)
+        raise UserError(_NOTHING_HIT)
 
     def type(self, view: View, text: Any) -> View:
         """Another text: the last token is chosen, knocked-out edges stay out."""
@@ -88,7 +86,7 @@ class Actions:
         numbers = _numbers(at)
         place, token = numbers.get("place"), numbers.get("token")
         if place is None or token is None or place >= self.halves.count(view):
-            raise UserError("this click hit neither a token nor an edge: load the page again")
+            raise UserError(_NOTHING_HIT)
         return replace(view, token=token, half=place)
 
     def click(self, view: View, edge: Any) -> View:
@@ -101,9 +99,9 @@ class Actions:
         numbers = _numbers(edge)
         place, model, read, source = (numbers.get(name) for name in ("place", "model", "read", "source"))
         if place is None or model is None or read is None or source is None or place >= self.halves.count(view):
-            raise UserError("this click hit neither a token nor an edge: load the page again")
+            raise UserError(_NOTHING_HIT)
         cut = Cut(model, read, source, numbers["token"] if "token" in numbers else self._token(view, place))
-        if model >= len(self.halves.models) or not self.halves.has(cut):
+        if not self.halves.has(cut):
             raise UserError("this edge is not one of the model's: load the page again")
         cuts = tuple(one for one in view.cuts if one != cut) if cut in view.cuts else (*view.cuts, cut)
         if len(cuts) > MAX_CUTS:

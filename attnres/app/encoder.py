@@ -44,7 +44,7 @@ class Encoder:
 
     def beginning(self, text: str) -> str:
         """As much of a text as the model takes here, to the end of a line or word where one ends; all of one that its
-        tokenizer cannot encode, of which `read` says so."""
+        tokenizer cannot encode, of which `encode` says so."""
         try:
             spans = tokenised(self.tokenizer, text)[1]
         except UserError:

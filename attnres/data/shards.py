@@ -170,18 +170,14 @@ class Tokens:
 
     def starts_follow_ends(self) -> bool:
         """Whether the first document begins at 0 and each other one, in order, right after an end-of-text id."""
-        starts = self.document_starts()
+        starts = self.document_starts().astype(np.int64)
         if not len(starts):
             return True
         if starts[0] != 0 or starts[-1] >= len(self) or not (starts[1:] > starts[:-1]).all():
             return False
-        ends, first = starts[1:] - 1, 0
-        for ids, last in zip(self._maps, self._ends, strict=True):
-            here = ends[(ends >= first) & (ends < last)] - first
-            if (ids[here] != self.eos_id).any():
-                return False
-            first = int(last)
-        return True
+        ends = np.split(starts[1:] - 1, np.searchsorted(starts[1:] - 1, self._ends[:-1]))
+        firsts = [0, *self._ends[:-1]]
+        return all((ids[at - first] == self.eos_id).all() for ids, at, first in zip(self._maps, ends, firsts))
 
 
 def open_tokens(

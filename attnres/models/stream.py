@@ -121,12 +121,14 @@ class Stream:
         Raises:
             UserError: reentrant checkpointing would drop gradients.
         """
-        if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            given = _reentrant(residual) or ()
-            # a leaf may have been given where nobody wants gradients: only a computed one says that somebody does
-            if any(isinstance(one, Tensor) and one.grad_fn is not None for one in given):
-                raise UserError(_REENTRANT_IS_REFUSED)
-        if not torch.compiler.is_compiling() and isinstance(residual, Residual) and not hidden_states_wanted.get():
+        if torch.compiler.is_compiling():
+            return cls.plain(residual, embedding)
+        # a leaf may be there where nobody wants gradients: only a computed tensor says that somebody does
+        if not torch.is_grad_enabled() and any(
+            isinstance(one, Tensor) and one.grad_fn is not None for one in _reentrant(residual) or ()
+        ):
+            raise UserError(_REENTRANT_IS_REFUSED)
+        if isinstance(residual, Residual) and not hidden_states_wanted.get():
             bank = None if hooked else take_bank(residual, embedding)
             if bank is not None:
                 return BankStream(residual, bank, 0)
