@@ -114,13 +114,17 @@ def test_rates_hold_each_arm_against_what_it_is_named_for():
     design, setting = STUDIES["rates"], at("micro")
 
     def loss(arm, label, seed):
-        return chance(arm, label, seed) - 0.2 * (label == "standard-lr0.008") - 0.2 * (label == "block")
+        muon, adamw = {"standard-lr0.008": 0.2}, {"standard-lr0.002": 0.2, "standard-lr0.001": 0.4}
+        gains = adamw if arm.compare.base.optim.optimizer == "adamw" else muon
+        return chance(arm, label, seed) - gains.get(label, 0.0) - 0.2 * (label == "block")
 
     measured = simulated(design, setting, loss)
     values = design.analyse(setting, measured).values
     assert values["knobs"]["baseline"] == "block" and len(values["knobs"]["variants"]) == 4
     assert values["best"]["baseline"] == "standard"
     assert values["tuned"]["baseline"] == "standard-lr0.008"
+    assert values["tuned-adamw"]["baseline"] == "standard-lr0.001" and len(values["adamw"]) == 5
+    assert (values["best_model"], values["best_adamw"], values["turned_adamw"]) == (2.0, 0.25, True)
     without = simulated(design, setting, loss, lambda arm, run: arm != "tuned" or not run.startswith("standard"))
     assert design.analyse(setting, without).values["tuned"]["variants"] == {}
     runs = [(arm, run) for arm in ("own", "model") for run in measured.planned[arm]]
