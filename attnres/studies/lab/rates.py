@@ -20,6 +20,9 @@ MODEL = (0.5, 2.0)
 MOST = 16.0
 """The highest rate of the standard model that is tried, in multiples of the recipe's; the lowest is one over it."""
 
+WHICH = {"model": "The standard model", "adamw": "With AdamW alone it"}
+"""What a search of rates is of, as a sentence begins."""
+
 
 def _own(setting: Setting, factor: float) -> str:
     """Block with its own parameters at this multiple of AdamW's rate."""
@@ -84,7 +87,8 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     parts = [coarse, *searched, *searched_adamw]
     if losses_adamw:
         factor = _turn(losses_adamw)
-        parts.append(setting.arm("tuned-adamw", [_at(setting, factor), _at(setting, factor, "block")], of=adamw))
+        tuned = [_at(setting, factor, residual) for residual in ("standard", "block", "full")]
+        parts.append(setting.arm("tuned-adamw", tuned, of=adamw))
     if not (measured.complete("own") and losses):
         return parts
     best = _best(setting, measured)
@@ -123,73 +127,87 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 def analyse(setting: Setting, measured: Measured) -> Result:
     """The loss by rate, the gap of the best over training, and what the rest changes."""
-    optim = setting.config().optim
-    loss_by_factor = {f: measured.mean("own", label_of(_own(setting, f))) for f in sorted(OWN)}
-    loss_by_factor = {factor: loss for factor, loss in loss_by_factor.items() if math.isfinite(loss)}
-    model, adamw = _searched(measured, "model", optim.lr, "own"), _searched(measured, "adamw", optim.lr, "adamw")
-    rows = [[f"{f:.3g}", number(loss, 4), "block, own parameters"] for f, loss in loss_by_factor.items()]
-    rows += [[f"{f:.3g}", number(loss, 4), "standard, all"] for f, loss in model.items()]
-    rows += [[f"{f:.3g}", number(loss, 4), "standard, all, AdamW alone"] for f, loss in adamw.items()]
-    head = ["multiple of the recipe's rate", "loss", "which"]
-    tables = [Table("Loss by rate, seed 0", head, rows, [measured.noise("own").note])]
-    values: dict = {"own": {f"{f:.4g}": loss for f, loss in loss_by_factor.items()}}
-    values["model"] = {f"{f:.4g}": loss for f, loss in model.items()}
-    values["adamw"] = {f"{f:.4g}": loss for f, loss in adamw.items()}
-    charts = []
-    if loss_by_factor and model:
-        lines = [Line("block, own parameters", list(loss_by_factor), list(loss_by_factor.values()))]
-        lines.append(Line("standard, all parameters", list(model), list(model.values())))
-        if adamw:
-            lines.append(Line("standard, AdamW alone", list(adamw), list(adamw.values())))
-        caption = "Held-out loss at the end by the rate as a multiple of the recipe's, one seed."
-        panels = {"": lines}
-        charts.append(
-            Curves("rates", "Loss by rate", caption, "multiple of the recipe's rate", LOSS, panels, log_x=True)
-        )
-    over = _over_training(setting, measured)
-    charts += [over] if over else []
+    lr = setting.config().optim.lr
+    own = {factor: measured.mean("own", label_of(_own(setting, factor))) for factor in sorted(OWN)}
+    own = {factor: loss for factor, loss in own.items() if math.isfinite(loss)}
+    searches = {name: _searched(measured, name, lr, base) for name, base in (("model", "own"), ("adamw", "adamw"))}
+    values: dict = {
+        name: {f"{factor:.4g}": loss for factor, loss in losses.items()}
+        for name, losses in {"own": own, **searches}.items()
+    }
     sentences = []
-    if loss_by_factor:
-        best = min(loss_by_factor, key=loss_by_factor.__getitem__)
-        values["best_own"] = best
-        sentences.append(f"Of the own rates {best:.3g} times AdamW's is best at one seed.")
-    for losses, which, key in ((model, "The standard model", "model"), (adamw, "With AdamW alone it", "adamw")):
+    if own:
+        values["best_own"] = min(own, key=own.__getitem__)
+        sentences.append(f"Of the own rates {values['best_own']:.3g} times AdamW's is best at one seed.")
+    for name, losses in searches.items():
         if losses:
             best = min(losses, key=losses.__getitem__)
             turned = min(losses) < best < max(losses)
             end = "highest" if best == max(losses) else "lowest"
             where = "and higher and lower ones are worse" if turned else f"the {end} that was tried: it has not turned"
-            sentences.append(f"{which} is best at {best:g} times the recipe's rate, {where}.")
-            values[f"best_{key}"], values[f"turned_{key}"] = best, turned
-    titles = {
+            sentences.append(f"{WHICH[name]} is best at {best:g} times the recipe's rate, {where}.")
+            values[f"best_{name}"], values[f"turned_{name}"] = best, turned
+    tables = [_loss_table(measured, own, searches)]
+    for arm, (title, baseline) in {
         "tuned": ("Both at the best rate of the standard model", _tuned_baseline(measured, "tuned")),
-        "tuned-adamw": ("The same with AdamW alone", _tuned_baseline(measured, "tuned-adamw")),
+        "tuned-adamw": (
+            "With AdamW alone, all at the best rate of the standard model",
+            _tuned_baseline(measured, "tuned-adamw"),
+        ),
         "best": ("The best rates with all seeds", "standard"),
         "knobs": ("What else holds queries back", label_of(_best(setting, measured)[0])),
-    }
-    for arm, (title, baseline) in titles.items():
+    }.items():
         if measured.labels(arm):
             one = contrast(measured, arm, baseline, comparisons=len(OWN) if arm == "best" else 0)
-            table = one.table(title)
+            tables.append(one.table(title))
+            values[arm] = one.values()
             if arm == "best":
-                table.notes.append(
+                tables[-1].notes.append(
                     f"The best two of {len(OWN)} own rates by seed 0, which counts here too: where they are level that "
                     "flatters them. The standard model is at the recipe's rate."
                 )
-            tables.append(table)
-            values[arm] = one.values()
             if arm != "knobs":
                 sentences.append(("With AdamW alone: " if arm == "tuned-adamw" else "") + one.sentence())
-    others = [arm for arm in measured.planned if arm.startswith("layers") or arm == "full"]
-    lines_of = []
-    for arm in others:
-        for label in measured.labels(arm):
-            seeds = len(measured.finals(arm, label))
-            lines_of.append([arm, label, number(measured.mean(arm, label), 4), str(seeds)])
-    if lines_of:
-        notes = [f"Of {arm}. {measured.noise(arm).note}" for arm in others if measured.labels(arm)]
-        tables.append(Table("Depth, Full", ["arm", "variant", "loss", "seeds"], lines_of, notes))
+    tables += _other_losses(measured)
+    charts = [chart for chart in (_by_rate(own, searches), _over_training(setting, measured)) if chart]
     return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
+
+
+def _loss_table(measured: Measured, own: Mapping[float, float], searches: Mapping[str, Mapping[float, float]]) -> Table:
+    """The loss at each multiple of a rate: of Block's own parameters', and of the standard model's."""
+    which = {
+        "block, own parameters": own,
+        "standard, all": searches["model"],
+        "standard, AdamW alone": searches["adamw"],
+    }
+    rows = [
+        [f"{factor:.3g}", number(loss, 4), name] for name, losses in which.items() for factor, loss in losses.items()
+    ]
+    head = ["multiple of the recipe's rate", "loss", "which"]
+    return Table("Loss by rate, seed 0", head, rows, [measured.noise("own").note])
+
+
+def _other_losses(measured: Measured) -> list[Table]:
+    """Losses of the arms in which nothing is held against anything, if any has finished."""
+    arms = [arm for arm in measured.planned if (arm.startswith("layers") or arm == "full") and measured.labels(arm)]
+    rows = [
+        [arm, label, number(measured.mean(arm, label), 4), str(len(measured.finals(arm, label)))]
+        for arm in arms
+        for label in measured.labels(arm)
+    ]
+    notes = [f"Of {arm}. {measured.noise(arm).note}" for arm in arms]
+    return [Table("Depth, Full", ["arm", "variant", "loss", "seeds"], rows, notes)] if rows else []
+
+
+def _by_rate(own: Mapping[float, float], searches: Mapping[str, Mapping[float, float]]) -> Curves | None:
+    """The loss at the end by rate."""
+    if not (own and searches["model"]):
+        return None
+    which = {"block, own parameters": own, "standard, all parameters": searches["model"]}
+    which |= {"standard, AdamW alone": searches["adamw"]} if searches["adamw"] else {}
+    lines = [Line(name, list(losses), list(losses.values())) for name, losses in which.items()]
+    caption = "Held-out loss at the end by the rate as a multiple of the recipe's, one seed."
+    return Curves("rates", "Loss by rate", caption, "multiple of the recipe's rate", LOSS, {"": lines}, log_x=True)
 
 
 def _searched(measured: Measured, name: str, lr: float, base: str) -> dict[float, float]:
