@@ -40,4 +40,4 @@ def test_a_variant_of_a_mechanism_is_held_beside_the_standard_model_and_beside_t
     assert result.values[RECIPE]["full"]["variants"]["full-window8"]["difference"] == pytest.approx(0.19)
     assert result.values[RECIPE]["full"]["variants"]["full-window8"]["verdict"] == "worse"
     assert "Worse than full: full-window8 (by 0.1900)" in result.verdict
-    assert "over 20 comparisons" in beside_full.notes[0]
+    assert "over 24 comparisons" in beside_full.notes[0]
