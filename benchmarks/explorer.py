@@ -46,8 +46,11 @@ def all_edges(pane: str) -> str:
 
 
 def until(page: Page, script: str, argument: str | None = None) -> None:
-    """Wait until a script's value is true; the page's policy forbids Playwright's own way, which is eval."""
+    """Wait until a script's value is true, a minute at most; the page's policy forbids Playwright's own way, eval."""
+    end = time.monotonic() + 60
     while not page.evaluate(script, argument):
+        if time.monotonic() > end:
+            sys.exit(f"error: for a minute the page has not been so: {script}")
         page.wait_for_timeout(10)
 
 
