@@ -70,11 +70,7 @@ def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
     options = parse("study", Study, arguments)
 
-    from attnres.data.sources import open_source
-    from attnres.studies.archive import unpacked
-    from attnres.studies.design import Setting
     from attnres.studies.lab import STUDIES
-    from attnres.studies.presets import PRESETS
 
     if options.name and (options.list or options.report):
         flag = "--list" if options.list else "--report"
@@ -88,11 +84,26 @@ def run(arguments: list[str]) -> None:
         from attnres.studies.outcome import report
 
         return print(report(out))
+    _carry_out(_designs(options), _setting(options, out), options)
+
+
+def _designs(options: Study) -> "list[Design]":
+    """The studies that are named. Raises UserError."""
+    from attnres.studies.lab import STUDIES
+
     if not options.name:
         raise UserError("no study given: expected attnres study NAME...; --list names them")
     for name in options.name:
         if name not in (*STUDIES, "all"):
             raise unknown("study", name, STUDIES)
+    return [STUDIES[name] for name in (STUDIES if "all" in options.name else dict.fromkeys(options.name))]
+
+
+def _setting(options: Study, out: Path) -> "Setting":
+    """At what size, on what and where. Raises UserError for options out of their range or that do not go together."""
+    from attnres.studies.design import Setting
+    from attnres.studies.presets import PRESETS
+
     if options.preset not in PRESETS:
         raise unknown("preset", options.preset, PRESETS)
     if options.slurm and options.executor != "slurm":
@@ -109,7 +120,9 @@ def run(arguments: list[str]) -> None:
         raise UserError(f"images '{options.images}' does not exist: give a folder or an archive with train/CLASS/*.jpg")
     if options.column is not None and options.source is None:
         raise UserError(f"column is '{options.column}' and the text the preset's own: give --source too")
-    setting = Setting(
+    if "resnet" in options.name and images is None:
+        raise UserError("the study resnet needs --images: a folder or an archive with train/CLASS/*.jpg and test/...")
+    return Setting(
         options.preset,
         preset,
         options.seeds or preset.seeds,
@@ -119,25 +132,28 @@ def run(arguments: list[str]) -> None:
         options.column,
         options.allow_different,
     )
-    if "resnet" in options.name and images is None:
-        raise UserError("the study resnet needs --images: a folder or an archive with train/CLASS/*.jpg and test/...")
-    names = STUDIES if "all" in options.name else dict.fromkeys(options.name)
-    designs = [STUDIES[name] for name in names]
+
+
+def _carry_out(designs: "list[Design]", setting: "Setting", options: Study) -> None:
+    """Estimate the studies or conduct them, with what is adopted at hand."""
+    from attnres.studies.archive import unpacked
+
     with unpacked(user_path(path) for path in options.adopt) as adopted:
         if options.dry_run:
-            if options.source is not None and "hub:" not in options.source:
-                open_source(options.source)  # a name that is wrong is refused here as it would be in earnest
+            from attnres.data.sources import open_source
             from attnres.studies.estimate import print_estimate
 
+            if options.source is not None and "hub:" not in options.source:
+                open_source(options.source)  # a name that is wrong is refused here as it would be in earnest
             return print_estimate(designs, setting, adopted, jobs=options.jobs)
-        if images is not None and "resnet" in names:
+        if setting.images is not None and any(design.name == "resnet" for design in designs):
             from attnres.studies.lab.images import load_images
 
-            load_images(images)  # what is wrong with them is said before anything is written
-        _carry_out(designs, setting, options, adopted)
+            load_images(setting.images)  # what is wrong with them is said before anything is written
+        _conduct(designs, setting, options, adopted)
 
 
-def _carry_out(designs: "list[Design]", setting: "Setting", options: Study, adopted: list[Path]) -> None:
+def _conduct(designs: "list[Design]", setting: "Setting", options: Study, adopted: list[Path]) -> None:
     from rich.console import Console
 
     from attnres.studies.conduct import conduct
