@@ -54,6 +54,8 @@ class Study:
     adopt: tuple[str, ...] = ()
     """Folders, and files runs.jsonl, whose runs are taken, finished or with a checkpoint, where one of the study has
     their configuration and data. Finished runs of the other studies in OUT/PRESET are taken without being named."""
+    arms: tuple[str, ...] = ()
+    """Of one study, the arms whose runs are begun; none is all of them. --dry-run names those there are by now."""
     allow_different: bool = False
     """Continue runs that were begun with other arithmetic (another torch, processor or build of the C kernels), which
     then are not, to the bit, what they would have been."""
@@ -115,6 +117,8 @@ def _setting(options: Study, out: Path) -> "Setting":
         raise UserError(f"jobs is {options.jobs}: expected 1 or more runs at a time")
     if options.budget is not None and not 0 < options.budget < math.inf:
         raise UserError(f"budget is {options.budget}: expected hours, a number above 0")
+    if options.arms and (options.dry_run or len(options.name) > 1 or "all" in options.name):
+        raise UserError("--arms is of one study that is carried out: name one, without --dry-run, which lists its arms")
     images = None if options.images is None else str(user_path(options.images).resolve())
     if images is not None and not Path(images).exists():
         raise UserError(f"images '{options.images}' does not exist: give a folder or an archive with train/CLASS/*.jpg")
@@ -173,6 +177,7 @@ def _conduct(designs: "list[Design]", setting: "Setting", options: Study, adopte
             run=executor,
             here=executor is None,
             adopted=adopted,
+            only=options.arms,
         )
         _print(outcome.result.tables, out)
         done, planned = outcome.counts

@@ -9,7 +9,7 @@ Finished runs are skipped and interrupted ones resumed: the same command continu
 import dataclasses
 import math
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +36,7 @@ from attnres.studies.plan import Plan, make_plan
 from attnres.studies.rows import MEASURES, Measures
 from attnres.studies.watch import train_all
 from attnres.studies.work import Computation, function
+from attnres.text import listed
 from attnres.training.branch import branch, branch_step
 from attnres.training.checkpoint import kept
 from attnres.training.records import TIMES
@@ -69,6 +70,7 @@ def conduct(
     run: Runner | None = None,
     here: bool = True,
     adopted: Sequence[Path] = (),
+    only: Collection[str] = (),
 ) -> Outcome:
     """Run what is not finished yet, arm by arm and seed by seed, and write what came of all of it.
 
@@ -78,9 +80,11 @@ def conduct(
             is timed, and their devices need not be here.
         adopted: folders whose runs are taken, finished or to be continued, where one of the study has their
             configuration and data; finished ones of the other studies beside it are taken without being named.
+        only: names of arms; the others' runs are left for another time.
 
     Raises:
-        UserError: something cannot run, or the folder holds something else; what is finished stays.
+        UserError: something cannot run, the folder holds something else, or there is no arm of a name in `only` (yet:
+            some are asked for when others have finished); what is finished stays.
         Interrupted: Ctrl-C or SIGTERM; the same command continues.
     """
     folder = refuse_other(setting.folder(design.name), "study")
@@ -91,7 +95,18 @@ def conduct(
         same_material(folder, design, setting)
         begin = stack.enter_context(begun(folder, asked(design, setting)))
         arms, measured = survey(design, setting)
-        while left := [arm for arm in arms if not measured.complete(arm.name) or (here and _is_untimed(arm, folder))]:
+        if only and archived:
+            raise UserError(f"the runs of {folder} are in {ARCHIVE} alone and are taken from it all: leave out --arms")
+        names = [arm.name for arm in arms]
+        for name in only:
+            if name not in names:
+                raise UserError(f"the study {design.name} has no arm '{name}' by now: expected one of {listed(names)}")
+        while left := [
+            arm
+            for arm in arms
+            if (not only or arm.name in only)
+            and (not measured.complete(arm.name) or (here and _is_untimed(arm, folder)))
+        ]:
             before = measured.finished
             try:
                 _carry_out(left, setting, folder, say, jobs, until, run, here, elsewhere, archived, begin)

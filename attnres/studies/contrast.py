@@ -78,7 +78,7 @@ class Contrast:
         if self.noise.degrees < 1:
             return (
                 f"Nothing is decided: with one seed each and no study of noise, no difference to {self.baseline} "
-                "can be told from chance."
+                f"can be told from chance{f'; diverged: {listed(seeds)}' if seeds else ''}."
             )
         sizes = {one.label: number(abs(one.difference), 4) for one in self.others}
         parts = [
@@ -241,10 +241,12 @@ def contrast(
         noise = spread.between(label, n, baseline, n)
         threshold = noise.threshold(n, n, comparisons)
         verdict = noise.verdict(sign * difference, n, n, comparisons)
-        if verdict == "better" and diverged.get(label, 0) > diverged.get(baseline, 0):
+        lost = diverged.get(label, 0) - diverged.get(baseline, 0)
+        if (verdict == "better" and lost > 0) or (verdict == "worse" and lost < 0):
             verdict = "undecided"  # those that are left are the lucky ones
         others.append(Against(label, mean + difference, n, difference, error, noise, threshold, verdict))
-    curve = measured.curve if measured.at_recipe(arm, quantity) else {}
+    has_own_rate = "-lr" in baseline  # where the curve is of the recipe's
+    curve = measured.curve if measured.at_recipe(arm, quantity) and not has_own_rate else {}
     times = {one: measured.step_times[arm, one] for one in (baseline, *names) if (arm, one) in measured.step_times}
     # Round by round: the machine's speed changes, and what is taken in one turn has it in common.
     ratios = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from functools import partial
 
 import pytest
@@ -33,7 +34,7 @@ def test_a_study_speaks_of_whatever_has_finished(name, preset):
 
         measured = simulated(STUDIES[name], at(preset, 1 + world % 3), loss, finished, noises=noises)
         result = STUDIES[name].analyse(at(preset, 1 + world % 3), measured)
-        assert result.verdict and "nan" not in result.verdict.lower() and "inf" not in result.verdict.split()
+        assert result.verdict and not re.search(r"\b(nan|inf)\b", result.verdict, flags=re.IGNORECASE)
 
 
 def test_a_gap_that_changes_its_sign_is_said():
@@ -131,6 +132,27 @@ def test_rates_hold_each_arm_against_what_it_is_named_for():
     assert len({run for _, run in runs}) == len(runs) and ("model", "standard-lr0.004-seed0") not in runs
 
 
+@pytest.mark.parametrize(
+    ("slow", "fast", "turned", "says"),
+    [
+        (0.5, math.inf, True, "at one seed, and lower and higher ones are worse beyond the noise."),
+        (0.5, 0.001, True, "at one seed, and lower and higher ones are worse, not both beyond the noise."),
+    ],
+)
+def test_a_search_of_rates_says_how_it_ended(slow, fast, turned, says):
+    design, setting = STUDIES["rates"], at("micro")
+    worse = {"standard-lr0.002": slow, "standard-lr0.008": fast}
+
+    def loss(arm, label, seed):
+        return 3.0 + worse.get(label, 0.0) + 0.001 * seed
+
+    result = design.analyse(setting, simulated(design, setting, loss, noises=KNOWN))
+    assert result.values["turned_model"] is turned and result.values["best_model"] == 1.0
+    assert f"The standard model is best at 1 times the recipe's rate {says}" in result.verdict
+    unfinished = simulated(design, setting, loss, lambda arm, run: not run.startswith("standard-lr0.008"))
+    assert "best_model" not in design.analyse(setting, unfinished).values
+
+
 def test_block_sizes_of_one_function_are_told_apart_seldom_even_if_one_is_wild():
     design, setting, apart = STUDIES["block-size"], at("micro"), 0
     for world in range(60):
@@ -154,6 +176,13 @@ def test_a_mechanism_whose_lucky_seeds_are_left_is_not_better():
     verdicts = {label: one["verdict"] for label, one in result.values["sizes"]["variants"].items()}
     assert verdicts["block-block_size2"] == "undecided" and verdicts["block-block_size4"] == "better"
     assert "diverged: block-block_size2 (2 seeds)" in result.verdict
+
+    def unlucky(arm, label, seed):
+        lost = label == "standard" and seed > 0
+        return math.inf if lost else chance(arm, label, seed) + 0.2 * (label != "standard")
+
+    result = design.analyse(setting, simulated(design, setting, unlucky, noises=KNOWN))
+    assert {one["verdict"] for one in result.values["sizes"]["variants"].values()} == {"undecided"}
 
     design = STUDIES["nanogpt"]
     lost = simulated(design, setting, lambda *run: math.inf if run[1] == "standard" else chance(*run))

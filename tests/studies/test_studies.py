@@ -174,6 +174,16 @@ def test_a_stopped_study_goes_on_and_ends_with_the_same_table(setting, noise, tm
     assert conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=Here(most=0)).counts == outcome.counts
 
 
+def test_arms_that_are_named_run_alone(setting, noise, tmp_path):
+    other, first = dataclasses.replace(setting, out=tmp_path), Here()
+    with pytest.raises(UserError, match="the study rates has no arm 'best' by now: expected one of own, model and"):
+        conduct(STUDIES["rates"], other, say=QUIET, jobs=1, run=Here(most=0), only=["best"])
+    assert not other.folder("rates").exists() or not (other.folder("rates") / "study.json").exists()
+    outcome = conduct(STUDIES["rates"], other, say=QUIET, jobs=1, run=first, only=["model"])
+    assert first.names and all(name.startswith("model/") for name in first.names)
+    assert outcome.counts[0] == len(first.names) < outcome.counts[1]
+
+
 def test_what_finished_before_a_stop_has_been_measured(setting, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     with pytest.raises(Interrupted):

@@ -27,7 +27,8 @@ STUDY = tuned_study(
     "ablations",
     "What does each part of the mechanism do?",
     "The twelve rows of the paper's Table 4, queries that do not start at zero, two ways around the reads and the "
-    "control, at the recipe's rates and then each at the best of its own: the recipe's, half, twice, and its own parameters at another.",
+    "control, at the recipe's rates and then each at the best of its own: the recipe's, half, twice, and its own "
+    "parameters at another.",
     "arXiv 2603.15031, Table 4: one run a row, 436 M active parameters; baseline 1.766, Full 1.737, input-dependent "
     "queries 1.731, sigmoid 1.741, no key norm 1.743, sliding window 1.764, Block 1.746.",
     PUBLISHED,

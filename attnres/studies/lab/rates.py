@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import DIFFERENCE, LOSS, TOKENS
 from attnres.studies.analyses.halving import beyond, survivors
+from attnres.studies.analyses.noise import Noise
 from attnres.studies.contrast import contrast
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.studies.presets import shape
@@ -70,16 +71,21 @@ def _search(
     return parts, losses
 
 
+def _with_adamw(setting: Setting) -> TrainConfig:
+    """The recipe with AdamW for all parameters."""
+    return setting.config(optim={"optimizer": "adamw"})
+
+
 def _turn(losses: Mapping[float, float]) -> float:
     """The multiple of the recipe's rates with the lowest loss; 1 where all diverged."""
     return min((rate for rate, loss in losses.items() if math.isfinite(loss)), key=losses.__getitem__, default=1.0)
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
-    """Coarse at one seed; the standard model up or down until it turns, with either optimizer; then the best with all
-    seeds, both residuals at the standard model's best rate, and what is near."""
+    """Coarse at one seed; the standard model up or down until it turns, with either optimizer; both residuals at its
+    best rate; the best own rates with all seeds, and what is near."""
     recipe = setting.config()
-    adamw = setting.config(optim={"optimizer": "adamw"})
+    adamw = _with_adamw(setting)
     variants = setting.some([_own(setting, factor) for factor in OWN])
     coarse = setting.arm("own", ["standard", *variants], [0], of=recipe, depth=("sharpness", "entropy"))
     searched, losses = _search(setting, measured, "model", recipe, "own")
@@ -89,14 +95,14 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
         factor = _turn(losses_adamw)
         tuned = [_at(setting, factor, residual) for residual in ("standard", "block", "full")]
         parts.append(setting.arm("tuned-adamw", tuned, of=adamw))
-    if not (measured.complete("own") and losses):
+    if (factor := _turn(losses)) != 1:
+        parts.append(setting.arm("tuned", [_at(setting, factor), _at(setting, factor, "block")], of=recipe))
+    if not measured.complete("own"):
         return parts
     best = _best(setting, measured)
     rate = best[0].removeprefix("block")
     whole = f"full@residual_lr={recipe.optim.lr:g}"
     layers = setting.preset.depth
-    if (factor := _turn(losses)) != 1:
-        parts.append(setting.arm("tuned", [_at(setting, factor), _at(setting, factor, "block")], of=recipe))
     parts += [
         setting.arm("best", ["standard", *best], of=recipe),
         setting.arm("full", list(dict.fromkeys([f"full{rate}", whole])), range(min(2, setting.seeds)), of=recipe),
@@ -139,14 +145,13 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     if own:
         values["best_own"] = min(own, key=own.__getitem__)
         sentences.append(f"Of the own rates {values['best_own']:.3g} times AdamW's is best at one seed.")
-    for name, losses in searches.items():
-        if losses:
-            best = min(losses, key=losses.__getitem__)
-            turned = min(losses) < best < max(losses)
-            end = "highest" if best == max(losses) else "lowest"
-            where = "and higher and lower ones are worse" if turned else f"the {end} that was tried: it has not turned"
-            sentences.append(f"{WHICH[name]} is best at {best:g} times the recipe's rate, {where}.")
-            values[f"best_{name}"], values[f"turned_{name}"] = best, turned
+    for name, of, base in (("model", setting.config(), "own"), ("adamw", _with_adamw(setting), "adamw")):
+        losses = _search(setting, measured, name, of, base)[1]
+        if any(map(math.isfinite, losses.values())):
+            best = _turn(losses)
+            values[f"best_{name}"], values[f"turned_{name}"] = best, min(losses) < best < max(losses)
+            where = _where(losses, best, measured.noise(base if name == "model" else "tuned-adamw"))
+            sentences.append(f"{WHICH[name]} is best at {best:g} times the recipe's rate at one seed, {where}.")
     tables = [_loss_table(measured, own, searches)]
     for arm, (title, baseline) in {
         "tuned": ("Both at the best rate of the standard model", _tuned_baseline(measured, "tuned")),
@@ -166,11 +171,28 @@ def analyse(setting: Setting, measured: Measured) -> Result:
                     f"The best two of {len(OWN)} own rates by seed 0, which counts here too: where they are level that "
                     "flatters them. The standard model is at the recipe's rate."
                 )
+            if arm.startswith("tuned"):
+                tables[-1].notes.append(
+                    "The rate is the standard model's best of those tried by seed 0, which counts here too: that "
+                    "flatters the standard model."
+                )
             if arm != "knobs":
                 sentences.append(("With AdamW alone: " if arm == "tuned-adamw" else "") + one.sentence())
     tables += _other_losses(measured)
     charts = [chart for chart in (_by_rate(own, searches), _over_training(setting, measured)) if chart]
     return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
+
+
+def _where(losses: Mapping[float, float], best: float, noise: Noise) -> str:
+    """What is said of a search's best rate, by the rates next to it; those that diverged count as worse."""
+    if best in (min(losses), max(losses)):
+        return f"the {'highest' if best == max(losses) else 'lowest'} that was tried: it has not turned"
+    rates = sorted(losses)
+    place = rates.index(best)
+    gaps = [losses[rate] - losses[best] for rate in (rates[place - 1], rates[place + 1])]
+    if all(not gap < noise.threshold(1, 1) for gap in gaps):  # NaN of what diverged
+        return "and lower and higher ones are worse beyond the noise"
+    return "and lower and higher ones are worse, not both beyond the noise"
 
 
 def _loss_table(measured: Measured, own: Mapping[float, float], searches: Mapping[str, Mapping[float, float]]) -> Table:
@@ -184,7 +206,10 @@ def _loss_table(measured: Measured, own: Mapping[float, float], searches: Mappin
         [f"{factor:.3g}", number(loss, 4), name] for name, losses in which.items() for factor, loss in losses.items()
     ]
     head = ["multiple of the recipe's rate", "loss", "which"]
-    return Table("Loss by rate, seed 0", head, rows, [measured.noise("own").note])
+    notes = [measured.noise("own").note]
+    if searches["adamw"]:
+        notes.append(f"With AdamW alone: {measured.noise('tuned-adamw').note}")
+    return Table("Loss by rate, seed 0", head, rows, notes)
 
 
 def _other_losses(measured: Measured) -> list[Table]:
@@ -228,7 +253,7 @@ def _tuned_baseline(measured: Measured, arm: str) -> str:
 
 
 def _over_training(setting: Setting, measured: Measured) -> Curves | None:
-    """The gap of each own rate to the standard model of the same seed over training, in the band of the noise."""
+    """The gap of each own rate to the standard model of the same seed over training."""
     base = {row.step: row.value for row in measured.of("own", "standard")}
     lines = []
     for factor in sorted(OWN):
