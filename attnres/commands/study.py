@@ -201,9 +201,13 @@ def _print(tables: "Sequence[Table]", out: "Console") -> None:
 def _list(designs: "list[Design]") -> None:
     from rich.console import Console
 
+    from attnres.studies.presets import PRESETS
     from attnres.terminal import grid, wide
 
-    table = grid("study", "what it asks")
+    table, sizes = grid("study", "what it asks"), grid("preset", "what it is")
     for design in designs:
         table.add_row(design.name, design.title)
-    wide(Console()).print(table)
+    for name, preset in PRESETS.items():
+        sizes.add_row(name, preset.about)
+    for one in (table, sizes):
+        wide(Console()).print(one)

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +44,21 @@ def runs_in(folders: Iterable[Path], *, unfinished: bool = False) -> dict[Path, 
 
 
 def _inside(folder: Path, name: str) -> list[Path]:
-    """What has this name in a run folder, or in one of a folder of them, a study, or a folder OUT of studies."""
-    return sorted(path for depth in range(5) for path in folder.glob("*/" * depth + name))
+    """What has this name in a run folder, or in one of a folder of them, a study, or a folder OUT of studies; not what
+    is being written there, whose names begin with a dot."""
+    paths = (path for depth in range(5) for path in folder.glob("*/" * depth + name))
+    return sorted(path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
 def alike(run: TrainConfig, runs: dict[Path, dict[str, Any]]) -> Iterator[Path]:
     """The folders of those runs that are trained as this one, elsewhere, whatever text they call theirs; first those
-    which have the checkpoints that it is to keep."""
+    which have the checkpoints that it is to keep, of these the finished ones."""
     folder, ours = Path(run.out or "."), to_dict(run)
-    lacking = {there: not all(kept(there, step).is_dir() for step in run.keep_at) for there in runs}
-    for there in sorted(runs, key=lacking.__getitem__):
+
+    def rank(there: Path) -> tuple[bool, bool]:
+        return not all(kept(there, step).is_dir() for step in run.keep_at), not ended(there)
+
+    for there in sorted(runs, key=rank):
         if there.resolve() != folder.resolve() and set(differences(ours, runs[there])) <= {"data.source"}:
             yield there
 
@@ -76,7 +82,7 @@ def adopt(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) ->
             continue
         left_out = [".*", *([] if run.keep_at else ["kept"])]
         left_out += ["checkpoint"] if ended(there) else []
-        with locked(there), replaced_folder(folder) as temporary:
+        with nullcontext() if ended(there) else locked(there), replaced_folder(folder) as temporary:
             shutil.copytree(there, temporary, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)
             reconfigure(temporary, to_dict(run))
         names.append(name)
@@ -109,11 +115,13 @@ def computed_in(folders: Iterable[Path]) -> list[Measures]:
 
 
 def same_computation(run: Measures, function: str, arguments: dict[str, Any]) -> bool:
-    """Whether it was this call, wherever its images lay."""
-    ours, theirs = (
-        {k: v for k, v in one.items() if k not in PLACES} for one in (arguments, run.get("arguments") or {})
+    """Whether it was this call, wherever its images lay: folders or archives of the same name."""
+    theirs = run.get("arguments") or {}
+    return (
+        run.get("function") == function
+        and arguments.keys() == theirs.keys()
+        and all(same_name(theirs[k], v) if k in PLACES else theirs[k] == v for k, v in arguments.items())
     )
-    return run.get("function") == function and ours == theirs
 
 
 def _same_data(folder: Path, data: dict[str, Any]) -> bool:

@@ -36,6 +36,7 @@ class Child:
     is_alone: bool = False  # where it diverges or fails the others go on
     saves: bool = True  # what it has when it is stopped
     has_failed: bool = False  # where it is alone
+    first: int = 0  # the step it begins at, which others trained for it
 
     def variables(self) -> dict[str, str]:
         """Return what the environment of its process has besides, on whatever machine."""
@@ -87,7 +88,8 @@ class Child:
     @property
     def left(self) -> float:
         """Of its size, what it has not computed yet."""
-        return self.size * (1 - self.latest()[0] / max(1, self.steps))
+        done = max(0, self.latest()[0] - self.first) / max(1, self.steps - self.first)
+        return self.size * max(0.0, 1 - done)
 
     @property
     def has_diverged(self) -> bool:

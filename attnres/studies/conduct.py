@@ -33,14 +33,16 @@ from attnres.studies.design import Arm, Computed, Design, Setting
 from attnres.studies.outcome import Outcome, names_of, survey, write
 from attnres.studies.pace import Ended
 from attnres.studies.plan import Plan, make_plan
-from attnres.studies.rows import MEASURES, Measures
+from attnres.studies.rows import MEASURES, Measures, measures_of
 from attnres.studies.watch import train_all
 from attnres.studies.work import Computation, function
 from attnres.text import listed
 from attnres.training.branch import branch, branch_step
 from attnres.training.checkpoint import kept
+from attnres.training.config import TrainConfig, to_dict
 from attnres.training.records import TIMES
 from attnres.training.run_folder import ended
+from attnres.training.sameness import differences
 
 
 @dataclass(frozen=True)
@@ -51,8 +53,14 @@ class Elsewhere:
     computed: list[Measures]
 
     def trained_for(self, arm: Arm) -> dict[Path, dict[str, Any]]:
-        """The trained runs that will do for an arm's."""
-        return {path: run for path, run in self.trained.items() if not arm.started_from or (path / "model").is_dir()}
+        """The trained runs that will do for an arm's: with weights where others start from them, and where something is
+        still to be measured of a finished one."""
+
+        def will_do(path: Path) -> bool:
+            measured = not arm.measure or not ended(path) or (path / MEASURES).is_file()
+            return (path / "model").is_dir() or (measured and not arm.started_from)
+
+        return {path: run for path, run in self.trained.items() if will_do(path)}
 
     def computed_as(self, runs: Computed, name: str) -> Measures | None:
         """What the same call as this run's gave there, if it is there."""
@@ -109,7 +117,8 @@ def conduct(
         ]:
             before = measured.finished
             try:
-                _carry_out(left, setting, folder, say, jobs, until, run, here, elsewhere, archived, begin)
+                runs = sum(map(len, measured.planned.values()))
+                _carry_out(left, setting, folder, say, jobs, runs, until, run, here, elsewhere, archived, begin)
             except (Interrupted, UserError):
                 if begin.done and any((measured := survey(design, setting)[1]).finished.values()):
                     write(design, setting, measured)  # as far as it came
@@ -133,9 +142,10 @@ def _elsewhere(folder: Path, adopted: Sequence[Path], archived: Sequence[tuple[s
     """What a study in `folder` may take: what is adopted, what its own runs.jsonl alone has (`archived`), and the
     finished runs of the studies beside it."""
     siblings = [path for path in sorted(folder.parent.glob("*")) if path != folder and (path / RECORD).is_file()]
-    with unpacked([folder / ARCHIVE] if archived else []) as own:
+    alone = [path / ARCHIVE for path in siblings if _archived(path)]
+    with unpacked([folder / ARCHIVE] if archived else []) as own, unpacked(alone) as theirs:
         taken = [*adopted, *own]
-        yield Elsewhere(runs_in(taken, unfinished=True) | runs_in(siblings), computed_in(taken))
+        yield Elsewhere(runs_in(taken, unfinished=True) | runs_in([*siblings, *theirs]), computed_in(taken))
 
 
 def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[tuple[Arm, set[str]]]:
@@ -148,16 +158,21 @@ def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[t
     folder = refuse_other(setting.folder(design.name), "study")
     same_material(folder, design, setting)
     arms, measured = survey(design, setting)
-    lefts = []
+    lefts, asked_for = [], list[TrainConfig]()
     with _elsewhere(folder, adopted, _archived(folder)) as elsewhere:
+        elsewhere = dataclasses.replace(
+            elsewhere, trained=elsewhere.trained | runs_in([folder] if folder.is_dir() else [])
+        )
         for arm in arms:
             missing = set(measured.planned[arm.name]) - set(measured.finished[arm.name])
             if arm.computed is not None:
                 missing = {name for name in missing if elsewhere.computed_as(arm.computed, name) is None}
             trained = {path: run for path, run in elsewhere.trained_for(arm).items() if ended(path)}
-            if arm.compare is not None and missing and trained:
+            if arm.compare is not None and missing:
                 plan = make_plan(dataclasses.replace(arm.compare, out=str(folder / arm.name)), here=False)
                 missing = {name for name in missing if next(alike(plan.runs[name], trained), None) is None}
+                missing = {name for name in missing if not _is_among(plan.runs[name], asked_for)}
+                asked_for += [plan.runs[name] for name in missing]
             lefts.append((arm, missing))
     return lefts
 
@@ -173,6 +188,7 @@ def _carry_out(
     folder: Path,
     say: Console,
     jobs: int | None,
+    runs: int,
     until: float,
     run: Runner | None,
     here: bool,
@@ -180,11 +196,13 @@ def _carry_out(
     archived: Sequence[tuple[str, str]],
     begin: Begin,
 ) -> None:
-    """Run the unfinished runs of these arms, all arms together, and measure them. Of what the folder's runs.jsonl alone
-    had, all has to be there by then (UserError), but for runs that others start from: it is written anew."""
+    """Run the unfinished runs of these arms, all arms together, and measure them; of those that are one run the first,
+    which the others are taken from in the next pass. Of what the folder's runs.jsonl alone had, all has to be there by
+    then (UserError), but for runs that others start from: it is written anew. `runs`: how many the study has in all,
+    done or not: threads are by that, so that what is left when a study is continued changes no sum."""
     quiet = Console(quiet=True)
     children, done, most, timed = list[Child](), list[Ended](), list[int](), list[tuple[Work, float]]()
-    own, runs = runs_in([folder]), sum(len(names_of(arm)) for arm in arms)
+    own, asked_for = runs_in([folder]), list[TrainConfig]()
     elsewhere = dataclasses.replace(elsewhere, trained=elsewhere.trained | own)
     with ExitStack() as stack:
         for arm in arms:
@@ -202,16 +220,13 @@ def _carry_out(
                     _branch(plan, folder / arm.trunk)
 
             work = stack.enter_context(opened(config, quiet if children else say, fill, here, runs))
-            children += [
-                dataclasses.replace(
-                    child,
-                    name=f"{arm.name}/{child.name}",
-                    is_alone=True,
-                    size=_size(arm, setting, child.folder.name),
-                )
-                for child in work.children
-                if not ended(child.folder)
-            ]
+            for child in work.children:
+                config = work.plan.runs[child.name]
+                if not ended(child.folder) and not _is_among(config, asked_for):
+                    name, size = f"{arm.name}/{child.name}", _size(arm, setting, child.folder.name)
+                    first = branch_step(config) if arm.trunk and child.folder.exists() else 0
+                    children.append(dataclasses.replace(child, name=name, is_alone=True, size=size, first=first))
+                    asked_for.append(config)
             done += [Ended(f"{arm.name}/{name}", _size(arm, setting, name), wall) for name, wall in work.walls.items()]
             most.append(work.jobs)
             if here and arm.compare.timing_s > 0:
@@ -233,6 +248,12 @@ def _carry_out(
                 time_steps(work, seconds, say)
         jobs = jobs or min(most, default=cores())
         train_all(children, done, jobs=jobs, say=say, run=run, until=until, on_end=measure)
+
+
+def _is_among(run: TrainConfig, others: Sequence[TrainConfig]) -> bool:
+    """Whether one of the others is trained as this run and keeps the same checkpoints."""
+    same = (other for other in others if sorted(other.keep_at) == sorted(run.keep_at))
+    return any(not differences(to_dict(run), to_dict(other)) for other in same)
 
 
 def _measure(name: str, folder: Path) -> None:
@@ -266,6 +287,9 @@ def _computations(arm: Arm, setting: Setting, folder: Path, elsewhere: Elsewhere
     children = []
     for name, call in arm.computed.runs.items():
         if (folder / name / MEASURES).is_file():
+            before = measures_of(folder / name)
+            if "arguments" in before and not same_computation(before, arm.computed.function, call.arguments):
+                raise UserError(f"{folder / name} was computed with other arguments: choose another --out")
             continue
         if known := elsewhere.computed_as(arm.computed, name):
             write_json(folder / name / MEASURES, known)

@@ -35,6 +35,7 @@ class Slurm:
         except ImportError:
             raise UserError("--executor slurm needs submitit: pip install 'attnres[slurm]'") from None
         self._command = submitit.helpers.CommandFunction
+        self._cores = settings.get("cpus_per_task", settings.get("slurm_cpus_per_task", 1))  # 1: what Slurm gives
         try:
             self.executor = submitit.AutoExecutor(folder=folder / "jobs", cluster=cluster)
             self.executor.update_parameters(**{"name": "attnres", "timeout_min": 24 * 60, **settings})
@@ -43,7 +44,8 @@ class Slurm:
 
     def _job(self, child: Child) -> Any:
         """The child's command with its variables; all others are the job's own, its GPU among them."""
-        words = [f"{name}={value}" for name, value in child.variables().items()]
+        variables = child.variables() | {"OMP_NUM_THREADS": str(self._cores)}  # not this machine's share of threads
+        words = [f"{name}={value}" for name, value in variables.items()]
         return self._command(["env", *words, *child.command(quiet=True)], verbose=False)
 
     def __call__(

@@ -85,7 +85,11 @@ def tuned_study(
             own.tables[0].notes.append(
                 f"Best at an end of the rates that were tried, and maybe better beyond: {listed(edge)}."
             )
-        lost = [variant for variant in variants if variant not in best]
+        lost = [
+            variant
+            for variant in variants
+            if variant not in best and _all_finished(measured, candidates(setting, variant))
+        ]
         sentence = f"At their own best rates: {own.verdict} {sentence}"
         sentence += f" Diverged at every rate: {listed(lost)}." if lost else ""
         values |= {BEST: own.values, "rates": best}
@@ -132,7 +136,14 @@ def _held_beside(
 
 
 def chosen_rates(setting: Setting, measured: Measured, variants: Sequence[str]) -> dict[str, str]:
-    """Variant -> its candidate with the lowest loss at the coarse seed; those that have not finished are left out."""
-    mechanism = {one: variant for variant in variants for one in candidates(setting, variant)}
+    """Variant -> its candidate with the lowest loss at the coarse seed; one with a candidate that has not finished is
+    left out."""
+    ways = {variant: candidates(setting, variant) for variant in variants}
+    mechanism = {one: v for v, those in ways.items() if _all_finished(measured, those) for one in those}
     losses = {one: measured.mean(COARSE, label_of(one)) for one in mechanism}
     return at_best(losses, mechanism)
+
+
+def _all_finished(measured: Measured, ways: Sequence[str]) -> bool:
+    """Whether each way to train a mechanism has finished at the coarse seed, diverged or not."""
+    return {label_of(way) for way in ways} <= set(measured.labels(COARSE))

@@ -16,6 +16,7 @@ from attnres.files import replaced_folder
 from attnres.residuals import Residual, residual_class
 from attnres.training.checkpoint import kept, reconfigure, stored_state
 from attnres.training.config import TrainConfig, from_dict, to_dict
+from attnres.training.metrics import Metrics
 from attnres.training.sameness import differences
 from attnres.training.schedule import rates
 
@@ -45,10 +46,11 @@ def branch(trunk: Path, step: int, config: TrainConfig) -> None:
         for name in ("data.json", "environment.json", "start.json", "metrics.jsonl"):
             if (trunk / name).is_file():
                 shutil.copyfile(trunk / name, folder / name)
+        Metrics(folder, step).close()  # without what the trunk measured after that
         for name in ("val", "residual"):
             if (trunk / name).is_dir():
                 shutil.copytree(trunk / name, folder / name)
-        reconfigure(folder, to_dict(config))  # resuming it forgets what the trunk measured after `step`
+        reconfigure(folder, to_dict(config))  # resuming it forgets the trunk's held-out losses after `step`
 
 
 def kept_checkpoint(trunk: Path, step: int) -> Path:

@@ -117,6 +117,17 @@ def test_images_come_from_a_folder_or_an_archive(tmp_path, monkeypatch):
     more.write_bytes(more.read_bytes()[:40])
     with pytest.raises(UserError, match=r"of class bird, in .* cannot be read"):
         load_images(str(tmp_path / "cifar"))
+    packed = (tmp_path / "cifar.tar.xz").read_bytes()
+    (tmp_path / "damaged.tar.xz").write_bytes(packed[:60] + bytes(8) + packed[68:])
+    with tarfile.open(tmp_path / "whole.tar", "w") as archive:
+        archive.add(tmp_path / "cifar" / "train", arcname="cifar/train")
+        archive.add(tmp_path / "cifar" / "test" / "a", arcname="cifar/test/a")
+        place = archive.getmember("cifar/test/a").offset
+    whole = (tmp_path / "whole.tar").read_bytes()
+    (tmp_path / "damaged.tar").write_bytes(whole[:place] + b"x" * 512 + whole[place + 512 :])
+    for name in ("damaged.tar.xz", "damaged.tar"):
+        with pytest.raises(UserError, match="is no archive of images"):
+            load_images(str(tmp_path / name))
     (tmp_path / "broken.tar").write_text("no")
     with pytest.raises(UserError, match="is no archive of images"):
         load_images(str(tmp_path / "broken.tar"))

@@ -20,10 +20,11 @@ from attnres.files import write_json
 from attnres.flags import config_file
 from attnres.reading import read_json
 from attnres.stats import plain
-from attnres.studies.adopt import alike, runs_in
+from attnres.studies.adopt import alike, runs_in, same_computation
 from attnres.studies.analyses.noise import Noise
 from attnres.studies.archive import ARCHIVE, restored, unpacked
 from attnres.studies.begin import same_material
+from attnres.studies.child import Child
 from attnres.studies.conduct import conduct, left_of
 from attnres.studies.contrast import contrast
 from attnres.studies.cost import CALL, Cost, Mechanism, Step, costs_of, flops_a_token, hours
@@ -298,6 +299,41 @@ def test_what_another_study_has_trained_is_not_trained_again(setting, noise, tmp
     assert (adopted[1], alone[1]) == (set(), {"standard-seed0"})
 
 
+def test_a_run_that_two_arms_ask_for_is_trained_once(setting, noise, tmp_path):
+    other, runner = dataclasses.replace(setting, out=tmp_path), Here()
+    run = other.config(steps=3)
+
+    def arms(setting, measured):
+        return [setting.arm("a", ["standard"], [0], of=run), setting.arm("b", ["standard", "block"], [0], of=run)]
+
+    design = dataclasses.replace(STUDIES["exchange"], arms=arms, analyse=lambda s, m: Result("done"))
+    assert [len(left) for _, left in left_of(design, other, [])] == [1, 1]
+    outcome = conduct(design, other, say=QUIET, jobs=1, run=runner)
+    assert sorted(runner.names) == ["a/standard-seed0", "b/block-seed0"] and outcome.counts == (3, 3)
+
+
+def test_a_finished_run_is_taken_before_one_that_is_not_and_nothing_half_copied(setting, tmp_path):
+    arm = setting.arm("a", ["standard"], [0], of=setting.config())
+    assert arm.compare is not None
+    run = next(iter(make_plan(dataclasses.replace(arm.compare, out=str(tmp_path / "ours"))).runs.values()))
+    begun, finished = tmp_path / "a" / run.name, tmp_path / "b" / run.name
+    for folder in (begun, finished, tmp_path / "b" / f".{run.name}.host-1.new"):
+        folder.mkdir(parents=True)
+        write_json(folder / "config.json", to_dict(run))
+    (begun / "checkpoint").mkdir()
+    for folder in (finished, tmp_path / "b" / f".{run.name}.host-1.new"):
+        write_json(folder / "summary.json", {})
+    runs = runs_in([begun.parent, finished.parent], unfinished=True)
+    assert list(alike(run, runs)) == [finished, begun]
+
+
+def test_images_of_another_name_are_another_computation():
+    run = {"function": "f", "arguments": {"images": "/data/cifar100", "seed": 0}}
+    assert same_computation(run, "f", {"images": "/elsewhere/cifar100", "seed": 0})
+    assert not same_computation(run, "f", {"images": "/data/cifar10", "seed": 0})
+    assert not same_computation(run, "f", {"images": "/data/cifar100", "seed": 1})
+
+
 def test_a_run_that_others_branch_off_is_taken_with_its_checkpoints_first(setting, noise, tmp_path):
     trunk = survey(STUDIES["budgets"], dataclasses.replace(setting, out=tmp_path))[0][0]
     assert trunk.compare is not None
@@ -465,6 +501,8 @@ def test_runs_are_jobs_of_a_cluster(setting, tmp_path, cluster):
     study = dataclasses.replace(STUDIES["growth"], arms=lambda s, m: _first_run(STUDIES["growth"].arms(s, m)))
     outcome = conduct(study, other, say=QUIET, run=Slurm(tmp_path, {"timeout_min": 5}, cluster=cluster))
     assert outcome.counts == (1, 1)
+    jobs = Slurm(tmp_path, {"cpus_per_task": 3}, cluster=cluster)._job(Child("a", tmp_path, tmp_path / "a.json", 1))
+    assert "OMP_NUM_THREADS=3" in jobs.command, "a job has its own cores"
     with pytest.raises(UserError, match="Slurm cannot be used"):
         Slurm(tmp_path, {"partition_of_slurm": 1}, cluster=cluster)
 

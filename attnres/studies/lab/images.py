@@ -2,7 +2,9 @@
 
 import hashlib
 import io
+import lzma
 import tarfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -82,7 +84,13 @@ def _files(path: Path) -> Iterator[tuple[str, str, bytes]]:
         with tarfile.open(path) as archive:
             files = [(member.name, archive.extractfile(member)) for member in archive if member.name.endswith(".jpg")]
             members = {name: file.read() for name, file in files if file is not None}
-    except (tarfile.TarError, OSError, EOFError) as error:
+            stream = archive.fileobj
+            stream.seek(archive.offset)
+            if stream.read(tarfile.BLOCKSIZE).strip(tarfile.NUL):
+                raise tarfile.ReadError("damaged after its first files")
+            while stream.read(1 << 20):  # to its end, where a compressed one has its checksum
+                pass
+    except (tarfile.TarError, OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise UserError(f"{path} is no archive of images ({error})") from error
     for name in sorted(members):
         if part := _place(name):

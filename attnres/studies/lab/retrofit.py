@@ -22,7 +22,7 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
     first = setting.arm("pretrained", ["standard"], [0], of=setting.config(), started_from=True)
     if not measured.complete(first.name) or measured.diverged(first.name, "standard"):
         return [first]
-    start = setting.folder("retrofit") / first.name / run_name("standard", 0)
+    start = (setting.folder("retrofit") / first.name / run_name("standard", 0)).resolve()
     optim = setting.config().optim
     cooler = {"lr": COOLER * optim.lr, "muon_lr": COOLER * optim.muon_lr}
     run = setting.config(
