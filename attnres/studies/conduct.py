@@ -221,12 +221,12 @@ def _carry_out(
 
             work = stack.enter_context(opened(config, quiet if children else say, fill, here, runs))
             for child in work.children:
-                config = work.plan.runs[child.name]
-                if not ended(child.folder) and not _is_among(config, asked_for):
+                trained = work.plan.runs[child.name]
+                if not ended(child.folder) and not _is_among(trained, asked_for):
                     name, size = f"{arm.name}/{child.name}", _size(arm, setting, child.folder.name)
-                    first = branch_step(config) if arm.trunk and child.folder.exists() else 0
+                    first = branch_step(trained) if arm.trunk and child.folder.exists() else 0
                     children.append(dataclasses.replace(child, name=name, is_alone=True, size=size, first=first))
-                    asked_for.append(config)
+                    asked_for.append(trained)
             done += [Ended(f"{arm.name}/{name}", _size(arm, setting, name), wall) for name, wall in work.walls.items()]
             most.append(work.jobs)
             if here and arm.compare.timing_s > 0:
