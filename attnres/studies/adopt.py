@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from attnres.errors import UserError
-from attnres.files import locked, replaced_folder
+from attnres.files import is_half_written, locked, replaced_folder
 from attnres.reading import read_json
 from attnres.studies.plan import Plan
 from attnres.studies.rows import MEASURES, Measures, measures_of
@@ -45,9 +45,9 @@ def runs_in(folders: Iterable[Path], *, unfinished: bool = False) -> dict[Path, 
 
 def _inside(folder: Path, name: str) -> list[Path]:
     """What has this name in a run folder, or in one of a folder of them, a study, or a folder OUT of studies; not what
-    is being written there, whose names begin with a dot."""
+    is being written there."""
     paths = (path for depth in range(5) for path in folder.glob("*/" * depth + name))
-    return sorted(path for path in paths if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+    return sorted(path for path in paths if not any(map(is_half_written, path.relative_to(folder).parts)))
 
 
 def alike(run: TrainConfig, runs: dict[Path, dict[str, Any]]) -> Iterator[Path]:

@@ -39,7 +39,7 @@ from attnres.studies.work import Computation, function
 from attnres.text import listed
 from attnres.training.branch import branch, branch_step
 from attnres.training.checkpoint import kept
-from attnres.training.config import TrainConfig, to_dict
+from attnres.training.config import to_dict
 from attnres.training.records import TIMES
 from attnres.training.run_folder import ended
 from attnres.training.sameness import differences
@@ -158,7 +158,7 @@ def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[t
     folder = refuse_other(setting.folder(design.name), "study")
     same_material(folder, design, setting)
     arms, measured = survey(design, setting)
-    lefts, asked_for = [], list[TrainConfig]()
+    lefts, asked_for = [], list[dict[str, Any]]()
     with _elsewhere(folder, adopted, _archived(folder)) as elsewhere:
         elsewhere = dataclasses.replace(
             elsewhere, trained=elsewhere.trained | runs_in([folder] if folder.is_dir() else [])
@@ -171,8 +171,8 @@ def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[t
             if arm.compare is not None and missing:
                 plan = make_plan(dataclasses.replace(arm.compare, out=str(folder / arm.name)), here=False)
                 missing = {name for name in missing if next(alike(plan.runs[name], trained), None) is None}
-                missing = {name for name in missing if not _is_among(plan.runs[name], asked_for)}
-                asked_for += [plan.runs[name] for name in missing]
+                missing = {name for name in missing if not _is_among(to_dict(plan.runs[name]), asked_for)}
+                asked_for += [to_dict(plan.runs[name]) for name in missing]
             lefts.append((arm, missing))
     return lefts
 
@@ -202,7 +202,7 @@ def _carry_out(
     done or not: threads are by that, so that what is left when a study is continued changes no sum."""
     quiet = Console(quiet=True)
     children, done, most, timed = list[Child](), list[Ended](), list[int](), list[tuple[Work, float]]()
-    own, asked_for = runs_in([folder]), list[TrainConfig]()
+    own, asked_for = runs_in([folder]), list[dict[str, Any]]()
     elsewhere = dataclasses.replace(elsewhere, trained=elsewhere.trained | own)
     with ExitStack() as stack:
         for arm in arms:
@@ -222,11 +222,11 @@ def _carry_out(
             work = stack.enter_context(opened(config, quiet if children else say, fill, here, runs))
             for child in work.children:
                 trained = work.plan.runs[child.name]
-                if not ended(child.folder) and not _is_among(trained, asked_for):
+                if not ended(child.folder) and not _is_among(fields := to_dict(trained), asked_for):
                     name, size = f"{arm.name}/{child.name}", _size(arm, setting, child.folder.name)
                     first = branch_step(trained) if arm.trunk and child.folder.exists() else 0
                     children.append(dataclasses.replace(child, name=name, is_alone=True, size=size, first=first))
-                    asked_for.append(trained)
+                    asked_for.append(fields)
             done += [Ended(f"{arm.name}/{name}", _size(arm, setting, name), wall) for name, wall in work.walls.items()]
             most.append(work.jobs)
             if here and arm.compare.timing_s > 0:
@@ -250,10 +250,10 @@ def _carry_out(
         train_all(children, done, jobs=jobs, say=say, run=run, until=until, on_end=measure)
 
 
-def _is_among(run: TrainConfig, others: Sequence[TrainConfig]) -> bool:
-    """Whether one of the others is trained as this run and keeps the same checkpoints."""
-    same = (other for other in others if sorted(other.keep_at) == sorted(run.keep_at))
-    return any(not differences(to_dict(run), to_dict(other)) for other in same)
+def _is_among(run: dict[str, Any], others: Sequence[dict[str, Any]]) -> bool:
+    """Whether one of the others is trained as this run, of `to_dict`, and keeps the same checkpoints."""
+    same = (other for other in others if sorted(other["keep_at"]) == sorted(run["keep_at"]))
+    return any(not differences(run, other) for other in same)
 
 
 def _measure(name: str, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Runs as jobs of a Slurm cluster, through submitit; its local executor stands for the cluster in tests."""
 
+import dataclasses
 import importlib
 import math
 import time
@@ -44,8 +45,8 @@ class Slurm:
 
     def _job(self, child: Child) -> Any:
         """The child's command with its variables; all others are the job's own, its GPU among them."""
-        variables = child.variables() | {"OMP_NUM_THREADS": str(self._cores)}  # not this machine's share of threads
-        words = [f"{name}={value}" for name, value in variables.items()]
+        there = dataclasses.replace(child, threads=self._cores)  # not this machine's share of them
+        words = [f"{name}={value}" for name, value in there.variables().items()]
         return self._command(["env", *words, *child.command(quiet=True)], verbose=False)
 
     def __call__(

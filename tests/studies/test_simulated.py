@@ -34,7 +34,7 @@ def test_a_study_speaks_of_whatever_has_finished(name, preset):
 
         measured = simulated(STUDIES[name], at(preset, 1 + world % 3), loss, finished, noises=noises)
         result = STUDIES[name].analyse(at(preset, 1 + world % 3), measured)
-        assert result.verdict and not re.search(r"\b(nan|inf)\b", result.verdict, flags=re.IGNORECASE)
+        assert result.verdict and "nan" not in result.verdict.lower() and not re.search(r"\binf\b", result.verdict)
 
 
 def test_a_gap_that_changes_its_sign_is_said():
@@ -146,21 +146,21 @@ def test_rates_hold_each_arm_against_what_it_is_named_for():
 
 
 @pytest.mark.parametrize(
-    ("slow", "fast", "turned", "says"),
+    ("fast", "says"),
     [
-        (0.5, math.inf, True, "at one seed, and lower and higher ones are worse beyond the noise."),
-        (0.5, 0.001, True, "at one seed, and lower and higher ones are worse, not both beyond the noise."),
+        (math.inf, "at one seed, and lower and higher ones are worse beyond the noise."),
+        (0.001, "at one seed, and lower and higher ones are worse, not both beyond the noise."),
     ],
 )
-def test_a_search_of_rates_says_how_it_ended(slow, fast, turned, says):
+def test_a_search_of_rates_says_how_it_ended(fast, says):
     design, setting = STUDIES["rates"], at("micro")
-    worse = {"standard-lr0.002": slow, "standard-lr0.008": fast}
+    worse = {"standard-lr0.002": 0.5, "standard-lr0.008": fast}
 
     def loss(arm, label, seed):
         return 3.0 + worse.get(label, 0.0) + 0.001 * seed
 
     result = design.analyse(setting, simulated(design, setting, loss, noises=KNOWN))
-    assert result.values["turned_model"] is turned and result.values["best_model"] == 1.0
+    assert result.values["turned_model"] is True and result.values["best_model"] == 1.0
     assert f"The standard model is best at 1 times the recipe's rate {says}" in result.verdict
     unfinished = simulated(design, setting, loss, lambda arm, run: not run.startswith("standard-lr0.008"))
     assert "best_model" not in design.analyse(setting, unfinished).values

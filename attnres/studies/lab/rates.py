@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import DIFFERENCE, LOSS, TOKENS
@@ -12,7 +13,7 @@ from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.studies.presets import shape
 from attnres.studies.variants import label_of
 from attnres.text import number
-from attnres.training.config import READ_RATE, TrainConfig
+from attnres.training.config import READ_RATE
 
 OWN = (READ_RATE, 1.0, 1 / 30, 1 / 3, 0.01)
 """Of AdamW's rate, for the residual's own parameters, the default first; recipes/lasting_rates.yaml has the same."""
@@ -21,8 +22,68 @@ MODEL = (0.5, 2.0)
 MOST = 16.0
 """The highest rate of the standard model that is tried, in multiples of the recipe's; the lowest is one over it."""
 
-WHICH = {"model": "The standard model", "adamw": "With AdamW alone it"}
-"""What a search of rates is of, as a sentence begins."""
+
+@dataclass(frozen=True)
+class Kind:
+    """What a search of the standard model's rates is of.
+
+    Attributes:
+        base: the arm that has it at the recipe's rates. judged: the arm by whose noise its losses are.
+        subject: as a sentence begins. optim: what differs from the recipe.
+    """
+
+    base: str
+    judged: str
+    subject: str
+    optim: Mapping[str, str]
+
+
+SEARCHES = {
+    "model": Kind("own", "own", "The standard model", {}),
+    "adamw": Kind("adamw", "tuned-adamw", "With AdamW alone it", {"optimizer": "adamw"}),
+}
+"""By the name of their first arm."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """The standard model at one seed, up or down from the recipe's rates until its loss turns.
+
+    Attributes:
+        arms: those asked for so far.
+        losses: by multiple of the recipe's rates; NaN for what diverged or has not finished.
+        ended: whether nothing further is to be tried.
+    """
+
+    arms: list[Arm]
+    losses: dict[float, float]
+    ended: bool
+
+    @property
+    def finite(self) -> dict[float, float]:
+        """The losses that are known, lowest rate first."""
+        return {factor: loss for factor, loss in sorted(self.losses.items()) if math.isfinite(loss)}
+
+    @property
+    def best(self) -> float:
+        """The multiple with the lowest loss; 1 where none is known."""
+        return min(self.finite, key=self.losses.__getitem__, default=1.0)
+
+    @property
+    def turned(self) -> bool:
+        """Whether rates on both sides of the best were tried."""
+        return min(self.losses) < self.best < max(self.losses)
+
+    def where(self, noise: Noise) -> str:
+        """What is said of the best rate, by the rates next to it; those that diverged count as worse."""
+        if not self.turned:
+            return f"the {'highest' if self.best == max(self.losses) else 'lowest'} that was tried: it has not turned"
+        rates = sorted(self.losses)
+        place = rates.index(self.best)
+        gaps = [self.losses[rate] - self.losses[self.best] for rate in (rates[place - 1], rates[place + 1])]
+        if all(not gap < noise.threshold(1, 1) for gap in gaps):  # NaN of what diverged
+            return "and lower and higher ones are worse beyond the noise"
+        return "and lower and higher ones are worse, not both beyond the noise"
 
 
 def _own(setting: Setting, factor: float) -> str:
@@ -50,53 +111,38 @@ def _best(setting: Setting, measured: Measured) -> list[str]:
     return survivors({one: measured.mean("own", label_of(one)) for one in variants}, 2) or variants[:1]
 
 
-def _search(
-    setting: Setting, measured: Measured, name: str, of: TrainConfig, base: str
-) -> tuple[list[Arm], dict[float, float]]:
-    """The standard model at one seed, up or down from the recipe's rates until its loss turns: the arms `name`,
-    `name`-xFACTOR asked for so far (the arm `base` has it at the recipe's), and the loss by multiple of those rates,
-    empty until the search has ended."""
-    ways = [_at(setting, factor) for factor in MODEL]
-    parts = [setting.arm(name, ["standard", *ways] if base == name else ways, [0], of=of)]
-    if not (measured.complete(name) and measured.complete(base)):
-        return parts, {}
-    losses = {1.0: measured.mean(base, "standard")}
+def _search(setting: Setting, measured: Measured, name: str) -> Search:
+    """A search as far as it has come, in the arms `name`, `name`-xFACTOR."""
+    kind = SEARCHES[name]
+    of, ways = setting.config(optim=kind.optim), [_at(setting, factor) for factor in MODEL]
+    parts = [setting.arm(name, ["standard", *ways] if kind.base == name else ways, [0], of=of)]
+    losses = {1.0: measured.mean(kind.base, "standard")}
     losses |= {factor: measured.mean(name, label_of(_at(setting, factor))) for factor in MODEL}
+    if not (measured.complete(name) and measured.complete(kind.base)):
+        return Search(parts, losses, ended=False)
     while (further := beyond(losses, 2.0, MOST)) is not None:
         one = setting.arm(f"{name}-x{further:g}", [_at(setting, further)], [0], of=of)
         parts.append(one)
-        if not measured.complete(one.name):
-            return parts, {}
         losses[further] = measured.mean(one.name, label_of(_at(setting, further)))
-    return parts, losses
-
-
-def _with_adamw(setting: Setting) -> TrainConfig:
-    """The recipe with AdamW for all parameters."""
-    return setting.config(optim={"optimizer": "adamw"})
-
-
-def _turn(losses: Mapping[float, float]) -> float:
-    """The multiple of the recipe's rates with the lowest loss; 1 where all diverged."""
-    return min((rate for rate, loss in losses.items() if math.isfinite(loss)), key=losses.__getitem__, default=1.0)
+        if not measured.complete(one.name):
+            return Search(parts, losses, ended=False)
+    return Search(parts, losses, ended=True)
 
 
 def arms(setting: Setting, measured: Measured) -> list[Arm]:
     """Coarse at one seed; the standard model up or down until it turns, with either optimizer; both residuals at its
     best rate; the best own rates with all seeds, and what is near."""
     recipe = setting.config()
-    adamw = _with_adamw(setting)
     variants = setting.some([_own(setting, factor) for factor in OWN])
     coarse = setting.arm("own", ["standard", *variants], [0], of=recipe, depth=("sharpness", "entropy"))
-    searched, losses = _search(setting, measured, "model", recipe, "own")
-    searched_adamw, losses_adamw = _search(setting, measured, "adamw", adamw, "adamw")
-    parts = [coarse, *searched, *searched_adamw]
-    if losses_adamw:
-        factor = _turn(losses_adamw)
-        tuned = [_at(setting, factor, residual) for residual in ("standard", "block", "full")]
-        parts.append(setting.arm("tuned-adamw", tuned, of=adamw))
-    if (factor := _turn(losses)) != 1:
-        parts.append(setting.arm("tuned", [_at(setting, factor), _at(setting, factor, "block")], of=recipe))
+    muon, adamw = _search(setting, measured, "model"), _search(setting, measured, "adamw")
+    parts = [coarse, *muon.arms, *adamw.arms]
+    if adamw.ended:
+        tuned = [_at(setting, adamw.best, residual) for residual in ("standard", "block", "full")]
+        parts.append(setting.arm("tuned-adamw", tuned, of=setting.config(optim=SEARCHES["adamw"].optim)))
+    if muon.ended and muon.best != 1:
+        tuned = [_at(setting, muon.best, residual) for residual in ("standard", "block")]
+        parts.append(setting.arm("tuned", tuned, of=recipe))
     if not measured.complete("own"):
         return parts
     best = _best(setting, measured)
@@ -133,26 +179,22 @@ def arms(setting: Setting, measured: Measured) -> list[Arm]:
 
 def analyse(setting: Setting, measured: Measured) -> Result:
     """The loss by rate, the gap of the best over training, and what the rest changes."""
-    lr = setting.config().optim.lr
     own = {factor: measured.mean("own", label_of(_own(setting, factor))) for factor in sorted(OWN)}
     own = {factor: loss for factor, loss in own.items() if math.isfinite(loss)}
-    searches = {name: _searched(measured, name, lr, base) for name, base in (("model", "own"), ("adamw", "adamw"))}
-    values: dict = {
-        name: {f"{factor:.4g}": loss for factor, loss in losses.items()}
-        for name, losses in {"own": own, **searches}.items()
-    }
+    searches = {name: _search(setting, measured, name) for name in SEARCHES}
+    losses = {"own": own} | {name: search.finite for name, search in searches.items()}
+    values: dict = {name: {f"{factor:.4g}": loss for factor, loss in those.items()} for name, those in losses.items()}
     sentences = []
     if own:
         values["best_own"] = min(own, key=own.__getitem__)
         sentences.append(f"Of the own rates {values['best_own']:.3g} times AdamW's is best at one seed.")
-    for name, of, base in (("model", setting.config(), "own"), ("adamw", _with_adamw(setting), "adamw")):
-        losses = _search(setting, measured, name, of, base)[1]
-        if any(map(math.isfinite, losses.values())):
-            best = _turn(losses)
-            values[f"best_{name}"], values[f"turned_{name}"] = best, min(losses) < best < max(losses)
-            where = _where(losses, best, measured.noise(base if name == "model" else "tuned-adamw"))
-            sentences.append(f"{WHICH[name]} is best at {best:g} times the recipe's rate at one seed, {where}.")
-    tables = [_loss_table(measured, own, searches)]
+    for name, search in searches.items():
+        if search.ended and search.finite:
+            values[f"best_{name}"], values[f"turned_{name}"] = search.best, search.turned
+            kind = SEARCHES[name]
+            where = search.where(measured.noise(kind.judged))
+            sentences.append(f"{kind.subject} is best at {search.best:g} times the recipe's rate at one seed, {where}.")
+    tables = [_loss_table(measured, losses)]
     for arm, (title, baseline) in {
         "tuned": ("Both at the best rate of the standard model", _tuned_baseline(measured, "tuned")),
         "tuned-adamw": (
@@ -179,36 +221,22 @@ def analyse(setting: Setting, measured: Measured) -> Result:
             if arm != "knobs":
                 sentences.append(("With AdamW alone: " if arm == "tuned-adamw" else "") + one.sentence())
     tables += _other_losses(measured)
-    charts = [chart for chart in (_by_rate(own, searches), _over_training(setting, measured)) if chart]
+    charts = [chart for chart in (_by_rate(losses), _over_training(setting, measured)) if chart]
     return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
 
 
-def _where(losses: Mapping[float, float], best: float, noise: Noise) -> str:
-    """What is said of a search's best rate, by the rates next to it; those that diverged count as worse."""
-    if best in (min(losses), max(losses)):
-        return f"the {'highest' if best == max(losses) else 'lowest'} that was tried: it has not turned"
-    rates = sorted(losses)
-    place = rates.index(best)
-    gaps = [losses[rate] - losses[best] for rate in (rates[place - 1], rates[place + 1])]
-    if all(not gap < noise.threshold(1, 1) for gap in gaps):  # NaN of what diverged
-        return "and lower and higher ones are worse beyond the noise"
-    return "and lower and higher ones are worse, not both beyond the noise"
-
-
-def _loss_table(measured: Measured, own: Mapping[float, float], searches: Mapping[str, Mapping[float, float]]) -> Table:
+def _loss_table(measured: Measured, losses: Mapping[str, Mapping[float, float]]) -> Table:
     """The loss at each multiple of a rate: of Block's own parameters', and of the standard model's."""
-    which = {
-        "block, own parameters": own,
-        "standard, all": searches["model"],
-        "standard, AdamW alone": searches["adamw"],
-    }
+    which = {"own": "block, own parameters", "model": "standard, all", "adamw": "standard, AdamW alone"}
     rows = [
-        [f"{factor:.3g}", number(loss, 4), name] for name, losses in which.items() for factor, loss in losses.items()
+        [f"{factor:.3g}", number(loss, 4), which[name]]
+        for name, those in losses.items()
+        for factor, loss in those.items()
     ]
     head = ["multiple of the recipe's rate", "loss", "which"]
     notes = [measured.noise("own").note]
-    if searches["adamw"]:
-        notes.append(f"With AdamW alone: {measured.noise('tuned-adamw').note}")
+    if losses["adamw"]:
+        notes.append(f"With AdamW alone: {measured.noise(SEARCHES['adamw'].judged).note}")
     return Table("Loss by rate, seed 0", head, rows, notes)
 
 
@@ -224,27 +252,14 @@ def _other_losses(measured: Measured) -> list[Table]:
     return [Table("Depth, Full", ["arm", "variant", "loss", "seeds"], rows, notes)] if rows else []
 
 
-def _by_rate(own: Mapping[float, float], searches: Mapping[str, Mapping[float, float]]) -> Curves | None:
+def _by_rate(losses: Mapping[str, Mapping[float, float]]) -> Curves | None:
     """The loss at the end by rate."""
-    if not (own and searches["model"]):
+    if not (losses["own"] and losses["model"]):
         return None
-    which = {"block, own parameters": own, "standard, all parameters": searches["model"]}
-    which |= {"standard, AdamW alone": searches["adamw"]} if searches["adamw"] else {}
-    lines = [Line(name, list(losses), list(losses.values())) for name, losses in which.items()]
+    which = {"own": "block, own parameters", "model": "standard, all parameters", "adamw": "standard, AdamW alone"}
+    lines = [Line(which[name], list(those), list(those.values())) for name, those in losses.items() if those]
     caption = "Held-out loss at the end by the rate as a multiple of the recipe's, one seed."
     return Curves("rates", "Loss by rate", caption, "multiple of the recipe's rate", LOSS, {"": lines}, log_x=True)
-
-
-def _searched(measured: Measured, name: str, lr: float, base: str) -> dict[float, float]:
-    """The standard model's loss by multiple of the recipe's rate `lr`, lowest rate first, in the arms of a search."""
-    labels = sorted({(row.arm, row.label) for row in measured.rows if row.quantity == "loss"})
-    losses = {
-        float(label.rpartition("lr")[2]) / lr: measured.mean(arm, label)
-        for arm, label in labels
-        if (arm == name or arm.startswith(f"{name}-x")) and label != "standard"
-    }
-    losses[1.0] = measured.mean(base, "standard")
-    return {factor: loss for factor, loss in sorted(losses.items()) if math.isfinite(loss)}
 
 
 def _tuned_baseline(measured: Measured, arm: str) -> str:
