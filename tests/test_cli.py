@@ -135,7 +135,7 @@ def compared(monkeypatch):
         (["study", "noise", "--preset", "seconds", "--source", "absent.txt"], "source 'absent.txt' does not exist"),
         (["study", "noise", "--source", "absent.txt", "--dry-run"], "source 'absent.txt' does not exist"),
         (["study", "noise", "--preset", "seconds", "--source", "text.txt", "--jobs", "0"], "jobs is 0: expected 1 or"),
-        (["study", "noise", "rates", "--arms", "own"], "--arms is of one study that is carried out"),
+        (["study", "noise", "rates", "--runs", "own/*"], "--runs is of one study: name one"),
         (["study", "resnet", "--preset", "seconds", "--images", "absent"], "images 'absent' does not exist"),
         (
             ["study", "noise", "--preset", "seconds", "--adopt", "absent"],

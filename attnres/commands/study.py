@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from attnres.studies.design import Design, Setting, Table
+    from attnres.studies.means import Means
 
 
 MOST_SEEDS = 1000
@@ -54,8 +55,9 @@ class Study:
     adopt: tuple[str, ...] = ()
     """Folders, and files runs.jsonl, whose runs are taken, finished or with a checkpoint, where one of the study has
     their configuration and data. Finished runs of the other studies in OUT/PRESET are taken without being named."""
-    arms: tuple[str, ...] = ()
-    """Of one study, the arms whose runs are begun; none is all of them. --dry-run names those there are by now."""
+    runs: tuple[str, ...] = ()
+    """Of one study, the runs that are begun, as ARM/RUN with * for any letters, e.g. 'own/block*'; none is all of them.
+    --dry-run has the arms that there are by now."""
     allow_different: bool = False
     """Continue runs that were begun with other arithmetic (another torch, processor or build of the C kernels), which
     then are not, to the bit, what they would have been."""
@@ -117,8 +119,8 @@ def _setting(options: Study, out: Path) -> "Setting":
         raise UserError(f"jobs is {options.jobs}: expected 1 or more runs at a time")
     if options.budget is not None and not 0 < options.budget < math.inf:
         raise UserError(f"budget is {options.budget}: expected hours, a number above 0")
-    if options.arms and (options.dry_run or len(options.name) > 1 or "all" in options.name):
-        raise UserError("--arms is of one study that is carried out: name one, without --dry-run, which lists its arms")
+    if options.runs and (len(options.name) > 1 or "all" in options.name):
+        raise UserError("--runs is of one study: name one")
     images = None if options.images is None else str(user_path(options.images).resolve())
     if images is not None and not Path(images).exists():
         raise UserError(f"images '{options.images}' does not exist: give a folder or an archive with train/CLASS/*.jpg")
@@ -140,8 +142,15 @@ def _setting(options: Study, out: Path) -> "Setting":
 
 def _carry_out(designs: "list[Design]", setting: "Setting", options: Study) -> None:
     """Estimate the studies or conduct them, with what is adopted at hand."""
-    from attnres.studies.archive import unpacked
+    from rich.console import Console
 
+    from attnres.studies.archive import unpacked
+    from attnres.studies.means import Means
+    from attnres.studies.slurm import Slurm
+
+    until = math.inf if options.budget is None else time.monotonic() + 3600 * options.budget
+    executor = Slurm(setting.out, options.slurm) if options.executor == "slurm" and not options.dry_run else None
+    means = Means(Console(stderr=True), options.jobs, until, executor, options.executor == "local", options.runs)
     with unpacked(user_path(path) for path in options.adopt) as adopted:
         if options.dry_run:
             from attnres.data.sources import open_source
@@ -149,36 +158,23 @@ def _carry_out(designs: "list[Design]", setting: "Setting", options: Study) -> N
 
             if options.source is not None and "hub:" not in options.source:
                 open_source(options.source)  # a name that is wrong is refused here as it would be in earnest
-            return print_estimate(designs, setting, adopted, jobs=options.jobs)
+            return print_estimate(designs, setting, means, adopted=adopted)
         if setting.images is not None and any(design.name == "resnet" for design in designs):
             from attnres.studies.lab.images import load_images
 
             load_images(setting.images)  # what is wrong with them is said before anything is written
-        _conduct(designs, setting, options, adopted)
+        _conduct(designs, setting, means, adopted)
 
 
-def _conduct(designs: "list[Design]", setting: "Setting", options: Study, adopted: list[Path]) -> None:
+def _conduct(designs: "list[Design]", setting: "Setting", means: "Means", adopted: list[Path]) -> None:
     from rich.console import Console
 
     from attnres.studies.conduct import conduct
-    from attnres.studies.slurm import Slurm
     from attnres.terminal import say, wide
 
-    until = math.inf if options.budget is None else time.monotonic() + 3600 * options.budget
-    executor = Slurm(setting.out, options.slurm) if options.executor == "slurm" else None
     out = wide(Console(highlight=False))
     for design in designs:
-        outcome = conduct(
-            design,
-            setting,
-            say=Console(stderr=True),
-            jobs=options.jobs,
-            until=until,
-            run=executor,
-            here=executor is None,
-            adopted=adopted,
-            only=options.arms,
-        )
+        outcome = conduct(design, setting, means, adopted=adopted)
         _print(outcome.result.tables, out)
         done, planned = outcome.counts
         say(out, outcome.result.verdict)

@@ -63,6 +63,12 @@ def alike(run: TrainConfig, runs: dict[Path, dict[str, Any]]) -> Iterator[Path]:
             yield there
 
 
+def is_among(run: dict[str, Any], others: Iterable[dict[str, Any]]) -> bool:
+    """Whether one of the others is trained as this run, of `to_dict`, and keeps the same checkpoints."""
+    same = (other for other in others if sorted(other["keep_at"]) == sorted(run["keep_at"]))
+    return any(not differences(run, other) for other in same)
+
+
 def adopt(plan: Plan, data: dict[str, Any], runs: dict[Path, dict[str, Any]]) -> list[str]:
     """Copy into a plan's folders what was trained with the same configuration on the same data, wherever that lay; of
     finished runs no checkpoint, which only a run that goes on needs, but for those that they are to keep.

@@ -7,11 +7,10 @@ Finished runs are skipped and interrupted ones resumed: the same command continu
 """
 
 import dataclasses
-import math
 import time
-from collections.abc import Collection, Generator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,243 +21,187 @@ from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
 from attnres.folders import refuse_other
 from attnres.run_names import label_and_seed
-from attnres.studies.adopt import adopt, alike, computed_in, runs_in, same_computation, same_text
-from attnres.studies.archive import ARCHIVE, archived_in, unpacked
-from attnres.studies.begin import RECORD, Begin, asked, begun, nothing_lost, same_material
+from attnres.studies.adopt import adopt, is_among, runs_in, same_computation, same_text
+from attnres.studies.begin import Begin, asked, begun, nothing_lost, same_material
 from attnres.studies.child import Child
-from attnres.studies.children import Runner
 from attnres.studies.compare import Work, opened, time_steps
 from attnres.studies.cost import costs_of, hours
-from attnres.studies.design import Arm, Computed, Design, Setting
+from attnres.studies.design import Arm, Design, Setting
+from attnres.studies.elsewhere import Elsewhere, archived_alone, elsewhere
+from attnres.studies.means import Means
 from attnres.studies.outcome import Outcome, names_of, survey, write
 from attnres.studies.pace import Ended
-from attnres.studies.plan import Plan, make_plan
-from attnres.studies.rows import MEASURES, Measures, measures_of
+from attnres.studies.plan import Plan
+from attnres.studies.rows import MEASURES, measures_of
 from attnres.studies.watch import train_all
 from attnres.studies.work import Computation, function
-from attnres.text import listed
 from attnres.training.branch import branch, branch_step
 from attnres.training.checkpoint import kept
-from attnres.training.config import to_dict
+from attnres.training.config import TrainConfig, to_dict
 from attnres.training.records import TIMES
 from attnres.training.run_folder import ended
-from attnres.training.sameness import differences
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """What a study may take instead of running it: trained runs by their folder, and what computed ones gave."""
-
-    trained: dict[Path, dict[str, Any]]
-    computed: list[Measures]
-
-    def trained_for(self, arm: Arm) -> dict[Path, dict[str, Any]]:
-        """The trained runs that will do for an arm's: with weights where others start from them, and where something is
-        still to be measured of a finished one."""
-
-        def will_do(path: Path) -> bool:
-            measured = not arm.measure or not ended(path) or (path / MEASURES).is_file()
-            return (path / "model").is_dir() or (measured and not arm.started_from)
-
-        return {path: run for path, run in self.trained.items() if will_do(path)}
-
-    def computed_as(self, runs: Computed, name: str) -> Measures | None:
-        """What the same call as this run's gave there, if it is there."""
-        ours = runs.function, runs.runs[name].arguments
-        return next((one for one in self.computed if same_computation(one, *ours)), None)
-
-
-def conduct(
-    design: Design,
-    setting: Setting,
-    *,
-    say: Console,
-    jobs: int | None = None,
-    until: float = math.inf,
-    run: Runner | None = None,
-    here: bool = True,
-    adopted: Sequence[Path] = (),
-    only: Collection[str] = (),
-) -> Outcome:
+def conduct(design: Design, setting: Setting, means: Means, *, adopted: Sequence[Path] = ()) -> Outcome:
     """Run what is not finished yet, arm by arm and seed by seed, and write what came of all of it.
 
     Args:
-        jobs: runs at once; none is one a core or GPU. until: none begins after this moment (`time.monotonic`).
-        run: what runs them; none is processes on this machine. here: whether that is on this machine; on others nothing
-            is timed, and their devices need not be here.
         adopted: folders whose runs are taken, finished or to be continued, where one of the study has their
             configuration and data; finished ones of the other studies beside it are taken without being named.
-        only: names of arms; the others' runs are left for another time.
 
     Raises:
-        UserError: something cannot run, the folder holds something else, or there is no arm of a name in `only` (yet:
-            some are asked for when others have finished); what is finished stays.
+        UserError: something cannot run, the folder holds something else, or no run fits a pattern (yet: some are asked
+            for when others have finished); what is finished stays.
         Interrupted: Ctrl-C or SIGTERM; the same command continues.
     """
     folder = refuse_other(setting.folder(design.name), "study")
+    archived = archived_alone(folder)
     with ExitStack() as stack:
-        archived = _archived(folder)
-        elsewhere = stack.enter_context(_elsewhere(folder, adopted, archived))
+        there = stack.enter_context(elsewhere(folder, adopted, archived))
         stack.enter_context(locked(folder))
         same_material(folder, design, setting)
         begin = stack.enter_context(begun(folder, asked(design, setting)))
         arms, measured = survey(design, setting)
-        if only and archived:
-            raise UserError(f"the runs of {folder} are in {ARCHIVE} alone and are taken from it all: leave out --arms")
-        names = [arm.name for arm in arms]
-        for name in only:
-            if name not in names:
-                raise UserError(f"the study {design.name} has no arm '{name}' by now: expected one of {listed(names)}")
-        while left := [
-            arm
-            for arm in arms
-            if (not only or arm.name in only)
-            and (not measured.complete(arm.name) or (here and _is_untimed(arm, folder)))
-        ]:
+        means.check(design, arms)
+        while left := [arm for arm in arms if not measured.complete(arm.name) or _is_untimed(arm, folder, means)]:
             before = measured.finished
             try:
                 runs = sum(map(len, measured.planned.values()))
-                _carry_out(left, setting, folder, say, jobs, runs, until, run, here, elsewhere, archived, begin)
+                _Pass(setting, folder, means, there, archived, begin, runs).carry_out(left)
             except (Interrupted, UserError):
                 if begin.done and any((measured := survey(design, setting)[1]).finished.values()):
                     write(design, setting, measured)  # as far as it came
                 raise
             arms, measured = survey(design, setting)
-            if measured.finished == before or time.monotonic() > until:
+            if measured.finished == before or time.monotonic() > means.until:
                 break
         begin()
         return write(design, setting, measured)
 
 
-def _archived(folder: Path) -> list[tuple[str, str]]:
-    """Arm and name of the runs that a study's runs.jsonl alone has, as in a repository."""
-    lines = archived_in(folder / ARCHIVE) if (folder / ARCHIVE).is_file() else []
-    names = [(line["arm"], line["run"]) for line in lines if "run" in line]
-    return [(arm, run) for arm, run in names if not (folder / arm / run).exists()]
-
-
-@contextmanager
-def _elsewhere(folder: Path, adopted: Sequence[Path], archived: Sequence[tuple[str, str]]) -> Generator[Elsewhere]:
-    """What a study in `folder` may take: what is adopted, what its own runs.jsonl alone has (`archived`), and the
-    finished runs of the studies beside it."""
-    siblings = [path for path in sorted(folder.parent.glob("*")) if path != folder and (path / RECORD).is_file()]
-    alone = [path / ARCHIVE for path in siblings if _archived(path)]
-    with unpacked([folder / ARCHIVE] if archived else []) as own, unpacked(alone) as theirs:
-        taken = [*adopted, *own]
-        yield Elsewhere(runs_in(taken, unfinished=True) | runs_in([*siblings, *theirs]), computed_in(taken))
-
-
-def left_of(design: Design, setting: Setting, adopted: Sequence[Path]) -> list[tuple[Arm, set[str]]]:
-    """The arms that a study asks for by now, each with its runs that are still to be trained: neither finished nor to
-    be had from `adopted` or from studies beside it, if their text is the same, which is not looked at.
-
-    Raises:
-        UserError: the study's folder cannot be used, as `conduct` would say.
-    """
-    folder = refuse_other(setting.folder(design.name), "study")
-    same_material(folder, design, setting)
-    arms, measured = survey(design, setting)
-    lefts, asked_for = [], list[dict[str, Any]]()
-    with _elsewhere(folder, adopted, _archived(folder)) as elsewhere:
-        elsewhere = dataclasses.replace(
-            elsewhere, trained=elsewhere.trained | runs_in([folder] if folder.is_dir() else [])
-        )
-        for arm in arms:
-            missing = set(measured.planned[arm.name]) - set(measured.finished[arm.name])
-            if arm.computed is not None:
-                missing = {name for name in missing if elsewhere.computed_as(arm.computed, name) is None}
-            trained = {path: run for path, run in elsewhere.trained_for(arm).items() if ended(path)}
-            if arm.compare is not None and missing:
-                plan = make_plan(dataclasses.replace(arm.compare, out=str(folder / arm.name)), here=False)
-                missing = {name for name in missing if next(alike(plan.runs[name], trained), None) is None}
-                missing = {name for name in missing if not _is_among(to_dict(plan.runs[name]), asked_for)}
-                asked_for += [to_dict(plan.runs[name]) for name in missing]
-            lefts.append((arm, missing))
-    return lefts
-
-
-def _is_untimed(arm: Arm, folder: Path) -> bool:
+def _is_untimed(arm: Arm, folder: Path, means: Means) -> bool:
     """Whether the steps of an arm's variants are to be timed and were not."""
-    return arm.compare is not None and arm.compare.timing_s > 0 and not (folder / arm.name / TIMES).is_file()
+    return means.times(arm) and not (folder / arm.name / TIMES).is_file()
 
 
-def _carry_out(
-    arms: Sequence[Arm],
-    setting: Setting,
-    folder: Path,
-    say: Console,
-    jobs: int | None,
-    runs: int,
-    until: float,
-    run: Runner | None,
-    here: bool,
-    elsewhere: Elsewhere,
-    archived: Sequence[tuple[str, str]],
-    begin: Begin,
-) -> None:
-    """Run the unfinished runs of these arms, all arms together, and measure them; of those that are one run the first,
-    which the others are taken from in the next pass. Of what the folder's runs.jsonl alone had, all has to be there by
-    then (UserError), but for runs that others start from: it is written anew. `runs`: how many the study has in all,
-    done or not: threads are by that, so that what is left when a study is continued changes no sum."""
-    quiet = Console(quiet=True)
-    children, done, most, timed = list[Child](), list[Ended](), list[int](), list[tuple[Work, float]]()
-    own, asked_for = runs_in([folder]), list[dict[str, Any]]()
-    elsewhere = dataclasses.replace(elsewhere, trained=elsewhere.trained | own)
-    with ExitStack() as stack:
-        for arm in arms:
-            if arm.computed is not None:
-                children += _computations(arm, setting, folder / arm.name, elsewhere)
-                continue
-            assert arm.compare is not None
-            config = dataclasses.replace(arm.compare, out=str(folder / arm.name), jobs=jobs)
+@dataclass
+class _Pass:
+    """The unfinished runs of some arms, all arms together.
 
-            def fill(plan: Plan, data: dict[str, Any], arm: Arm = arm) -> None:
-                same_text(plan, data, own)
-                for name in adopt(plan, data, elsewhere.trained_for(arm)):
-                    say.print(f"{arm.name}/{name}: taken from a run with this configuration", highlight=False)
-                if arm.trunk:
-                    _branch(plan, folder / arm.trunk)
+    Attributes:
+        there: what may be taken. archived: what the folder's runs.jsonl alone had when the study was opened.
+        begin: called once nothing can be refused any more.
+        runs: how many the study has in all, done or not: threads are by that, so that what is left when a study is
+            continued changes no sum.
+        children: to be run. asked_for: the configurations of those that are trained. done: those that are finished.
+        jobs: how many runs each arm has at once.
+        timed: comparisons whose steps are to be timed, and for how many seconds.
+    """
 
-            work = stack.enter_context(opened(config, quiet if children else say, fill, here, runs))
-            for child in work.children:
-                trained = work.plan.runs[child.name]
-                if not ended(child.folder) and not _is_among(fields := to_dict(trained), asked_for):
-                    name, size = f"{arm.name}/{child.name}", _size(arm, setting, child.folder.name)
-                    first = branch_step(trained) if arm.trunk and child.folder.exists() else 0
-                    children.append(dataclasses.replace(child, name=name, is_alone=True, size=size, first=first))
-                    asked_for.append(fields)
-            done += [Ended(f"{arm.name}/{name}", _size(arm, setting, name), wall) for name, wall in work.walls.items()]
-            most.append(work.jobs)
-            if here and arm.compare.timing_s > 0:
-                timed.append((work, arm.compare.timing_s))
-        wanted = {(arm.name, name) for arm in arms if not arm.started_from for name in names_of(arm)}
-        nothing_lost(folder, [one for one in archived if one in wanted])
-        begin()
-        children.sort(key=_seed)  # what is there first is one whole study of one seed
-        measures = {folder / arm.name / name: arm.measure for arm in arms for name in names_of(arm) if arm.measure}
+    setting: Setting
+    folder: Path
+    means: Means
+    there: Elsewhere
+    archived: Sequence[tuple[str, str]]
+    begin: Begin
+    runs: int
+    children: list[Child] = field(default_factory=list)
+    asked_for: list[dict[str, Any]] = field(default_factory=list)
+    done: list[Ended] = field(default_factory=list)
+    jobs: list[int] = field(default_factory=list)
+    timed: list[tuple[Work, float]] = field(default_factory=list)
 
-        def measure(child: Child) -> None:
-            if child.folder in measures:
-                _measure(measures[child.folder], child.folder)
+    def carry_out(self, arms: Sequence[Arm]) -> None:
+        """Run them and measure them; of those that are one run the first, which the others are taken from in the next
+        pass. Of what the folder's runs.jsonl alone had, all has to be there by then (UserError), but for runs that
+        others start from: it is written anew."""
+        own = runs_in([self.folder])
+        there = dataclasses.replace(self.there, trained=self.there.trained | own)
+        with ExitStack() as stack:
+            for arm in arms:
+                if arm.computed is not None:
+                    self._compute(arm, there)
+                else:
+                    self._train(arm, there, own, stack)
+            wanted = {(arm.name, name) for arm in arms if not arm.started_from for name in names_of(arm)}
+            nothing_lost(self.folder, [one for one in self.archived if one in wanted])
+            self.begin()
+            self._run({self.folder / arm.name / name: arm.measure for arm in arms for name in names_of(arm)})
 
+    def _run(self, measures: dict[Path, str]) -> None:
+        """Time, run and measure; `measures`: the function that measures each run, by its folder, "" for none."""
         for place, name in measures.items():  # what ended before
             _measure(name, place)
-        for work, seconds in timed:
-            if time.monotonic() < until:
-                time_steps(work, seconds, say)
-        jobs = jobs or min(most, default=cores())
-        train_all(children, done, jobs=jobs, say=say, run=run, until=until, on_end=measure)
+        for work, seconds in self.timed:
+            if time.monotonic() < self.means.until:
+                time_steps(work, seconds, self.means.say)
+        train_all(
+            sorted(self.children, key=_seed),  # what is there first is one whole study of one seed
+            self.done,
+            jobs=self.means.jobs or min(self.jobs, default=cores()),
+            say=self.means.say,
+            run=self.means.run,
+            until=self.means.until,
+            on_end=lambda child: _measure(measures.get(child.folder, ""), child.folder),
+        )
 
+    def _train(self, arm: Arm, there: Elsewhere, own: dict[Path, dict[str, Any]], stack: ExitStack) -> None:
+        """Open an arm's comparison until the pass ends, take what can be taken, and ask for the rest. `own`: the runs
+        of this study that are finished."""
+        assert arm.compare is not None
+        config = dataclasses.replace(arm.compare, out=str(self.folder / arm.name), jobs=self.means.jobs)
 
-def _is_among(run: dict[str, Any], others: Sequence[dict[str, Any]]) -> bool:
-    """Whether one of the others is trained as this run, of `to_dict`, and keeps the same checkpoints."""
-    same = (other for other in others if sorted(other["keep_at"]) == sorted(run["keep_at"]))
-    return any(not differences(run, other) for other in same)
+        def fill(plan: Plan, data: dict[str, Any]) -> None:
+            same_text(plan, data, own)
+            for name in adopt(plan, data, there.trained_for(arm)):
+                self.means.say.print(f"{arm.name}/{name}: taken from a run with this configuration", highlight=False)
+            if arm.trunk:
+                _branch(plan, self.folder / arm.trunk)
+
+        say = Console(quiet=True) if self.children else self.means.say
+        work = stack.enter_context(opened(config, say, fill, self.means.here, self.runs))
+        for child in work.children:
+            run = work.plan.runs[child.name]
+            fields = to_dict(run)
+            if self.means.wants(arm, child.name) and not ended(child.folder) and not is_among(fields, self.asked_for):
+                self.children.append(self._of_study(arm, child, run))
+                self.asked_for.append(fields)
+        self.done += [
+            Ended(f"{arm.name}/{name}", _size(arm, self.setting, name), wall) for name, wall in work.walls.items()
+        ]
+        self.jobs.append(work.jobs)
+        if self.means.times(arm):
+            self.timed.append((work, arm.compare.timing_s))
+
+    def _of_study(self, arm: Arm, child: Child, run: TrainConfig) -> Child:
+        """A run of an arm as one of a study's."""
+        first = branch_step(run) if arm.trunk and child.folder.exists() else 0
+        size = _size(arm, self.setting, child.name)
+        return dataclasses.replace(child, name=f"{arm.name}/{child.name}", is_alone=True, size=size, first=first)
+
+    def _compute(self, arm: Arm, there: Elsewhere) -> None:
+        """Ask for an arm's computed runs that are still to be made; what was computed elsewhere is written here."""
+        assert arm.computed is not None
+        folder = self.folder / arm.name
+        for name, call in arm.computed.runs.items():
+            if (folder / name / MEASURES).is_file():
+                before = measures_of(folder / name)
+                if "arguments" in before and not same_computation(before, arm.computed.function, call.arguments):
+                    raise UserError(f"{folder / name} was computed with other arguments: choose another --out")
+            elif known := there.computed_as(arm.computed, name):
+                write_json(folder / name / MEASURES, known)
+            elif self.means.wants(arm, name):
+                config = folder / "configs" / f"{name}.json"
+                run = {"function": arm.computed.function, "arguments": call.arguments, "folder": str(folder / name)}
+                write_json(config, run)
+                size = _size(arm, self.setting, name)
+                self.children.append(Computation(f"{arm.name}/{name}", folder / name, config, 1, size, is_alone=True))
 
 
 def _measure(name: str, folder: Path) -> None:
-    """Write what the study's function of this name makes of a finished run, where that is still to be done."""
-    if (folder / "summary.json").is_file() and not (folder / MEASURES).is_file():
+    """Write what the study's function of this name ("" for none) makes of a finished run, where that is still to be
+    done."""
+    if name and (folder / "summary.json").is_file() and not (folder / MEASURES).is_file():
         write_json(folder / MEASURES, {"function": name, "rows": function(name)(folder)})
 
 
@@ -279,24 +222,3 @@ def _branch(plan: Plan, trunk: Path) -> None:
         step = branch_step(run)
         if kept(trunk / name, step).is_dir() and not Path(run.out or ".").exists():
             branch(trunk / name, step, run)
-
-
-def _computations(arm: Arm, setting: Setting, folder: Path, elsewhere: Elsewhere) -> list[Child]:
-    """The computed runs that are still to be made; what was computed elsewhere is written here."""
-    assert arm.computed is not None
-    children = []
-    for name, call in arm.computed.runs.items():
-        if (folder / name / MEASURES).is_file():
-            before = measures_of(folder / name)
-            if "arguments" in before and not same_computation(before, arm.computed.function, call.arguments):
-                raise UserError(f"{folder / name} was computed with other arguments: choose another --out")
-            continue
-        if known := elsewhere.computed_as(arm.computed, name):
-            write_json(folder / name / MEASURES, known)
-            continue
-        config = folder / "configs" / f"{name}.json"
-        run = {"function": arm.computed.function, "arguments": call.arguments, "folder": str(folder / name)}
-        write_json(config, run)
-        size = _size(arm, setting, name)
-        children.append(Computation(f"{arm.name}/{name}", folder / name, config, 1, size, is_alone=True))
-    return children

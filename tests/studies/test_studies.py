@@ -25,12 +25,14 @@ from attnres.studies.analyses.noise import Noise
 from attnres.studies.archive import ARCHIVE, restored, unpacked
 from attnres.studies.begin import same_material
 from attnres.studies.child import Child
-from attnres.studies.conduct import conduct, left_of
+from attnres.studies.conduct import conduct
 from attnres.studies.contrast import contrast
 from attnres.studies.cost import CALL, Cost, Mechanism, Step, costs_of, flops_a_token, hours
 from attnres.studies.design import Design, Measured, Result, Row, Setting
+from attnres.studies.estimate import left_of
 from attnres.studies.lab import STUDIES
 from attnres.studies.lab.ablations import PUBLISHED
+from attnres.studies.means import Means
 from attnres.studies.outcome import Outcome, names_of, outcome_in, survey
 from attnres.studies.page import command, report_page
 from attnres.studies.plan import CompareConfig, make_plan
@@ -104,7 +106,7 @@ def setting(tmp_path_factory, corpus, images, cache):
 
 @pytest.fixture(scope="module")
 def noise(setting):
-    return conduct(STUDIES["noise"], setting, say=QUIET, jobs=1, run=Here())
+    return conduct(STUDIES["noise"], setting, Means(QUIET, jobs=1, run=Here()))
 
 
 def test_of_rows_the_text_is_in_the_column_that_was_asked_for(noise, setting):
@@ -121,7 +123,7 @@ LONG = ("rates", "budgets", "scaling", "depth-width", "rivals")
     [pytest.param(name, marks=[pytest.mark.long] if name in LONG else []) for name in STUDIES if name != "noise"],
 )
 def test_a_study_runs_from_end_to_end(setting, noise, name, tmp_path):
-    outcome = conduct(STUDIES[name], setting, say=QUIET, jobs=1, run=Here())
+    outcome = conduct(STUDIES[name], setting, Means(QUIET, jobs=1, run=Here()))
     done, planned = outcome.counts
     assert done == planned > 0
     result = json.loads((outcome.folder / "result.json").read_text())
@@ -136,7 +138,7 @@ def test_a_study_runs_from_end_to_end(setting, noise, name, tmp_path):
     again = Here()
     with unpacked([outcome.folder / ARCHIVE]) as folders:
         other = dataclasses.replace(setting, out=tmp_path)
-        taken = conduct(STUDIES[name], other, say=QUIET, jobs=1, run=again, adopted=folders)
+        taken = conduct(STUDIES[name], other, Means(QUIET, jobs=1, run=again), adopted=folders)
     assert again.names == [] or name == "retrofit"
     for file in ("runs.csv", ARCHIVE):
         ours, theirs = (_lines_of_runs(one.folder / file) for one in (outcome, taken))
@@ -163,32 +165,36 @@ def test_a_stopped_study_goes_on_and_ends_with_the_same_table(setting, noise, tm
     other = dataclasses.replace(setting, out=tmp_path)
     first, again = Here(most=2, end=end), Here()
     with pytest.raises(type(end)):
-        conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=Here(most=0, end=end))
+        conduct(STUDIES["noise"], other, Means(QUIET, jobs=1, run=Here(most=0, end=end)))
     assert not (other.folder("noise") / "result.json").exists(), "nothing has come of it yet"
     with pytest.raises(type(end)):
-        conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=first)
+        conduct(STUDIES["noise"], other, Means(QUIET, jobs=1, run=first))
     assert read_json(other.folder("noise") / "result.json")["finished"] == len(first.names) == 2
-    outcome = conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=again)
+    outcome = conduct(STUDIES["noise"], other, Means(QUIET, jobs=1, run=again))
     assert not set(first.names) & set(again.names) and outcome.counts[0] == len(first.names + again.names)
     assert (outcome.folder / "runs.csv").read_bytes() == (noise.folder / "runs.csv").read_bytes()
     assert outcome.result == noise.result
-    assert conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=Here(most=0)).counts == outcome.counts
+    assert conduct(STUDIES["noise"], other, Means(QUIET, jobs=1, run=Here(most=0))).counts == outcome.counts
 
 
-def test_arms_that_are_named_run_alone(setting, noise, tmp_path):
+def test_runs_that_are_named_run_alone(setting, noise, tmp_path):
     other, first = dataclasses.replace(setting, out=tmp_path), Here()
-    with pytest.raises(UserError, match="the study rates has no arm 'best' by now: expected one of own, model and"):
-        conduct(STUDIES["rates"], other, say=QUIET, jobs=1, run=Here(most=0), only=["best"])
+    with pytest.raises(UserError, match=r"no run of the study rates is called 'best.*' by now: expected ARM.* own, "):
+        conduct(STUDIES["rates"], other, Means(QUIET, jobs=1, run=Here(most=0), only=["model/*", "best/*"]))
     assert not (other.folder("rates") / "study.json").exists()
-    outcome = conduct(STUDIES["rates"], other, say=QUIET, jobs=1, run=first, only=["model"])
-    assert first.names and all(name.startswith("model/") for name in first.names)
+    named = Means(QUIET, jobs=1, run=first, only=["model/*", "own/block-res*"])
+    lefts = {name for arm, left in left_of(STUDIES["rates"], other, named) for name in left}
+    outcome = conduct(STUDIES["rates"], other, named)
+    assert {name.partition("/")[0] for name in first.names} == {"own", "model"}
+    assert all(name.startswith("model/") or name == "own/block-residual_lr0.004-seed0" for name in first.names)
+    assert {name.partition("/")[2] for name in first.names} == lefts
     assert outcome.counts[0] == len(first.names) < outcome.counts[1]
 
 
 def test_what_finished_before_a_stop_has_been_measured(setting, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     with pytest.raises(Interrupted):
-        conduct(STUDIES["depth-tasks"], other, say=QUIET, jobs=1, run=Here(most=1))
+        conduct(STUDIES["depth-tasks"], other, Means(QUIET, jobs=1, run=Here(most=1)))
     folder = other.folder("depth-tasks")
     assert read_json(folder / "result.json")["finished"] == 1
     assert "standard,0,2,0,0,accuracy/6," in (folder / "runs.csv").read_text()
@@ -205,7 +211,7 @@ def test_a_study_goes_on_from_its_own_file_of_runs_and_loses_none_of_it(setting,
 
     def refused(setting, message):
         with pytest.raises(UserError, match=message):
-            conduct(STUDIES["noise"], setting, say=QUIET, jobs=1, run=runner)
+            conduct(STUDIES["noise"], setting, Means(QUIET, jobs=1, run=runner))
         assert runner.names == []
         assert {name: (folder / name).read_bytes() for name in before} == before
 
@@ -221,17 +227,17 @@ def test_a_study_goes_on_from_its_own_file_of_runs_and_loses_none_of_it(setting,
     further = json.dumps(json.loads(last) | {"run": "standard-seed99"}, sort_keys=True)
     before[ARCHIVE] += further.encode() + b"\n"  # a seed that is not asked for stays
     (folder / ARCHIVE).write_bytes(before[ARCHIVE])
-    outcome = conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=runner)
+    outcome = conduct(STUDIES["noise"], other, Means(QUIET, jobs=1, run=runner))
     assert runner.names == [] and outcome.counts[0] == outcome.counts[1]
     assert (folder / ARCHIVE).read_bytes() == before[ARCHIVE]
     shutil.rmtree(folder / "recipe" / "standard-seed0")
-    conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=runner)
+    conduct(STUDIES["noise"], other, Means(QUIET, jobs=1, run=runner))
     assert runner.names == [] and (folder / "recipe" / "standard-seed0").is_dir(), "of its own file again"
     third, idle = dataclasses.replace(setting, out=tmp_path / "third"), Here()
     for arm in [path for path in folder.iterdir() if path.is_dir()]:
         shutil.rmtree(arm)
     with unpacked([tmp_path / "seconds"]) as folders:
-        conduct(STUDIES["noise"], third, say=QUIET, jobs=1, run=idle, adopted=folders)
+        conduct(STUDIES["noise"], third, Means(QUIET, jobs=1, run=idle), adopted=folders)
     assert idle.names == [], "a folder of such files will do for the files"
 
 
@@ -239,33 +245,33 @@ def test_a_study_that_stops_early_keeps_what_it_had_in_its_file_of_runs(setting,
     """Arms that were not asked for yet, or not filled yet, when its time was over."""
     other, design = dataclasses.replace(setting, out=tmp_path), STUDIES["ablations"]
     folder, runner = other.folder("ablations"), Here()
-    whole = conduct(design, other, say=QUIET, jobs=1, run=runner)
+    whole = conduct(design, other, Means(QUIET, jobs=1, run=runner))
     before = (folder / ARCHIVE).read_text()
     assert {row.arm for row in whole.measured.rows} == {"recipe", "coarse", "best"}
     for arm in [path for path in folder.iterdir() if path.is_dir()]:
         shutil.rmtree(arm)
     trained = list(runner.names)
-    conduct(design, other, say=QUIET, jobs=1, run=runner, until=time.monotonic())
+    conduct(design, other, Means(QUIET, jobs=1, run=runner, until=time.monotonic()))
     assert (folder / ARCHIVE).read_text() == before
-    again = conduct(design, other, say=QUIET, jobs=1, run=runner)
+    again = conduct(design, other, Means(QUIET, jobs=1, run=runner))
     assert runner.names == trained and again.measured.rows == whole.measured.rows
 
 
 def test_runs_of_elsewhere_are_adopted_where_they_are_the_same(setting, noise, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     runner = Here()
-    outcome = conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=runner, adopted=[noise.folder])
+    outcome = conduct(STUDIES["noise"], other, Means(QUIET, jobs=1, run=runner), adopted=[noise.folder])
     assert runner.names == [] and outcome.counts[0] == outcome.counts[1]
     assert (outcome.folder / "runs.csv").read_bytes() == (noise.folder / "runs.csv").read_bytes()
     assert not list(outcome.folder.rglob("checkpoint"))
     assert runs_in([setting.out]).keys() >= runs_in([noise.folder]).keys(), "a folder of studies"
     with pytest.raises(UserError, match="is not a folder: give one with the run folders to adopt"):
-        conduct(STUDIES["noise"], other, say=QUIET, adopted=[tmp_path / "nothing"])
+        conduct(STUDIES["noise"], other, Means(QUIET), adopted=[tmp_path / "nothing"])
     copy = shutil.copytree(noise.folder / "recipe", tmp_path / "recipe")
     changed = copy / "standard-seed0" / "data.json"
     changed.write_text(json.dumps(json.loads(changed.read_text()) | {"windows_sha256": "0"}))
     third = dataclasses.replace(setting, out=tmp_path / "third")
-    conduct(STUDIES["noise"], third, say=QUIET, jobs=1, run=runner, adopted=[copy])
+    conduct(STUDIES["noise"], third, Means(QUIET, jobs=1, run=runner), adopted=[copy])
     assert "recipe/standard-seed0" in runner.names, "the text was another one"
     assert "recipe/standard-seed1" not in runner.names
 
@@ -276,7 +282,7 @@ def test_a_finished_run_counts_wherever_its_text_lies_and_without_its_model(sett
     kept = shutil.copytree(noise.folder, tmp_path / "kept", ignore=keep)
     other = dataclasses.replace(setting, source=str(moved), out=tmp_path / "out")
     runner = Here()
-    outcome = conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=runner, adopted=[kept])
+    outcome = conduct(STUDIES["noise"], other, Means(QUIET, jobs=1, run=runner), adopted=[kept])
     assert runner.names == [] and outcome.result == noise.result
     assert (outcome.folder / "runs.csv").read_bytes() == (noise.folder / "runs.csv").read_bytes()
     config = json.loads((outcome.folder / "recipe" / "standard-seed0" / "config.json").read_text())
@@ -286,15 +292,17 @@ def test_a_finished_run_counts_wherever_its_text_lies_and_without_its_model(sett
 def test_what_another_study_has_trained_is_not_trained_again(setting, noise, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     runner = Here()
-    conduct(STUDIES["noise"], other, say=QUIET, jobs=1, run=runner)
-    lefts = {arm.name: len(left) for arm, left in left_of(STUDIES["exchange"], other, [])}
+    conduct(STUDIES["noise"], other, Means(QUIET, jobs=1, run=runner))
+    lefts = {arm.name: len(left) for arm, left in left_of(STUDIES["exchange"], other, Means(QUIET))}
     assert lefts == {"x0.25": 1, "x0.5": 0, "x1": 0, "x2": 1}, "runs of 2 and of 4 steps are the noise's"
     runner.names.clear()
-    outcome = conduct(STUDIES["exchange"], other, say=QUIET, jobs=1, run=runner)
+    outcome = conduct(STUDIES["exchange"], other, Means(QUIET, jobs=1, run=runner))
     assert sorted(runner.names) == ["x0.25/standard-seed0", "x2/standard-seed0"]
     assert outcome.counts == (4, 4)
     elsewhere = dataclasses.replace(setting, out=tmp_path / "elsewhere")
-    adopted, alone = (left_of(STUDIES["exchange"], elsewhere, folders)[2] for folders in ([outcome.folder], []))
+    adopted, alone = (
+        left_of(STUDIES["exchange"], elsewhere, Means(QUIET), adopted=folders)[2] for folders in ([outcome.folder], [])
+    )
     assert adopted[0].name == alone[0].name == "x1"
     assert (adopted[1], alone[1]) == (set(), {"standard-seed0"})
 
@@ -307,8 +315,8 @@ def test_a_run_that_two_arms_ask_for_is_trained_once(setting, noise, tmp_path):
         return [setting.arm("a", ["standard"], [0], of=run), setting.arm("b", ["standard", "block"], [0], of=run)]
 
     design = dataclasses.replace(STUDIES["exchange"], arms=arms, analyse=lambda s, m: Result("done"))
-    assert [len(left) for _, left in left_of(design, other, [])] == [1, 1]
-    outcome = conduct(design, other, say=QUIET, jobs=1, run=runner)
+    assert [len(left) for _, left in left_of(design, other, Means(QUIET))] == [1, 1]
+    outcome = conduct(design, other, Means(QUIET, jobs=1, run=runner))
     assert sorted(runner.names) == ["a/standard-seed0", "b/block-seed0"] and outcome.counts == (3, 3)
 
 
@@ -352,7 +360,7 @@ def test_a_run_that_others_branch_off_is_taken_with_its_checkpoints_first(settin
 
 def test_when_the_time_is_over_the_rest_is_left_for_later(setting, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
-    outcome = conduct(STUDIES["exchange"], other, say=QUIET, jobs=1, until=time.monotonic() - 1)
+    outcome = conduct(STUDIES["exchange"], other, Means(QUIET, jobs=1, until=time.monotonic() - 1))
     assert outcome.counts == (0, 4) and outcome.result.verdict == "Too few lengths have finished."
 
 
@@ -360,7 +368,7 @@ def test_a_search_of_rates_that_is_stopped_has_every_mechanism_at_the_recipes(se
     other = dataclasses.replace(setting, out=tmp_path)
     count = len(other.some(list(PUBLISHED)))
     with pytest.raises(Interrupted):
-        conduct(STUDIES["ablations"], other, say=QUIET, jobs=1, run=Here(most=count + 1))
+        conduct(STUDIES["ablations"], other, Means(QUIET, jobs=1, run=Here(most=count + 1)))
     result = outcome_in(other.folder("ablations")).result
     assert result.verdict.startswith("At the recipe's rates: ")
     assert result.tables[0].notes[-1] == "No mechanism has been given a rate of its own yet."
@@ -391,7 +399,7 @@ def test_the_page_of_a_repository_is_that_of_the_runs_that_made_it(setting, nois
     kept.mkdir(parents=True)
     for name in ("study.json", "result.json", ARCHIVE):
         shutil.copy2(noise.folder / name, kept)
-    conduct(STUDIES["growth"], dataclasses.replace(setting, out=tmp_path), say=QUIET, jobs=1, run=Here())
+    conduct(STUDIES["growth"], dataclasses.replace(setting, out=tmp_path), Means(QUIET, jobs=1, run=Here()))
     with restored(tmp_path) as copy:
         assert copy != tmp_path
         assert outcome_in(copy / "seconds" / "noise").result == noise.result
@@ -472,7 +480,7 @@ def test_a_folder_of_something_else_is_refused(setting, tmp_path):
     (tmp_path / "seconds" / "noise").mkdir(parents=True)
     (tmp_path / "seconds" / "noise" / "thesis.tex").write_text("")
     with pytest.raises(UserError, match="holds other files: expected an empty folder or a study"):
-        conduct(STUDIES["noise"], dataclasses.replace(setting, out=tmp_path), say=QUIET)
+        conduct(STUDIES["noise"], dataclasses.replace(setting, out=tmp_path), Means(QUIET))
 
 
 def test_studies_are_not_written_into_one_of_them(noise):
@@ -485,7 +493,7 @@ def test_images_that_were_wrong_are_no_images_of_the_study(setting, tmp_path):
     (tmp_path / "empty").mkdir()
     wrong = dataclasses.replace(setting, out=tmp_path, images=str(tmp_path / "empty"))
     with pytest.raises(UserError, match="holds no images"):
-        conduct(STUDIES["resnet"], wrong, say=QUIET, jobs=1, run=Here(most=1))
+        conduct(STUDIES["resnet"], wrong, Means(QUIET, jobs=1, run=Here(most=1)))
     same_material(wrong.folder("resnet"), STUDIES["resnet"], dataclasses.replace(wrong, images=setting.images))
 
 
@@ -499,7 +507,7 @@ def test_runs_are_jobs_of_a_cluster(setting, tmp_path, cluster):
     pytest.importorskip("submitit")
     other = dataclasses.replace(setting, out=tmp_path)
     study = dataclasses.replace(STUDIES["growth"], arms=lambda s, m: _first_run(STUDIES["growth"].arms(s, m)))
-    outcome = conduct(study, other, say=QUIET, run=Slurm(tmp_path, {"timeout_min": 5}, cluster=cluster))
+    outcome = conduct(study, other, Means(QUIET, run=Slurm(tmp_path, {"timeout_min": 5}, cluster=cluster)))
     assert outcome.counts == (1, 1)
     jobs = Slurm(tmp_path, {"cpus_per_task": 3}, cluster=cluster)._job(Child("a", tmp_path, tmp_path / "a.json", 1))
     assert "OMP_NUM_THREADS=3" in jobs.command, "a job has its own cores"
@@ -724,20 +732,20 @@ def test_a_run_that_diverges_ends_no_study(setting, noise, tmp_path):
     wild = setting.config(optim={"optimizer": "adamw", "clip": 0.0, "warmup": 0.0})
     design = Design("noise", "", "", "", arms, lambda s, m: Result(contrast(m, "rates", "standard").sentence()))
     other = dataclasses.replace(setting, out=tmp_path)
-    outcome = conduct(design, other, say=QUIET, jobs=1)
+    outcome = conduct(design, other, Means(QUIET, jobs=1))
     assert outcome.counts == (3, 3) and not outcome.measured.finals("rates", "standard-lr1e+30")
     assert outcome.measured.diverged("rates", "standard-lr1e+30") == [0]
     assert set(outcome.measured.step_times) == {("rates", label) for label in ("standard", "standard-lr1e+30", "block")}
     assert "rates,standard-lr1e+30,0,4,0,0,loss,inf" in (outcome.folder / "runs.csv").read_text()
     runner = Here()
     (outcome.folder / "rates" / TIMES).unlink()
-    late = conduct(design, other, say=QUIET, jobs=1, run=runner, until=time.monotonic())
+    late = conduct(design, other, Means(QUIET, jobs=1, run=runner, until=time.monotonic()))
     assert not late.measured.step_times, "nothing begins when the time is over"
-    late = conduct(design, other, say=QUIET, jobs=1, run=runner)
+    late = conduct(design, other, Means(QUIET, jobs=1, run=runner))
     assert late.measured.step_times.keys() == outcome.measured.step_times.keys(), "stopped before it was timed"
     with unpacked([outcome.folder / ARCHIVE]) as folders:
         elsewhere = dataclasses.replace(setting, out=tmp_path / "elsewhere")
-        again = conduct(design, elsewhere, say=QUIET, jobs=1, run=runner, adopted=folders)
+        again = conduct(design, elsewhere, Means(QUIET, jobs=1, run=runner), adopted=folders)
     assert runner.names == [], "it would diverge again"
     assert again.measured.rows == outcome.measured.rows
 
@@ -751,16 +759,16 @@ def test_one_study_is_of_one_text_whatever_its_name_says(setting, tmp_path):
             (text / f"{i}.txt").write_text(f"Document {i} has {place}: " + " ".join(str(n * i) for n in range(80)))
     first = dataclasses.replace(setting, source=str(texts[0]), out=tmp_path / "out")
     with pytest.raises(Interrupted):
-        conduct(STUDIES["exchange"], first, say=QUIET, jobs=1, run=Here(most=1))
+        conduct(STUDIES["exchange"], first, Means(QUIET, jobs=1, run=Here(most=1)))
     (arm,) = {row.arm for row in survey(STUDIES["exchange"], first)[1].rows}
     for name in first.folder("exchange").glob("x*"):
         if name.name != arm:
             shutil.rmtree(name)
     with pytest.raises(UserError, match=r"was trained on another text than .*two/text has now: give the same --source"):
-        conduct(STUDIES["exchange"], dataclasses.replace(first, source=str(texts[1])), say=QUIET, jobs=1, run=Here())
+        conduct(STUDIES["exchange"], dataclasses.replace(first, source=str(texts[1])), Means(QUIET, jobs=1, run=Here()))
     moved = tmp_path / "three" / "text"
     shutil.copytree(texts[0], moved)
-    conduct(STUDIES["exchange"], dataclasses.replace(first, source=str(moved)), say=QUIET, jobs=1, run=Here(most=9))
+    conduct(STUDIES["exchange"], dataclasses.replace(first, source=str(moved)), Means(QUIET, jobs=1, run=Here(most=9)))
 
 
 def test_runs_begun_with_other_arithmetic_go_on_where_that_is_allowed(setting):
@@ -775,7 +783,7 @@ def test_step_times_are_taken_first_and_kept_with_the_runs(setting, tmp_path):
     other = dataclasses.replace(setting, out=tmp_path)
     folder = other.folder("ablations")
     with pytest.raises(Interrupted):
-        conduct(STUDIES["ablations"], other, say=QUIET, jobs=1, run=Here(most=1))
+        conduct(STUDIES["ablations"], other, Means(QUIET, jobs=1, run=Here(most=1)))
     stopped = outcome_in(folder).measured
     assert len(stopped.finished["recipe"]) == 1
     assert set(stopped.step_times) == {("recipe", label) for label in stopped.asked_for("recipe")}
