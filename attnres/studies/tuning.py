@@ -1,8 +1,9 @@
 """Several mechanisms at the recipe's rates, and then each at its own best: all seeds, one, and all again."""
 
+import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 from attnres.residuals import make_residual
@@ -10,10 +11,12 @@ from attnres.studies.analyses.halving import at_best
 from attnres.studies.contrast import Contrast, contrast
 from attnres.studies.design import Arm, Design, Measured, Result, Setting, Table
 from attnres.studies.variants import label_of, parse_variant
-from attnres.text import listed
+from attnres.text import listed, number
 from attnres.training.config import READ_RATE
 
 RECIPE, COARSE, BEST = "recipe", "coarse", "best"
+WAYS = ("recipe's", "half", "twice", "own parameters at the other")
+"""What `candidates` tries, as a table has it."""
 FLATTERED = 1.0
 """Standard deviations by which the best of three or four level draws is better than their mean: 0.85 and 1.03."""
 
@@ -51,14 +54,13 @@ def tuned_study(
         recipe = setting.arm(RECIPE, variants, of=config, timed=True)
         if not measured.complete(RECIPE) and COARSE not in measured.begun:
             return [recipe]
-        # Every mechanism's second way before any other's third: what is stopped has tried as much of each.
-        ways = zip_longest(*(candidates(setting, variant) for variant in variants))
-        coarse = setting.arm(COARSE, [one for way in ways for one in way if one is not None], [0], of=config)
-        known = measured.complete(COARSE) or BEST in measured.begun
-        best = chosen_rates(setting, measured, variants) if known else {}
-        if not best:
+        # All of a mechanism's ways before another's, the one that leads first: what is stopped can still be compared.
+        ways = [way for variant in _by_loss(measured, variants) for way in candidates(setting, variant)]
+        coarse = setting.arm(COARSE, ways, [0], of=config)
+        best = chosen_rates(setting, measured, variants)
+        if "standard" not in best:
             return [recipe, coarse]
-        return [recipe, coarse, setting.arm(BEST, list(best.values()), of=config, timed=True)]
+        return [recipe, coarse, setting.arm(BEST, list(best.values()), of=config)]
 
     def analyse(setting: Setting, measured: Measured) -> Result:
         variants = setting.some(list(published))
@@ -71,10 +73,11 @@ def tuned_study(
         )
         values, sentence = {RECIPE: plain.values}, f"At the recipe's rates: {plain.verdict}"
         best = chosen_rates(setting, measured, variants)
+        searched = [_search_table(setting, measured, variants)] if best else []
         if "standard" not in best or not measured.labels(BEST):
-            plain.tables[0].notes.append("No mechanism has been given a rate of its own yet.")
-            return Result(sentence, plain.tables, [plain.contrasts[0].chart(name, title)], values)
-        own = _held_beside(measured, BEST, best, best_title, published)
+            plain.tables[0].notes.append("No mechanism has been given a rate of its own with all seeds yet.")
+            return Result(sentence, [*plain.tables, *searched], [plain.contrasts[0].chart(name, title)], values)
+        own = _held_beside(timed_at_best(measured, best), BEST, best, best_title, published, plain.comparisons)
         fewest = min(len(seeds) for label in measured.labels(BEST) if (seeds := measured.finals(BEST, label)))
         own.tables[0].notes.append(
             "Each mechanism is at the best of its rates by seed 0, which counts here too: where they are level that "
@@ -94,17 +97,22 @@ def tuned_study(
         sentence += f" Diverged at every rate: {listed(lost)}." if lost else ""
         values |= {BEST: own.values, "rates": best}
         chart = own.contrasts[0].chart(name, best_title)
-        return Result(sentence, [*own.tables, *plain.tables], [chart], values)
+        return Result(sentence, [*own.tables, *searched, *plain.tables], [chart], values)
 
     return Design(name, question, about, source, arms, analyse)
 
 
 @dataclass(frozen=True)
 class _Beside:
-    """All variants of an arm beside the standard model, and those with settings beside their mechanism without."""
+    """All variants of an arm beside the standard model, and those with settings beside their mechanism without.
+
+    Attributes:
+        comparisons: how many were to be made in all.
+    """
 
     contrasts: list[Contrast]
     tables: list[Table]
+    comparisons: int
 
     @property
     def verdict(self) -> str:
@@ -116,14 +124,24 @@ class _Beside:
 
 
 def _held_beside(
-    measured: Measured, arm: str, ways: Mapping[str, str], title: str, published: Mapping[str, str]
+    measured: Measured,
+    arm: str,
+    ways: Mapping[str, str],
+    title: str,
+    published: Mapping[str, str],
+    comparisons: int = 0,
 ) -> _Beside:
-    """Contrasts, the standard model's first, and their tables; `ways`: how each variant was trained in this arm."""
+    """Contrasts, the standard model's first, and their tables.
+
+    Args:
+        ways: how each variant was trained in this arm.
+        comparisons: how many are to be made in all; 0 where all variants are among `ways`.
+    """
     groups = {"standard": [variant for variant in ways if variant != "standard"]}
     for variant in ways:
         if (base := parse_variant(variant).residual) != variant and base in ways:
             groups.setdefault(base, []).append(variant)
-    comparisons = sum(map(len, groups.values()))
+    comparisons = comparisons or sum(map(len, groups.values()))
     texts = {label_of(way): published[variant] for variant, way in ways.items()}
     contrasts, tables = [], []
     for base, members in groups.items():
@@ -132,7 +150,43 @@ def _held_beside(
         if one.others or base == "standard":
             contrasts.append(one)
             tables.append(one.table(title if base == "standard" else f"{title}, beside {base}", texts))
-    return _Beside(contrasts, tables)
+    return _Beside(contrasts, tables, comparisons)
+
+
+def _by_loss(measured: Measured, variants: Sequence[str]) -> list[str]:
+    """The standard model, then the others by their loss at the recipe's rates, lowest first, unknown ones last."""
+    losses = {variant: measured.mean(RECIPE, label_of(variant)) for variant in variants}
+    return sorted(variants, key=lambda one: (one != "standard", math.isnan(losses[one]), losses[one]))
+
+
+def timed_at_best(measured: Measured, best: Mapping[str, str]) -> Measured:
+    """With the step times of the recipe's rates for the best ones: a rate changes no time."""
+    times = {
+        (BEST, label_of(way)): measured.step_times[RECIPE, label_of(variant)]
+        for variant, way in best.items()
+        if (RECIPE, label_of(variant)) in measured.step_times
+    }
+    return dataclasses.replace(measured, step_times=measured.step_times | times)
+
+
+def _search_table(setting: Setting, measured: Measured, variants: Sequence[str]) -> Table:
+    """The loss of each way to train a mechanism at the coarse seed, of those of which all ways have finished."""
+    rows = []
+    for variant in _by_loss(measured, variants):
+        ways = candidates(setting, variant)
+        if not _all_finished(measured, ways):
+            continue
+        losses = [measured.mean(COARSE, label_of(way)) for way in ways]
+        cells = ["diverged" if math.isnan(loss) else number(loss, 4) for loss in losses]
+        lowest = min((loss for loss in losses if not math.isnan(loss)), default=math.nan)
+        gain = number(lowest - losses[0], 4, signed=True)  # unknown where the recipe's diverged
+        rows.append([label_of(variant), *cells, *[""] * (len(WAYS) - len(ways)), gain])
+    notes = [
+        "One seed each; of parameters of its own: the whole of AdamW's rate or a tenth, whichever the recipe has not."
+    ]
+    return Table(
+        "Losses by rate, seed 0", ["variant", *WAYS, "best minus recipe's"], rows, [*notes, measured.noise(RECIPE).note]
+    )
 
 
 def chosen_rates(setting: Setting, measured: Measured, variants: Sequence[str]) -> dict[str, str]:

@@ -371,7 +371,7 @@ def test_a_search_of_rates_that_is_stopped_has_every_mechanism_at_the_recipes(se
         conduct(STUDIES["ablations"], other, Means(QUIET, jobs=1, run=Here(most=count + 1)))
     result = outcome_in(other.folder("ablations")).result
     assert result.verdict.startswith("At the recipe's rates: ")
-    assert result.tables[0].notes[-1] == "No mechanism has been given a rate of its own yet."
+    assert result.tables[0].notes[-1] == "No mechanism has been given a rate of its own with all seeds yet."
     (table,) = result.tables
     assert {label_of(variant) for variant in other.some(list(PUBLISHED))} == {row[0] for row in table.rows}
 

@@ -1,11 +1,13 @@
 """At which rates a mechanism is tried: its own default first, then the other end, then all rates changed."""
 
+import math
+
 import pytest
 
 from attnres.studies.design import Measured, Row, Setting
 from attnres.studies.lab import STUDIES
 from attnres.studies.presets import PRESETS
-from attnres.studies.tuning import RECIPE, candidates
+from attnres.studies.tuning import BEST, COARSE, RECIPE, candidates, timed_at_best
 
 
 @pytest.mark.parametrize(
@@ -41,3 +43,45 @@ def test_a_variant_of_a_mechanism_is_held_beside_the_standard_model_and_beside_t
     assert result.values[RECIPE]["full"]["variants"]["full-window8"]["verdict"] == "worse"
     assert "Worse than full: full-window8 (by 0.1900)" in result.verdict
     assert "over 24 comparisons" in beside_full.notes[0]
+
+
+def test_a_mechanism_whose_search_has_ended_is_held_at_its_best_rate_before_the_others(tmp_path):
+    setting = Setting("nano", PRESETS["nano"], 3, None, tmp_path)
+    noise = (0.001, -0.001, 0.0)
+    recipe = {"standard": 3.0, "block": 2.9, "mhc": 2.95, "full": 2.8}
+    coarse = {"standard": 3.0, "standard-lr0.002": 3.1, "standard-lr0.008": 2.96}
+    coarse |= {"block": 2.9, "block-lr0.002": 2.88, "block-residual_lr0.004": 2.93, "mhc": 2.95, "mhc-lr0.002": 2.9}
+    best = {"standard-lr0.008": 2.96, "block-lr0.002": 2.88}
+
+    def rows(arm, losses, seeds):
+        return [
+            Row(arm, label, k, 10, 0, 0.0, "loss", loss + noise[k]) for label, loss in losses.items() for k in seeds
+        ]
+
+    diverged = Row(COARSE, "block-lr0.008", 0, 3, 0, 0.0, "loss", math.inf)
+    measured = Measured(
+        rows=[*rows(RECIPE, recipe, range(3)), *rows(COARSE, coarse, [0]), diverged, *rows(BEST, best, range(3))],
+        begun=frozenset({RECIPE, COARSE, BEST}),
+        step_times={(RECIPE, "standard"): [1.0, 1.0], (RECIPE, "block"): [1.1, 1.1]},
+    )
+    arms = {arm.name: arm.compare.variants for arm in STUDIES["ablations"].arms(setting, measured)}
+    leading = [way.partition("@")[0] for way in arms[COARSE] if "@lr=0.002" in way]
+    assert leading[:4] == ["standard", "full", "block", "mhc"], "by loss at the recipe's rates"
+    assert arms[BEST] == ["standard@lr=0.008", "block@lr=0.002"]
+    result = STUDIES["ablations"].analyse(setting, measured)
+    tables = {table.title: table for table in result.tables}
+    search = tables["Losses by rate, seed 0"]
+    assert [row[0] for row in search.rows] == ["standard", "block"], "of mhc two ways are to come"
+    assert search.rows[1][1:] == ["2.9010", "2.8810", "diverged", "2.9310", "−0.0200"]
+    own = result.values[BEST]["standard-lr0.008"]["variants"]["block-lr0.002"]
+    assert own["difference"] == pytest.approx(-0.08) and own["verdict"] == "better"
+    everything = next(table for table in result.tables if "24 comparisons" in table.notes[0])
+    assert everything is result.tables[0], "all that are to be compared count from the start"
+
+
+def test_a_rate_changes_no_time(tmp_path):
+    times = {(RECIPE, "standard"): [1.0, 2.0], (RECIPE, "block"): [1.5, 3.0]}
+    at_best = timed_at_best(
+        Measured(step_times=times), {"standard": "standard@lr=0.008", "block": "block", "mhc": "mhc"}
+    )
+    assert at_best.step_times == times | {(BEST, "standard-lr0.008"): [1.0, 2.0], (BEST, "block"): [1.5, 3.0]}
