@@ -18,6 +18,7 @@ PUBLISHED = {
     "block:query_std=0.02": "not in the table: open-attention-residuals draws its queries so",
     "block:null_source=true": "not in the table: a read can be of less than its sources",
     "block:gate=scalar": "not in the table: a gate a read from the plain sum (0.88 of it at first) to the read",
+    "block:gate=scalar,gate_init=2": "not in the table: the same from 0.12 of the plain sum",
     "rescaled": "not published: control",
 }
 """Variant -> validation loss at 436 M active parameters, 87.9 B tokens."""
@@ -26,8 +27,8 @@ PUBLISHED = {
 STUDY = tuned_study(
     "ablations",
     "What does each part of the mechanism do?",
-    "The twelve rows of the paper's Table 4, queries that do not start at zero, two ways around the reads and the "
-    "control, at the recipe's rates and then each at the best of its own: the recipe's, half, twice, and its own "
+    "The twelve rows of the paper's Table 4, queries that do not start at zero, three ways around the reads and "
+    "the control, at the recipe's rates and then each at the best of its own: the recipe's, half, twice, and its own "
     "parameters at another.",
     "arXiv 2603.15031, Table 4: one run a row, 436 M active parameters; baseline 1.766, Full 1.737, input-dependent "
     "queries 1.731, sigmoid 1.741, no key norm 1.743, sliding window 1.764, Block 1.746.",
