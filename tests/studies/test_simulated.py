@@ -69,16 +69,16 @@ def test_a_further_seed_does_not_hide_the_rates_that_were_found():
 
 
 def test_what_was_not_tried_at_every_rate_has_no_best_one_and_has_not_diverged():
-    design, setting, gate = STUDIES["ablations"], at("micro", 1), "block-gatescalar"
+    design, setting, heads = STUDIES["ablations"], at("micro", 1), "block-heads4"
 
     def finished(arm, run):
-        return arm != "coarse" or gate not in run or run == f"{gate}-seed0"
+        return arm != "coarse" or heads not in run or run == f"{heads}-seed0"
 
     measured = simulated(design, setting, finished=finished, begun=frozenset({"recipe", "coarse", "best"}))
-    assert not [run for run in measured.planned["best"] if gate in run]
+    assert not [run for run in measured.planned["best"] if heads in run]
     assert "Diverged at every rate" not in design.analyse(setting, measured).verdict
-    lost = simulated(design, setting, lambda arm, label, seed: math.inf if gate in label else chance(arm, label, seed))
-    assert "Diverged at every rate: block:gate=scalar." in design.analyse(setting, lost).verdict
+    lost = simulated(design, setting, lambda arm, label, seed: math.inf if heads in label else chance(arm, label, seed))
+    assert "Diverged at every rate: block:heads=4." in design.analyse(setting, lost).verdict
 
 
 def test_what_one_seed_says_of_a_trend_has_to_exceed_three_standard_errors():
