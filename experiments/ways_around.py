@@ -4,7 +4,7 @@
     python experiments/ways_around.py runs/studies/micro/ablations/recipe/block-[gn]*/inspection.json --out ways.csv
 
 A read whose weights are even gives a null source one part in as many as it has sources: more is less of a read. A gate
-is the read's share beside the plain sum: less than it starts from, 0.12, is less of a read. The first read has one
+is the read's share beside the plain sum: less than it starts from is less of a read. The first read has one
 source and no choice."""
 
 from pathlib import Path
@@ -19,10 +19,11 @@ from attnres.files import write_text
 from attnres.inspect import Inspection
 from attnres.inspect.routing import Routing
 from attnres.residuals import make_residual
+from attnres.residuals.mechanisms.depth_attention import NULL
 from attnres.text import csv_text
 
 FIELDS = ("name", "way", "read", "share", "start")
-NULL, GATE = "null", "gate"
+GATE = "gate"
 
 
 def ways(inspection: Inspection) -> list[tuple[str, str, float, float]]:
@@ -36,8 +37,8 @@ def ways(inspection: Inspection) -> list[tuple[str, str, float, float]]:
         each = []
         for read, weights in zip(routing.layout, routing.values, strict=True):
             share = {source.name: weight for source, weight in zip(read.sources, weights, strict=True)}
-            if NULL in share:
-                each.append((NULL, read.name, share[NULL], 1 / len(share)))
+            if NULL.name in share:
+                each.append((NULL.name, read.name, share[NULL.name], 1 / len(share)))
         return each
     if settings.get("gate") == "scalar" and inspection.learned is not None:
         fresh = make_residual(inspection.model["residual"], len(reads) - 1, inspection.model["width"], **settings)

@@ -150,7 +150,14 @@ def _carry_out(designs: "list[Design]", setting: "Setting", options: Study) -> N
 
     until = math.inf if options.budget is None else time.monotonic() + 3600 * options.budget
     executor = Slurm(setting.out, options.slurm) if options.executor == "slurm" and not options.dry_run else None
-    means = Means(Console(stderr=True), options.jobs, until, executor, options.executor == "local", options.runs)
+    means = Means(
+        say=Console(stderr=True),
+        jobs=options.jobs,
+        until=until,
+        run=executor,
+        here=options.executor == "local",
+        only=options.runs,
+    )
     with unpacked(user_path(path) for path in options.adopt) as adopted:
         if options.dry_run:
             from attnres.data.sources import open_source

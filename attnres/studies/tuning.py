@@ -73,7 +73,8 @@ def tuned_study(
         )
         values, sentence = {RECIPE: plain.values}, f"At the recipe's rates: {plain.verdict}"
         best = chosen_rates(setting, measured, variants)
-        searched = [_search_table(setting, measured, variants)] if best else []
+        ended = [one for one in variants if _all_finished(measured, candidates(setting, one))]
+        searched = [_search_table(setting, measured, ended)] if best else []
         if "standard" not in best or not measured.labels(BEST):
             plain.tables[0].notes.append("No mechanism has been given a rate of its own with all seeds yet.")
             return Result(sentence, [*plain.tables, *searched], [plain.contrasts[0].chart(name, title)], values)
@@ -88,11 +89,7 @@ def tuned_study(
             own.tables[0].notes.append(
                 f"Best at an end of the rates that were tried, and maybe better beyond: {listed(edge)}."
             )
-        lost = [
-            variant
-            for variant in variants
-            if variant not in best and _all_finished(measured, candidates(setting, variant))
-        ]
+        lost = [variant for variant in ended if variant not in best]
         sentence = f"At their own best rates: {own.verdict} {sentence}"
         sentence += f" Diverged at every rate: {listed(lost)}." if lost else ""
         values |= {BEST: own.values, "rates": best}
@@ -170,12 +167,10 @@ def timed_at_best(measured: Measured, best: Mapping[str, str]) -> Measured:
 
 
 def _search_table(setting: Setting, measured: Measured, variants: Sequence[str]) -> Table:
-    """The loss of each way to train a mechanism at the coarse seed, of those of which all ways have finished."""
+    """The loss of each way to train mechanisms of which all ways have finished at the coarse seed."""
     rows = []
     for variant in _by_loss(measured, variants):
         ways = candidates(setting, variant)
-        if not _all_finished(measured, ways):
-            continue
         losses = [measured.mean(COARSE, label_of(way)) for way in ways]
         cells = ["diverged" if math.isnan(loss) else number(loss, 4) for loss in losses]
         lowest = min((loss for loss in losses if not math.isnan(loss)), default=math.nan)
