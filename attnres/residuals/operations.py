@@ -1,4 +1,4 @@
-"""Arithmetic operations of a mechanism's reads and writes, counted on tensors that are shapes alone.
+"""Arithmetic operations of a mechanism's reads and writes, counted while it makes them for a few tokens.
 
 Counted are matrix products, as torch's own counter has them, and one operation for each value of every other kind of
 arithmetic: an elementwise operation's result, what a sum or a softmax takes. Moving values is none.
@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -45,14 +44,15 @@ def operations(residual: str, settings: dict[str, Any], num_sublayers: int, widt
 
 @functools.cache
 def _whole(residual: str, settings: str, num_sublayers: int, width: int) -> float:
-    with FakeTensorMode(), plain_torch(), cpu.switched(on=False):
-        mechanism = make_residual(residual, num_sublayers, width, **json.loads(settings))
-        norm, vector = Norm(torch.empty(width)), torch.empty(TOKENS, width)
+    # Of numbers, not of shapes: of these every operation takes ten times as long. Nothing is kept for a backward.
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"), plain_torch(), cpu.switched(on=False):
+        mechanism = make_residual(residual, num_sublayers, width, **json.loads(settings)).requires_grad_(False)
+        norm, vector = Norm(torch.ones(width)), torch.ones(TOKENS, width)
         with _Counter() as counter:
             state = mechanism("start", vector)
             for index in range(num_sublayers):
                 _, state = mechanism("read", state, index, norm)
-                state = mechanism("write", state, index, torch.empty_like(vector))
+                state = mechanism("write", state, index, vector.clone())
             mechanism("finish", state, norm)
     return counter.total / TOKENS
 
