@@ -43,3 +43,10 @@ def test_denseformer_mixes_the_outputs_of_layers():
 def test_settings_count():
     few, many = (operations("block", {"num_blocks": blocks}, 24, WIDTH) for blocks in (2, 12))
     assert many > 1.5 * few
+
+
+def test_counting_draws_nothing_from_the_generator():
+    """Of a process that trains: the weights that are drawn for the count would change what it draws next."""
+    before = torch.get_rng_state()
+    operations("muddformer", {}, 2 * LAYERS, WIDTH + 1)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -75,15 +75,15 @@ def test_micro_batches_in_flight():
     assert in_flight("interleaved", 2, 2, 10**9) == in_flight("interleaved", 2, 2, 64), "what recurs is counted once"
 
 
-def test_shapes_of_a_trillion_parameters_are_planned(capsys):
-    size = {"family": "qwen3_moe", "hidden_size": 7168, "num_hidden_layers": 36, "num_attention_heads": 64}
+def test_shapes_of_trillions_of_parameters_are_planned(capsys):
+    size = {"family": "qwen3_moe", "hidden_size": 7168, "num_hidden_layers": 94, "num_attention_heads": 64}
     size |= {"num_key_value_heads": 8, "num_experts": 896, "num_experts_per_tok": 16}
     size |= {"moe_intermediate_size": 1536, "intermediate_size": 3072}
-    flags = ["--gpus", "4096", "--gpu", "b200", "--settings", "block_size=9", "--microbatches", "1", "--json"]
+    flags = ["--gpus", "4096", "--gpu", "b200", "--settings", "block_size=24", "--microbatches", "1", "--json"]
     main(["plan", json.dumps(size), *flags, "--gradient-checkpointing", "layer"])
     planned = json.loads(capsys.readouterr().out)
     rows = planned["layouts"]
-    assert 1.06e12 < planned["parameters"] < 1.1e12 and rows[0]["fits"] and rows[0]["states"] < 192e9
+    assert 2.75e12 < planned["parameters"] < 2.85e12 and rows[0]["fits"] and rows[0]["states"] < 192e9
     main(["plan", "100m", "--gpus", "4", "--rows", "2"])
     assert "0.0713 billion parameters on 4 h100" in capsys.readouterr().out
 
@@ -91,15 +91,10 @@ def test_shapes_of_a_trillion_parameters_are_planned(capsys):
 def test_models_of_folders_and_of_the_hub_are_planned_from_their_config_alone(folders, tmp_path, monkeypatch, capsys):
     described: Any = KimiLinearConfig()
     described.save_pretrained(tmp_path)
-    whole = build_shapes(tmp_path)
-    assert sum(parameter.numel() for parameter in whole.parameters()) == pytest.approx(49.1e9, rel=1e-3)
-    described = KimiLinearConfig(num_hidden_layers=5)  # the first of its 27: its attention takes long on shapes
-    assert len(set(described.layer_types)) == len(set(described.mlp_layer_types)) == 2
-    described.save_pretrained(tmp_path)
     monkeypatch.setattr("attnres.models.place.fetch", lambda name, patterns: tmp_path)
     flags = ["--gpus", "64", "--context", "8192", "--settings", "block_size=6", "--rows", "1"]
     main(["plan", "moonshotai/Kimi-Linear-48B-A3B-Instruct", *flags])
-    assert "8.28 billion parameters on 64 h100, residual block" in capsys.readouterr().out
+    assert "49.1 billion parameters on 64 h100, residual block" in capsys.readouterr().out
     main(["plan", str(folders["full"]), "--gpus", "2", "--json"])
     assert json.loads(capsys.readouterr().out)["layouts"]
     main(["plan", str(folders["plain"]), "--gpus", "2"])

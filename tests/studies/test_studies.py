@@ -727,15 +727,15 @@ def test_what_diverged_is_said_and_judged_by_nothing():
 
 def test_a_run_that_diverges_ends_no_study(setting, noise, tmp_path):
     def arms(setting, measured):
-        return [setting.arm("rates", ["standard", "standard@lr=1e30"], of=wild, timed=True)]
+        return [setting.arm("rates", ["standard", "standard@lr=1e30", "block"], of=wild, timed=True)]
 
     wild = setting.config(optim={"optimizer": "adamw", "clip": 0.0, "warmup": 0.0})
     design = Design("noise", "", "", "", arms, lambda s, m: Result(contrast(m, "rates", "standard").sentence()))
     other = dataclasses.replace(setting, out=tmp_path)
     outcome = conduct(design, other, Means(QUIET, jobs=1))
-    assert outcome.counts == (2, 2) and not outcome.measured.finals("rates", "standard-lr1e+30")
+    assert outcome.counts == (3, 3) and not outcome.measured.finals("rates", "standard-lr1e+30")
     assert outcome.measured.diverged("rates", "standard-lr1e+30") == [0]
-    assert set(outcome.measured.step_times) == {("rates", label) for label in ("standard", "standard-lr1e+30")}
+    assert set(outcome.measured.step_times) == {("rates", label) for label in ("standard", "standard-lr1e+30", "block")}
     assert "rates,standard-lr1e+30,0,4,0,0,loss,inf" in (outcome.folder / "runs.csv").read_text()
     runner = Here()
     (outcome.folder / "rates" / TIMES).unlink()
