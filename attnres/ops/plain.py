@@ -27,6 +27,10 @@ FEW_COMPILED = {("cpu", 1): 1 << 17, ("cpu", 2): 1 << 17, ("cuda", 2): 1 << 24}
 """Values of a source up to which it is, by device and phase: of larger ones our operators make faster reads and keep
 less for backward. On a GPU the host is behind it for so long; phase 1 of any size is an operator there."""
 
+MOST_OPEN = {"cuda": 6}
+"""Open sources of a merge up to which a compiler is given it as torch operations there: its kernel keeps all vectors of
+a token in registers, of which backward of nine spills most (docs/kernels.md)."""
+
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 """Of `make_fx`, which records operations."""
 
@@ -62,11 +66,13 @@ def is_needed() -> bool:
     return transformed or torch._C._is_tracing() or _asked.get() or torch._C._get_dispatch_mode(_PROXY) is not None
 
 
-def is_compiled(tensors: Sequence[Tensor | None], source: Tensor, *, phase: int) -> bool:
-    """Whether a compiler is at work that makes a faster phase 1 or 2 of these tensors than our operators are."""
+def is_compiled(tensors: Sequence[Tensor | None], source: Tensor, *, phase: int, opens: int) -> bool:
+    """Whether a compiler is at work that makes a faster phase 1 or 2 of these tensors, of so many open sources, than
+    our operators are."""
     if not torch.compiler.is_compiling() or len(tensors) > MOST_COMPILED:
         return False
-    return source.numel() <= FEW_COMPILED.get((source.device.type, phase), -1)
+    device = source.device.type
+    return opens <= MOST_OPEN.get(device, opens) and source.numel() <= FEW_COMPILED.get((device, phase), -1)
 
 
 def refuse_second_derivative() -> None:

@@ -349,7 +349,9 @@ def _run(function: "type[_ReadSealed | _Merge]", form: _Form, *arguments: Any) -
         return function.forward(_UNRECORDED, form, *arguments)
     first = next(argument for argument in reversed(arguments) if argument is not None)
     with full_precision(first):
-        if plain.is_needed() or (not form.recompute and plain.is_compiled(arguments, first, phase=form.phase)):
+        if plain.is_needed() or (
+            not form.recompute and plain.is_compiled(arguments, first, phase=form.phase, opens=form.k)
+        ):
             return function.plainly(form, *arguments)
         if torch.is_grad_enabled():
             return function.apply(form, *arguments)

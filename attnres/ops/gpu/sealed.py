@@ -21,7 +21,7 @@ TOKEN_WARPS = 16  # of token_kernels' backward on each multiprocessor, all its p
 # (fp32?, backward?) -> the most reads and the most values of a thread, of a program that holds a token's sources in
 # registers: each read is a sum over all of them, and some of so many are spilled. Backward the values are those of
 # sources, of their gradients and of the queries'. By measurements on an H200 (docs/kernels.md).
-HELD = {(True, False): (8, 256), (False, False): (4, 128), (True, True): (8, 88), (False, True): (4, 0)}
+HELD = {(True, False): (8, 256), (False, False): (8, 128), (True, True): (8, 88), (False, True): (4, 0)}
 
 
 class _Bunch(NamedTuple):
