@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.residuals.operations import operations
 from attnres.run_names import label_and_seed
@@ -126,6 +127,11 @@ def _standard(size: str, seq_len: int, vocabulary: int) -> tuple[float, int, int
     return step_flops(model, seq_len), residual.num_sublayers, residual.width
 
 
+def on_gpu(config: TrainConfig) -> bool:
+    """Whether a run is trained on a GPU: it asks for one, or for what there is and there is one."""
+    return pick_device("auto").type == "cuda" if config.device == "auto" else config.device.startswith("cuda")
+
+
 def measured_speeds(
     config: TrainConfig, steps: Collection[Step], on_each: Callable[[float], None] = lambda more: None
 ) -> dict[Step, float]:
@@ -164,7 +170,7 @@ def _seconds(step: Step, config: TrainConfig) -> float:
         accumulation=step.accumulation,
         optim=config.optim,
         dtype="fp32" if config.dtype == "auto" else config.dtype,
-        device="cuda" if config.device.startswith("cuda") else "cpu",
+        device="cuda" if on_gpu(config) else "cpu",
         compile=config.compile,
         seconds=1.0,
         least=2,

@@ -11,7 +11,7 @@ from attnres.folders import refuse_other
 from attnres.progress import Bars
 from attnres.studies.adopt import alike, is_among, runs_in
 from attnres.studies.begin import same_material
-from attnres.studies.cost import Step, costs_of, hours, measured_speeds
+from attnres.studies.cost import Step, costs_of, hours, measured_speeds, on_gpu
 from attnres.studies.design import Arm, Design, Measured, Setting
 from attnres.studies.elsewhere import archived_alone, elsewhere
 from attnres.studies.means import Means
@@ -55,7 +55,7 @@ def print_estimate(designs: Sequence[Design], setting: Setting, means: Means, *,
     for design in designs:
         if design.name not in counted:
             say(out, f"{design.name}: {design.analyse(setting, Measured()).verdict}")
-    unit = "one core" if recipe.device in ("auto", "cpu") else "one GPU"
+    unit = "one GPU" if on_gpu(recipe) else "one core"
     if speeds:
         say(out, f"{total:.1f} hours of {unit}, by a few steps of each model here.")
     else:

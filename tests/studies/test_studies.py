@@ -27,7 +27,7 @@ from attnres.studies.begin import same_material
 from attnres.studies.child import Child
 from attnres.studies.conduct import conduct
 from attnres.studies.contrast import contrast
-from attnres.studies.cost import CALL, Cost, Mechanism, Step, costs_of, flops_a_token, hours
+from attnres.studies.cost import CALL, Cost, Mechanism, Step, costs_of, flops_a_token, hours, on_gpu
 from attnres.studies.design import Design, Measured, Result, Row, Setting
 from attnres.studies.estimate import left_of
 from attnres.studies.lab import STUDIES
@@ -573,6 +573,13 @@ def test_flops_are_six_for_each_weight_and_attention():
     run = from_dict(PRESETS["nano"].train)
     block = Step.of(run, run, Mechanism.of("block", {"num_blocks": 4}))
     assert hours([Cost("arm", 1, 0.0, 3600.0), Cost("arm", 1, 0.0, 3600.0, 0, block)], 1.0, {block: 0.5}) == 3
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_an_estimate_is_of_the_device_that_the_runs_will_have(there, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: there)
+    asked = {name: from_dict({**PRESETS["micro"].train, "device": name}) for name in ("auto", "cpu", "cuda:1")}
+    assert {name: on_gpu(config) for name, config in asked.items()} == {"auto": there, "cpu": False, "cuda:1": True}
 
 
 def test_runs_of_an_arm_are_counted_by_mechanism(tmp_path):
