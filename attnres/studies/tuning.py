@@ -75,17 +75,21 @@ def tuned_study(
         best = chosen_rates(setting, measured, variants)
         ended = [one for one in variants if _all_finished(measured, candidates(setting, one))]
         searched = [_search_table(setting, measured, ended)] if best else []
-        if "standard" not in best or not measured.labels(BEST):
+        judged = {variant: way for variant, way in best.items() if _is_judged(setting, measured, way)}
+        if "standard" not in judged:
             plain.tables[0].notes.append("No mechanism has been given a rate of its own with all seeds yet.")
             return Result(sentence, [*plain.tables, *searched], [plain.contrasts[0].chart(name, title)], values)
-        own = _held_beside(timed_at_best(measured, best), BEST, best, best_title, published, plain.comparisons)
-        fewest = min(len(seeds) for label in measured.labels(BEST) if (seeds := measured.finals(BEST, label)))
+        own = _held_beside(timed_at_best(measured, judged), BEST, judged, best_title, published, plain.comparisons)
+        finals = [measured.finals(BEST, label_of(way)) for way in judged.values()]
+        fewest = min((len(seeds) for seeds in finals if seeds), default=1)
         own.tables[0].notes.append(
             "Each mechanism is at the best of its rates by seed 0, which counts here too: where they are level that "
             f"flatters it, the standard model as well, by {FLATTERED / fewest:.1f} sigma or so. One with "
             "parameters of its own had four to choose from, one without three."
         )
-        if edge := [label_of(chosen) for chosen in best.values() if "@lr=" in chosen]:
+        if waiting := [label_of(way) for variant, way in best.items() if variant not in judged]:
+            own.tables[0].notes.append(f"Not compared yet, for the seed alone that chose the rate: {listed(waiting)}.")
+        if edge := [label_of(chosen) for chosen in judged.values() if "@lr=" in chosen]:
             own.tables[0].notes.append(
                 f"Best at an end of the rates that were tried, and maybe better beyond: {listed(edge)}."
             )
@@ -191,6 +195,12 @@ def chosen_rates(setting: Setting, measured: Measured, variants: Sequence[str]) 
     mechanism = {one: v for v, those in ways.items() if _all_finished(measured, those) for one in those}
     losses = {one: measured.mean(COARSE, label_of(one)) for one in mechanism}
     return at_best(losses, mechanism)
+
+
+def _is_judged(setting: Setting, measured: Measured, way: str) -> bool:
+    """Whether more than the seed that chose a rate has been trained at it, diverged or not, if more are asked for."""
+    seeds = {row.seed for row in measured.rows if (row.arm, row.label) == (BEST, label_of(way))}
+    return len(seeds) >= min(2, setting.seeds)
 
 
 def _all_finished(measured: Measured, ways: Sequence[str]) -> bool:

@@ -51,6 +51,7 @@ def test_a_mechanism_whose_search_has_ended_is_held_at_its_best_rate_before_the_
     recipe = {"standard": 3.0, "block": 2.9, "mhc": 2.95, "full": 2.8}
     coarse = {"standard": 3.0, "standard-lr0.002": 3.1, "standard-lr0.008": 2.96}
     coarse |= {"block": 2.9, "block-lr0.002": 2.88, "block-residual_lr0.004": 2.93, "mhc": 2.95, "mhc-lr0.002": 2.9}
+    coarse |= {"full": 2.8, "full-lr0.002": 2.75, "full-lr0.008": 2.9, "full-residual_lr0.004": 2.85}
     best = {"standard-lr0.008": 2.96, "block-lr0.002": 2.88}
 
     def rows(arm, losses, seeds):
@@ -60,23 +61,28 @@ def test_a_mechanism_whose_search_has_ended_is_held_at_its_best_rate_before_the_
 
     diverged = Row(COARSE, "block-lr0.008", 0, 3, 0, 0.0, "loss", math.inf)
     measured = Measured(
-        rows=[*rows(RECIPE, recipe, range(3)), *rows(COARSE, coarse, [0]), diverged, *rows(BEST, best, range(3))],
+        rows=[
+            *(*rows(RECIPE, recipe, range(3)), *rows(COARSE, coarse, [0]), diverged),
+            *(*rows(BEST, best, range(3)), *rows(BEST, {"full-lr0.002": 2.75}, [0])),
+        ],
         begun=frozenset({RECIPE, COARSE, BEST}),
         step_times={(RECIPE, "standard"): [1.0, 1.0], (RECIPE, "block"): [1.1, 1.1]},
     )
     arms = {arm.name: arm.compare.variants for arm in STUDIES["ablations"].arms(setting, measured)}
     leading = [way.partition("@")[0] for way in arms[COARSE] if "@lr=0.002" in way]
     assert leading[:4] == ["standard", "full", "block", "mhc"], "by loss at the recipe's rates"
-    assert arms[BEST] == ["standard@lr=0.008", "block@lr=0.002"]
+    assert arms[BEST] == ["standard@lr=0.008", "block@lr=0.002", "full@lr=0.002"]
     result = STUDIES["ablations"].analyse(setting, measured)
     tables = {table.title: table for table in result.tables}
     search = tables["Losses by rate, seed 0"]
-    assert [row[0] for row in search.rows] == ["standard", "block"], "of mhc two ways are to come"
-    assert search.rows[1][1:] == ["2.9010", "2.8810", "diverged", "2.9310", "−0.0200"]
+    assert [row[0] for row in search.rows] == ["standard", "full", "block"], "of mhc two ways are to come"
+    assert search.rows[2][1:] == ["2.9010", "2.8810", "diverged", "2.9310", "−0.0200"]
     own = result.values[BEST]["standard-lr0.008"]["variants"]["block-lr0.002"]
     assert own["difference"] == pytest.approx(-0.08) and own["verdict"] == "better"
     everything = next(table for table in result.tables if "26 comparisons" in table.notes[0])
     assert everything is result.tables[0], "all that are to be compared count from the start"
+    assert [row[0] for row in everything.rows] == ["standard-lr0.008", "block-lr0.002"], "a seed chose full's rate"
+    assert any(note.endswith("chose the rate: full-lr0.002.") for note in everything.notes)
 
 
 def test_a_rate_changes_no_time(tmp_path):
