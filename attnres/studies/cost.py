@@ -141,7 +141,7 @@ def measured_speeds(
     A few of each are timed in this process; the quickest counts, since other work may have the machine: an estimate to
     a factor of two. `on_each` is called with 1 after each.
     """
-    if config.device.startswith("cuda") and not torch.cuda.is_available():
+    if on_gpu(config) and not torch.cuda.is_available():
         return {}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

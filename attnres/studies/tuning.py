@@ -88,7 +88,7 @@ def tuned_study(
             "parameters of its own had four to choose from, one without three."
         )
         if waiting := [label_of(way) for variant, way in best.items() if variant not in judged]:
-            own.tables[0].notes.append(f"Not compared yet, for the seed alone that chose the rate: {listed(waiting)}.")
+            own.tables[0].notes.append(f"Not compared before a second seed has finished: {listed(waiting)}.")
         if edge := [label_of(chosen) for chosen in judged.values() if "@lr=" in chosen]:
             own.tables[0].notes.append(
                 f"Best at an end of the rates that were tried, and maybe better beyond: {listed(edge)}."
@@ -199,8 +199,8 @@ def chosen_rates(setting: Setting, measured: Measured, variants: Sequence[str]) 
 
 def _is_judged(setting: Setting, measured: Measured, way: str) -> bool:
     """Whether more than the seed that chose a rate has been trained at it, diverged or not, if more are asked for."""
-    seeds = {row.seed for row in measured.rows if (row.arm, row.label) == (BEST, label_of(way))}
-    return len(seeds) >= min(2, setting.seeds)
+    label = label_of(way)
+    return len({*measured.finals(BEST, label), *measured.diverged(BEST, label)}) >= min(2, setting.seeds)
 
 
 def _all_finished(measured: Measured, ways: Sequence[str]) -> bool:

@@ -59,9 +59,7 @@ def test_runs_are_measured_as_a_loop_over_tokens_would(run: Path, tmp_path: Path
                 if place != 6:
                     halves[place > 6].append(-math.log(p))
     new, repeated = (sum(half) / len(half) for half in halves)
-    assert float(row["new"]) == pytest.approx(new, abs=1e-3) and float(row["repeated"]) == pytest.approx(
-        repeated, abs=1e-3
-    )
+    assert (float(row["new"]), float(row["repeated"])) == pytest.approx((new, repeated), abs=1e-3)
     assert float(row["gain"]) == pytest.approx(new - repeated, abs=2e-3) and row["run"].endswith("/run")
     with pytest.raises(UserError, match="at most half"):
         copying.main((run,), out=tmp_path / "no.csv", length=1000)

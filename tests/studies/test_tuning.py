@@ -82,7 +82,7 @@ def test_a_mechanism_whose_search_has_ended_is_held_at_its_best_rate_before_the_
     everything = next(table for table in result.tables if "26 comparisons" in table.notes[0])
     assert everything is result.tables[0], "all that are to be compared count from the start"
     assert [row[0] for row in everything.rows] == ["standard-lr0.008", "block-lr0.002"], "a seed chose full's rate"
-    assert any(note.endswith("chose the rate: full-lr0.002.") for note in everything.notes)
+    assert any(note.endswith("second seed has finished: full-lr0.002.") for note in everything.notes)
 
 
 def test_a_rate_changes_no_time(tmp_path):
