@@ -71,8 +71,8 @@ def tuned_study(
             "Queries of depth reads and their keys' gains train at a tenth of AdamW's rate, which was chosen for "
             "Block; everything else that a mechanism has of its own at the whole rate, matrices too."
         )
-        values, sentence = {RECIPE: plain.values}, f"At the recipe's rates: {plain.verdict}"
         best = chosen_rates(setting, measured, variants)
+        values, sentence = {RECIPE: plain.values, "rates": best}, f"At the recipe's rates: {plain.verdict}"
         ended = [one for one in variants if _all_finished(measured, candidates(setting, one))]
         searched = [_search_table(setting, measured, ended)] if best else []
         judged = {variant: way for variant, way in best.items() if _is_judged(setting, measured, way)}
@@ -96,9 +96,8 @@ def tuned_study(
         lost = [variant for variant in ended if variant not in best]
         sentence = f"At their own best rates: {own.verdict} {sentence}"
         sentence += f" Diverged at every rate: {listed(lost)}." if lost else ""
-        values |= {BEST: own.values, "rates": best}
         chart = own.contrasts[0].chart(name, best_title)
-        return Result(sentence, [*own.tables, *searched, *plain.tables], [chart], values)
+        return Result(sentence, [*own.tables, *searched, *plain.tables], [chart], values | {BEST: own.values})
 
     return Design(name, question, about, source, arms, analyse)
 

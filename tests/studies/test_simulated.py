@@ -64,7 +64,17 @@ def test_a_further_seed_does_not_hide_the_rates_that_were_found():
         design, setting, finished=lambda arm, run: (arm, run) in finished, begun=frozenset(done.planned)
     )
     assert {arm: len(names) for arm, names in measured.planned.items()}["best"] == 2 * len(done.planned["best"])
-    assert "best" in design.analyse(setting, measured).values
+    before, after = design.analyse(first, done), design.analyse(setting, measured)
+    assert "best" in before.values and after.values["rates"] == before.values["rates"] != {}
+    assert "Losses by rate, seed 0" in {table.title for table in after.tables}
+    assert "best" not in after.values  # a seed that chose a rate does not judge it alone
+    second = simulated(
+        design,
+        setting,
+        finished=lambda arm, run: (arm, run) in finished or arm == "best",
+        begun=frozenset(done.planned),
+    )
+    assert "best" in design.analyse(setting, second).values
     assert set(simulated(design, setting, finished=lambda arm, run: run.endswith("seed0")).planned) == {"recipe"}
 
 
