@@ -61,28 +61,51 @@ def test_every_public_name_is_what_it_says(name):
     assert name in dir(attnres)
 
 
-def test_names_are_the_same_whatever_was_imported_before():
-    code = "import attnres.training, attnres.training.run, attnres.inspect.record, attnres.models.convert, attnres"
-    assert run(f"{code}; print(*(type(getattr(attnres, n)).__name__ for n in ('train', 'record', 'convert')))") == (
-        "function function function"
-    )
+PACKAGES = ["app", "cli", "data", "evals", "figures", "inspect", "models", "ops", "report", "residuals", "studies"]
+NAMES = (
+    "import attnres.training, attnres.training.run, attnres.inspect.record, attnres.models.convert, attnres; "
+    "print([type(getattr(attnres, n)).__name__ for n in ('train', 'record', 'convert')])"
+)
+SUBMODULES = f"import attnres; print([getattr(attnres, n).__name__ for n in {PACKAGES}])"
+HIDDEN = (
+    "import importlib, pkgutil, types, {package} as package;"
+    "[importlib.import_module(f'{{package.__name__}}.{{one.name}}') for one in pkgutil.iter_modules(package.__path__)];"
+    "print([name for name in package.__all__ if isinstance(getattr(package, name), types.ModuleType)])"
+)
+CODES = {"names": NAMES, "submodules": SUBMODULES} | {
+    package: HIDDEN.format(package=package) for package in ("attnres.data", "attnres.inspect", "attnres.training")
+}
+FORKS = """
+import os, sys, torch, transformers
+for code in sys.argv[1:]:
+    if not os.fork():
+        exec(code)
+        sys.stdout.flush()
+        os._exit(0)
+    if os.wait()[1]:
+        sys.exit(f"failed: {code}")
+"""
 
 
-@pytest.mark.parametrize("package", ["attnres.data", "attnres.inspect", "attnres.training"])
-def test_no_module_takes_the_place_of_a_public_name(package):
-    code = (
-        f"import importlib, pkgutil, types, {package} as package;"
-        "[importlib.import_module(f'{package.__name__}.{one.name}') for one in pkgutil.iter_modules(package.__path__)];"
-        "print([name for name in package.__all__ if isinstance(getattr(package, name), types.ModuleType)])"
-    )
-    assert run(code) == "[]"
+@pytest.fixture(scope="module")
+def printed():
+    """What a process prints for each of `CODES` that has imported torch and Transformers, and nothing of ours."""
+    done = subprocess.run([sys.executable, "-c", FORKS, *CODES.values()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return dict(zip(CODES, map(ast.literal_eval, done.stdout.splitlines()), strict=True))
 
 
-def test_submodules_are_attributes():
-    packages = ["app", "cli", "data", "evals", "figures", "inspect", "models", "ops", "report", "residuals", "studies"]
-    assert run(f"import attnres; print([getattr(attnres, n).__name__ for n in {packages}])") == str(
-        [f"attnres.{name}" for name in packages]
-    )
+def test_names_are_the_same_whatever_was_imported_before(printed):
+    assert printed["names"] == ["function"] * 3
+
+
+@pytest.mark.parametrize("package", [name for name in CODES if name.startswith("attnres.")])
+def test_no_module_takes_the_place_of_a_public_name(printed, package):
+    assert printed[package] == []
+
+
+def test_submodules_are_attributes(printed):
+    assert printed["submodules"] == [f"attnres.{name}" for name in PACKAGES]
     with pytest.raises(AttributeError, match="module 'attnres' has no attribute 'modles'"):
         attnres.modles  # noqa: B018
 

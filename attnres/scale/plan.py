@@ -146,7 +146,8 @@ def plan(
     rows = []
     if layouts:
         kept = Activations(model, load.batch, load.context, itemsize=load.itemsize, checkpointing=load.checkpointing)
-        rows = [row for layout in layouts if (row := _planned(model, load, layout, costs, kept)) is not None]
+        flops = step_flops(model, load.context)
+        rows = [row for layout in layouts if (row := _planned(model, load, layout, costs, kept, flops)) is not None]
     if not rows:
         held = {"dp": dp, "shard": shard, "pp": pp, "tp": tp, "schedule": schedule}
         table = ", ".join(f"{name} {value or 'any'}" for name, value in held.items())
@@ -192,9 +193,14 @@ def _divisors(number: int) -> list[int]:
 
 
 def _planned(
-    model: DepthMixin, load: Load, layout: _Layout, costs: tuple[list[float], float] | None, kept: Activations
+    model: DepthMixin,
+    load: Load,
+    layout: _Layout,
+    costs: tuple[list[float], float] | None,
+    kept: Activations,
+    flops: float,
 ) -> Planned | None:
-    """Return what a layout takes; None of one that cannot be."""
+    """Return what a layout takes, with so many operations a token; None of one that cannot be."""
     try:
         if layout.pp > 1:
             check_schedule(layout.schedule, layout.pp, layout.virtual, load.microbatches)
@@ -208,7 +214,7 @@ def _planned(
         **(layout._asdict() if layout.pp > 1 else layout._replace(schedule="none")._asdict()),
         **memory,
         **traffic,
-        **laid.time(traffic, twice=kept.made_again),
+        **laid.time(traffic, flops * (4 / 3 if kept.made_again else 1)),
     }
     total = sum(memory.values())
     return Planned(
@@ -299,13 +305,12 @@ class _LaidOut:
         dp, shard, pp, *_ = self.layout
         return 8 * (sum(self.owned) / pp / shard * (dp - 1) / dp + self.of_residual * (1 - 1 / (dp * shard)))
 
-    def time(self, traffic: Mapping[str, float], *, twice: bool) -> dict[str, float]:
-        """Return the bubble, a step's seconds and the tokens a second; `twice`: layers are passed forward twice."""
+    def time(self, traffic: Mapping[str, float], flops: float) -> dict[str, float]:
+        """Return the bubble, a step's seconds and the tokens a second, at so many operations a token."""
         (dp, shard, pp, tp, virtual, schedule), load = self.layout, self.load
         device = DEVICES[load.device]
         step_tokens = self.tokens * load.microbatches * dp * shard
-        flops = step_flops(self.model, load.context) * step_tokens * (4 / 3 if twice else 1)
-        work = flops / load.gpus / (PEAKS[load.device.upper()][0] * EFFICIENCY)
+        work = flops * step_tokens / load.gpus / (PEAKS[load.device.upper()][0] * EFFICIENCY)
         bubble = 0.0
         if pp > 1 and not (schedule in ("zbv", "interleaved_zero_bubble", "dualpipev") and load.microbatches >= 2 * pp):
             bubble = (pp - 1) / (virtual * load.microbatches + pp - 1)

@@ -66,13 +66,13 @@ def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], relativ
 
 
 @ours
+@pytest.mark.gpu  # on a CPU it is one of tests/models/test_models.py
 @pytest.mark.filterwarnings("ignore")  # the compiler's own, about the machine
-def test_a_whole_model_compiles_without_a_graph_break(device: str, residual: str) -> None:
+def test_a_whole_model_compiles_without_a_graph_break(cuda: str, residual: str) -> None:
     torch._dynamo.reset()
-    model, ids = make(device, residual, layers=2).train(), make_ids(device)
+    model, ids = make(cuda, residual, layers=2).train(), make_ids(cuda)
     expected = gradients(model, ids)
-    backend = "inductor" if device == "cuda" else "aot_eager"  # C++ takes half a minute to build
-    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    compiled = torch.compile(model, fullgraph=True)
     for _ in range(2):
         assert_close(gradients(model, ids, compiled), expected, 1e-3)
 

@@ -309,7 +309,7 @@ def test_a_strict_export_computes_the_models_logits(family):
     torch.testing.assert_close(graph(input_ids=IDS, use_cache=False).logits, logits(model, IDS), rtol=1e-4, atol=1e-5)
 
 
-@decoders
+@pytest.mark.parametrize("family", ["listed", pytest.param("probed", marks=pytest.mark.long)])
 @pytest.mark.filterwarnings("ignore")  # of the exporter's own
 def test_onnxruntime_computes_the_models_logits(family, folders, tmp_path):
     for name in ("onnx", "onnxscript", "onnxruntime"):

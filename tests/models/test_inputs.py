@@ -152,7 +152,7 @@ def test_copies_pickles_and_files_compute_the_same(name, tmp_path):
         assert logits(reloaded).isfinite().all()
 
 
-@pytest.mark.parametrize("name", SEVERAL)
+@pytest.mark.parametrize("name", ["muddformer", pytest.param("dca", marks=pytest.mark.long)])
 def test_a_whole_model_compiles_without_a_graph_break(name):
     check_one_graph(stirred(name), logits)
 

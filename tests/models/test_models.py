@@ -242,10 +242,10 @@ def test_reentrant_checkpointing_is_refused():
         ("qwen3", "full", "aot_eager"),
         ("gpt2", "block", "aot_eager"),
         ("llama", "hyper_connections", "aot_eager"),
-        ("llama", "denseformer", "aot_eager"),
+        pytest.param("llama", "denseformer", "aot_eager", marks=pytest.mark.long),
         ("gpt2", "deepnorm", "aot_eager"),
         ("llama", "standard", "aot_eager"),
-        ("qwen3", "rescaled", "aot_eager"),
+        pytest.param("qwen3", "rescaled", "aot_eager", marks=pytest.mark.long),
     ],
 )
 def test_a_whole_model_compiles_without_a_graph_break(family, residual, compiler, ids):

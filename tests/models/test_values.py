@@ -201,7 +201,9 @@ def test_checkpointed_gradients_are_the_gradients(kind):
         torch.testing.assert_close(grad, expected[name], rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("kind", ["fixed", "token", "first"])
+@pytest.mark.parametrize(
+    "kind", ["token", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("fixed", "first"))]
+)
 def test_a_whole_model_compiles_without_a_graph_break(kind):
     check_one_graph(small(kind), logits)
 

@@ -58,12 +58,12 @@ def configuration(corpus: Path, out: Path, **values: Any) -> dict[str, Any]:
             "data": {"source": str(corpus), "seq_len": 16, "val_windows": 5},
             "optim": {"lr": 0.01},
             "out": str(out),
-            "steps": 20,
+            "steps": 8,
             "batch_size": 8,
             "accumulation": 2,
             "dtype": "fp32",
             "device": "cpu",
-            "val_every": 10,
+            "val_every": 4,
             "log_every": 1,
             "depth_every": 0,
             "save_every": 50,
@@ -102,10 +102,10 @@ def both(corpus, launched, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
         run("tokens", parallel={"cp": 2}, **CHUNKED),
         run("slices, muon", parallel={"tp": 2}, **MUON),
         run("adaptive", parallel=STAGES, model={"residual": "adaptive", "num_blocks": None}, steps=4),
-        run("10 of 20", "resharded", 10, parallel=SHARD),
-        run("20 of 20", "resharded", parallel=STAGES, resume=True),
-        run("10 again", "again", 10, parallel=BESIDE, save_every=3),
-        run("20 again", "again", parallel=BESIDE, save_every=3, resume=True),
+        run("4 of 8", "resharded", 4, parallel=SHARD),
+        run("8 of 8", "resharded", parallel=STAGES, resume=True),
+        run("4 again", "again", 4, parallel=BESIDE, save_every=3),
+        run("8 again", "again", parallel=BESIDE, save_every=3, resume=True),
         run("watched", parallel=STAGES, depth_every=5),
         run("too many", parallel={"shard": 4}),
         run("unsaid"),
@@ -195,7 +195,7 @@ def test_transformers_own_plan_is_followed(both):
 
 
 @pytest.mark.parametrize("layout", ["shares", "stages", "slices", "tokens"])
-def test_twenty_steps_in_any_layout_are_those_of_one_process(both, alone, layout):
+def test_steps_in_any_layout_are_those_of_one_process(both, alone, layout):
     assert furthest(alone / layout, alone / "one") < 1e-10
 
 
@@ -255,17 +255,17 @@ def test_a_checkpoint_goes_on_bit_for_bit_in_its_own_layout(both, layout):
 
 
 def test_a_checkpoint_goes_on_in_another_layout(both, alone):
-    assert both[1]["runs"]["10 of 20"].startswith("stopped at step 10 of 20, saved in ")
+    assert both[1]["runs"]["4 of 8"].startswith("stopped at step 4 of 8, saved in ")
     assert furthest(alone / "resharded", alone / "again") < 1e-5
     root = both[0]
     before = read(root / "again" / "metrics.jsonl")
-    assert [line["step"] for line in before if line["kind"] == "train"] == list(range(1, 21))
+    assert [line["step"] for line in before if line["kind"] == "train"] == list(range(1, 9))
     assert furthest(root / "again", alone / "one") < 1e-5  # the model of a checkpoint goes on in fp32
 
 
 def test_a_checkpoint_in_shares_is_read_by_one_process_and_refused_when_damaged(both, corpus, tmp_path):
     root, _ = both
-    values = configuration(corpus, tmp_path / "one", resume=True, steps=20)
+    values = configuration(corpus, tmp_path / "one", resume=True)
     shutil.copytree(root / "resharded", tmp_path / "one")
     (tmp_path / "one" / "summary.json").unlink()
     with pytest.raises(UserError, match=r"in the shares of several processes, .* attnres export .* --weights"):

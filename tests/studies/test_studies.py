@@ -534,7 +534,9 @@ def _first_run(arms):
 # ------------------------------------------------------------------ what is planned, at every size
 
 
-@pytest.mark.parametrize("preset", ["micro", "nano", "100m"])
+@pytest.mark.parametrize(
+    "preset", ["micro", *(pytest.param(size, marks=pytest.mark.long) for size in ("nano", "100m"))]
+)
 def test_a_larger_size_is_data_alone(preset, tmp_path):
     """The same studies ask for runs that a model can be built for, at FLOPs that grow with the preset."""
     one = Setting(preset, PRESETS[preset], 3, None, tmp_path, "images")
@@ -734,12 +736,14 @@ def test_what_diverged_is_said_and_judged_by_nothing():
 
 def test_a_run_that_diverges_ends_no_study(setting, noise, tmp_path):
     def arms(setting, measured):
-        return [setting.arm("rates", ["standard", "standard@lr=1e30", "block"], of=wild, timed=True)]
+        return [setting.arm("rates", ["standard", "block", "standard@lr=1e30"], of=wild, timed=True)]
 
     wild = setting.config(optim={"optimizer": "adamw", "clip": 0.0, "warmup": 0.0})
     design = Design("noise", "", "", "", arms, lambda s, m: Result(contrast(m, "rates", "standard").sentence()))
     other = dataclasses.replace(setting, out=tmp_path)
-    outcome = conduct(design, other, Means(QUIET, jobs=1))
+    with pytest.raises(Interrupted):
+        conduct(design, other, Means(QUIET, jobs=1, run=Here(most=2)))
+    outcome = conduct(design, other, Means(QUIET, jobs=1))  # in a process of its own, whose end a study has to read
     assert outcome.counts == (3, 3) and not outcome.measured.finals("rates", "standard-lr1e+30")
     assert outcome.measured.diverged("rates", "standard-lr1e+30") == [0]
     assert set(outcome.measured.step_times) == {("rates", label) for label in ("standard", "standard-lr1e+30", "block")}
