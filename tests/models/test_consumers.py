@@ -175,6 +175,7 @@ for folder in folders:
 """
 
 
+@pytest.mark.long  # 40 s of imports; tests/evals/test_harness.py holds the scores of its items equal
 def test_lm_evals_command_scores_a_folder(folders, tmp_path):
     rows = [("the quick brown", "fox"), ("over a lazy dog while", "seven")]
     lines = [json.dumps({"context": context, "continuation": word}) + "\n" for context, word in rows]

@@ -20,7 +20,7 @@ SIZE = {
 }
 
 
-@pytest.mark.parametrize("residual", ["block", "full"])
+@pytest.mark.parametrize("residual", ["block", pytest.param("full", marks=pytest.mark.long)])
 def test_a_compiled_decode_step_serves_every_position(residual):
     model = build(SIZE, residual, vocab_size=97, max_positions=32, seed=0).eval()
     torch.nn.init.normal_(model.residual.query, 0, 0.5)

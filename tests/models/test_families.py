@@ -222,7 +222,8 @@ def test_checkpointed_gradients_are_the_gradients(family):
             torch.testing.assert_close(grad, expected[name], rtol=0, atol=0, msg=name)
 
 
-@pytest.mark.parametrize("family", ["gemma2", pytest.param("olmo2", marks=pytest.mark.long)])
+@pytest.mark.long  # the families of tests/models/test_models.py compile in make test
+@pytest.mark.parametrize("family", ["gemma2", "olmo2"])
 def test_a_whole_model_compiles_without_a_graph_break(family):
     check_one_graph(copy.deepcopy(stirred(family)), lambda model: model(input_ids=IDS, use_cache=False).logits)
 

@@ -1,6 +1,7 @@
 """A run writes what it promises, continues bit for bit, and stops cleanly for every reason there is to stop."""
 
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -199,7 +200,12 @@ def test_muon_bf16_and_wsd_train(configure: Configure, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch's compiler itself
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
-def test_a_compiled_run_is_the_same_to_rounding(configure: Configure, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_compiled_run_is_the_same_to_rounding(
+    configure: Configure, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str
+) -> None:
+    """Inductor's C++ takes half a minute to build."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     size = {**NARROW, "num_hidden_layers": 1}
     for out, compiled in (("eager", False), ("compiled", True)):
         train(configure(out=out, compile=compiled, model={"size": size}), progress=False)
