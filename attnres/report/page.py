@@ -14,7 +14,7 @@ from attnres.data.sources import title_of
 from attnres.figures import Comparison, Plot, style
 from attnres.figures.plot import COLUMN
 from attnres.files import write_text
-from attnres.report import lasting, theme
+from attnres.report import theme
 from attnres.report.columns import plain_cells, shown, to_csv
 from attnres.report.curves import curves_csv
 from attnres.report.example import example
@@ -53,7 +53,6 @@ def page(study: Study, table: Table, comparison: Comparison, drawn: Sequence[Sec
     """The HTML text."""
     parts = [
         _section("Comparison", _table(table, comparison)),
-        _more_training(study),
         *(_section(part.title, _part(part), part.lead or _same_conditions(study)) for part in drawn),
         _examples(comparison),
         _section("Configuration and environment", _configuration(study)),
@@ -82,16 +81,6 @@ def framed(title: str, kicker: str, text: str, sections: Iterable[str], footer: 
 def _section(title: str, body: str, lead: str = "") -> str:
     lead = f'<p class="lead">{escape(lead)}</p>' if lead else ""
     return f"<section>\n<h2>{escape(title)}</h2>\n{lead}{body}\n</section>"
-
-
-def _more_training(study: Study) -> str:
-    """What lasts, where the runs are too short to show it and longer ones of their model are known."""
-    seen = lasting.tokens_of(study)
-    if seen is None:
-        return ""
-    with style.style():
-        figure = lasting.figure(seen)
-    return _section("And with more training?", figure_cards([figure]), lasting.lead(seen))
 
 
 def _kicker(study: Study) -> str:

@@ -77,6 +77,16 @@ def is_alone(study: Path) -> bool:
     return (study / ARCHIVE).is_file() and not any(path.is_dir() for path in study.iterdir())
 
 
+def texts_of(study: Path) -> set[tuple[str, str]]:
+    """Return the texts of a study's trained runs, those in its runs.jsonl included, as SHA-256 of the tokenizer and of
+    the held-out windows. Raises UserError: a file that is damaged."""
+    files = [read_json(path) for path in study.glob("*/*/data.json")]
+    if is_alone(study):
+        files += [line["files"].get("data.json", {}) for line in archived_in(study / ARCHIVE)]
+    hashes = ((data.get("tokenizer_sha256"), data.get("windows_sha256")) for data in files)
+    return {(tokenizer, windows) for tokenizer, windows in hashes if tokenizer and windows}
+
+
 def _archived(folder: Path, arm: str) -> Archived:
     files = {name: read_json(folder / name) for name in _FILES if (folder / name).is_file()}
     run: Archived = {"arm": arm, "run": folder.name, "files": files}

@@ -76,7 +76,10 @@ def conduct(design: Design, setting: Setting, means: Means, *, adopted: Sequence
             if measured.finished == before or time.monotonic() > means.until:
                 break
         begin()
-        return write(design, setting, measured)
+        outcome = write(design, setting, measured)
+        if outcome.not_used:
+            means.say.print(f"Not used: {outcome.not_used}.", highlight=False)
+        return outcome
 
 
 def _is_untimed(arm: Arm, folder: Path, means: Means) -> bool:

@@ -103,6 +103,8 @@ class Measured:
         recipe: the arms that are trained by the preset's recipe, whatever their steps and variants.
         noises: of the recipe by its steps, as the study of noise has them; none where that was not run.
         curve: the recipe's standard model's final losses by its steps, as the study of the exchange rate has them.
+        of_other_texts: names of these two studies where none of their runs had this study's tokenizer and held-out
+            text, so that their results are not used.
     """
 
     rows: list[Row] = field(default_factory=list)
@@ -113,6 +115,7 @@ class Measured:
     recipe: frozenset[str] = frozenset()
     noises: Mapping[int, Noise] = field(default_factory=dict)
     curve: Mapping[int, float] = field(default_factory=dict)
+    of_other_texts: tuple[str, ...] = ()
 
     def complete(self, arm: str) -> bool:
         """Whether every run of an arm is finished."""

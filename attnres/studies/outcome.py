@@ -9,22 +9,22 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import TypedDict
 
 from attnres.errors import UserError, unknown
 from attnres.files import write_json, write_text
 from attnres.reading import read_json
 from attnres.run_names import run_name
 from attnres.stats import plain
-from attnres.studies.adopt import same_name
 from attnres.studies.analyses.noise import Noise
-from attnres.studies.archive import ARCHIVE, archive, restored
+from attnres.studies.archive import ARCHIVE, archive, restored, texts_of
 from attnres.studies.begin import RECORD, asked, asked_in
 from attnres.studies.design import Arm, Design, Measured, Result, Setting
 from attnres.studies.lab import STUDIES
 from attnres.studies.presets import PRESETS
 from attnres.studies.rows import MEASURES, rows_of, step_times, to_csv
 from attnres.studies.variants import parse_variants
+from attnres.text import listed
 from attnres.training.run_folder import DIVERGED, ended
 from attnres.typed import checked
 
@@ -47,8 +47,6 @@ class Values(TypedDict, total=False):
 class Known(TypedDict):
     """result.json, as far as other studies read it."""
 
-    source: str | None
-    column: NotRequired[str | None]
     values: Values
 
 
@@ -71,12 +69,29 @@ class Outcome:
         planned = self.measured.planned
         return sum(len(self.measured.finished[arm]) for arm in planned), sum(map(len, planned.values()))
 
+    @property
+    def not_used(self) -> str:
+        """The studies whose results are left out because they are of another text, in words; "" for none."""
+        names = self.measured.of_other_texts
+        if not names:
+            return ""
+        where = f"{listed(names)} in {self.folder.parent}"
+        return f"the results of {where}, none of whose runs had the tokenizer and held-out text of these"
+
 
 def survey(design: Design, setting: Setting) -> tuple[list[Arm], Measured]:
     """The arms that a study asks for by now, and what their finished runs gave. Nothing is run."""
     folder = setting.folder(design.name)
     begun = frozenset(path.name for path in folder.glob("*") if path.is_dir())
-    measured = Measured(noises=_noises(setting), curve=_curve(setting), begun=begun)
+    known, texts = {name: _values(setting, name) for name in ("noise", "exchange")}, texts_of(folder)
+    ours = {name for name in known if texts & texts_of(setting.folder(name))}
+    others = tuple(name for name in known if texts and known[name] and name not in ours)
+    measured = Measured(
+        noises=_noises(known["noise"], setting) if "noise" in ours else {},
+        curve=_curve(known["exchange"]) if "exchange" in ours else {},
+        of_other_texts=others,
+        begun=begun,
+    )
     while True:
         arms = design.arms(setting, measured)
         if {arm.name for arm in arms} <= set(measured.planned):
@@ -172,9 +187,8 @@ def _is_finished(arm: Arm, run: Path) -> bool:
     return (run / DIVERGED).is_file() or (ended(run) and (not arm.measure or (run / MEASURES).is_file()))
 
 
-def _noises(setting: Setting) -> dict[int, Noise]:
+def _noises(values: Values, setting: Setting) -> dict[int, Noise]:
     """The noise of this preset and text as its study has it, by the steps of a run."""
-    values = _values(setting, "noise")
     known = values.get("by_steps") or {}
     outside = ", whose control, the same function, is OUTSIDE it" if values.get("control_inside") is False else ""
     source = f"the study of noise at {setting.name}{outside}"
@@ -185,15 +199,10 @@ def _noises(setting: Setting) -> dict[int, Noise]:
     }
 
 
-def _curve(setting: Setting) -> dict[int, float]:
-    known = _values(setting, "exchange").get("curve") or {}
-    return {int(steps): loss for steps, loss in known.items() if steps.isdecimal()}
+def _curve(values: Values) -> dict[int, float]:
+    return {int(steps): loss for steps, loss in (values.get("curve") or {}).items() if steps.isdecimal()}
 
 
 def _values(setting: Setting, study: str) -> Values:
     path = setting.folder(study) / "result.json"
-    if not path.is_file():
-        return {}
-    result = checked(read_json(path), Known, path, "carry that study out again")
-    same = same_name(result["source"], setting.source) and result.get("column") == setting.column
-    return result["values"] if same else {}
+    return checked(read_json(path), Known, path, "carry that study out again")["values"] if path.is_file() else {}

@@ -69,6 +69,7 @@ def _sections(outcome: "Outcome") -> list[str]:
         ["published", design.published],
         ["runs", f"{done} of {planned} that were asked for so far"],
         ["noise floor", floor or "attnres study noise: not run at this preset and text"],
+        *([["not used", outcome.not_used]] if outcome.not_used else []),
         ["command", command(outcome)],
     ]
     how = _table(Table("", ["", ""], facts), "plain")

@@ -65,14 +65,24 @@ def page_of(folder):
     return text
 
 
+def test_the_page_is_about_the_runs_of_its_folder_alone(tmp_path):
+    """A short comparison at `nano`, of which the project has longer ones of its own."""
+    for residual in ("standard", "block"):
+        config = write_run(tmp_path, residual) / "config.json"
+        assert json.loads(config.read_text())["model"]["size"] == "nano"
+    text = page_of(tmp_path)
+    assert "docs/results" not in text and "10.2 M" not in text
+    assert "more training" not in text and text.count("<svg") == 8 - 1
+
+
 def test_a_comparison_makes_a_whole_page(tmp_path):
     text = page_of(write_study(tmp_path, layers=3))
     for part in ("full ends below standard by", "Held-out loss", "Difference to standard over training", "Environment"):
         assert part in text
     assert "block: weights of reads" in text and "full: weights of reads" in text
     assert text.count(">before attention</text>") == text.count(">before the MLP</text>") == 2
-    # What lasts, losses, differences, weights, magnitudes, training by depth.
-    assert text.count("<svg") == 1 + 2 + 2 + 2 + 3 + 1
+    # Losses, differences, weights, magnitudes, training by depth.
+    assert text.count("<svg") == 2 + 2 + 2 + 3 + 1
     assert (tmp_path / "table.csv").read_text().startswith("label,")
 
 

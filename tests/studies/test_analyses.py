@@ -128,6 +128,20 @@ def test_the_exchange_rate_of_a_known_curve():
     assert rate.within(3.0) == rate.losses[-1] and rate.within(9.0) == rate.losses[0] and rate.within(loss) == loss
 
 
+@pytest.mark.parametrize(
+    ("steps", "losses", "loss", "base"),
+    [((2000, 4000, 8000, 16000), (3.60, 3.40, 3.30, 3.28), 3.28, 3.30), ((100, 200, 400), (4, 3, 2.99), 2.99, 3.0)],
+)
+def test_measured_lengths_are_their_own_rate(steps, losses, loss, base):
+    """Neither curve is a power law with an exponent of 2 at most: its fit misses the points."""
+    rate = exchange(steps, losses)
+    assert [rate.equal(one) for one in losses] == pytest.approx(steps)
+    assert rate.saved(loss, base) == pytest.approx(0.5)
+    places = [rate.equal(one) for one in np.linspace(losses[0] + 0.1, losses[-1] - 0.001, 300)]
+    assert places == sorted(places), "a lower loss takes more steps, between the lengths and beyond them"
+    assert not any(map(rate.extrapolates, losses)) and rate.extrapolates(losses[-1] - 0.001)
+
+
 def test_noise_makes_no_longer_run_worse():
     assert falling([3.0, 1.0, 2.0, 0.5]) == [3.0, 1.5, 1.5, 0.5]
     rate = exchange([100, 200, 400, 800], [3.0, 1.0, 2.0, 0.5])

@@ -150,13 +150,28 @@ def _lines_of_runs(path):
     return [line for line in path.read_text().splitlines() if f'"{TIMES}"' not in line]
 
 
-def test_noise_is_known_to_the_studies_after_it(setting, noise):
-    arms, measured = survey(STUDIES["budgets"], setting)
-    assert set(measured.noises) == {2, 4} and all(one.degrees == 1 for one in measured.noises.values())
+def test_noise_is_known_to_the_studies_after_it_on_the_same_text_alone(setting, noise, corpus, tmp_path):
+    """Whatever the folder of the text is called: another of the same name, and the same one moved and renamed."""
+    texts = [tmp_path / place for place in (f"another/{corpus.name}", "renamed")]
+    for text in texts:
+        shutil.copytree(corpus, text)
+    for file in texts[0].glob("*.txt"):
+        file.write_text(file.read_text().replace("counts", "is a list of numbers that"))
+    for text, known in zip(texts, (set(), {2, 4}), strict=True):
+        other = dataclasses.replace(setting, source=str(text), out=tmp_path / f"out of {text.parent.name}")
+        shutil.copytree(noise.folder, other.folder("noise"))
+        assert not survey(STUDIES["exchange"], other)[1].noises, "of no run yet whose text could be looked at"
+        with pytest.raises(Interrupted):
+            conduct(STUDIES["exchange"], other, Means(QUIET, jobs=1, run=Here(most=1)))
+        outcome = outcome_in(other.folder("exchange"))
+        assert set(outcome.measured.noises) == known
+        assert all(one.degrees == 1 for one in outcome.measured.noises.values())
+        page = (other.folder("exchange") / "study.html").read_text()
+        for said in (outcome.not_used, page):
+            assert ("none of whose runs had the tokenizer and held-out text" in said) == (not known)
+    arms, _ = survey(STUDIES["budgets"], setting)
     assert survey(STUDIES["block-size"], setting)[1].recipe == {"sizes"}
     assert not survey(STUDIES["nanogpt"], setting)[1].recipe, "another model has another noise"
-    elsewhere = dataclasses.replace(setting, source="stdlib")
-    assert not survey(STUDIES["budgets"], elsewhere)[1].noises, "another text has another noise"
     assert arms[0].name == "x4"
 
 

@@ -1,6 +1,8 @@
 """What a lower loss is worth: how many steps the standard model needs for it."""
 
+import bisect
 import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,9 +16,10 @@ from attnres.studies.analyses.scaling import Fit, fit
 class Exchange:
     """Final losses of the standard model over how long it was trained, each with a whole schedule of its own.
 
-    Through three lengths or more goes L = E + A n^-a; through two a line in the logarithm of the steps, which flatters
-    what is better, as losses fall ever more slowly. Beyond the lengths that were trained it goes on: `within` says
-    where that is.
+    At a measured length `equal` is that length. Between two of them it follows the shape of a fit to all, L = E + A
+    n^-a, stretched so that it meets both. Beyond them (`extrapolates`) it follows the fit from the nearest one. Two
+    lengths alone are joined by a line in the logarithm of the steps, which flatters what is better, as losses fall
+    ever more slowly.
 
     Attributes:
         steps: lengths, ascending. losses: means over seeds, falling; lengths whose losses
@@ -30,9 +33,15 @@ class Exchange:
         """The steps at which the standard model has this loss; NaN where fewer than two losses differ."""
         if len(self.steps) < 2:
             return math.nan
+        after = min(max(bisect.bisect_left(self.losses, -loss, key=operator.neg), 1), len(self.losses) - 1)
+        (high, low), (first, last) = self.losses[after - 1 : after + 1], self.steps[after - 1 : after + 1]
         if len(self.steps) > 2:
-            return self._curve.compute(loss)
-        (first, last), (high, low) = self.steps, self.losses
+            early, late, here = (self._curve.compute(one) for one in (high, low, loss))
+            if self.extrapolates(loss):
+                end, fitted = (first, early) if loss > high else (last, late)
+                return math.inf if math.isinf(here) else end * here / fitted
+            if math.isfinite(late):  # else the fit ends above the lower loss and has no shape there
+                return first * (last / first) ** (math.log(here / early) / math.log(late / early))
         return first * (last / first) ** ((loss - high) / (low - high))
 
     @cached_property
@@ -42,6 +51,10 @@ class Exchange:
     def within(self, loss: float) -> float:
         """The nearest loss that was trained."""
         return min(max(loss, self.losses[-1]), self.losses[0])
+
+    def extrapolates(self, loss: float) -> bool:
+        """Whether a loss lies beyond those that were trained, so that its steps are the fit's."""
+        return self.within(loss) != loss
 
     def saved(self, loss: float, base: float, step_ratio: float = 1.0) -> float:
         """The share of steps that a mechanism with this loss saves against one with the loss `base` after as many: 0.2

@@ -42,6 +42,8 @@ def analyse(setting: Setting, measured: Measured) -> Result:
     rate, steps = exchange(list(curve), list(curve.values())), setting.preset.steps
     worth = rate.saved(curve[steps] - 0.01, curve[steps]) if steps in curve else math.nan
     worth_text = "not known yet" if math.isnan(worth) else f"worth {number(100 * worth, 1)} % of the steps"
+    if not math.isnan(worth) and rate.extrapolates(curve[steps] - 0.01):
+        worth_text += f", by a fit: no run was long enough for it, the longest had {max(curve):,}"
     verdict = f"At {steps:,} steps a loss lower by 0.01 is {worth_text}."
     line = Line("standard", rate.steps, rate.losses)
     caption = "Held-out loss at the end of runs of different lengths, each with a whole schedule; mean over seeds."
