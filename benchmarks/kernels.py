@@ -27,6 +27,7 @@ from naive import EPS, naive_read
 from peers import able
 from torch import Tensor
 
+from attnres.models import traffic as counts
 from attnres.ops import Norm, depth_read, eager, explain, merge, read_sealed
 from attnres.ops.backend import Backend
 from attnres.ops.dispatch import backend_for
@@ -116,14 +117,14 @@ class Block:
 def stage_bytes(shape: Shape, itemsize: int) -> dict[str, float]:
     """Bytes that each stage moves."""
     n, later = shape.sources, shape.reads - 1
-    merges = traffic.merge(0, added=False)
+    merges = counts.merge(0, added=False)
     if later:
-        merges += traffic.merge(1, added=False) + (later - 1) * traffic.merge(1, added=True)
+        merges += counts.merge(1, added=False) + (later - 1) * counts.merge(1, added=True)
     vectors = {
-        "phase 1": traffic.read_sealed(n, shape.reads),
+        "phase 1": counts.read_sealed(n, shape.reads),
         "merges": merges,
-        "merges backward": traffic.merge_backward(0, carried=0) + later * traffic.merge_backward(1, carried=1),
-        "phase 1 backward": traffic.read_sealed_backward(n, shape.reads, n),
+        "merges backward": counts.merge_backward(0, carried=0) + later * counts.merge_backward(1, carried=1),
+        "phase 1 backward": counts.read_sealed_backward(n, shape.reads, n),
     }
     return {stage: count * shape.tokens * shape.width * itemsize for stage, count in vectors.items()}
 

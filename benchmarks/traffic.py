@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from harness import table
 
+from attnres.models.traffic import ADD, STANDARD, group, merge, read_sealed
+
 
 class Range(NamedTuple):
     low: float
@@ -54,41 +56,9 @@ class Blocks:
         return self.sealed + self.later
 
 
-# One call of each of the functions of attnres/ops/eager.py. A Triton or C kernel moves this; plain torch moves more.
-
-
-def read_sealed(n: float, reads: int) -> float:
-    """Phase 1: sources in, an output for each read out."""
-    return n + reads
-
-
-def read_sealed_backward(n: float, reads: int, carried: float) -> float:
-    """Sources, outputs' gradients and what later reads left for the sources in; the sources' gradients out."""
-    return n + reads + carried + n
-
-
-def merge(opens: int, *, added: bool, sealed: bool = True, norm: bool = True, kept: bool = True) -> float:
-    """Open sources, what is added to the last of them and the phase-1 output in; the sum, h and x out.
-
-    h goes to memory only if a backward needs it (`kept`) and it is not the phase-1 output itself; in fp32 if no norm
-    follows, when x is h rounded.
-    """
-    h = (1 if norm else 2) if kept and opens else 0
-    return opens + added + sealed + added + 1 + h
-
-
-def merge_backward(opens: int, *, carried: int, sealed: bool = True) -> float:
-    """The gradient, h, the open sources and their carried gradients in; gradients of these and of the output out."""
-    return 2 + opens + carried + opens + sealed
-
-
 def norm_only(*, backward: bool = False) -> float:
     """What a pre-norm costs on its own: x from h; or dh from dx and h."""
     return 3 if backward else 2
-
-
-ADD = 3
-"""a + b out of place."""
 
 
 # Training, forward and backward, per sublayer, with its pre-norm and its addition.
@@ -96,7 +66,7 @@ ADD = 3
 
 def standard() -> Range:
     """Addition and norm fused: h, f -> h, x. Backward: dx, h and the stream's gradient -> that gradient."""
-    return Range(8, 8)
+    return Range(STANDARD, STANDARD)
 
 
 def two_phase(net: Blocks) -> Range:
@@ -106,13 +76,14 @@ def two_phase(net: Blocks) -> Range:
     their gradients in fp32.
     """
     n, size = net.sealed, net.size
-    forward = read_sealed(n, size) + merge(0, added=False)
-    backward = read_sealed_backward(n, size, n) + merge_backward(0, carried=0)
-    if size > 1:
-        forward += merge(1, added=False) + (size - 2) * merge(1, added=True) + ADD
-        backward += (size - 1) * merge_backward(1, carried=1)
-    low = (forward + backward) / size
+    low = group(n, [0, *[1] * (size - 1)], sums=True) / size
     return Range(low, low + 4 * n / size)
+
+
+def two_phase_full(net: Blocks) -> float:
+    """This package's Full in N groups of S sublayers: every output before a group is a sealed source of it."""
+    n = 1 + (net.blocks - 1) / 2 * net.size
+    return group(n, range(net.size), sums=False) / net.size
 
 
 def fla(net: Blocks) -> Range:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 MOST = 10**9
 """GPUs, tokens, sequences, words that are counted with."""
+MICROBATCHES = 16
+"""Of a step on each copy, where nothing else is asked for."""
 
 
 @dataclass
@@ -24,8 +26,8 @@ class Plan:
     """
 
     model: Annotated[tyro.conf.Positional[Size], tyro.conf.arg(metavar="MODEL")] = "nano"
-    """nano, 100m, 0.6b, gpt2-124m, a mapping {family: qwen3, hidden_size: 64, ...}, or the folder, run or hub name of a
-    model, of which config.json is read."""
+    """pico, micro, nano, 100m, 0.6b, gpt2-124m, 7b, 8b, 70b, a mapping {family: qwen3, hidden_size: 64, ...}, or the
+    folder, run or hub name of a model, of which config.json is read."""
     gpus: int = 8
     """How many there are."""
     residual: str | None = None
@@ -44,8 +46,8 @@ class Plan:
     """Slices of every layer's matrices; none tries all within a node."""
     schedule: str | None = None
     """Schedule of the stages; none tries 1f1b and interleaved."""
-    microbatches: int = 16
-    """Micro-batches of a step on each copy."""
+    microbatches: int | None = None
+    """Micro-batches of a step on each copy; none is 16, or with --pp the next number that the schedule takes."""
     batch: int = 1
     """Sequences of a micro-batch."""
     context: int = 4096
@@ -111,27 +113,29 @@ def run(arguments: list[str]) -> None:
 
     import json
 
-    from attnres.scale.plan import ASSUMPTIONS, Load, plan
+    from attnres.scale.plan import ASSUMPTIONS, Load, beside_standard, plan
 
     costs = _measured(options) if options.measure else None
     model = _model(options, "meta")
     checkpointing = options.gradient_checkpointing
     load = Load(
-        options.gpus, options.gpu, options.context, options.batch, options.microbatches, checkpointing=checkpointing
+        options.gpus, options.gpu, options.context, options.batch, _microbatches(options), checkpointing=checkpointing
     )
     held = {"dp": options.dp, "shard": options.shard, "pp": options.pp, "tp": options.tp, "schedule": options.schedule}
     rows = plan(model, load, **held, costs=costs)
     shown = rows[: options.rows or None]
+    standard = None if model.config.residual == "standard" else beside_standard(model, load, rows[0], costs)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if options.json:
         layouts = [row.to_dict() for row in shown]
-        print(json.dumps({"parameters": parameters, "layouts": layouts, "assumptions": ASSUMPTIONS}, indent=2))
+        record = {"parameters": parameters, "layouts": layouts, "standard": standard and standard.to_dict()}
+        print(json.dumps(record | {"assumptions": ASSUMPTIONS}, indent=2))
         return
 
     title = (
         f"{parameters / 1e9:,.3g} billion parameters on {options.gpus} {options.gpu}, residual {model.config.residual}"
     )
-    _print_table(shown, title)
+    _print_table(shown, model.config.residual, standard, title)
     if costs is not None:
         layers, head = costs
         print(
@@ -140,31 +144,47 @@ def run(arguments: list[str]) -> None:
         )
     for row in shown:
         if row.pp > 1:
-            stages = f"--pp {row.pp}" + f" --pp-virtual {row.virtual}" * (row.virtual > 1)
+            stages = f"--pp {row.pp} --pp-schedule {row.schedule}" + f" --pp-virtual {row.virtual}" * (row.virtual > 1)
             print(f"{stages}: --pp-layers {' '.join(map(str, row.layers))}")
+    if standard is not None:
+        slower = shown[0].seconds / standard.seconds - 1
+        print(f"The last row has the first layout; with {model.config.residual} a step takes {slower:.1%} longer.")
     print("Memory is of the fullest rank, bytes of one rank; time is a model:")
     for assumption in ASSUMPTIONS:
         print(f"- {assumption}")
 
 
-def _print_table(rows: "list[Planned]", title: str) -> None:
-    """Print a line a layout."""
+def _microbatches(options: Plan) -> int:
+    """Return the micro-batches that were given; else 16, or with `pp` the next number that its schedule takes."""
+    from attnres.scale.pipeline import fitting_microbatches, stages_each
+
+    if options.microbatches is not None:
+        return options.microbatches
+    if options.pp is None or options.pp == 1:
+        return MICROBATCHES
+    schedule = options.schedule or "1f1b"
+    return fitting_microbatches(schedule, options.pp, stages_each(schedule), at_least=MICROBATCHES)
+
+
+def _print_table(rows: "list[Planned]", residual: str, standard: "Planned | None", title: str) -> None:
+    """Print a line a layout, and the first of them with the standard residual."""
     from rich.table import Table
 
     from attnres.terminal import wide
     from attnres.text import duration, memory
 
-    heads = ("dp x shard x pp x tp", "schedule", "memory", "states", "whole", "activations", "sources", "fits")
-    heads += ("vectors (all sent)", "stages/step", "shares/step", "slices/step", "bubble", "step", "tokens/s")
-    table = Table(*heads, title=title)
-    for row in rows:
+    heads = ("residual", "dp x shard x pp x tp", "schedule", "memory", "states", "whole", "activations", "sources")
+    heads += ("fits", "vectors (all sent)", "stages/step", "shares/step", "slices/step", "reads/step", "bubble")
+    table = Table(*heads, "step", "tokens/s", title=title)
+    for name, row in [*((residual, row) for row in rows), *([("standard", standard)] if standard else [])]:
         stages = f"{row.schedule}{f' V={row.virtual}' if row.virtual > 1 else ''}" if row.pp > 1 else "-"
         table.add_row(
-            *(f"{row.dp} x {row.shard} x {row.pp} x {row.tp}", stages),
+            *(name, f"{row.dp} x {row.shard} x {row.pp} x {row.tp}", stages),
             *map(memory, (row.memory, row.states, row.whole, row.activations, row.sources + row.buffers)),
             "yes" if row.fits else "no",
             f"{row.vectors} ({row.vectors_naive})" if row.pp > 1 else "-",
             *map(memory, (row.stage_bytes, row.share_bytes, row.slice_bytes)),
+            "not counted" if row.read_bytes is None else memory(row.read_bytes),
             *(f"{row.bubble:.0%}", duration(row.seconds), f"{row.tokens_per_s:,.0f}"),
         )
     wide().print(table)

@@ -10,6 +10,7 @@ zbv                      ZBVZeroBubble            2                there and bac
 dualpipev                DualPipeV                2                there and back again
 """
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -59,6 +60,23 @@ def schedule_named(name: str) -> Schedule:
     if name not in SCHEDULES:
         raise unknown("schedule", name, SCHEDULES)
     return SCHEDULES[name]
+
+
+def stages_each(name: str) -> int:
+    """Return the stages of a rank where nothing else is asked for."""
+    return 2 if schedule_named(name).several else 1
+
+
+def fitting_microbatches(name: str, ranks: int, virtual: int, *, at_least: int = 1, divides: int | None = None) -> int:
+    """Return the least number of micro-batches that the schedule takes, that divides `divides` if one does."""
+    taken = []
+    for count in range(at_least, at_least + 2 * ranks * virtual + 1):
+        with contextlib.suppress(UserError):
+            check_schedule(name, ranks, virtual, count)
+            taken.append(count)
+    if not taken:
+        check_schedule(name, ranks, virtual, at_least)  # which says what no number of micro-batches would mend
+    return next((count for count in taken if divides is not None and divides % count == 0), taken[0])
 
 
 def check_schedule(name: str, ranks: int, virtual: int, microbatches: int) -> None:

@@ -4,40 +4,48 @@ Vectors that cross and slots that a rank keeps come from the very table that the
 are counts and a model, with its assumptions in `ASSUMPTIONS`.
 """
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+
 from attnres.errors import UserError, unknown
 from attnres.models import DepthMixin
 from attnres.models.flops import PEAKS, step_flops
+from attnres.models.traffic import step_vectors
 from attnres.scale.activations import Activations
 from attnres.scale.crossings import Cut, crossings, most_kept, vectors
 from attnres.scale.cut import layers_of
-from attnres.scale.pipeline import check_schedule, plan_cut, schedule_named
+from attnres.scale.pipeline import check_schedule, plan_cut, stages_each
 from attnres.scale.tensor import check_slices, sliced_weights
 
 
 class Device(NamedTuple):
-    """A kind of GPU: bytes of memory, bytes a second to its neighbours in a node and to those in another, GPUs a node.
+    """A kind of GPU: bytes of memory, bytes a second from and to that memory, to its neighbours in a node and to those
+    in another, GPUs a node.
 
-    From data sheets: NVLink's two directions halved, one 400 Gbit/s adapter a GPU.
+    From data sheets (SXM modules): NVLink's two directions halved, one 400 Gbit/s adapter a GPU.
     """
 
     memory: float
+    bandwidth: float
     inside: float
     outside: float
     node: int = 8
 
 
 DEVICES = {
-    "h100": Device(80e9, 450e9, 50e9),
-    "h200": Device(141e9, 450e9, 50e9),
-    "b200": Device(192e9, 900e9, 50e9),
-    "a100": Device(80e9, 300e9, 25e9),
+    "h100": Device(80e9, 3.35e12, 450e9, 50e9),
+    "h200": Device(141e9, 4.8e12, 450e9, 50e9),
+    "b200": Device(192e9, 8e12, 900e9, 50e9),
+    "a100": Device(80e9, 2.039e12, 300e9, 25e9),
 }
+STREAM = 4
+"""Bytes of a number of the residual stream, which is fp32 under bf16 autocast."""
 
 EFFICIENCY = 0.4
 """Of a device's peak that matrix products reach in the middle of a step."""
@@ -45,6 +53,11 @@ EFFICIENCY = 0.4
 ASSUMPTIONS = (
     "parameters, gradients and AdamW's two moments are fp32 (16 bytes a parameter), matrix products bf16 at "
     f"{EFFICIENCY:.0%} of the peak, backward twice the forward",
+    "reads: the depth reads of standard, block and full, with norms and residual additions, take their memory traffic, "
+    "forward and backward, over the GPU's memory bandwidth ("
+    + ", ".join(f"{name} {device.bandwidth / 1e9:,.0f}" for name, device in DEVICES.items())
+    + " GB/s), in addition to the matrix products; the stream is fp32, kernels are fused, each sealed source is loaded "
+    "once a block; recomputation (layer, sublayer) costs a third more; other mechanisms' reads take no time here",
     "activations: what the model's own code keeps for backward, counted on tensors without numbers, with fused "
     "attention; of parameters that are in no shares, bf16 copies as well",
     "whole: parameters in shares are put together in bf16, two layers at a time (in stages all of them), and gradients "
@@ -89,6 +102,8 @@ class Planned:
         stage_bytes, share_bytes, slice_bytes: a step's, that a rank sends: between stages; for parameters and
             gradients; of tokens before and behind layers in slices.
         bubble: share of a step in which a rank waits.
+        read_bytes: a step's between a GPU's memory and its cores, for depth reads with norms and additions; None for a
+            mechanism whose reads are not counted.
     """
 
     dp: int
@@ -111,6 +126,7 @@ class Planned:
     stage_bytes: float
     share_bytes: float
     slice_bytes: float
+    read_bytes: float | None
     bubble: float
     seconds: float
     tokens_per_s: float
@@ -158,6 +174,18 @@ def plan(
     return sorted(rows, key=lambda row: (not row.fits, -row.tokens_per_s))
 
 
+def beside_standard(
+    model: DepthMixin, load: Load, row: Planned, costs: tuple[list[float], float] | None = None
+) -> Planned:
+    """Return the same layout of the same model with the standard residual."""
+    config = copy.deepcopy(model.config)
+    config.residual, config.residual_settings = "standard", {}
+    with torch.device("meta"):
+        standard = type(model)(config)
+    schedule = row.schedule if row.pp > 1 else None
+    return plan(standard, load, dp=row.dp, shard=row.shard, pp=row.pp, tp=row.tp, schedule=schedule, costs=costs)[0]
+
+
 class _Layout(NamedTuple):
     dp: int
     shard: int
@@ -182,7 +210,7 @@ def _layouts(
                     continue
                 names = ["1f1b", "interleaved"] if schedule is None else [schedule]
                 for name in names[: 1 if stages == 1 else None]:
-                    virtual = 2 if schedule_named(name).several and stages > 1 else 1
+                    virtual = stages_each(name) if stages > 1 else 1
                     if stages * virtual <= layers:
                         yield _Layout(copies, shares, stages, slices, virtual, name)
 
@@ -214,7 +242,7 @@ def _planned(
         **(layout._asdict() if layout.pp > 1 else layout._replace(schedule="none")._asdict()),
         **memory,
         **traffic,
-        **laid.time(traffic, flops * (4 / 3 if kept.made_again else 1)),
+        **laid.time(traffic, flops, again=4 / 3 if kept.made_again else 1),
     }
     total = sum(memory.values())
     return Planned(
@@ -305,12 +333,16 @@ class _LaidOut:
         dp, shard, pp, *_ = self.layout
         return 8 * (sum(self.owned) / pp / shard * (dp - 1) / dp + self.of_residual * (1 - 1 / (dp * shard)))
 
-    def time(self, traffic: Mapping[str, float], flops: float) -> dict[str, float]:
-        """Return the bubble, a step's seconds and the tokens a second, at so many operations a token."""
+    def time(self, traffic: Mapping[str, float], flops: float, *, again: float) -> dict[str, float | None]:
+        """Return the bubble, the bytes of reads, a step's seconds and the tokens a second, at so many operations a
+        token, all of it `again` times where activations are recomputed."""
         (dp, shard, pp, tp, virtual, schedule), load = self.layout, self.load
         device = DEVICES[load.device]
         step_tokens = self.tokens * load.microbatches * dp * shard
-        work = flops * step_tokens / load.gpus / (PEAKS[load.device.upper()][0] * EFFICIENCY)
+        work = again * flops * step_tokens / load.gpus / (PEAKS[load.device.upper()][0] * EFFICIENCY)
+        moved = step_vectors(self.model.residual.itself())
+        reads = None if moved is None else moved * self.model.config.hidden_size * STREAM * step_tokens / load.gpus
+        work += again * (reads or 0) / device.bandwidth
         bubble = 0.0
         if pp > 1 and not (schedule in ("zbv", "interleaved_zero_bubble", "dualpipev") and load.microbatches >= 2 * pp):
             bubble = (pp - 1) / (virtual * load.microbatches + pp - 1)
@@ -320,7 +352,7 @@ class _LaidOut:
         shares = (traffic["share_bytes"] - self.copied()) / of_shares + self.copied() / of_copies
         sending = max(0.0, traffic["stage_bytes"] / between - work) + max(0.0, shares - work)
         seconds = work / (1 - bubble) + sending + traffic["slice_bytes"] / device.inside
-        return {"bubble": bubble, "seconds": seconds, "tokens_per_s": step_tokens / seconds}
+        return {"read_bytes": reads, "bubble": bubble, "seconds": seconds, "tokens_per_s": step_tokens / seconds}
 
 
 def in_flight(schedule: str, ranks: int, virtual: int, microbatches: int) -> list[set[tuple[int, ...]]]:

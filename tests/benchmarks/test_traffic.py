@@ -5,6 +5,11 @@ import torch
 import traffic
 from traffic import Blocks
 
+from attnres.models import build
+from attnres.models.traffic import step_vectors
+from attnres.residuals import make_residual
+from attnres.scale.plan import Load, beside_standard, plan
+
 
 def test_inference_counts_are_those_of_the_papers_table():
     net = Blocks(8, 16)
@@ -42,6 +47,41 @@ def test_flash_attn_res_moves_41_vectors_and_the_copies_at_a_blocks_start(shape)
 def test_a_network_of_one_long_block_moves_what_two_phases_need_for_it():
     assert traffic.two_phase(Blocks(1, 1)).low > traffic.standard().low
     assert traffic.two_phase(Blocks(8, 1)).low > traffic.two_phase(Blocks(8, 2)).low
+
+
+SHAPE = {"family": "qwen3", "hidden_size": 64, "num_hidden_layers": 12, "num_attention_heads": 2, "head_dim": 32}
+SHAPE |= {"num_key_value_heads": 1, "intermediate_size": 128}
+
+
+@pytest.mark.parametrize(
+    ("residual", "settings", "vectors"),
+    [
+        ("standard", {}, 24 * traffic.standard().low),
+        ("block", {"block_size": 6}, 24 * traffic.two_phase(traffic.Blocks(4, 6)).low),
+        ("block", {"num_blocks": 2}, 24 * traffic.two_phase(traffic.Blocks(2, 12)).low),
+        ("full", {"group": 6}, 24 * traffic.two_phase_full(traffic.Blocks(4, 6))),
+    ],
+)
+def test_depth_reads_take_the_time_of_their_bytes(residual, settings, vectors):
+    """Bytes of the traffic model for 24 sublayers, two sequences of 1,024 tokens a micro-batch, in fp32."""
+    with torch.device("meta"):
+        model = build(SHAPE, residual, vocab_size=65536, settings=settings)
+    load = Load(8, context=1024, batch=2, microbatches=3)
+    (row,) = plan(model, load, dp=8, pp=1, tp=1, shard=1)
+    assert row.read_bytes == vectors * 2 * 1024 * 3 * 64 * 4
+    base = beside_standard(model, load, row)
+    assert (base.dp, base.seconds <= row.seconds, base.seconds < row.seconds) == (8, True, residual != "standard")
+
+
+def test_full_moves_what_a_count_by_hand_says():
+    """Groups of two sublayers, forward: n sources in and two outputs out; x of the first read; of the second the open
+    source, the phase-1 output, h and x. Backward: the sources, two gradients, carried gradients in, gradients out; 3
+    for the first merge, 6 for the second."""
+    counted = sum((n + 2) + (1 + 1) + (1 + 1 + 1 + 1) + (n + 2 + n + n) + 3 + 6 for n in (1, 3, 5))
+    assert step_vectors(make_residual("full", 6, 8, group=2)) == counted
+    assert 6 * traffic.two_phase_full(traffic.Blocks(3, 2)) == counted
+    assert step_vectors(make_residual("hyper_connections", 6, 8)) is None
+    assert step_vectors(make_residual("block", 6, 8, window=2)) is None
 
 
 def test_a_predicted_time_is_bytes_over_bandwidth():

@@ -19,6 +19,7 @@ from transformers import (
 
 from attnres import RESIDUALS, UserError
 from attnres.models import SIZES, build, build_plain, load
+from attnres.studies.presets import PRESETS
 
 SMALL = {
     "qwen3": SIZE,
@@ -320,17 +321,25 @@ def test_the_hugging_face_trainer_trains_it(ids, tmp_path):
     assert model.residual.query.any()
 
 
+VOCABULARIES = {"pico": 1024, "micro": 4096, "nano": 4096, "100m": 128_000, "0.6b": 151_936, "gpt2-124m": 50_257}
+VOCABULARIES |= {"7b": 32_000, "8b": 128_256, "70b": 128_256}
+
+
 def test_named_sizes_are_what_they_are_called():
     with torch.device("meta"):
         counts = {
             name: sum(p.numel() for p in build(name, "standard", vocab_size=vocab).parameters())
-            for name, vocab in {"nano": 4096, "100m": 128_000, "0.6b": 151_936, "gpt2-124m": 50_257}.items()
+            for name, vocab in VOCABULARIES.items()
         }
     assert counts["nano"] == pytest.approx(2.9e6, rel=0.02)
     assert counts["100m"] == pytest.approx(100e6, rel=0.15)
     assert counts["0.6b"] == pytest.approx(596e6, rel=0.01)
     assert counts["gpt2-124m"] == pytest.approx(124e6 + 1024 * 768, rel=0.01)
+    # As published: arXiv 2307.09288's 7B, and the model cards of Llama 3.
+    assert [counts[name] for name in ("7b", "8b", "70b")] == [6_738_415_616, 8_030_261_248, 70_553_706_496]
     assert set(counts) == set(SIZES)
+    for name in ("pico", "micro"):
+        assert SIZES[name] == PRESETS[name].train["model"]["size"], "a study's preset has the model of its name"
 
 
 def test_configs_know_their_residual_and_refuse_strays(tmp_path):

@@ -17,11 +17,13 @@ from attnres.scale.layer_times import layer_times
 from attnres.scale.pipeline import plan_cut
 from attnres.scale.plan import DEVICES, Load, in_flight, plan
 
+SHAPE: dict[str, Any] = {"family": "qwen3", "hidden_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 18}
+SHAPE |= {"num_key_value_heads": 6, "head_dim": 128, "intermediate_size": 9216}
+
 
 def shapes(residual="block", **fields):
     """A model without memory."""
-    size = {"family": "qwen3", "hidden_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 18}
-    size |= {"num_key_value_heads": 6, "head_dim": 128, "intermediate_size": 9216, **fields}
+    size = {**SHAPE, **fields}
     with torch.device("meta"):
         return build(size, residual, vocab_size=65536, settings={"block_size": 6} if residual == "block" else {})
 
@@ -66,6 +68,26 @@ def test_what_copies_send_costs_what_their_link_does():
     assert seconds == pytest.approx(one.share_bytes / device.outside, rel=0.02)
     inside = two.share_bytes - 8 * total / 8 * 7 / 8
     assert 64 / two.tokens_per_s == pytest.approx(inside / device.inside + total * 7 / 8 / device.outside, rel=0.05)
+
+
+def test_a_plan_has_a_row_for_standard_and_says_what_it_assumes(capsys):
+    size = json.dumps({**SHAPE, "num_hidden_layers": 2})
+    main(["plan", size, "--gpus", "32", "--pp", "1", "--tp", "1", "--rows", "2"])
+    shown = capsys.readouterr().out
+    assert "standard" in shown and "longer" in shown and "h100 3,350" in shown
+    main(["plan", size, "--gpus", "2", "--pp", "1", "--dp", "2", "--json"])
+    planned = json.loads(capsys.readouterr().out)
+    (row,), base = planned["layouts"], planned["standard"]
+    assert base["tokens_per_s"] > row["tokens_per_s"] and base["dp"] == row["dp"] == 2
+
+
+def test_micro_batches_that_were_not_given_are_as_many_as_the_stages_need(capsys):
+    size = json.dumps({**SHAPE, "num_hidden_layers": 24})
+    main(["plan", size, "--gpus", "24", "--pp", "24", "--schedule", "1f1b", "--json"])
+    assert json.loads(capsys.readouterr().out)["layouts"][0]["bubble"] == 23 / 47
+    with pytest.raises(SystemExit):
+        main(["plan", size, "--gpus", "24", "--pp", "24", "--schedule", "1f1b", "--microbatches", "16"])
+    assert "16 micro-batches" in capsys.readouterr().err
 
 
 def test_micro_batches_in_flight():
