@@ -1,12 +1,13 @@
 """`attnres compare`: train variants side by side."""
 
 import dataclasses
+import sys
 from dataclasses import dataclass, field
 
 from attnres.commands.train import Model, plain_config
 from attnres.errors import UserError
 from attnres.flags import Hidden, Settings, config_file, fields_of, parse
-from attnres.training.check import refuse_idle
+from attnres.training.check import fitted, refuse_idle
 from attnres.training.config import ModelConfig, OptimConfig, TrainConfig, from_dict
 from attnres.typed import overlay
 
@@ -15,7 +16,7 @@ from attnres.typed import overlay
 class SharedModel(Model):
     """Which model is trained, besides its residual."""
 
-    residual: Hidden[str] = "standard"
+    residual: Hidden[str] = "standard"  # ty: ignore[incompatible-mutable-override]
     block_size: Hidden[int | None] = None
     num_blocks: Hidden[int | None] = None
     settings: Hidden[Settings] = field(default_factory=dict)
@@ -77,6 +78,9 @@ def run(arguments: list[str]) -> None:
     options = parse("compare", Compare, arguments, Compare(**defaults))
     config = plain_config(options)
     refuse_idle(dataclasses.replace(config, finetune=demo.finetune), demo)  # variants may use what is fine-tuning's
+
+    for note in fitted(config)[1]:
+        print(f"attnres: {note}", file=sys.stderr)
 
     from attnres.studies.compare import compare
     from attnres.studies.plan import CompareConfig

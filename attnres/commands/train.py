@@ -1,6 +1,7 @@
 """`attnres train`: train one model."""
 
 import os
+import sys
 from dataclasses import dataclass, field
 
 from attnres.flags import Hidden, Settings, Size, config_file, fields_of, parse
@@ -13,8 +14,11 @@ class Model(ModelConfig):
     """Which model is trained."""
 
     size: Size = None
-    """nano, 100m, 0.6b, gpt2-124m, or a mapping {family: qwen3, hidden_size: 64, ...}; none is nano, or with init_from
-    the size of that model."""
+    """pico, micro, nano, 100m, 0.6b, gpt2-124m, 7b, 8b, 70b, or a mapping {family: qwen3, hidden_size: 64, ...}; none
+    is nano, or with init_from the size of that model."""
+    residual: str | None = None  # ty: ignore[incompatible-attribute-override]
+    """How sublayers read earlier outputs: a mechanism's name, or FILE.py:CLASS for one of your own file; none is block,
+    or with init_from that of a model which has depth reads."""
     residual_file: Hidden[str | None] = None
     residual_sha256: Hidden[str | None] = None
     settings: Settings = field(default_factory=dict)
@@ -38,7 +42,12 @@ def run(arguments: list[str]) -> None:
     end_with_parent()  # first of all: a process whose torchrun is lost while it imports torch would not know
     values, arguments = config_file(arguments)
     base = from_dict(values)
-    options = parse("train", Train, arguments, Train(**fields_of(base, model=Model(**fields_of(base.model)))))
+    model = Model(**fields_of(base.model))
+    if "residual" not in values.get("model", {}):
+        model.residual = None
+    options = parse("train", Train, arguments, Train(**fields_of(base, model=model)))
+    if options.model.residual is None:
+        options.model.residual = _residual_of(options.finetune.init_from)
     config = plain_config(options)
 
     from attnres.training import train
@@ -49,6 +58,21 @@ def run(arguments: list[str]) -> None:
             f"held-out loss {summary['val_loss']:.3f} nats per token (perplexity {summary['perplexity']:.2f}) after "
             f"{summary['step']:,} steps, {summary['tokens']:,} tokens"
         )
+
+
+def _residual_of(init_from: str | None) -> str:
+    """Return the residual of a run that names none: that of the model it goes on from, said on stderr, or block."""
+    usual = ModelConfig().residual
+    if init_from is None:
+        return usual
+    from attnres.training.start import find_start, has_reads
+
+    start = find_start(init_from)
+    if not has_reads(start) or start.residual in (None, usual):
+        return usual
+    if os.environ.get("RANK", "0") == "0":
+        print(f"attnres: model.residual is {start.residual}: that of {init_from}", file=sys.stderr)
+    return start.residual
 
 
 def plain_config(options: TrainConfig) -> TrainConfig:

@@ -13,7 +13,7 @@ from attnres.errors import UserError
 from attnres.residuals.registry import ships
 from attnres.run_names import run_name
 from attnres.studies.variants import TRAINING, Variant, parse_variants
-from attnres.training.check import check, idle, without_idle
+from attnres.training.check import check, fitted, idle, without_idle
 from attnres.training.config import OptimConfig, TrainConfig, from_dict, resolve
 from attnres.training.environment import has_bf16
 from attnres.training.start import check_model, settle
@@ -49,7 +49,7 @@ class Plan:
 def make_plan(config: CompareConfig, here: bool = True) -> Plan:
     """Every run's full configuration, checked: a mistake in the last variant shows before the first is trained. Runs of
     other machines, not `here`, keep the device that was asked for; where it is "auto" each finds its own."""
-    base = config.base
+    base = fitted(config.base)[0]
     if not config.seeds or len(set(config.seeds)) < len(config.seeds) or min(config.seeds) < 0:
         raise UserError(f"seeds are {config.seeds}: expected different whole numbers from 0, e.g. 0 1 2")
     if config.jobs is not None and config.jobs < 1:

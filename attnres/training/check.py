@@ -50,12 +50,7 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
     optim, finetune = config.optim, config.finetune
     if config.device.split(":")[0] not in ("auto", "cpu", "cuda"):
         raise unknown("device", config.device, ("auto", "cpu", "cuda"))
-    values = dict(leaves(to_dict(config)))
-    for requirement, fits, names in BOUNDS:
-        for name in names.split():
-            value = values[name]
-            if value is not None and not all(map(fits, value if isinstance(value, list | tuple) else [value])):
-                raise UserError(f"{name} is {value}: {requirement}")
+    _check_bounds(config)
     if config.keep_at and max(config.keep_at) > config.steps:
         raise UserError(
             f"keep_at is {list(config.keep_at)}: the run has {config.steps} steps, give some from 1 to {config.steps}"
@@ -91,6 +86,15 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
         )
 
 
+def _check_bounds(config: TrainConfig) -> None:
+    values = dict(leaves(to_dict(config)))
+    for requirement, fits, names in BOUNDS:
+        for name in names.split():
+            value = values[name]
+            if value is not None and not all(map(fits, value if isinstance(value, list | tuple) else [value])):
+                raise UserError(f"{name} is {value}: {requirement}")
+
+
 def unused(values: Mapping[str, Any]) -> dict[str, str]:
     """Names of the fields that change nothing beside these values (all, by dotted names), and what each is for."""
     needed = {
@@ -123,18 +127,90 @@ def without_idle(config: TrainConfig, kept: Container[str] = ()) -> TrainConfig:
     return from_dict(changes, config)
 
 
+def sees_all_depths(parallel: ParallelConfig) -> bool:
+    """Return whether each process has all layers and all tokens, so that magnitudes by depth can be measured."""
+    return max(parallel.pp, parallel.tp, parallel.cp) == 1
+
+
+def fitted(config: TrainConfig, world_size: int = 1) -> tuple[TrainConfig, list[str]]:
+    """Return the configuration with defaults replaced where they would refuse what was given, and a sentence for each.
+
+    A field counts as given if it is not the default, as in `idle`. A value that was given is left as it is: if it does
+    not fit, `check` or the layout refuses it. Raises UserError for numbers that nothing could be fitted to.
+    """
+    from_dict(dataclasses.asdict(config))  # which refuses values of a wrong type
+    _check_bounds(config)
+    usual, notes = TrainConfig(), list[str]()
+
+    def changed(part: str, why: str, **values: Any) -> None:
+        nonlocal config
+        config = from_dict({part: values} if part else values, config)
+        notes.extend(f"{part}{'.' if part else ''}{name} is {value}: {why}" for name, value in values.items())
+
+    if world_size > 1 and config.parallel == usual.parallel:
+        changed("parallel", f"torchrun started {world_size} processes, each trains a copy", dp=world_size)
+    if config.parallel.pp > 1:
+        _fit_stages(config, usual, _copies(config.parallel, world_size), changed)
+    if not sees_all_depths(config.parallel) and config.depth_every == usual.depth_every:
+        notes.append(
+            f"magnitudes and gradients by depth are not measured (depth_every {config.depth_every}): with pp, tp or cp "
+            "no process has all layers and tokens"
+        )
+    shares = config.accumulation * _copies(config.parallel, world_size)
+    if config.batch_size == usual.batch_size and config.batch_size % shares:
+        size = math.ceil(config.batch_size / shares) * shares
+        changed("", f"the default, {usual.batch_size}, does not divide into {shares} micro-batches", batch_size=size)
+    if config.finetune.init_from is not None and config.data.seq_len == usual.data.seq_len:
+        from attnres.training.start import find_start
+
+        longest = getattr(find_start(config.finetune.init_from).config, "max_position_embeddings", None)
+        if longest is not None and longest < config.data.seq_len:
+            changed("data", f"{config.finetune.init_from} takes no longer sequences", seq_len=longest)
+    optim = config.optim
+    if optim.schedule == "wsd" and optim.warmup + optim.decay > 1:
+        for name, other in (("warmup", "decay"), ("decay", "warmup")):
+            if getattr(optim, name) == getattr(usual.optim, name) and getattr(optim, other) <= 1:
+                rest = 1 - getattr(optim, other)
+                changed("optim", f"optim.{other} is {getattr(optim, other)} of the run", **{name: rest})
+                break
+    return config, notes
+
+
+def _fit_stages(config: TrainConfig, usual: TrainConfig, copies: int, changed: Callable[..., None]) -> None:
+    """Change defaults that do not fit a pipeline, of which there are so many copies: its stages a process, its
+    schedule, micro-batches, kind of loss."""
+    from attnres.scale.pipeline import fitting_microbatches, schedule_named, stages_each
+
+    parallel = config.parallel
+    schedule, virtual, stages = parallel.pp_schedule, parallel.pp_virtual, len(parallel.pp_layers or ())
+    if virtual is None and stages > parallel.pp and stages % parallel.pp == 0:
+        virtual = stages // parallel.pp
+        if virtual != stages_each(schedule):
+            changed("parallel", f"pp_layers has {stages} stages for {parallel.pp} processes", pp_virtual=virtual)
+    if schedule == usual.parallel.pp_schedule and (virtual or 1) > 1:
+        schedule = "interleaved"
+        changed("parallel", f"a process has {virtual} stages", pp_schedule=schedule)
+    if config.accumulation == usual.accumulation:
+        each = virtual or stages_each(schedule)
+        count = fitting_microbatches(schedule, parallel.pp, each, divides=config.batch_size // copies)
+        if count > config.accumulation:
+            changed("", f"the schedule {schedule} needs micro-batches", accumulation=count)
+    if schedule_named(schedule).apart and config.loss == usual.loss:
+        changed("", f"the schedule {schedule} needs all logits of a micro-batch", loss="whole")
+
+
+def _copies(parallel: ParallelConfig, world_size: int) -> int:
+    """Return into how many shares a batch is divided."""
+    return max(1, world_size // (parallel.pp * parallel.tp * parallel.cp))
+
+
 def shares_of(config: TrainConfig, world_size: int) -> int:
     """Into how many shares a batch is divided: the processes over those that work on one share together.
 
     Raises:
-        UserError: a number of processes that the table `parallel` does not make, or several of which it says nothing.
+        UserError: a number of processes that the table `parallel` does not make.
     """
     parallel = config.parallel
-    if world_size > 1 and parallel == ParallelConfig():
-        raise UserError(
-            f"torchrun started {world_size} processes and nothing says how they share the work: give --dp {world_size} "
-            f"for copies of the model, --shard {world_size} for shares of it, or another layout (docs/scale.md)"
-        )
     together = parallel.pp * parallel.shard * parallel.tp * parallel.cp * (parallel.dp or 1)
     fits = world_size == together if parallel.dp else world_size % together == 0
     if not fits:
@@ -144,4 +220,4 @@ def shares_of(config: TrainConfig, world_size: int) -> int:
             f"{together if parallel.dp else f'a multiple of {together}'} with torchrun --nproc-per-node, or change the "
             "table"
         )
-    return world_size // (parallel.pp * parallel.tp * parallel.cp)
+    return _copies(parallel, world_size)

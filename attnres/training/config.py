@@ -22,8 +22,8 @@ class ModelConfig:
     """Which model is trained."""
 
     size: str | dict[str, Any] | None = None
-    """Named size (nano, 100m, 0.6b, gpt2-124m); in a file also a mapping {family: qwen3, hidden_size: 64, ...}; none is
-    nano, or with finetune.init_from the size of that model."""
+    """Named size (pico, micro, nano, 100m, 0.6b, gpt2-124m, 7b, 8b, 70b); in a file also a mapping {family: qwen3,
+    hidden_size: 64, ...}; none is nano, or with finetune.init_from the size of that model."""
     residual: str = "block"
     """How sublayers read earlier outputs: a mechanism's name, or FILE.py:CLASS for one of your own file."""
     residual_file: str | None = None
@@ -136,7 +136,8 @@ class ParallelConfig:
     """How the processes of torchrun share the work: dp x shard x pp x tp x cp processes."""
 
     dp: int | None = None
-    """Copies of the model, each with its share of every batch; none is what the others leave of the processes."""
+    """Copies of the model, each with its share of every batch; none is what the others leave of the processes, all of
+    them where nothing else is given."""
     shard: int = 1
     """Processes among which every parameter, gradient and optimizer state is shared out (FSDP2; HSDP with dp)."""
     pp: int = 1
@@ -180,7 +181,8 @@ class TrainConfig:
     batch_size: int = 8
     """Sequences a step, over all processes and micro-batches."""
     accumulation: int = 1
-    """Micro-batches a step: memory falls, the result is the same mean over all tokens."""
+    """Micro-batches a step: memory falls, the result is the same mean over all tokens. With parallel.pp, 1 becomes as
+    many as the schedule needs."""
     dtype: Literal["auto", "fp32", "bf16"] = "auto"
     """bf16 is autocast over fp32 parameters; auto is bf16 where the device has it, else fp32."""
     device: str = "auto"
@@ -198,7 +200,8 @@ class TrainConfig:
     log_every: int = 10
     """Steps between training lines in metrics.jsonl; each gives the mean loss since the one before."""
     depth_every: int = 100
-    """Steps between measurements of magnitudes and gradients by depth; 0 turns them off."""
+    """Steps between measurements of magnitudes and gradients by depth; 0 turns them off. With pp, tp or cp there are
+    none."""
     save_every: int = 500
     """Steps between checkpoints (there is always one at the end and on Ctrl-C)."""
     keep_at: tuple[int, ...] = ()

@@ -21,7 +21,7 @@ from attnres.errors import UserError
 from attnres.forward import evaluating
 from attnres.head import called_losses
 from attnres.training import validate
-from attnres.training.check import shares_of
+from attnres.training.check import sees_all_depths, shares_of
 from attnres.training.config import ParallelConfig, TrainConfig
 from attnres.training.objective import Objective
 from attnres.training.parallel import Processes
@@ -72,7 +72,8 @@ def _refuse(config: TrainConfig) -> None:
         raise UserError(
             f"distill_weight is given and parallel.{table} above 1: a teacher cannot be cut along, use dp and shard"
         )
-    if table != "shard" and config.depth_every:
+    # The default is no wish of the user: `fitted` says that nothing is measured.
+    if not sees_all_depths(parallel) and config.depth_every not in (0, TrainConfig().depth_every):
         raise UserError(
             f"depth_every is given and parallel.{table} above 1: nobody sees all depths of a model that is cut into "
             "stages, or all tokens of a sequence in slices; give --depth-every 0"
@@ -243,11 +244,11 @@ class Staged(Sharded):
     objective = None
 
     def __init__(self, config: TrainConfig, who: Processes) -> None:
-        from attnres.scale.pipeline import check_schedule, schedule_named
+        from attnres.scale.pipeline import check_schedule, stages_each
 
         super().__init__(config, who)
         parallel = config.parallel
-        self.virtual = parallel.pp_virtual or (2 if schedule_named(parallel.pp_schedule).several else 1)
+        self.virtual = parallel.pp_virtual or stages_each(parallel.pp_schedule)
         check_schedule(parallel.pp_schedule, parallel.pp, self.virtual, config.accumulation)
 
     def place(self, objective: Objective) -> Any:

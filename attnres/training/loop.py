@@ -4,6 +4,7 @@ What an update is: `attnres.training.run`.
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, closing, contextmanager
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from attnres.errors import Interrupted
 from attnres.files import locked
 from attnres.training import environment, start
-from attnres.training.check import check
+from attnres.training.check import check, fitted
 from attnres.training.config import TrainConfig, resolve, to_dict
 from attnres.training.ending import finish
 from attnres.training.interrupt import caught_signals
@@ -33,13 +34,15 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
     """
     who = join_processes(config.device)
     with who.alike():
-        config = start.settle(resolve(config))
+        config, notes = fitted(start.settle(resolve(config)), who.world_size)
         check(config, who.world_size)
         start.check_model(config)
         if config.track != "none" and who.first:
             import_tracker(config.track)
         if config.finetune.train_only == "lora":
             import_peft()
+    for note in notes if who.first else []:
+        print(f"attnres: {note}", file=sys.stderr)
     dtype = config.dtype if config.dtype != "auto" else ("bf16" if environment.has_bf16(who.device) else "fp32")
     config = dataclasses.replace(config, dtype=dtype, device=who.device.type)
     going_on = f"give the same command with --resume to go on from the last checkpoint in {config.out}"

@@ -28,6 +28,7 @@ from attnres.reading import read_json
 from attnres.stats import or_none, standard_error
 from attnres.training import arithmetic, checkpoint, distill, environment, regimes, shares, start, validate
 from attnres.training.by_depth import magnitudes, recorded
+from attnres.training.check import sees_all_depths
 from attnres.training.config import TrainConfig, to_dict
 from attnres.training.data import data_record, open_data
 from attnres.training.device import tune
@@ -175,7 +176,8 @@ class Run:
         set_learning_rate(self.optimizers, rate, share)
         self.model.residual("set_progress", step / config.steps)
 
-        by_depth = bool(config.depth_every) and (step % config.depth_every == 0 or step == config.steps)
+        every = config.depth_every if sees_all_depths(config.parallel) else 0
+        by_depth = bool(every) and (step % every == 0 or step == config.steps)
         with torch.no_grad():
             self.penalty = self.model.residual("penalty")
         self.depth = None

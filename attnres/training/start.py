@@ -62,7 +62,7 @@ def find_start(init_from: str) -> "Checkpoint":
     return start
 
 
-def _continued(start: "Checkpoint") -> bool:
+def has_reads(start: "Checkpoint") -> bool:
     """Whether it has depth reads, or another residual than the plain standard one, which can only be kept."""
     return start.residual is not None and (start.residual != "standard" or bool(start.settings))
 
@@ -92,7 +92,7 @@ def settle(config: TrainConfig) -> TrainConfig:
             f"both size {_named(model.size)} and init_from {name} are given: the model has its size, leave size out"
         )
     start = find_start(name)
-    if _continued(start):
+    if has_reads(start):
         settings = _kept_settings(start, model)
     else:
         exact = {"read_scale": "sum"} if "read_scale" in settings_of(model.residual) else {}

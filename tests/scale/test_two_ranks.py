@@ -80,6 +80,9 @@ COUNTED: dict[str, tuple[dict[str, Any], str]] = {
     "pp, bf16": ({"pp": 2}, "bf16"),
     "interleaved": ({"pp": 2, "pp_schedule": "interleaved"}, "fp32"),
 }
+DEFAULTS = {"depth_every": 100, "accumulation": 1, "steps": 2}
+ALONE: dict[str, dict[str, Any]] = {**{name: {name: 2} for name in ("shard", "pp", "tp", "cp")}, "none": {}}
+"""What a command line gives beside a size: `--pp 2` alone, say, or torchrun alone."""
 SHARD, STAGES, BESIDE = {"shard": 2}, {"pp": 2}, {"shard": 2, "async_save": True}
 MUON = {"optim": {"optimizer": "muon"}, "steps": 4}
 CHUNKED = {"loss": "chunked", "gradient_checkpointing": "layer"}
@@ -108,8 +111,8 @@ def both(corpus, launched, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
         run("8 again", "again", parallel=BESIDE, save_every=3, resume=True),
         run("watched", parallel=STAGES, depth_every=5),
         run("too many", parallel={"shard": 4}),
-        run("unsaid"),
-        run("few", parallel=STAGES, accumulation=1),
+        *(run(f"defaults {name}", parallel=parallel, **DEFAULTS) for name, parallel in ALONE.items()),
+        run("few", parallel={**STAGES, "pp_schedule": "dualpipev"}),
         run("both", parallel={"tp": 2, "cp": 2, "dp": 1}),
         run("whole", parallel={"async_save": True}),
         run("watched slices", parallel={"tp": 2}, depth_every=5),
@@ -291,15 +294,26 @@ def test_a_checkpoint_in_shares_is_read_by_one_process_and_refused_when_damaged(
     assert all(torch.equal(exported[name].float(), other[name].float()) for name in other)
 
 
+@pytest.mark.parametrize("name", ALONE)
+def test_a_layout_alone_runs_with_defaults_everywhere_else(both, name):
+    root, results = both
+    losses, folder = results["runs"], root / f"defaults {name}"
+    assert losses[f"defaults {name}"] == pytest.approx(losses["defaults none"], rel=1e-6)
+    config = json.loads((folder / "config.json").read_text())
+    assert config["accumulation"] == (2 if name == "pp" else 1) and config["depth_every"] == 100
+    assert config["parallel"]["dp"] == (2 if name == "none" else None)
+    measured = {line["kind"] for line in read(folder / "metrics.jsonl")}
+    assert ("depth" in measured) == (name in ("shard", "none")), "no process sees all depths of a model that is cut"
+
+
 def test_mistakes_are_one_sentence_on_the_first_process(both):
     runs = both[1]["runs"]
     assert "give --depth-every 0" in runs["watched"]
     assert "there are 2 processes: start a multiple of 4" in runs["too many"]
-    assert "2 processes and nothing says how they share the work: give --dp 2" in runs["unsaid"]
     assert "tp 2 x cp 2 and there are 2 processes: start 4 " in runs["both"]
     assert "parallel.async_save is on and the model is whole" in runs["whole"]
     assert "parallel.tp above 1: nobody sees all depths" in runs["watched slices"]
     assert "parallel.cp above 1: nobody sees all depths" in runs["watched tokens"]
     assert "data.seq_len is 1: too few tokens for 2 processes" in runs["short"]
-    assert "1 microbatches a step (accumulation) are too few for the schedule 1f1b" in runs["few"]
+    assert "2 microbatches a step (accumulation) are too few for the schedule dualpipev" in runs["few"]
     assert "holds a finished run" in runs["finished"]

@@ -10,10 +10,12 @@ from attnres.commands.train import Train
 from attnres.errors import UserError
 from attnres.flags import config_file, parse
 from attnres.scale.cut import cut_of, placed
+from attnres.scale.pipeline import check_schedule, stages_each
 from attnres.training import TrainConfig, from_dict, to_dict
-from attnres.training.check import check
+from attnres.training.check import check, fitted
 from attnres.training.config import merged_settings, resolve
 from attnres.training.sameness import differences
+from attnres.typed import leaves
 
 
 def test_the_defaults_can_run() -> None:
@@ -142,6 +144,55 @@ def test_the_first_and_the_last_stage_may_have_no_layer() -> None:
 def test_sizes_must_divide_among_processes() -> None:
     with pytest.raises(UserError, match=r"batch_size 8 .* accumulation 2 x 3 processes: use a multiple of 6"):
         check(from_dict({"accumulation": 2, "parallel": {"dp": 3}}), world_size=3)
+
+
+GIVEN: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {
+    "torchrun alone": ({}, 2, {"parallel.dp": 2}),
+    "pp": ({"parallel": {"pp": 2}}, 2, {"accumulation": 2}),
+    "pp of three, of a batch of eight": ({"parallel": {"pp": 3}}, 3, {"accumulation": 4}),
+    "pp and dp": ({"parallel": {"pp": 4, "dp": 2}}, 8, {"accumulation": 4}),
+    "more stages than sequences": ({"parallel": {"pp": 12}}, 12, {"accumulation": 12, "batch_size": 12}),
+    "interleaved": ({"parallel": {"pp": 2, "pp_schedule": "interleaved"}}, 2, {}),
+    "pp_virtual": ({"parallel": {"pp": 2, "pp_virtual": 2}}, 2, {"parallel.pp_schedule": "interleaved"}),
+    "layers of four stages": (
+        {"parallel": {"pp": 2, "pp_layers": [3, 3, 3, 3]}},
+        2,
+        {"parallel.pp_virtual": 2, "parallel.pp_schedule": "interleaved"},
+    ),
+    "zero bubble": ({"parallel": {"pp": 2, "pp_schedule": "zbv"}}, 2, {"loss": "whole"}),
+    "shard of sixteen": ({"parallel": {"shard": 16}}, 16, {"batch_size": 16}),
+    "accumulation": ({"accumulation": 3}, 1, {"batch_size": 9}),
+    "a decay of the whole run": ({"optim": {"schedule": "wsd", "decay": 1.0}}, 1, {"optim.warmup": 0.0}),
+    "a warm-up of the whole run": ({"optim": {"schedule": "wsd", "warmup": 1.0}}, 1, {"optim.decay": 0.0}),
+    "what fits": ({"parallel": {"pp": 2, "dp": 2}, "accumulation": 2, "depth_every": 0}, 4, {}),
+}
+"""Values that a user gives, the number of processes, and the defaults that give way."""
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_a_default_that_stands_in_the_way_gives_way_and_is_said(name: str) -> None:
+    values, processes, changed = GIVEN[name]
+    before = resolve(from_dict(values))
+    config, notes = fitted(before, processes)
+    known = dict(leaves(to_dict(before)))
+    assert {key: value for key, value in leaves(to_dict(config)) if value != known[key]} == changed
+    assert all(any(note.startswith(f"{key} is {value}: ") for note in notes) for key, value in changed.items())
+    by_depth = "depth_every" not in values and "pp" in values.get("parallel", {})
+    assert len(notes) == len(changed) + by_depth and any("depth_every" in note for note in notes) == by_depth
+    check(config, processes)
+    if config.parallel.pp > 1:
+        each = config.parallel.pp_virtual or stages_each(config.parallel.pp_schedule)
+        check_schedule(config.parallel.pp_schedule, config.parallel.pp, each, config.accumulation)
+    assert fitted(config, processes)[0] == config, "nothing is left to change"
+
+
+def test_what_was_given_does_not_give_way() -> None:
+    with pytest.raises(UserError, match="batch_size 12 does not divide"):
+        check(fitted(from_dict({"batch_size": 12, "parallel": {"dp": 8}}), 8)[0], 8)
+    with pytest.raises(UserError, match="steps is -1"):
+        fitted(from_dict({"steps": -1}), 2)
+    pipeline = from_dict({"parallel": {"pp": 2, "pp_schedule": "dualpipev"}, "accumulation": 2})
+    assert fitted(pipeline, 2)[0].accumulation == 2
 
 
 def test_a_seed_leaves_room_for_the_ranks() -> None:

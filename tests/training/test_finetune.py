@@ -102,6 +102,38 @@ def test_a_plain_model_starts_where_it_was(tune: Configure, plain: Path, tmp_pat
     assert record["trainable"] == summary["parameters"]
 
 
+def test_the_residual_and_the_length_of_a_start_model_stand_where_none_was_given(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No `--residual` goes on with Full; the default of 256 tokens is no reason to refuse a model of 32 positions."""
+    start = tmp_path / "full"
+    words = json.loads((corpus / "header.json").read_text())["vocab_size"]
+    build(NARROW, "full", vocab_size=words, max_positions=32).save_pretrained(start)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(corpus / name, start / name)
+    flags = [
+        "--init-from",
+        str(start),
+        "--source",
+        str(corpus),
+        "--steps",
+        "1",
+        "--val-windows",
+        "2",
+        "--device",
+        "cpu",
+    ]
+    cli.main(["train", *flags, "--dtype", "fp32", "--no-progress", "--out", str(tmp_path / "more")])
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[1] for line in said] == [" model.residual is full", " data.seq_len is 32"]
+    config = json.loads((tmp_path / "more" / "config.json").read_text())
+    assert (config["model"]["residual"], config["data"]["seq_len"]) == ("full", 32)
+    for more in (["--residual", "block"], ["--seq-len", "64"]):
+        with pytest.raises(SystemExit):
+            cli.main(["train", *flags, *more, "--no-progress", "--out", str(tmp_path / "other")])
+        assert more[1] in capsys.readouterr().err, "what was given is refused"
+
+
 @pytest.mark.parametrize("residual", ["standard", "block", "full"])
 def test_every_residual_starts_at_the_same_weights(tune: Configure, residual: str) -> None:
     config = tune()
