@@ -214,8 +214,7 @@ def _leave_splits(choice: Choice, folder: Path) -> None:
         held_out = [path for path in held_out if suffix_of(path) not in CODE]
     if len(held_out) == len(choice.read):
         raise UserError(
-            f"all text in {folder} is called a test or validation split: to read it, name it or its folder, for example "
-            f"{held_out[0]}"
+            f"all text in {folder} is called a test or validation split: to read it, name it, for example {held_out[0]}"
         )
     choice.leave("a test or validation split", held_out, folder)
 
