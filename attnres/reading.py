@@ -33,7 +33,7 @@ def read_text(path: str | Path, limit: int = MAX_BYTES) -> str:
     try:
         if (size := path.stat().st_size) > limit:
             raise UserError(f"{path} has {size:,} bytes: expected at most {limit:,}, is it another file?")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid UTF-8 ({error.reason}): it is damaged or no text") from error
     except OSError as error:

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-AREAS = ("inputs", "flags", "disks", "kills", "comparisons", "requests")
+AREAS = ("inputs", "folders", "flags", "disks", "kills", "comparisons", "requests")
 
 
 def main() -> None:
@@ -27,6 +27,7 @@ def main() -> None:
     from fuzz.disk import retry_full_disks, try_full_disks
     from fuzz.explorer import try_requests
     from fuzz.flags import retry_flags, try_flags
+    from fuzz.folders import try_folders
     from fuzz.forked import preload
     from fuzz.inputs import retry_inputs, try_inputs
     from fuzz.kills import try_comparisons, try_kills
@@ -37,6 +38,7 @@ def main() -> None:
     material, tally = make(work), Tally(options.out)
     areas = {
         "inputs": try_inputs,
+        "folders": try_folders,
         "flags": try_flags,
         "disks": try_full_disks,
         "kills": try_kills,
@@ -53,7 +55,10 @@ def main() -> None:
         share = (options.minutes * 60 - (time.monotonic() - began)) / (len(options.only) - place)
         until = time.monotonic() + share
         areas[name](
-            material, tally, 10**9 if name != "requests" else 1000, more=lambda until=until: time.monotonic() < until
+            material,
+            tally,
+            {"requests": 1000, "folders": 2000}.get(name, 10**9),
+            more=lambda until=until: time.monotonic() < until,
         )
         tally.save()
     tally.record["seconds"] += time.monotonic() - began

@@ -10,9 +10,10 @@ class Prepare:
     """Tokenise a corpus into shards. Training does it by itself; this is for doing it ahead or keeping the result."""
 
     source: str = "stdlib"
-    """stdlib (Python's own sources), a file or folder (.txt, .jsonl, .json, .csv, .parquet, .arrow, .py; text also as
-    .gz or .zst; what datasets.save_to_disk wrote), hub:NAME[:CONFIG[:SPLIT]], task:NAME, or several: mix:SOURCE,SOURCE
-    is all of each, mix:SOURCE=3,SOURCE=1 has their texts in these shares until one is used up."""
+    """stdlib (Python's own sources), a file or folder (.txt, .md, .jsonl, .json, .csv, .parquet, .arrow, .py and other
+    code; text also as .gz or .zst; what datasets.save_to_disk wrote), a pattern ('data/**/*.txt'),
+    hub:NAME[:CONFIG[:SPLIT]], task:NAME, or several: mix:SOURCE,SOURCE is all of each, mix:SOURCE=3,SOURCE=1 has their
+    texts in these shares until one is used up. Of a folder the split train is read; a line says what is left out."""
     tokenizer: str = "bpe:4096"
     """bpe:VOCAB trains a byte-level BPE on the training text; else a local tokenizer folder or a hub name."""
     column: str = "text"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.progress import DownloadColumn
 from tokenizers import Tokenizer
 
@@ -32,6 +33,7 @@ from attnres.folders import kind_of, refuse_other
 from attnres.locks import lock
 from attnres.paths import user_path
 from attnres.progress import Bars
+from attnres.terminal import say
 from attnres.text import memory
 
 MOST_WORKERS = 1024
@@ -89,7 +91,7 @@ def prepare(
         workers: processes that tokenise; the data are the same. With several a call that was cut short leaves what it
             had beside `out`, and the next one goes on from that. What was read of the hub, where a limit is given, is
             left there whatever their number.
-        progress: show a bar on stderr.
+        progress: show a bar on stderr, and which files of a folder are read (`Source.files`, also in the header).
 
     Raises:
         UserError: wrong settings, unreadable text, `out` holding something else, or no room on the disk. What was
@@ -106,6 +108,8 @@ def prepare(
             return _prepared_before(folder, settings, out)
     size = bpe_size(tokenizer)
     text = open_source(source, column=column, limit=limit)
+    for line in text.files if progress else ():
+        say(Console(stderr=True), line)
     settings = {"source": text.name, **settings}
     known = {**settings, "version": VERSION, "text": text.fingerprint, "tokenizer_files": fingerprint(tokenizer)}
     key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()
@@ -122,6 +126,7 @@ def prepare(
                 with replaced_folder(target) as folder:
                     header = _build(folder, text, loaded or size or 0, held_out, progress, workers, parts)
                     about = {"version": VERSION, "key": key, "settings": settings, "source": text.name}
+                    about |= {"files": list(text.files)} if text.files else {}
                     write_json(folder / "header.json", about | header)
             ours = f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}.parts"
             for left in target.parent.glob(ours):  # of a killed one too

@@ -1,22 +1,23 @@
 """One file of text -> its documents, each a string, read in bounded memory.
 
-.txt      one document; or, where it is a collection, pieces cut at blank lines (`pieces`)
-.py       one document, decoded as its own coding line says
+.txt      and other plain text (`PROSE`, `CODE`): one document; or, where it is a collection or all there is, pieces cut
+          at blank lines (`pieces`). Python is decoded as its own coding line says
 .jsonl    one object a line, the document in one field
-.json     a list of such objects, or the same as .jsonl
+.json     a list of such objects, one of them over several lines, or the same as .jsonl
 .csv      a header, then one row a document, in one column
 .parquet  one row a document, in one column
 .arrow    the same, of Arrow's stream or its file, as the library datasets saves it
 
-A .txt, .jsonl, .json or .csv may be compressed: .jsonl.gz, .jsonl.zst.
+Prose, .jsonl, .json and .csv may be compressed: .jsonl.gz, .jsonl.zst. The case of a suffix does not matter.
 """
 
+import codecs
 import csv
 import io
 import json
 import sys
 import tokenize
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,14 +29,20 @@ from attnres.reading import MAX_BYTES, parse_json
 if TYPE_CHECKING:
     import pyarrow as pa
 
-SUFFIXES = (".txt", ".jsonl", ".json", ".csv", ".parquet", ".arrow", ".py")
+PROSE = (".txt", ".md", ".rst", ".tex", ".raw")
+CODE = tuple(".py .c .h .cc .cpp .hpp .cu .java .js .ts .go .rs .jl .r .rb .sh .hs .lua .scala .swift .kt".split())
+_ROWS_OF = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
+SUFFIXES = (*PROSE, *CODE, *_ROWS_OF)
 PACKED = {".gz": "gzip", ".zst": "zstd"}
 """How a text file is compressed, by its last suffix."""
-_TEXTUAL = (".txt", ".jsonl", ".json", ".csv")
+KINDS = f"text ({', '.join(PROSE)}), code (.py, .c, ...) or rows ({', '.join(_ROWS_OF)}), also with .gz or .zst"
+"""What is read, in a sentence."""
+_TEXTUAL = (*PROSE, ".jsonl", ".json", ".csv")
 _UNPACKED = 4
 """How much longer a text is than its compressed file, about."""
 PIECE_CHARACTERS = 16 * 1024  # what a piece of a plain text file aims at
 COLLECTION_BYTES = 8 * 1024 * 1024  # a text file larger than this is not one document
+_HEAD = 4096  # bytes by which text is told from what is none
 _ROWS = 16  # rows of a table decoded at once: documents may be whole books
 _ARROW_FILE = b"ARROW1"  # a file of Arrow's begins with it, a stream does not
 
@@ -57,16 +64,15 @@ def read_documents(path: Path, column: str, *, alone: bool) -> Iterator[str]:
     try:
         if suffix in rows:
             documents = rows[suffix](path, column)
-        elif suffix == ".py":
-            documents = _python(path)
         elif alone or path.stat().st_size > COLLECTION_BYTES:
             documents = pieces(path)
         else:
             documents = _text(path)
         yield from documents
-    except UnicodeDecodeError as error:
+    except UnicodeError as error:
+        reason = error.reason if isinstance(error, UnicodeDecodeError) else first_line(error)
         raise UserError(
-            f"{path} is not UTF-8 text ({error.reason}): convert it first, for example with iconv -t UTF-8"
+            f"{path} is not UTF-8 text ({reason}): convert it first, for example with iconv -f LATIN1 -t UTF-8"
         ) from error
     except OSError as error:
         if error.errno is None:  # pyarrow's own
@@ -83,26 +89,46 @@ def suffix_of(path: Path) -> str:
     >>> suffix_of(Path("a.jsonl.zst")), suffix_of(Path("a.parquet.gz")), suffix_of(Path("a.txt"))
     ('.jsonl', '.gz', '.txt')
     """
-    inner = Path(path.stem).suffix
-    return inner if path.suffix in PACKED and inner in _TEXTUAL else path.suffix
+    suffix, inner = path.suffix.lower(), Path(path.stem).suffix.lower()
+    return inner if suffix in PACKED and inner in _TEXTUAL else suffix
 
 
 @contextmanager
-def _opened(path: Path) -> Generator[io.TextIOBase]:
-    """A UTF-8 file, decompressed where its name says that it is compressed; line ends stay as they are."""
-    if path.suffix not in PACKED:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            yield file
-        return
-    import pyarrow as pa
+def opened(path: Path) -> Generator[io.TextIOBase]:
+    """A file of text, decompressed where its name says that it is compressed; line ends stay as they are, but Python's.
 
-    with pa.input_stream(str(path), compression=PACKED[path.suffix]) as raw:
-        yield io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
+    Raises:
+        UserError: its first bytes are those of UTF-16 or of no text.
+    """
+    compression = PACKED.get(path.suffix.lower())
+    if compression is None:
+        raw = open(path, "rb")  # noqa: SIM115 (closed with the text below)
+    else:
+        import pyarrow as pa
+
+        raw = io.BufferedReader(pa.input_stream(str(path), compression=compression))
+    with raw:
+        head = raw.peek(_HEAD)[:_HEAD]
+        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
+            raise UserError(
+                f"{path} is UTF-16, or no text at all: convert it first, for example with iconv -f UTF-16 -t UTF-8"
+            )
+        encoding, newline = "utf-8-sig", ""
+        try:
+            if suffix_of(path) == ".py":
+                encoding, newline = tokenize.detect_encoding(raw.readline)[0], None
+                raw.seek(0)
+            file = io.TextIOWrapper(raw, encoding=encoding, newline=newline)
+        except (SyntaxError, LookupError) as error:  # coding lines can name what is no coding of text
+            raise UserError(
+                f"{path} is not Python source ({first_line(error)}): remove it or save it as UTF-8"
+            ) from error
+        yield file
 
 
 def text_bytes(path: Path, column: str) -> int:
     """About how many bytes of text the file holds, without reading it; for progress only."""
-    if path.suffix == ".parquet":
+    if suffix_of(path) == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
 
@@ -116,7 +142,7 @@ def text_bytes(path: Path, column: str) -> int:
         except (pa.ArrowException, OSError):
             pass  # reading it says what is wrong
     size = path.stat().st_size
-    return size * _UNPACKED if path.suffix in PACKED else size
+    return size * _UNPACKED if path.suffix.lower() in PACKED else size
 
 
 def pieces(path: Path) -> Iterator[str]:
@@ -125,7 +151,7 @@ def pieces(path: Path) -> Iterator[str]:
     Joined, the pieces are the file. Text without blank lines is cut at line ends, lines without end anywhere.
     """
     target = min(PIECE_CHARACTERS, max(256, path.stat().st_size // 64))
-    with _opened(path) as file:
+    with opened(path) as file:
         lines: list[str] = []
         size = 0
         while line := file.readline(target):
@@ -138,38 +164,29 @@ def pieces(path: Path) -> Iterator[str]:
 
 
 def _text(path: Path) -> Iterator[str]:
-    with _opened(path) as file:
+    with opened(path) as file:
         yield file.read()
 
 
-def _python(path: Path) -> Iterator[str]:
-    try:
-        with tokenize.open(path) as file:
-            yield file.read()
-    except (SyntaxError, LookupError, UnicodeError) as error:  # coding lines can name what is no coding of text
-        raise UserError(f"{path} is not Python source ({first_line(error)}): remove it or save it as UTF-8") from error
-
-
 def _json(path: Path, column: str) -> Iterator[str]:
-    with _opened(path) as file:
+    with opened(path) as file:
         start = file.read(1)
         while start.isspace():
             start = file.read(1)
-        if start == "[":
-            text = start + file.read(MAX_BYTES)
+        line = file.readline(MAX_BYTES)
+        if start == "[" or (start == "{" and line.isspace()):
+            text = start + line + file.read(MAX_BYTES)
             if len(text) > MAX_BYTES:
-                raise UserError(
-                    f"{path} is a list of more than {MAX_BYTES:,} characters: write one object a line (.jsonl)"
-                )
-            rows = parse_json(text, str(path), ours=False)
-            for number, row in enumerate(rows, 1):
+                raise UserError(f"{path} has more than {MAX_BYTES:,} characters: write one object a line (.jsonl)")
+            value = parse_json(text, str(path), ours=False)
+            for number, row in enumerate(value if isinstance(value, list) else [value], 1):
                 yield from field_of(row, f"{path} entry {number}", column)
             return
     yield from _jsonl(path, column)
 
 
 def _jsonl(path: Path, column: str) -> Iterator[str]:
-    with _opened(path) as file:
+    with opened(path) as file:
         for number, line in enumerate(file, 1):
             if line.isspace():
                 continue
@@ -198,12 +215,14 @@ def field_of(row: Any, where: str, column: str) -> Iterator[str]:
 
 def _csv(path: Path, column: str) -> Iterator[str]:
     csv.field_size_limit(sys.maxsize)  # a field may be a book
-    with _opened(path) as file:
+    with opened(path) as file:
         rows = csv.reader(file, strict=True)
         try:
             header = next(rows, [])
             if header and column not in header:
                 raise wrong_column(str(path), column, header)
+            if header.count(column) > 1:
+                raise _twice(path, column)
             for row in rows:
                 if row and len(row) != len(header):
                     raise UserError(
@@ -218,43 +237,53 @@ def _csv(path: Path, column: str) -> Iterator[str]:
             ) from error
 
 
-def _textual(path: Path, column: str, schema: "pa.Schema") -> None:
-    """Raise UserError where a table has no column of that name with text."""
+def _check_column(path: Path, column: str, schema: "pa.Schema") -> None:
+    """Raise UserError where a table has no column of that name with text, or several."""
     import pyarrow as pa
+    from pyarrow import types
 
-    textual = [f.name for f in schema if pa.types.is_string(f.type) or pa.types.is_large_string(f.type)]
-    if column not in textual:
-        raise wrong_column(str(path), column, textual)
+    def is_of(kind: "pa.DataType", tests: Iterable[Callable[..., bool]]) -> bool:
+        while types.is_dictionary(kind) or types.is_run_end_encoded(kind) or isinstance(kind, pa.BaseExtensionType):
+            kind = kind.storage_type if isinstance(kind, pa.BaseExtensionType) else kind.value_type
+        return any(test(kind) for test in tests)
+
+    text = (types.is_string, types.is_large_string, types.is_string_view)
+    data = (types.is_binary, types.is_large_binary, types.is_binary_view, types.is_null)
+    if schema.names.count(column) > 1:
+        raise _twice(path, column)
+    if column not in schema.names or not is_of(schema.field(column).type, (*text, *data)):
+        raise wrong_column(str(path), column, [field.name for field in schema if is_of(field.type, text)])
+
+
+def _texts_in(batch: "pa.RecordBatch", column: str) -> Iterator[str]:
+    """The texts of a column, without nulls; bytes as UTF-8."""
+    values = batch.column(batch.schema.get_field_index(column))
+    for start in range(0, batch.num_rows, _ROWS):
+        for value in values.slice(start, _ROWS).to_pylist():
+            if value is not None:
+                yield value.decode() if isinstance(value, bytes) else value
 
 
 def _arrow(path: Path, column: str) -> Iterator[str]:
     import pyarrow as pa
 
-    def texts(reader: Any, batches: Iterable["pa.RecordBatch"]) -> Iterator[str]:
-        _textual(path, column, reader.schema)
-        for batch in batches:
-            place = batch.schema.get_field_index(column)
-            for start in range(0, batch.num_rows, _ROWS):
-                rows = batch.column(place).slice(start, _ROWS).to_pylist()
-                yield from (text for text in rows if text is not None)
-
     with _complete(path, "Arrow"), pa.memory_map(str(path)) as file:
-        if file.read(len(_ARROW_FILE)) == _ARROW_FILE:
-            with pa.ipc.open_file(file) as reader:
-                yield from texts(reader, map(reader.get_batch, range(reader.num_record_batches)))
-        else:
-            file.seek(0)
-            with pa.ipc.open_stream(file) as reader:
-                yield from texts(reader, reader)
+        is_file = file.read(len(_ARROW_FILE)) == _ARROW_FILE
+        file.seek(0)
+        with pa.ipc.open_file(file) if is_file else pa.ipc.open_stream(file) as reader:
+            _check_column(path, column, reader.schema)
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            for batch in batches:
+                yield from _texts_in(batch, column)
 
 
 def _parquet(path: Path, column: str) -> Iterator[str]:
     import pyarrow.parquet as pq
 
     with _complete(path, "Parquet"), pq.ParquetFile(path) as file:
-        _textual(path, column, file.schema_arrow)
+        _check_column(path, column, file.schema_arrow)
         for batch in file.iter_batches(batch_size=_ROWS, columns=[column]):
-            yield from (text for text in batch.column(0).to_pylist() if text is not None)
+            yield from _texts_in(batch, column)
 
 
 @contextmanager
@@ -275,4 +304,10 @@ def _complete(path: Path, kind: str) -> Generator[None]:
 def wrong_column(where: str, column: str, textual: list[str]) -> UserError:
     """The error for a column or field that is not there, or holds no text."""
     have = f"the ones with text are {', '.join(textual)}" if textual else "none has text"
-    return UserError(f"{where} has no text column '{column}': {have}; choose one with --column NAME")
+    return UserError(
+        f"{where} has no text column '{column}': {have}; choose one with --column NAME, or name the files that have it"
+    )
+
+
+def _twice(path: Path, column: str) -> UserError:
+    return UserError(f"{path} has several columns '{column}': rename all but one")

@@ -1,6 +1,7 @@
 """Where text comes from: the standard library of the running Python, local files, the Hugging Face hub, data sets in
 memory, and mixtures of these."""
 
+import glob
 import hashlib
 import itertools
 import json
@@ -12,26 +13,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
+from attnres.data.folder import choose, matching, walk
 from attnres.data.hub import joins, read_hub, read_hub_from, resolve, revision_of
-from attnres.data.readers import PACKED, SUFFIXES, field_of, read_documents, suffix_of, text_bytes
+from attnres.data.readers import KINDS, SUFFIXES, field_of, read_documents, suffix_of, text_bytes
 from attnres.data.tasks import documents
 from attnres.errors import UserError
 from attnres.paths import refuse_special, user_path
-from attnres.reading import read_json
 from attnres.text import whole_characters
-from attnres.typed import checked
 
 # Not the library itself, or (the last) its own build: paths and flags of one machine.
 _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "__pycache__"}
 _BUILD = ("_sysconfigdata", "config-")
-_DESCRIPTIONS = (".json", ".csv")
-"""Kinds of files that describe others as often as they hold text."""
 NO_PATHS = ("mix:", "hub:", "task:")
 """What sources that name no file or folder begin with."""
-_SAVED, _SPLITS = "state.json", "dataset_dict.json"
-"""Files of the folders that the library datasets saves: of one data set, of its splits in folders of their names."""
 _SAMPLE = 100
 """Documents of a task by which it is known which version made them."""
 Rows = Iterable[Mapping[str, Any]]
@@ -51,20 +47,6 @@ def title_of(source: str) -> str:
     return source if source.startswith(NO_PATHS) else Path(source).name
 
 
-class _SavedFile(TypedDict):
-    filename: str
-
-
-class _Saved(TypedDict):
-    """What is looked at in a data set's `state.json`."""
-
-    _data_files: list[_SavedFile]
-
-
-class _Splits(TypedDict):
-    splits: list[str]
-
-
 @dataclass(frozen=True)
 class Source:
     """Documents that can be read several times, always in the same order.
@@ -77,6 +59,7 @@ class Source:
         read_from: starts one at a place in the source (None is its start), and gives with it a function that says the
             place after the last document; None where a pass always begins at the first.
         spool: a pass is slow (a download) and short enough to be kept on the disk meanwhile: see `data.spool`.
+        files: a line for each folder or pattern that was named: which of its files are read, and which are not and why.
     """
 
     name: str
@@ -85,25 +68,26 @@ class Source:
     read: Callable[[], Iterator[str]]
     read_from: Callable[[dict[str, Any] | None], Pass] | None = None
     spool: bool = False
+    files: tuple[str, ...] = ()
 
 
 def open_source(spec: str | Path | Rows, *, column: str = "text", limit: int | None = None) -> Source:
     """The source that `spec` names.
 
     Args:
-        spec: `stdlib`; the path of a file of text or of a folder of such (`readers.SUFFIXES`), or of a folder that
-            `datasets.save_to_disk` made; `hub:NAME[:CONFIG[:SPLIT]]`; `task:NAME[:COUNT]` of `attnres.data.tasks`;
-            `mix:SOURCE,SOURCE,...`, all of each in turn, or `mix:SOURCE=WEIGHT,SOURCE=WEIGHT,...`, documents of each so
-            that their texts are as long as the weights say, until one is used up. Or a `datasets.Dataset`, or other
-            rows that can be gone through several times; they are gone through once here.
+        spec: `stdlib`; the path of a file of text (`readers.SUFFIXES`), of a folder, of which `folder.choose` takes
+            files, or a pattern of paths (`data/**/*.txt`); `hub:NAME[:CONFIG[:SPLIT]]`; `task:NAME[:COUNT]` of
+            `attnres.data.tasks`; `mix:SOURCE,SOURCE,...`, all of each in turn, or `mix:SOURCE=WEIGHT,...`, documents of
+            each so that their texts are as long as the weights say, until one is used up. Or a `datasets.Dataset`, or
+            other rows that can be gone through several times; they are gone through once here.
         column: the JSON field or the column that holds the text.
         limit: at most this many characters, the last document cut short.
 
     Raises:
         UserError: nothing there, or nothing of a known kind.
     """
-    if limit is not None and limit < 1:
-        raise UserError(f"limit is {limit} characters, expected at least 1 (or none)")
+    if limit is not None and not 1 <= limit < 1 << 63:  # what a header can hold
+        raise UserError(f"limit is {limit} characters, expected 1 to 2**63 - 1 (or none)")
     source = _unlimited(str(spec), column) if isinstance(spec, str | Path) else _in_memory(spec, column, limit)
     size = min((size for size in (source.size, limit) if size is not None), default=None)
     return replace(
@@ -198,7 +182,8 @@ def _mixture(spec: str, column: str) -> Source:
         size = int(min(one / weight for one, weight in zip(sizes, weights, strict=True)) * sum(weights))
     fingerprint = json.dumps([[source.fingerprint for source in sources], weights])
     spool = any(source.spool for source in sources)
-    return Source(spec, fingerprint, size, lambda: _interleaved(sources, weights), spool=spool)
+    files = tuple(line for source in sources for line in source.files)
+    return Source(spec, fingerprint, size, lambda: _interleaved(sources, weights), spool=spool, files=files)
 
 
 def _weighted(part: str) -> tuple[str, float | None]:
@@ -237,7 +222,8 @@ def stdlib_files() -> list[Path]:
     """The running Python's own library: every *.py file without site-packages, tests and idlelib, in order."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {folder for folder in _NOT_STDLIB if folder not in root.parts}
-    files = [path for path in _walk(root, skip, "config-") if path.suffix == ".py" and not path.name.startswith(_BUILD)]
+    every = walk(root, lambda name: name in skip or name.startswith("config-"))
+    files = [path for path in every if path.suffix == ".py" and not path.name.startswith(_BUILD)]
     if not files:
         raise UserError(f"this Python has no library source files under {root}: give text with a path instead")
     return files
@@ -245,38 +231,18 @@ def stdlib_files() -> list[Path]:
 
 def _local(spec: str, column: str) -> Source:
     path = user_path(spec)
-    if path.is_dir():
-        return _files(spec, _files_in(path), column, "")
+    is_pattern = not path.exists() and glob.has_magic(spec)
+    if path.is_dir() or is_pattern:
+        choice = matching(path) if is_pattern else choose(path, column)
+        return replace(_files(spec, choice.read, column, ""), files=(choice.sentence(spec),))
     if not path.exists():
         raise UserError(
-            f"source '{spec}' does not exist: give stdlib, a file or folder ({', '.join(SUFFIXES)}), hub:NAME, "
-            "task:NAME or mix:SOURCE,SOURCE"
+            f"source '{spec}' does not exist: give stdlib, a file or folder, a pattern such as 'FOLDER/*.txt', "
+            "hub:NAME, task:NAME or mix:SOURCE,SOURCE"
         )
     if suffix_of(path) not in SUFFIXES:
-        raise UserError(
-            f"{path} ends in '{path.suffix}', expected {', '.join(SUFFIXES)}, of text also with {' or '.join(PACKED)}"
-        )
+        raise UserError(f"{path} ends in '{path.suffix}', expected {KINDS}")
     return _files(spec, [path], column, "")
-
-
-def _files_in(folder: Path) -> list[Path]:
-    """The files of text in a folder, or of the data set that was saved there; of several splits those of `train`.
-
-    Files that may describe others count where there are no others.
-    """
-    if (folder / _SPLITS).is_file():
-        splits = checked(read_json(folder / _SPLITS, ours=False), _Splits, folder / _SPLITS, "save it again")["splits"]
-        if "train" not in splits and len(splits) != 1:
-            raise UserError(f"{folder} has the splits {', '.join(splits)}: name one, for example {folder / splits[0]}")
-        folder = folder / ("train" if "train" in splits else Path(splits[0]).name)
-    if (folder / _SAVED).is_file():
-        saved = checked(read_json(folder / _SAVED, ours=False), _Saved, folder / _SAVED, "save it again")
-        return [folder / Path(file["filename"]).name for file in saved["_data_files"]]
-    files = [file for file in _walk(folder, {"__pycache__"}) if suffix_of(file) in SUFFIXES]
-    files = [file for file in files if suffix_of(file) not in _DESCRIPTIONS] or files
-    if not files:
-        raise UserError(f"folder {folder} has no file that ends in {', '.join(SUFFIXES)}")
-    return files
 
 
 def _files(name: str, files: list[Path], column: str, salt: str) -> Source:
@@ -297,14 +263,6 @@ def _files(name: str, files: list[Path], column: str, salt: str) -> Source:
             yield from read_documents(file, column, alone=alone)
 
     return Source(name, state.hexdigest(), size, read)
-
-
-def _walk(root: Path, skip: set[str], *prefixes: str) -> Iterator[Path]:
-    """Files under `root`, folders and names in order, without hidden ones, folders in `skip` and folders whose names
-    begin with one of the `prefixes`."""
-    for folder, folders, names in os.walk(root):
-        folders[:] = sorted(name for name in folders if name not in skip and not name.startswith((".", *prefixes)))
-        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
 
 
 class _Documents:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
 from attnres.data.decode import decoded
 from attnres.data.shards import prepared_folder, read_header
 from attnres.data.sources import open_source
@@ -13,6 +15,7 @@ from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.paths import refuse_special, user_path
 from attnres.reading import read_json
 from attnres.studies.look_config import LookConfig
+from attnres.terminal import say
 from attnres.text import whole_characters
 from attnres.training.records import ADVICE, RunConfig
 from attnres.typed import checked
@@ -62,11 +65,17 @@ def text_of(config: LookConfig, run: Path | None) -> LookText:
 
 
 def corpus_text(spec: str, column: str) -> LookText:
-    """The documents of a source, or of prepared data. Raises UserError."""
+    """The documents of a source, or of prepared data; a line on stderr says which files of a folder are read.
+
+    Raises:
+        UserError: there are none.
+    """
     if (folder := prepared_folder(spec)) is not None:
         read_header(folder)
         return LookText(spec, lambda: decoded(folder))
     source = open_source(spec, column=column)
+    for line in source.files:
+        say(Console(stderr=True), line)
     return LookText(source.name, source.read)
 
 

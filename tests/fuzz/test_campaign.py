@@ -12,6 +12,7 @@ import attnres
 from fuzz.audit import judged
 from fuzz.disk import FullDisk, try_full_disks
 from fuzz.flags import try_flags
+from fuzz.folders import try_folders
 from fuzz.forked import CALLS_OF, Outcome, Worker, forked
 from fuzz.inputs import try_inputs
 from fuzz.kills import try_kills
@@ -104,6 +105,15 @@ def test_damaged_files_and_hostile_flags_end_in_a_sentence(material: Material):
     try_flags(material, tally, 8)
     assert tally.failures() == []
     assert tally.record["areas"]["inputs"]["refused"] > 8 and len(tally.record["kinds"]) > 20
+
+
+def test_every_document_of_made_up_folders_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tally = Tally()
+    try_folders(Material(tmp_path), tally, 150)
+    assert tally.record["areas"]["folders"] == {"tried": 150, "done": 150}, tally.failures()[:1]
+    monkeypatch.setattr("attnres.data.folder._split_of", lambda path: None)
+    try_folders(Material(tmp_path), lost := Tally(), 20)
+    assert lost.failures(), "a test split that is read is noticed"
 
 
 def test_commands_killed_between_two_changes_end_as_if_they_had_not_been(material: Material):
