@@ -8,6 +8,7 @@ nobody foresaw is one sentence too, with status 1 and where it happened; --debug
 import contextlib
 import errno
 import importlib
+import io
 import os
 import sys
 import traceback
@@ -92,6 +93,9 @@ def carry_out(action: Callable[[], object], words: Sequence[str] = ()) -> None:
     Args:
         words: of the command line, of which files are named where nobody foresaw the error.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal's encoding has no sign for is spelt out
+            stream.reconfigure(errors="backslashreplace")
     try:
         action()
     except UserError as error:
@@ -139,7 +143,8 @@ def _dispatch(arguments: list[str]) -> None:
 
 def _unforeseen(error: BaseException, words: Sequence[str]) -> str:
     """A sentence for what no part of the program foresaw: what it is, where it is from, and what it was about."""
-    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "attnres" in Path(frame.filename).parts]
+    package = Path(__file__).parent
+    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).is_relative_to(package)]
     place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "a library"
     files = [word for word in words[1:] if not word.startswith("-") and _is_there(word)]
     about = f", with {listed(files)}" if files else ""
