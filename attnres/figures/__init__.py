@@ -1,12 +1,18 @@
 """Figures of what depth attention does, good enough for a paper: one style, vector and PNG, told apart by colour-blind
 readers, and right where rows have different numbers of sources."""
 
+import contextlib
 import os
+import sys
 
-try:
-    import matplotlib  # noqa: F401
-except ValueError:  # MPLBACKEND is a notebook's, which not every program that the notebook starts has: none is needed
-    del os.environ["MPLBACKEND"]
+# A notebook tells the programs that it starts to draw with its own backend, which may not be installed for them:
+# matplotlib would refuse to be imported, and figures in files need no backend.
+if "matplotlib" not in sys.modules and (backend := os.environ.pop("MPLBACKEND", "")):
+    import matplotlib
+
+    os.environ["MPLBACKEND"] = backend
+    with contextlib.suppress(ValueError):
+        matplotlib.rcParams["backend"] = backend
 
 from attnres.figures.comparison import Comparison, Variant
 from attnres.figures.plot import NotShown, Plot

@@ -11,13 +11,14 @@ from attnres.folders import refuse_other
 from attnres.progress import Bars
 from attnres.studies.adopt import alike, is_among, runs_in
 from attnres.studies.begin import same_material
-from attnres.studies.cost import Step, costs_of, hours, measured_speeds, on_gpu
+from attnres.studies.cost import Cost, Step, costs_of, hours, measured_speeds, on_gpu
 from attnres.studies.design import Arm, Design, Measured, Setting
 from attnres.studies.elsewhere import archived_alone, elsewhere
 from attnres.studies.means import Means
 from attnres.studies.outcome import names_of, survey
 from attnres.studies.plan import make_plan
 from attnres.terminal import grid, say, wide
+from attnres.text import counted
 from attnres.training.config import to_dict
 from attnres.training.run_folder import ended
 
@@ -32,14 +33,16 @@ def print_estimate(designs: Sequence[Design], setting: Setting, means: Means, *,
         UserError: a study's folder cannot be used, or no run fits a pattern, as `conduct` would say.
     """
     out, recipe = wide(Console()), setting.config()
-    costs = [
-        (design, arm, costs_of(arm, recipe, left))
-        for design in designs
-        for arm, left in left_of(design, setting, means, adopted=adopted)
-    ]
-    usual = Step.of(recipe, recipe)
-    steps = dict.fromkeys([usual, *(one.step for *_, each in costs for one in each if one.step is not None)])
-    with Bars(stays=False) as bars:
+    costs, usual = list[tuple[Design, Arm, list[Cost]]](), Step.of(recipe, recipe)
+    with Bars(stays=False, console=means.say) as bars:
+        looking = bars.add("looking for the runs that are left", len(designs))
+        for design in designs:
+            arms = left_of(design, setting, means, adopted=adopted)
+            costs += [(design, arm, costs_of(arm, recipe, left)) for arm, left in arms]
+            looking.advance(1, design.name)
+        looking.remove()
+        steps = dict.fromkeys([usual, *(one.step for *_, each in costs for one in each if one.step is not None)])
+        bars.say(f"timing a few steps of {counted(len(steps), 'model')}, a second or more each")
         speeds = measured_speeds(recipe, steps, bars.add("timing a few steps of each model", len(steps)).advance)
     otherwise = speeds.get(usual, setting.preset.flops_per_s)
     table = grid("study", "arm", right=("runs", "left", "tokens", "FLOPs", "hours"))
@@ -51,9 +54,9 @@ def print_estimate(designs: Sequence[Design], setting: Setting, means: Means, *,
         counts = f"{len(names_of(arm))}", f"{runs}"
         table.add_row(design.name, arm.name, *counts, f"{tokens:,.0f}", f"{flops:.2e}", f"{time_h:.2f}")
     out.print(table)
-    counted = {design.name for design, *_ in costs}
+    estimated = {design.name for design, *_ in costs}
     for design in designs:
-        if design.name not in counted:
+        if design.name not in estimated:
             say(out, f"{design.name}: {design.analyse(setting, Measured()).verdict}")
     unit = "one GPU" if on_gpu(recipe) else "one core"
     if speeds:
