@@ -18,7 +18,6 @@ from attnres.errors import DEBUG, Interrupted, UserError, foreign
 from attnres.studies.plan import make_plan
 from attnres.training.config import TrainConfig
 
-
 LONG = "x" * 3000
 
 

@@ -73,13 +73,7 @@ def test_a_copy_in_folders_of_any_name_runs_in_a_bare_locale_and_says_where_a_bu
 
 @pytest.mark.parametrize(
     ("encoding", "errors"),
-    [
-        ("ascii", "strict"),
-        ("ascii", "surrogateescape"),
-        ("latin-1", "strict"),
-        ("cp1252", "strict"),
-        ("utf-8", "strict"),
-    ],
+    [*((name, "strict") for name in ("ascii", "latin-1", "cp1252", "utf-8")), ("ascii", "surrogateescape")],
 )
 def test_no_sign_is_too_much_for_a_terminal(folders, tmp_path, monkeypatch, encoding, errors):
     text = tmp_path / "text.txt"
@@ -114,7 +108,7 @@ def test_too_many_open_files_are_said_with_the_limit(capsys, monkeypatch):
     def act():
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
         try:
-            open(os.devnull)
+            Path(os.devnull).read_bytes()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import shutil
+import sys
 import time
 from pathlib import Path
 
