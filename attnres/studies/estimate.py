@@ -18,7 +18,6 @@ from attnres.studies.means import Means
 from attnres.studies.outcome import names_of, survey
 from attnres.studies.plan import make_plan
 from attnres.terminal import grid, say, wide
-from attnres.text import counted
 from attnres.training.config import to_dict
 from attnres.training.run_folder import ended
 
@@ -42,7 +41,6 @@ def print_estimate(designs: Sequence[Design], setting: Setting, means: Means, *,
             looking.advance(1, design.name)
         looking.remove()
         steps = dict.fromkeys([usual, *(one.step for *_, each in costs for one in each if one.step is not None)])
-        bars.say(f"timing a few steps of {counted(len(steps), 'model')}, a second or more each")
         speeds = measured_speeds(recipe, steps, bars.add("timing a few steps of each model", len(steps)).advance)
     otherwise = speeds.get(usual, setting.preset.flops_per_s)
     table = grid("study", "arm", right=("runs", "left", "tokens", "FLOPs", "hours"))
@@ -54,9 +52,9 @@ def print_estimate(designs: Sequence[Design], setting: Setting, means: Means, *,
         counts = f"{len(names_of(arm))}", f"{runs}"
         table.add_row(design.name, arm.name, *counts, f"{tokens:,.0f}", f"{flops:.2e}", f"{time_h:.2f}")
     out.print(table)
-    estimated = {design.name for design, *_ in costs}
+    counted = {design.name for design, *_ in costs}
     for design in designs:
-        if design.name not in estimated:
+        if design.name not in counted:
             say(out, f"{design.name}: {design.analyse(setting, Measured()).verdict}")
     unit = "one GPU" if on_gpu(recipe) else "one core"
     if speeds:
