@@ -96,7 +96,7 @@ build/oldest/ready: .venv/ready
 	$(PYTHON) -m venv --clear build/oldest
 	build/oldest/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) $(OLDEST)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
-		$$(build/oldest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/rest.pth
+		"$$(build/oldest/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/rest.pth"
 	@touch $@
 
 test-oldest: build/oldest/ready

@@ -6,8 +6,9 @@ nobody foresaw is one sentence too, with status 1 and where it happened; --debug
 """
 
 import contextlib
-import errno
 import importlib
+import io
+import logging
 import os
 import sys
 import traceback
@@ -23,6 +24,7 @@ from attnres.errors import (
     is_out_of_memory,
     is_panic,
     mechanism_fault,
+    refusal,
     unknown,
 )
 from attnres.text import listed, one_line
@@ -83,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if "--debug" in words:
         os.environ[DEBUG] = "1"
         words = [word for word in words if word != "--debug"]
+    if DEBUG not in os.environ:
+        for logger in ("torchao", "torch.utils._pytree"):
+            logging.getLogger(logger).addFilter(_is_worth_a_line)
     carry_out(lambda: _dispatch(words), words)
 
 
@@ -92,6 +97,9 @@ def carry_out(action: Callable[[], object], words: Sequence[str] = ()) -> None:
     Args:
         words: of the command line, of which files are named where nobody foresaw the error.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # what a terminal's encoding has no sign for is spelt out
+            stream.reconfigure(errors="backslashreplace")
     try:
         action()
     except UserError as error:
@@ -114,9 +122,16 @@ def carry_out(action: Callable[[], object], words: Sequence[str] = ()) -> None:
             )
         if fault := mechanism_fault(error):
             _fail(f"error: {one_line(str(fault))}", 2)
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            _fail(f"error: cannot write {error.filename or 'its output'} ({error.strerror}): make room", 2)
+        if refused := refusal(error):
+            _fail(f"error: {one_line(refused)}", 2)
         _fail(_unforeseen(error, words), 1)
+
+
+def _is_worth_a_line(record: logging.LogRecord) -> bool:
+    """Drop what is logged when Transformers imports torchao: that it has kernels for other machines, and that it
+    registers enums in a way that torch calls old."""
+    message = record.getMessage()
+    return not message.startswith("Failed to load ") and "register_constant() on Enum" not in message
 
 
 def _dispatch(arguments: list[str]) -> None:
@@ -139,7 +154,8 @@ def _dispatch(arguments: list[str]) -> None:
 
 def _unforeseen(error: BaseException, words: Sequence[str]) -> str:
     """A sentence for what no part of the program foresaw: what it is, where it is from, and what it was about."""
-    ours = [frame for frame in traceback.extract_tb(error.__traceback__) if "attnres" in Path(frame.filename).parts]
+    frames, package = traceback.extract_tb(error.__traceback__), Path(__file__).parent
+    ours = [frame for frame in frames if Path(frame.filename).is_relative_to(package)]
     place = f"{Path(ours[-1].filename).name}:{ours[-1].lineno}" if ours else "a library"
     files = [word for word in words[1:] if not word.startswith("-") and _is_there(word)]
     about = f", with {listed(files)}" if files else ""

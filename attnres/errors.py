@@ -1,6 +1,10 @@
 """The exceptions that the command line turns into one sentence and an exit status."""
 
 import difflib
+import errno
+import os
+import re
+import sys
 import traceback
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -16,8 +20,12 @@ MECHANISM_FILE = "attnres_plugin_"
 class UserError(ValueError):
     """A mistake the user can mend: the message says what was given, what was expected and what to do.
 
-    The command line prints the message without a traceback and exits with status 2.
+    The command line prints the message without a traceback and exits with status 2. Values that the message quotes are
+    `shortened`.
     """
+
+    def __init__(self, message: str):
+        super().__init__(shortened(message))
 
 
 class Interrupted(Exception):
@@ -28,13 +36,28 @@ class Interrupted(Exception):
         self.code = code
 
 
+def shortened(message: str) -> str:
+    """A message whose quoted values have at most 100 characters, words without quotes 400, and the whole 2,000.
+
+    >>> shortened(f"'{'x' * 3000}' is no number")
+    "'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...xxxxxxxxxxxxxxxxxxxx' is no number"
+    """
+
+    def cut(text: str, first: int, last: int) -> str:
+        return text if len(text) <= first + last + 20 else f"{text[:first]}...{text[-last:]}"
+
+    message = re.sub(r"(?<!\w)(['\"])(.{100,}?)\1(?!\w)", lambda one: f"{one[1]}{cut(one[2], 60, 20)}{one[1]}", message)
+    message = re.sub(r"\S{400,}", lambda one: cut(one[0], 300, 80), message)
+    return cut(message, 1500, 480)
+
+
 def first_line(error: BaseException) -> str:
     """The first line of another library's error, to stand inside a sentence; its type where it has no words.
 
     >>> first_line(OSError("no such repository.\\nTraceback ...")), first_line(KeyError())
     ('no such repository', 'KeyError')
     """
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".: ")
+    return shortened(next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".: "))
 
 
 def is_panic(error: BaseException) -> bool:
@@ -47,6 +70,49 @@ def is_out_of_memory(error: BaseException) -> bool:
     words = str(error) if isinstance(error, RuntimeError) else ""
     of_cpu = "DefaultCPUAllocator" in words and ("can't allocate memory" in words or "not enough memory" in words)
     return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or of_cpu
+
+
+_ROOM = "make room"
+_RIGHTS = "let this user in, or name another place (HOME, TMPDIR and ATTNRES_CACHE say where what is not named goes)"
+_ADVICE = {
+    errno.ENOSPC: _ROOM,
+    errno.EDQUOT: _ROOM,
+    errno.EMFILE: "let a process open more files, with ulimit -n 4096",
+    errno.ENFILE: "this machine has too many open files: end other programs",
+    errno.EACCES: _RIGHTS,
+    errno.EPERM: _RIGHTS,
+    errno.EROFS: _RIGHTS,
+    errno.EAGAIN: "let this user have more processes, with ulimit -u, or end some",
+    errno.EIO: "look at the disk or the network that it is on",
+    errno.ESTALE: "look at the network that it is on",
+    errno.ENAMETOOLONG: "give shorter names",
+    errno.ELOOP: "mend the links that lead to one another",
+}
+"""What to do where the system refuses something, by its errno."""
+
+
+def refusal(error: BaseException) -> str | None:
+    """A sentence for what the system refused (files, processes, room, rights, names), or None if it was not that."""
+    if isinstance(error, UnicodeEncodeError) and error.encoding == sys.getfilesystemencoding():
+        return (
+            f"the locale's encoding {error.encoding} has no sign for a character of a file's name "
+            f"{error.object!r}: choose another name, or set PYTHONUTF8=1"
+        )
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        error = BlockingIOError(errno.EAGAIN, "no further thread")
+    if not isinstance(error, OSError):
+        return None
+    if isinstance(error, FileNotFoundError) and "temporary directory" in str(error.strerror):
+        return f"{first_line(error)}: name a folder that can be written in the environment variable TMPDIR"
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return "the current folder was removed: go into one that is there"
+    if error.errno not in _ADVICE:
+        return None
+    advice = _ADVICE[error.errno]
+    what = f"write {error.filename or 'its output'}" if advice is _ROOM else f"use {error.filename or 'this system'}"
+    return f"cannot {what} ({error.strerror}): {advice}"
 
 
 def mechanism_fault(error: BaseException) -> UserError | None:

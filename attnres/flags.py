@@ -29,7 +29,7 @@ def _size_from(words: list[str]) -> str | dict[str, Any]:
     try:
         return parse_yaml(words[0], "it")
     except UserError:
-        raise ValueError(f"'{words[0][:80]}' is no mapping such as {{family: qwen3, hidden_size: 64}}") from None
+        raise ValueError(f"'{words[0]}' is no mapping such as {{family: qwen3, hidden_size: 64}}") from None
 
 
 def _settings_from(words: list[str]) -> dict[str, Setting]:
@@ -143,7 +143,11 @@ def _flags(kind: Any, group: str = "") -> dict[str, str]:
 
 
 def _sentence(box: str) -> str:
-    """The message of tyro's error box, as one line: its first part, or its second where the title is a part too."""
+    """The message of tyro's error box, as one line: its first part, or its second where the title is a part too.
+
+    tyro offers the parts of an error in a private module alone, so what it prints is read; pyproject.toml bounds its
+    version for that.
+    """
     parts: list[list[str]] = [[]]
     for line in box.splitlines():
         text = line.strip("│ ")

@@ -25,7 +25,7 @@ def user_path(name: str | Path) -> Path:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or first_line(error)
         shown = str(name).encode("utf-8", "replace").decode()
-        raise UserError(f"'{shown[:80]}' cannot be looked up ({reason}): give the path of a file or folder") from None
+        raise UserError(f"'{shown}' cannot be looked up ({reason}): give the path of a file or folder") from None
     return path
 
 

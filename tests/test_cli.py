@@ -4,16 +4,21 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 
 import attnres
 from attnres import cli
 from attnres.errors import DEBUG, Interrupted, UserError, foreign
 from attnres.studies.plan import make_plan
 from attnres.training.config import TrainConfig
+
+LONG = "x" * 3000
 
 
 def run(capsys, *arguments):
@@ -370,6 +375,39 @@ def test_output_that_finds_no_room_is_a_sentence():
         )
     assert done.returncode == 2
     assert done.stderr == "attnres: error: cannot write its output (No space left on device): make room\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "--settings", LONG],
+        ["train", "--settings", f"{LONG}=1", f"{LONG}=1"],
+        ["train", "--steps", LONG],
+        ["train", "--optimizer", LONG],
+        ["train", f"--{LONG}", "1"],
+        ["train", "--residual", LONG],
+        ["train", "--size", LONG],
+        ["train", "--size", f"{{family: {LONG}"],
+        ["train", "--source", LONG],
+        ["train", "--config", LONG],
+        ["train", LONG],
+        ["compare", "--seeds", LONG, LONG],
+        ["compare", "--variants", f"block:{LONG}=1"],
+        ["generate", LONG, "--prompt", "a"],
+        [LONG],
+    ],
+    ids=lambda arguments: " ".join(word[:20] for word in arguments),
+)
+def test_what_a_sentence_quotes_is_shortened(capsys, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, *arguments)
+    assert code == 2 and "x" * 10 in err and len(err) < 1000
+
+
+def test_the_parser_whose_words_are_read_is_bounded():
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (tyro,) = (one for one in map(Requirement, project["dependencies"]) if one.name == "tyro")
+    assert version("tyro") in tyro.specifier and "2.0" not in tyro.specifier and "1.1" not in tyro.specifier
 
 
 class PanicException(BaseException):

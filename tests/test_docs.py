@@ -34,11 +34,10 @@ def blocks(page: Path) -> list[tuple[int, str]]:
     return [(text.count("\n", 0, match.start(1)) + 1, match.group(1)) for match in matches]
 
 
-def run(page: Path, **names: Any) -> dict[str, Any]:
-    """The names there are after a page's blocks ran one after the other."""
-    for line, code in blocks(page):
+def run(page: Path, names: dict[str, Any], *chosen: tuple[int, str]) -> None:
+    """Run blocks of a page one after the other in one namespace."""
+    for line, code in chosen:
         exec(compile("\n" * (line - 1) + code, str(page), "exec"), names)
-    return names
 
 
 @pytest.fixture
@@ -60,7 +59,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_code_of_readme_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = run(ROOT / "README.md")
+    page = ROOT / "README.md"
+    spaces = [dict[str, Any]() for _ in blocks(page)]  # each block runs alone, as one copies it
+    for names, block in zip(spaces, blocks(page), strict=True):
+        run(page, names, block)
+    names = spaces[0]
     assert names["logits"].shape == (2, 16, 256)
     assert "logits" in capsys.readouterr().out
 
@@ -77,7 +80,7 @@ def test_the_code_of_readme_runs(folder: Path, capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize("page", [page for page in PAGES[1:] if page.exists() and blocks(page)], ids=ids)
 def test_the_code_of_a_page_runs(page: Path, folder: Path) -> None:
-    run(page, ids=torch.randint(50, (1, 20)))
+    run(page, {"ids": torch.randint(50, (1, 20))}, *blocks(page))
 
 
 def anchors(page: Path) -> set[str]:

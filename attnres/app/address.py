@@ -18,5 +18,5 @@ def check_port(host: str, port: int) -> str:
     except (OSError, UnicodeError) as error:  # a name that no host can have
         why = (getattr(error, "strerror", None) or first_line(error)).lower()
         raise UserError(
-            f"cannot serve on {host[:80]}:{port} ({why}): choose another --port, or a --host of this machine"
+            f"cannot serve on {host}:{port} ({why}): choose another --port, or a --host of this machine"
         ) from error

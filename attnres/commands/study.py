@@ -73,6 +73,13 @@ class Study:
 def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
     options = parse("study", Study, arguments)
+    if options.dry_run:  # before torch is imported: that alone can take longer than a user waits for a first word
+        from rich.console import Console
+
+        from attnres.terminal import say
+
+        what = "the runs that are left, then the time of a few steps of each model"
+        say(Console(stderr=True), f"estimating {' '.join(options.name)}: {what}")
 
     from attnres.studies.lab import STUDIES
 

@@ -102,5 +102,5 @@ def weight_names(folder: Path) -> list[str]:
     if not names:
         raise UserError(f"{INDEX} in {folder} names no files: {AGAIN}")
     if strange := [name for name in names if name != Path(name).name or len(name) > _LONGEST]:
-        raise UserError(f"{INDEX} in {folder} names '{strange[0][:80]}', which is no file beside it: {AGAIN}")
+        raise UserError(f"{INDEX} in {folder} names '{strange[0]}', which is no file beside it: {AGAIN}")
     return names

@@ -9,15 +9,13 @@ import io
 import math
 import re
 from html import escape
-
-import matplotlib
-from matplotlib.backends.backend_svg import FigureCanvasSVG
-from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
+from typing import TYPE_CHECKING
 
 from attnres.figures.style import GRID, INK, MUTED, PAPER, style
 from attnres.inspect.colours import MORE, blend, contrast
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DARK = {INK: "#e8eaed", MUTED: "#a3adba", GRID: "#333a44", PAPER: "#1a1e24"}
 """The inks on a dark page."""
@@ -56,11 +54,17 @@ def declared(name: str, colour: str) -> str:
     return f"{name}: {colour}; {name}: light-dark({colour}, {on_dark(colour)})"
 
 
-def to_svg(figure: Figure, name: str, alt: str, zoom: float) -> str:
+def to_svg(figure: "Figure", name: str, alt: str, zoom: float) -> str:
     """An `<svg>` to put in the page: scales with its box, the theme's colours, ids that no other figure has.
 
     `zoom`: how much larger it is shown than on paper where there is room; a broad one never much smaller than it is.
     """
+    # Not at the top: attnres.figures has to be the first to import matplotlib, for a notebook's MPLBACKEND.
+    import matplotlib
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.colors import to_hex
+    from matplotlib.lines import Line2D
+
     drawn = {*DARK, *(to_hex(line.get_color()) for line in figure.findobj(Line2D))}
 
     def themed(one: re.Match[str]) -> str:

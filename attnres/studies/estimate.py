@@ -11,7 +11,7 @@ from attnres.folders import refuse_other
 from attnres.progress import Bars
 from attnres.studies.adopt import alike, is_among, runs_in
 from attnres.studies.begin import same_material
-from attnres.studies.cost import Step, costs_of, hours, measured_speeds, on_gpu
+from attnres.studies.cost import Cost, Step, costs_of, hours, measured_speeds, on_gpu
 from attnres.studies.design import Arm, Design, Measured, Setting
 from attnres.studies.elsewhere import archived_alone, elsewhere
 from attnres.studies.means import Means
@@ -32,14 +32,15 @@ def print_estimate(designs: Sequence[Design], setting: Setting, means: Means, *,
         UserError: a study's folder cannot be used, or no run fits a pattern, as `conduct` would say.
     """
     out, recipe = wide(Console()), setting.config()
-    costs = [
-        (design, arm, costs_of(arm, recipe, left))
-        for design in designs
-        for arm, left in left_of(design, setting, means, adopted=adopted)
-    ]
-    usual = Step.of(recipe, recipe)
-    steps = dict.fromkeys([usual, *(one.step for *_, each in costs for one in each if one.step is not None)])
-    with Bars(stays=False) as bars:
+    costs, usual = list[tuple[Design, Arm, list[Cost]]](), Step.of(recipe, recipe)
+    with Bars(stays=False, console=means.say) as bars:
+        looking = bars.add("looking for the runs that are left", len(designs))
+        for design in designs:
+            arms = left_of(design, setting, means, adopted=adopted)
+            costs += [(design, arm, costs_of(arm, recipe, left)) for arm, left in arms]
+            looking.advance(1, design.name)
+        looking.remove()
+        steps = dict.fromkeys([usual, *(one.step for *_, each in costs for one in each if one.step is not None)])
         speeds = measured_speeds(recipe, steps, bars.add("timing a few steps of each model", len(steps)).advance)
     otherwise = speeds.get(usual, setting.preset.flops_per_s)
     table = grid("study", "arm", right=("runs", "left", "tokens", "FLOPs", "hours"))

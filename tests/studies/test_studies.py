@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import shutil
+import sys
 import time
 from pathlib import Path
 
@@ -835,6 +836,13 @@ def test_several_studies_are_counted_in_the_order_given(setting, tmp_path, capsy
         study.run(["noise", *options[:-1], str(tmp_path / "file"), "--dry-run"])
     (tmp_path / "file").unlink()
     assert not list(tmp_path.iterdir())
+
+
+def test_an_estimate_says_what_it_does_before_it_imports_what_takes_long(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "attnres.studies.lab", None)  # the first import that has torch in it
+    with pytest.raises(ImportError, match=r"attnres\.studies\.lab"):
+        study.run(["noise", "rates", "--dry-run"])
+    assert capsys.readouterr().err.startswith("estimating noise rates: ")
 
 
 def test_what_a_study_costs_is_counted_before_it_runs(setting, tmp_path, capsys):
