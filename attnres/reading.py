@@ -27,13 +27,13 @@ CONFIG_BYTES = 1 << 20
 
 
 def read_text(path: str | Path, limit: int = MAX_BYTES) -> str:
-    """The text of a UTF-8 file of at most `limit` bytes. Raises UserError."""
+    """The text of a UTF-8 file of at most `limit` bytes, without a byte order mark. Raises UserError."""
     path = Path(path)
     refuse_special(path)
     try:
         if (size := path.stat().st_size) > limit:
             raise UserError(f"{path} has {size:,} bytes: expected at most {limit:,}, is it another file?")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid UTF-8 ({error.reason}): it is damaged or no text") from error
     except OSError as error:
