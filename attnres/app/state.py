@@ -101,7 +101,7 @@ def key_of(name: str, step: int | None, content: bytes) -> str:
     """The key of a model in links: the end of its name and its step, for readers, and a hash of its content.
 
     >>> key_of("runs/my block", 1200, b"weights")
-    'my-block-1200~a1ffdb8bb8f5'
+    'my-block-1200~9a129038d9a0'
     """
     words = re.sub(r"[^A-Za-z0-9_]+", "-", name.rsplit("/", 1)[-1])[-40:]
     step_words = "" if step is None else f"-{step}"

@@ -123,10 +123,10 @@ def search(
             raise UserError(f"{name} is {value}: expected {fewest} or more")
     best = _Best(top)
     total, tokens, numbers = 0.0, 0, set[int]()
-    device, rows = next(model.parameters()).device, rows_of(model)
+    device, known = next(model.parameters()).device, rows_of(model)
     for batch in batches(_windows(tokenizer, documents, context - len(before), limit), batch_size):
         ids = torch.tensor([[*before, *window.ids] for window in batch])
-        check_ids(ids, rows)
+        check_ids(ids, known)
         weights, contributions = _of_edge(model, ids.to(device), index, place)
         for window, *rows in zip(batch, weights[:, len(before) :], contributions[:, len(before) :], strict=True):
             numbers.add(window.document)

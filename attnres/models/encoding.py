@@ -82,11 +82,9 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
     """The tokens of the characters of a text, and no others.
 
     Raises:
-        UserError: half a character; the tokenizer fails, as one without a token for the unknown may.
+        UserError: the tokenizer fails, as one without a token for the unknown may, and each on half a character.
     """
     fast = tokenizer.is_fast
-    if not is_text(text):
-        raise UserError("the text is not valid UTF-8: expected whole characters")
     try:
         encoding: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
     except Exception as error:  # the Rust library raises plain Exceptions
