@@ -164,13 +164,6 @@ def decode(fields: Mapping[str, str], keys: Sequence[str]) -> View:
             raise ValueError(by)
         shown = _keys(fields["m"]) if "m" in fields else []
         named = _places([*shown, *(_keys(fields["c"]) if "c" in fields else [])], keys)
-        for key, number in zip(shown, named):
-            if number == len(keys):
-                name, content = key.split("~")
-                raise UserError(
-                    f"this link shows the model {name} ({content}), which is not open here: what is below is another; "
-                    "start the app with that one"
-                )
         view = View(
             text=_text(fields.get("t", "")),
             other=_text(fields["u"]) if "u" in fields else None,
@@ -185,6 +178,13 @@ def decode(fields: Mapping[str, str], keys: Sequence[str]) -> View:
         )
     except (ValueError, TypeError, IndexError, zlib.error, binascii.Error):
         raise UserError("this link is damaged: copy it again, or start from the text") from None
+    for key, number in zip(shown, named):
+        if number == len(keys):
+            name, content = key.split("~")
+            raise UserError(
+                f"this link shows the model {name} ({content}), which is not open here: what is below is another; "
+                "start the app with that one"
+            )
     return _checked(view, len(keys))
 
 

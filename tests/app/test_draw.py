@@ -5,6 +5,7 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from importlib.resources import files
 
 import numpy as np
 import pytest
@@ -455,3 +456,11 @@ def test_blocks_of_other_outputs_have_no_difference():
 
 
 PARTS = reading().contributions
+
+
+def test_a_separator_of_tokens_has_the_colour_behind_them_in_both_themes():
+    """One of a fixed colour, with a token's round corners, looks like a bracket on the other theme's paper."""
+    style = (files("attnres.app") / "page.css").read_text()
+    (behind,) = re.findall(r"\.text \{ background: (var\(--\w+\));", style)
+    (separator,) = re.findall(r"\.token \{[^}]*box-shadow: inset -1px 0 ([^;]+);", style)
+    assert separator == behind and style.count(f"{behind[4:-1]}: #") == 2

@@ -155,7 +155,7 @@ def test_a_link_restores_what_was_shown(page):
 
 
 def test_edges_of_another_model_are_left_out_with_a_word(page):
-    shown = page.show(decode({"e": "0.99.0_0.3.0"}, 2))
+    shown = page.show(decode({"e": "0.99.0_0.3.0"}, page.keys))
     assert shown.view.cuts == (Cut(0, 3, 0),) and "left out" in shown.message
 
 
@@ -278,7 +278,9 @@ def test_characters_never_seen_are_read_as_bytes_or_said(page, block, monkeypatc
 
 def test_half_a_character_from_the_browser_is_none(page):
     shown = page.show(page.actions.type(View(), "a\ud83d b"))
-    assert "data-token" in shown.panes[0] and decode(dict(p.split("=", 1) for p in shown.query.split("&")), 2).text
+    assert (
+        "data-token" in shown.panes[0] and decode(dict(p.split("=", 1) for p in shown.query.split("&")), page.keys).text
+    )
 
 
 def test_models_with_different_tokenizers_are_shown_with_a_warning(folders, block):
