@@ -173,7 +173,7 @@ def test_what_colours_tokens_follows_the_model(page):
         ("", "There is no text"),
         (" \n\t", "There is no text"),
         ("x" * (MAX_CHARACTERS + 1), f"this page takes {MAX_CHARACTERS:,}"),
-        ("Z%q" * (CONTEXT // 2), f"takes {CONTEXT:,} here: shorten it"),
+        ("Z%q" * (CONTEXT // 2), f"on this page takes {CONTEXT:,}: shorten it"),
     ],
 )
 def test_a_text_that_cannot_be_read_is_one_sentence_and_the_page_goes_on(page, text, words):

@@ -244,7 +244,7 @@ def test_the_command_prints_prompt_text_and_depth(folders, capsys):
     assert capsys.readouterr().out == ""
     speak(GenerateConfig(folder, PROMPT, show_depth=True, **how))
     lines = capsys.readouterr().out.splitlines()
-    assert sum(" output: " in line and "| b1 emb" in line for line in lines) == 5
+    assert sum(" output: " in line and "| b1 " in line for line in lines) == 5
     speak(GenerateConfig(folder, PROMPT, beside=str(folders["plain"]), **how))
     assert "ratio" in capsys.readouterr().out.splitlines()[-1]
     with pytest.raises(UserError, match="timing needs two tokens or more"):
