@@ -148,8 +148,8 @@ def encode(view: View, keys: Sequence[str]) -> str:
 
 
 def decode(fields: Mapping[str, str], keys: Sequence[str]) -> View:
-    """The view of a link's query fields; unknown fields are somebody else's and are left alone. Of a model that is not
-    there what is knocked out is that of the number after the last.
+    """The view of a link's query fields; unknown fields are somebody else's and are left alone. What is
+    knocked out of a model that is not there is that of a number after the last.
 
     Args:
         keys: of the models that are there.
@@ -178,14 +178,15 @@ def decode(fields: Mapping[str, str], keys: Sequence[str]) -> View:
         )
     except (ValueError, TypeError, IndexError, zlib.error, binascii.Error):
         raise UserError("this link is damaged: copy it again, or start from the text") from None
+    _checked(view, len(keys) + len(named))
     for key, number in zip(shown, named):
-        if number == len(keys):
+        if number >= len(keys):
             name, content = key.split("~")
             raise UserError(
                 f"this link shows the model {name} ({content}), which is not open here: what is below is another; "
                 "start the app with that one"
             )
-    return _checked(view, len(keys))
+    return view
 
 
 def _checked(view: View, models: int) -> View:
@@ -217,12 +218,12 @@ def _keys(text: str) -> list[str]:
 
 
 def _places(wanted: Sequence[str], keys: Sequence[str]) -> list[int]:
-    """The numbers of the models of some keys, by their hashes: each once, also where a model is there twice; the number
+    """The numbers of the models of some keys, by their hashes: each once, also where a model is there twice; a number
     after the last for one that is not there."""
     places: list[int] = []
     for key in wanted:
         same = (i for i, other in enumerate(keys) if other.split("~")[1] == key.split("~")[1] and i not in places)
-        places.append(next(same, len(keys)))
+        places.append(next(same, len(keys) + len(places)))
     return places
 
 
