@@ -27,7 +27,7 @@ CONFIG_BYTES = 1 << 20
 
 
 def read_text(path: str | Path, limit: int = MAX_BYTES) -> str:
-    """The text of a UTF-8 file of at most `limit` bytes. Raises UserError."""
+    """The text of a UTF-8 file of at most `limit` bytes, without a byte order mark. Raises UserError."""
     path = Path(path)
     refuse_special(path)
     try:

@@ -33,7 +33,7 @@ from attnres.inspect import KnockOut, find_residual, intervene, read_vectors
 from attnres.inspect.attribution import spearman
 from attnres.inspect.contribution import to_one
 from attnres.inspect.survey import encode
-from attnres.models.context import token_in_front
+from attnres.models.encoding import token_in_front
 from attnres.models.open import open_checkpoint
 from attnres.stats import standard_error
 

@@ -1,5 +1,6 @@
 """Malformed requests to the explorer: none ends in a status of 500 or a traceback, and the page still answers."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -11,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from pathlib import Path
 
 from attnres.app.state import Cut, View
@@ -35,10 +35,10 @@ ACTIONS = [
     ["restore", VIEW],
     ["undo", None],
 ]
-EVENT = {"view": VIEW, "link": "?m=0", "actions": ACTIONS, "place": 0, "least": False}
+EVENT = {"view": VIEW, "link": "?m=run~0123456789ab", "actions": ACTIONS, "place": 0, "least": False}
 
 
-@contextmanager
+@contextlib.contextmanager
 def explorer(material: Material) -> Generator[tuple[int, Path]]:
     """The explorer on a port; gives the port and the file of what it says on its terminal."""
     with socket.socket() as probe:
@@ -78,7 +78,8 @@ def try_requests(material: Material, tally: Tally, cases: int, *, more: Callable
             for number in numbers:
                 tally.count("requests", answers[number], f"seed {number}")
         text = said.read_text(errors="replace")
-        tally.count("terminal", "traceback" if "Traceback" in text else "done", "explorer", said=text[-2000:])
+        unforeseen = "Traceback" in text or "a mistake of attnres" in text
+        tally.count("terminal", "traceback" if unforeseen else "done", "explorer", said=text[-2000:])
         tally.count("terminal", "done" if _status(port, "GET", "/", {}, b"") == 200 else "different", "the page")
 
 
@@ -110,8 +111,15 @@ def _send(port: int, number: int, paths: list[str], answers: dict[int, str]) -> 
     if draw.random() < 0.2:
         name = draw.choice(("origin", "host", "content-length", "transfer-encoding", "cookie", "range", "accept"))
         headers[name] = str(draw.choice(("null", "evil.example", "-1", "chunked", *map(repr, ODD))))[:100]
-    status = _status(port, method, path, headers, body)
+    status = _leave(port, path, body) if draw.random() < 0.1 else _status(port, method, path, headers, body)
     answers[number] = "no answer" if status is None else f"status {status // 100}xx"
+
+
+def _leave(port: int, path: str, body: bytes) -> None:
+    """Send a request but for its last byte, and hang up."""
+    head = f"POST {path} HTTP/1.1\r\nhost: localhost:{port}\r\ncontent-type: application/json\r\n"
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        connection.sendall(f"{head}content-length: {len(body) + 1}\r\n\r\n".encode("ascii", "replace") + body)
 
 
 def _status(port: int, method: str, path: str, headers: dict[str, str], body: bytes) -> int | None:

@@ -1,12 +1,12 @@
 """A text in the tokens of a model: their ids, where in the text each lies, and what the tokenizer makes none of."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from attnres.app.state import MAX_CHARACTERS
 from attnres.errors import UserError
-from attnres.inspect.encoding import tokenised
+from attnres.models.encoding import check_length, encode_prompt
 
 
 @dataclass(frozen=True)
@@ -16,37 +16,33 @@ class Encoder:
     Attributes:
         name: the model's, for messages.
         context: tokens that a text may have.
-        check: raises UserError for an id that the model does not have.
+        rows: of the model's embedding; None where its config does not say.
     """
 
     tokenizer: Any
     name: str
     context: int
-    check: Callable[[int], None]
+    rows: int | None
 
     def encode(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """Ids of a text's tokens, and where in it each lies (nothing for a tokenizer that does not say).
 
         Raises:
-            UserError: no text, too long a text, or one of which the tokenizer reads nothing.
+            UserError: no text, too long a text, or as `encode_prompt`.
         """
         if not text.strip():
             raise UserError("there is no text: type some, or take an example")
         if len(text) > MAX_CHARACTERS:
             raise UserError(f"the text has {len(text):,} characters and this page takes {MAX_CHARACTERS:,}: shorten it")
-        ids, offsets = tokenised(self.tokenizer, text)
-        if not ids:
-            raise UserError(f"the tokenizer of {self.name} knows no character of this text: type another")
-        self.check(max(ids))
-        if len(ids) > self.context:
-            raise UserError(f"the text has {len(ids):,} tokens and {self.name} takes {self.context:,} here: shorten it")
+        ids, offsets = encode_prompt(self.tokenizer, text, rows=self.rows, context=None, name=self.name)
+        check_length(len(ids), self.context, f"{self.name} on this page")
         return tuple(ids), offsets
 
     def beginning(self, text: str) -> str:
         """As much of a text as the model takes here, to the end of a line or word where one ends; all of one that its
         tokenizer cannot encode, of which `encode` says so."""
         try:
-            spans = tokenised(self.tokenizer, text)[1]
+            spans = encode_prompt(self.tokenizer, text, rows=None, context=None)[1]
         except UserError:
             return text
         if len(spans) <= self.context:

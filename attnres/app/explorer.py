@@ -1,5 +1,6 @@
 """What one text does in one model: where every token's reads came from, and what changes when edges are knocked out."""
 
+import json
 import threading
 from collections.abc import Iterable, Sequence
 from functools import cached_property
@@ -11,7 +12,7 @@ import numpy as np
 from attnres.app.encoder import Encoder
 from attnres.app.kept import Kept
 from attnres.app.reading import Candidate, Effect, Reading
-from attnres.app.state import Cut
+from attnres.app.state import Cut, key_of
 from attnres.app.works import Report, Works
 from attnres.device import pick_device
 from attnres.errors import UserError
@@ -90,7 +91,7 @@ class Opened:
     @property
     def encoder(self) -> Encoder:
         """What makes tokens of a text. Raises UserError: no tokenizer."""
-        return Encoder(self.tokenizer, self.name, self.context, self.checkpoint.check_ids)
+        return Encoder(self.tokenizer, self.name, self.context, self.checkpoint.vocab_size)
 
     @cached_property
     def residual(self) -> Residual:
@@ -117,6 +118,16 @@ class Opened:
         """Name, residual and, where the run says, training step."""
         step = f", step {self.step:,}" if self.step is not None else ""
         return f"{self.name} ({self.checkpoint.residual}{step})"
+
+    @cached_property
+    def key(self) -> str:
+        """What a link calls the model: name, step, and a hash of config and weights, by which it is found again under
+        whatever name, at whatever place."""
+        return key_of(self.name, self.step, self._content())
+
+    def _content(self) -> bytes:
+        """What differs between two models."""
+        return json.dumps(self.checkpoint.fields, sort_keys=True).encode() + self.checkpoint.weights.digest()
 
     @cached_property
     def details(self) -> str:

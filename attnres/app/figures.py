@@ -212,7 +212,8 @@ def stack(
 ) -> str:
     """One token's reads through depth: a bar for each read, from the first to the output, cut by its sources.
 
-    A segment is as long as its source's part of the read; those that point against it lie left of the line.
+    A segment is as long as its source's part of the read; those that point against it lie left of the line. One that a
+    pointer would not hit says what it is, and is clicked in the figure of all edges.
 
     Args:
         parts_of: of each read (sources,).
@@ -232,7 +233,10 @@ def stack(
             right, left = (right + width, left) if part >= 0 else (right, x)
             box = (x, y, width - min(0.4, 0.15 * width), tall - 2)
             cut = (r, i) in out
-            parts.append(_edge(r, i, box, colour, words(r, i), cut=cut))
+            if width < LEAST:
+                parts.append(_cell(box, colour, words(r, i), first=r == i == 0))
+            else:
+                parts.append(_edge(r, i, box, colour, words(r, i), cut=cut))
             if cut:
                 marks.append(_cross(box))
             elif width > 6 + 5.2 * len(source.short):

@@ -12,7 +12,8 @@ let view = null, queue = [], busy = false, stale = false, acted = "", hits = [];
 // What is refused is said in JSON, or by the guard in plain text; other servers in between send pages.
 const post = async (path, body, signal) => {
   const answer = await fetch(path, {
-    method: "POST", headers: {"content-type": "application/json"}, body: JSON.stringify(body), signal,
+    method: "POST", headers: {"content-type": "application/json"}, signal,
+    body: JSON.stringify({...body, models: begin.models}),
   });
   if (answer.ok) return answer;
   const kind = answer.headers.get("content-type") || "", text = await answer.text();
@@ -73,7 +74,7 @@ const answer = async (link) => {
       const shown = await ask("show", {view, link: link || "", actions, known}).catch((error) => { complain(error); });
       if (shown) {
         actions.forEach(([name], i) => remember(name, shown.steps[i], i === actions.length - 1 ? shown.query : null));
-        if (!actions.length) history.replaceState(shown.view, "", address(shown.query));
+        if (!actions.length) history.replaceState(state(shown.view), "", address(shown.query));
         show(shown, actions);
       }
     } while (queue.length || stale);
@@ -87,17 +88,20 @@ const answer = async (link) => {
 
 // Every action is a step to go back to; letters typed one after the other are one, and going back, or what changes
 // nothing, is none.
+// A view speaks of the models by number: one that was of others is no step to go back to.
+const state = (step) => ({view: step, models: begin.models});
+const past = (state) => (state && JSON.stringify(state.models) === JSON.stringify(begin.models) ? state.view : null);
 const address = (query) => (query ? "?" + query : location.pathname);
 const remember = (name, step, query) => {
-  const where = query === null ? undefined : address(query), now = history.state;
+  const where = query === null ? undefined : address(query), now = past(history.state);
   const types = name === "type" || (name === "compare" && now && now.other !== null && step.other !== null);
   const same = name === "restore" || (types && name === acted) || JSON.stringify(step) === JSON.stringify(now);
-  if (same) history.replaceState(step, "", where);
-  else history.pushState(step, "", where);
+  if (same) history.replaceState(state(step), "", where);
+  else history.pushState(state(step), "", where);
   acted = name;
 };
 addEventListener("popstate", (event) => {
-  if (event.state) act("restore", event.state);
+  if (past(event.state)) act("restore", past(event.state));
   else location.reload();
 });
 
@@ -406,5 +410,5 @@ $("#controls").addEventListener("submit", (event) => event.preventDefault());
 
 setTheme(matchMedia("(prefers-color-scheme: dark)").matches);
 $("#search").hidden = begin.corpus === null;
-if (history.state) act("restore", history.state);
+if (past(history.state)) act("restore", past(history.state));
 else answer(location.search);

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from urllib.parse import parse_qsl
 
 from attnres.app import differences, draw
@@ -71,6 +72,11 @@ class Page:
         """(words, number) of the models to choose from."""
         return [(model.label, number) for number, model in enumerate(self.models)]
 
+    @cached_property
+    def keys(self) -> list[str]:
+        """What links call the models."""
+        return [model.key for model in self.models]
+
     def begin(self, link: str) -> tuple[View, str]:
         """The view that the page opens with, and what is wrong with its link, a query string."""
         fields = {name: value for name, value in parse_qsl(link.removeprefix("?")[:20_000]) if len(name) == 1}
@@ -80,7 +86,7 @@ class Page:
         if not fields:
             return replace(start, read=self.models[whole[0]].most_varied(start.text)), ""
         try:
-            view = decode(fields, len(self.models))
+            view = decode(fields, self.keys)
             return (view if view.text else replace(view, text=start.text)), ""
         except UserError as error:
             return start, str(error)
@@ -124,7 +130,7 @@ class Page:
             ("change in loss", LOSS),
             ("attention of the chosen token", ATTENDED),
         ]
-        query = encode(view)
+        query = encode(view, self.keys)
         if not query and len(view.text) <= MAX_CHARACTERS:
             message = message or "The text is too long for a link to this view: export it as JSON instead."
         difference = differences.difference(*drawn) if len(drawn) == 2 else ""

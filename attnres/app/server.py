@@ -15,7 +15,7 @@ import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
@@ -47,6 +47,7 @@ class Asked(TypedDict, total=False):
     actions: what was done to it, in order (see `Actions.act`).
     known: hashes of the sections that the browser has, which need not be sent again.
     place: of the half that is scored. least: which end of a search.
+    models: the keys of the models that the browser's page was made for, by whose numbers its view speaks.
     """
 
     view: Any
@@ -55,6 +56,7 @@ class Asked(TypedDict, total=False):
     known: list[str]
     place: Count
     least: bool
+    models: list[str]
 
 
 def application(page: Page, *, local: bool, names: Collection[str] = ()) -> Starlette:
@@ -95,6 +97,7 @@ def application(page: Page, *, local: bool, names: Collection[str] = ()) -> Star
         "examples": list(EXAMPLES),
         "characters": MAX_CHARACTERS,
         "corpus": page.corpus.name if page.corpus is not None else None,
+        "models": page.keys,
     }
     routes = [
         *(Route(path, _file(name, begin)) for path, name in _FILES.items()),
@@ -106,8 +109,14 @@ def application(page: Page, *, local: bool, names: Collection[str] = ()) -> Star
     return Starlette(
         routes=routes,
         middleware=[Middleware(Guard, local=local, names=names)],
-        exception_handlers={Exception: lambda request, error: JSONResponse({"error": _unforeseen(error)}, 500)},
+        exception_handlers={Exception: _failed},
     )
+
+
+def _failed(request: Request, error: Exception) -> Response:
+    """The answer to a question that failed; who has gone, amid a question or its answer, is nobody's mistake."""
+    gone = isinstance(error, ClientDisconnect | ConnectionError)
+    return Response(status_code=400) if gone else JSONResponse({"error": _unforeseen(error)}, 500)
 
 
 def _unforeseen(error: Exception) -> str:
@@ -121,6 +130,8 @@ def _view(page: Page, question: Asked) -> tuple[View, str]:
     """The view that a question is about, and what is wrong with its link."""
     if question.get("view") is None:
         return page.begin(question.get("link", ""))
+    if question.get("models", page.keys) != page.keys:
+        raise UserError("other models are open here now: load the page again")
     return from_json(question["view"], len(page.models)), ""
 
 

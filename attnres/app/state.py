@@ -1,14 +1,15 @@
 """What the page shows, as a value, and as the query string of a link that brings it back.
 
-A link names models by their place in the list and text by itself: it carries no path, and what it says is checked as
-anything else that comes from the browser.
+A link names models by their keys (`key_of`) and text by itself: it carries no path, shows the same models in an app of
+other ones beside them, and what it says is checked as anything else that comes from the browser.
 """
 
 import base64
 import binascii
+import hashlib
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 from urllib.parse import urlencode
@@ -33,6 +34,7 @@ ATTENDED = "attended"
 
 _SOURCE = re.compile(r"[a-z][a-z0-9_]{0,31}( [0-9]{1,4})?")
 _NUMBER = re.compile(r"[0-9]{1,5}")
+_KEY = re.compile(r"[A-Za-z0-9_-]{0,60}~[0-9a-f]{12}")
 Span = Literal["all", "one"]
 
 
@@ -95,19 +97,36 @@ def from_json(value: Any, models: int) -> View:
     return _checked(view, models)
 
 
-def encode(view: View) -> str:
-    """The query string of a view, without the question mark; empty where it would be longer than `MAX_LINK`, or its
-    text is longer than the page takes.
+def key_of(name: str, step: int | None, content: bytes) -> str:
+    """The key of a model in links: the end of its name and its step, for readers, and a hash of its content.
 
-    >>> encode(View("", None, (0, 1), cuts=(Cut(1, 4, 0), Cut(0, 2, 1, 7))))
-    'm=0.1&e=1.4.0_0.2.1.7'
+    >>> key_of("runs/my block", 1200, b"weights")
+    'my-block-1200~9a129038d9a0'
     """
+    words = re.sub(r"[^A-Za-z0-9_]+", "-", name.rsplit("/", 1)[-1])[-40:]
+    step_words = "" if step is None else f"-{step}"
+    return f"{words}{step_words}~{hashlib.sha256(content).hexdigest()[:12]}"
+
+
+def encode(view: View, keys: Sequence[str]) -> str:
+    """The query string of a view, without the question mark; empty where it would be longer than `MAX_LINK`, or its
+    text is longer than the page takes. `keys` are those of the models.
+
+    The models shown are "m", others of which something is knocked out "c"; a knocked-out edge "e" begins with the place
+    of its model among both.
+
+    >>> encode(View("", None, (1,), cuts=(Cut(1, 4, 0), Cut(0, 2, 1, 7))), ("a~1234567890ab", "b~1234567890ac"))
+    'm=b~1234567890ac&c=a~1234567890ab&e=0.4.0_1.2.1.7'
+    """
+    named = list(dict.fromkeys([*view.models, *(cut.model for cut in view.cuts)]))
     fields: dict[str, str] = {}
     if view.text:
         fields["t"] = _packed(view.text)
     if view.other is not None:
         fields["u"] = _packed(view.other)
-    fields["m"] = ".".join(map(str, view.models))
+    for field, numbers in (("m", named[: len(view.models)]), ("c", named[len(view.models) :])):
+        if numbers:
+            fields[field] = ".".join(keys[number] for number in numbers)
     if view.by != "contribution":
         fields["b"] = view.by
     if view.read is not None:
@@ -121,43 +140,53 @@ def encode(view: View) -> str:
     if view.span != "all":
         fields["o"] = view.span
     if view.cuts:
-        fields["e"] = "_".join(
-            ".".join(str(number) for number in asdict(cut).values() if number is not None) for cut in view.cuts
-        )
+        cuts = [(named.index(cut.model), cut.read, cut.source, cut.token) for cut in view.cuts]
+        fields["e"] = "_".join(".".join(str(number) for number in cut if number is not None) for cut in cuts)
     query = urlencode(fields)
     too_long = max(len(view.text), len(view.other or "")) > MAX_CHARACTERS
     return "" if too_long or len(query) > MAX_LINK else query
 
 
-def decode(fields: Mapping[str, str], models: int) -> View:
-    """The view of a link's query fields; unknown fields are somebody else's and are left alone.
+def decode(fields: Mapping[str, str], keys: Sequence[str]) -> View:
+    """The view of a link's query fields; unknown fields are somebody else's and are left alone. What is
+    knocked out of a model that is not there is that of a number after the last.
 
     Args:
-        models: how many models there are.
+        keys: of the models that are there.
 
     Raises:
-        UserError: fields that no link of this page has.
+        UserError: fields that no link of this page has, or a model that is not there.
     """
     try:
         parts = fields["e"].split("_") if fields.get("e") else []
         by, span = fields.get("b", "contribution"), fields.get("o", "all")
         if by not in ("contribution", "weight") or span not in ("all", "one"):
             raise ValueError(by)
+        shown = _keys(fields["m"]) if "m" in fields else []
+        named = _places([*shown, *(_keys(fields["c"]) if "c" in fields else [])], keys)
         view = View(
             text=_text(fields.get("t", "")),
             other=_text(fields["u"]) if "u" in fields else None,
-            models=tuple(_number(part) for part in fields["m"].split(".")) if "m" in fields else (0,),
+            models=tuple(named[: len(shown)]) or (0,),
             by=by,
             read=_number(fields["r"]) if "r" in fields else None,
             source=fields.get("s", LARGEST),
             token=_number(fields["k"]) if "k" in fields else None,
             half=_number(fields.get("h", "0")),
-            cuts=tuple(_cut(part) for part in parts),
+            cuts=tuple(_cut(part, named or [0]) for part in parts),
             span=span,
         )
-    except (ValueError, TypeError, zlib.error, binascii.Error):
+    except (ValueError, TypeError, IndexError, zlib.error, binascii.Error):
         raise UserError("this link is damaged: copy it again, or start from the text") from None
-    return _checked(view, models)
+    _checked(view, len(keys) + len(named))
+    for key, number in zip(shown, named):
+        if number >= len(keys):
+            name, content = key.split("~")
+            raise UserError(
+                f"this link shows the model {name} ({content}), which is not open here: what is below is another; "
+                "start the app with that one"
+            )
+    return view
 
 
 def _checked(view: View, models: int) -> View:
@@ -176,9 +205,26 @@ def _checked(view: View, models: int) -> View:
     return view
 
 
-def _cut(part: str) -> Cut:
-    numbers = [_number(number) for number in part.split(".")]
-    return Cut(*numbers)
+def _cut(part: str, named: Sequence[int]) -> Cut:
+    place, *numbers = [_number(number) for number in part.split(".")]
+    return Cut(named[place], *numbers)
+
+
+def _keys(text: str) -> list[str]:
+    keys = text.split(".")
+    if not all(map(_KEY.fullmatch, keys)):
+        raise ValueError(text)
+    return keys
+
+
+def _places(wanted: Sequence[str], keys: Sequence[str]) -> list[int]:
+    """The numbers of the models of some keys, by their hashes: each once, also where a model is there twice; a number
+    after the last for one that is not there."""
+    places: list[int] = []
+    for key in wanted:
+        same = (i for i, other in enumerate(keys) if other.split("~")[1] == key.split("~")[1] and i not in places)
+        places.append(next(same, len(keys) + len(places)))
+    return places
 
 
 def _number(text: str) -> int:

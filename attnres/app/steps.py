@@ -32,6 +32,9 @@ class Learned(Opened):
     def label(self) -> str:
         return f"{self.name} (step {self.step:,}, residual alone)"
 
+    def _content(self) -> bytes:
+        return self.whole._content() + (self.path.read_bytes() if self.path.is_file() else b"")
+
     @cached_property
     def residual(self) -> Residual:
         """The residual. Raises UserError: a damaged snapshot."""

@@ -6,24 +6,26 @@ from itertools import pairwise
 from types import TracebackType
 from typing import Self
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from attnres.errors import UserError
+from attnres.inspect.contribution import Contributions
 from attnres.inspect.pieces import piece
 from attnres.inspect.record import find_residual
 from attnres.residuals import Observer, Source, depths, watched_by
 
 TOP = 3
-"""Sources of the output read that are named."""
+"""Sources of the output read that are named, those of the largest contributions, along the read or against it."""
 
 PARTS = 8
 """Parts into which the depth of a network without blocks is cut for the summary: as many as Block has by default."""
 
 
 LEGEND = """\
-each new token | the heaviest sources of the output read | for each block b1, b2, ... of sublayers the source that its
-reads weigh most on average, and its weight
+each new token | the largest sources of the output read and their contributions, parts of the read that sum to one | for
+each block b1, b2, ... of sublayers the source that contributes most to its reads on average
 (emb embedding, part the block's own sum so far, b block, a attention, m mlp; stream the running sum, state an earlier
 state of it)"""
 
@@ -34,9 +36,10 @@ class TokenDepth:
 
     Attributes:
         token: its id; `text` what it says.
-        output: (source, weight) of the output read, the heaviest first.
-        blocks: a part of the depth each (a block, where the residual has blocks): name, the source that its reads
-            weighed most on average, and that weight.
+        output: (source, contribution) of the output read, the largest first; contributions as in
+            `attnres.inspect.contribution`, signed and summing to one.
+        blocks: a part of the depth each (a block, where the residual has blocks): name, the source that contributes
+            most to its reads on average, and how much.
     """
 
     token: int
@@ -45,9 +48,9 @@ class TokenDepth:
     blocks: list[tuple[str, Source, float]]
 
     def line(self) -> str:
-        """One line: the token, the heaviest sources of the output, and each block's heaviest source."""
-        output = ", ".join(f"{source} {weight:.2f}" for source, weight in self.output[:TOP])
-        blocks = "  ".join(f"{name} {source.short} {weight:.2f}" for name, source, weight in self.blocks)
+        """One line: the token, the largest sources of the output, and each block's largest source."""
+        output = ", ".join(f"{source} {part:.2f}" for source, part in self.output[:TOP])
+        blocks = "  ".join(f"{name} {source.short} {part:.2f}" for name, source, part in self.blocks)
         return f"{self.text!r:16} output: {output} | {blocks}"
 
 
@@ -73,8 +76,8 @@ class DepthReader(Observer):
         if residual.observer is not None:
             raise UserError("this model is being recorded already: leave the first recording before a second")
         self.residual, self.tokenizer = residual, tokenizer
-        self.weights: dict[int, Tensor] = {}
         layout = residual.layout()
+        self.contributions = Contributions(len(layout), keep=True)
         self.sources, self.depths = [read.sources for read in layout], depths(layout)
 
     def __enter__(self) -> Self:
@@ -87,14 +90,21 @@ class DepthReader(Observer):
     ) -> None:
         self.watching.__exit__(kind, error, traceback)
 
+    def on_start(self, embedding: Tensor) -> None:
+        self.contributions.start(_last(embedding))
+
+    @torch.no_grad()
     def on_read(self, index: int, h: Tensor, weights: Tensor | None, values: Sequence[Tensor]) -> None:
         assert weights is not None
-        self.weights[index] = weights[-1].detach()  # the last position of the pass is the one that predicts
+        self.contributions.read(index, _last(h), _last(weights).float(), [_last(value) for value in values], None)
+
+    def on_write(self, index: int, output: Tensor) -> None:
+        self.contributions.write(_last(output))
 
     def read(self, token: int) -> TokenDepth:
         """What the pass that predicted `token` did; call it before the next pass."""
         sublayers = self.residual.num_sublayers
-        rows = {index: weights.float().tolist() for index, weights in self.weights.items()}
+        rows = {index: parts[0].tolist() for index, parts in self.contributions.tokens.items()}
         names = [source.name for source in self.sources[-1]]
         output = sorted(zip(names, rows[len(self.sources) - 1]), key=lambda pair: -abs(pair[1]))
         blocks = []
@@ -108,9 +118,14 @@ class DepthReader(Observer):
             sums: dict[str, float] = {}
             sources: dict[str, Source] = {}
             for index in reads:
-                for source, weight in zip(self.sources[index], rows[index]):
-                    sums[source.name] = sums.get(source.name, 0.0) + weight / len(reads)
+                for source, part in zip(self.sources[index], rows[index]):
+                    sums[source.name] = sums.get(source.name, 0.0) + part / len(reads)
                     sources[source.name] = source
-            heaviest = max(sums, key=lambda name: abs(sums[name]))
-            blocks.append((f"b{number}", sources[heaviest], sums[heaviest]))
+            largest = max(sums, key=lambda name: abs(sums[name]))
+            blocks.append((f"b{number}", sources[largest], sums[largest]))
         return TokenDepth(token, piece(self.tokenizer, token), output, blocks)
+
+
+def _last(values: Tensor) -> Tensor:
+    """(1, ...): the last position of the pass, which is the one that predicts."""
+    return values.flatten(0, -2)[-1:]

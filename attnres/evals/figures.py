@@ -11,7 +11,7 @@ from attnres.evals.measures import Measure, tokens_digest
 from attnres.evals.scoring import Request, Scored, encode_pairs
 from attnres.evals.tasks import Task
 from attnres.evals.windows import windows
-from attnres.models.context import token_in_front
+from attnres.models.encoding import check_ids, encode_document, token_in_front
 from attnres.models.open import Checkpoint
 
 
@@ -44,14 +44,15 @@ def ask(task: Task, checkpoint: Checkpoint, *, width: int, stride: int, limit: i
     questions = (
         _ask_text(task, checkpoint, width, stride, limit) if task.kind == "text" else _ask_items(task, checkpoint)
     )
-    checkpoint.check_ids(max(max(max(part, default=0) for part in request) for request in questions.requests))
+    largest = max(max(max(part, default=0) for part in request) for request in questions.requests)
+    check_ids([largest], checkpoint.vocab_size, checkpoint.name)
     return questions
 
 
 def _ask_text(task: Task, checkpoint: Checkpoint, width: int, stride: int, limit: int | None) -> Asked:
     tokenizer = checkpoint.tokenizer
-    ids = tokenizer(task.text, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    size = len(task.text.encode())
+    ids, spans = encode_document(tokenizer, task.text)
+    size = len(task.text[spans[0][0] if spans else 0 :].encode())  # without a token in front that the text brings
     before = token_in_front(tokenizer)
     most = len(ids) if limit is None else limit * (width - len(before))
     cut = len(ids) > most

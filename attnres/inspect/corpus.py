@@ -16,7 +16,7 @@ from attnres.inspect.places import choose_reads
 from attnres.inspect.record import find_residual, record
 from attnres.inspect.routing import FIELD, By
 from attnres.inspect.survey import batches, check_documents, encode
-from attnres.models.context import token_in_front
+from attnres.models.encoding import check_ids, rows_of, token_in_front
 from attnres.text import short
 
 if TYPE_CHECKING:
@@ -109,7 +109,8 @@ def search(
         on_tokens: called with the number of tokens of each pass.
 
     Raises:
-        UserError: no such read, or it lacks the source; no text, or one alone; a number, context or count that is none.
+        UserError: no such read, or it lacks the source; no text, or one alone; ids past the embedding; a number,
+            context or count that is none.
     """
     check_documents(documents)
     if by not in FIELD:
@@ -122,10 +123,11 @@ def search(
             raise UserError(f"{name} is {value}: expected {fewest} or more")
     best = _Best(top)
     total, tokens, numbers = 0.0, 0, set[int]()
-    device = next(model.parameters()).device
+    device, known = next(model.parameters()).device, rows_of(model)
     for batch in batches(_windows(tokenizer, documents, context - len(before), limit), batch_size):
-        ids = torch.tensor([[*before, *window.ids] for window in batch], device=device)
-        weights, contributions = _of_edge(model, ids, index, place)
+        ids = torch.tensor([[*before, *window.ids] for window in batch])
+        check_ids(ids, known)
+        weights, contributions = _of_edge(model, ids.to(device), index, place)
         for window, *rows in zip(batch, weights[:, len(before) :], contributions[:, len(before) :], strict=True):
             numbers.add(window.document)
             values = rows[1] if by == "contribution" else rows[0]

@@ -11,8 +11,9 @@ from attnres.errors import UserError
 from attnres.forward import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.edits import Edit
-from attnres.inspect.encoding import tokenised
 from attnres.inspect.intervene import intervene
+from attnres.models.context import stated_context
+from attnres.models.encoding import check_ids, check_length, encode_prompt, rows_of, tokenise
 from attnres.stats import or_none, ratio
 from attnres.text import short, with_error
 
@@ -167,13 +168,12 @@ def token_id(model: nn.Module, token: Token) -> int:
         UserError: letters that are not one token, or that the tokenizer does not know; an id outside the vocabulary.
     """
     if isinstance(token, str):
-        ids = tokenised(tokenizer_of(model), token, special=False)[0]
+        ids = tokenise(tokenizer_of(model), token)[0]
         if len(ids) != 1:
             raise UserError(f"'{token}' is {len(ids)} tokens: give one, with the space before it if there is one")
         return int(ids[0])
-    embedding: Any = model.get_input_embeddings()  # ty: ignore[not-callable]
-    if not 0 <= token < embedding.weight.shape[0]:
-        raise UserError(f"target is {token}: expected a token id from 0 to {embedding.weight.shape[0] - 1}")
+    if not 0 <= token < rows_of(model):
+        raise UserError(f"target is {token}: expected a token id from 0 to {rows_of(model) - 1}")
     return int(token)
 
 
@@ -184,8 +184,9 @@ def prompt_ids(model: nn.Module, input_ids: Text) -> Tensor:
         UserError: an empty text, several at once, one longer than the model's context, ids outside its vocabulary;
             letters for a model without a tokenizer, or that its tokenizer does not know.
     """
+    rows, context = rows_of(model), stated_context(getattr(model, "config", None))
     if isinstance(input_ids, str):
-        input_ids = tokenised(tokenizer_of(model), input_ids)[0]
+        input_ids = encode_prompt(tokenizer_of(model), input_ids, rows=rows, context=context)[0]
     try:
         ids = torch.as_tensor(input_ids)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -198,15 +199,7 @@ def prompt_ids(model: nn.Module, input_ids: Text) -> Tensor:
         raise UserError("the text is empty: give at least one token")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UserError(f"ids are {ids.dtype}: expected whole numbers")
-    config: Any = getattr(model, "config", None)
-    context = getattr(config, "max_position_embeddings", None)
-    if context is not None and ids.numel() > context:
-        raise UserError(f"the text has {ids.numel()} tokens, the model's context {context}: shorten it")
-    embedding: Any = model.get_input_embeddings()  # ty: ignore[not-callable]
-    vocabulary = embedding.weight.shape[0]
-    if int(ids.min()) < 0 or int(ids.max()) >= vocabulary:
-        raise UserError(
-            f"token id {int(ids.min()) if int(ids.min()) < 0 else int(ids.max())} with a vocabulary of {vocabulary}: "
-            "was the text read by the model's own tokenizer?"
-        )
-    return ids.long().unsqueeze(0).to(embedding.weight.device)
+    check_length(ids.numel(), context, "the model")
+    check_ids(ids, rows)
+    table: Any = model.get_input_embeddings()  # ty: ignore[not-callable]
+    return ids.long().unsqueeze(0).to(table.weight.device)

@@ -22,7 +22,7 @@ from attnres.inspect.kinds import KINDS, guess_language, kinds_of
 from attnres.inspect.pieces import pieces
 from attnres.inspect.record import Trace, find_residual, record
 from attnres.inspect.survey import Encoded, Survey, check_documents, encode, survey
-from attnres.models.context import token_in_front
+from attnres.models.encoding import check_ids, rows_of, token_in_front
 from attnres.progress import counting
 from attnres.residuals import depths
 from attnres.stats import or_none
@@ -173,8 +173,8 @@ def show_example(
     encoded = encode(tokenizer, text)
     keep = context - len(before)
     ids = encoded.ids[:keep].tolist()
-    device = next(model.parameters()).device
-    inputs = torch.tensor([[*before, *ids]], device=device)
+    inputs = torch.tensor([[*before, *ids]], device=next(model.parameters()).device)
+    check_ids(inputs, rows_of(model))
     with evaluating(model), record(model, tokens=True) as trace:
         losses = next_token_losses(model, inputs)[0]
     if not trace.weighs:

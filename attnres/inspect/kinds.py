@@ -35,11 +35,13 @@ Prose (English):
 import re
 from collections.abc import Callable, Sequence
 from itertools import groupby, zip_longest
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from attnres.errors import UserError, unknown
-from attnres.inspect.encoding import Offsets
 from attnres.inspect.pylex import Lexeme, lexemes
+
+if TYPE_CHECKING:
+    from attnres.models.encoding import Offsets
 
 Language = Literal["code", "prose"]
 
@@ -75,7 +77,7 @@ FUNCTION = frozenset(
 """English function words, in small letters and with straight apostrophes."""
 
 
-def kinds_of(text: str, offsets: Offsets, language: str) -> list[int]:
+def kinds_of(text: str, offsets: "Offsets", language: str) -> list[int]:
     """The kind of each token, an index of `KINDS[language]`; -1 for a token of no characters (a special token).
 
     Args:

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from attnres.inspect.encoding import Offsets
+    from attnres.models.encoding import Offsets
 
 SPACE = "▁"
 """As SentencePiece spells it."""

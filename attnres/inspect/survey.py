@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.forward import evaluating, next_token_losses
 from attnres.inspect.effects import Edits, prompt_ids, several
-from attnres.inspect.encoding import tokenised
 from attnres.inspect.intervene import intervene
 from attnres.inspect.record import Trace, record
+from attnres.models.encoding import check_ids, encode_document, rows_of
 from attnres.stats import Ratio, RatioSums, ratio
 
 if TYPE_CHECKING:
@@ -98,8 +98,8 @@ def check_documents(documents: object) -> None:
 
 
 def encode(tokenizer: "PreTrainedTokenizerBase", text: str) -> Encoded:
-    """The tokens of a text without special ones, labelled -1. Raises UserError as `tokenised`."""
-    ids, offsets = tokenised(tokenizer, text, special=False)
+    """The tokens of a text without those in front, labelled -1. Raises UserError as `encode_document`."""
+    ids, offsets = encode_document(tokenizer, text)
     return Encoded(np.asarray(ids, dtype=np.int64), offsets, np.full(len(ids), -1))
 
 
@@ -123,15 +123,16 @@ def survey(
         on_tokens: called with the number of tokens of each finished batch.
 
     Raises:
-        UserError: no residual of this package; logits that are NaN or infinite; no batch size.
+        UserError: no residual of this package; ids past the embedding; logits that are NaN or infinite; no batch size.
     """
     if batch_size < 1:
         raise UserError(f"batch_size is {batch_size}: expected at least 1")
     sums = _Sums(labels)
-    device = next(model.parameters()).device
+    device, rows = next(model.parameters()).device, rows_of(model)
     with evaluating(model), torch.no_grad(), record(model, tokens=True) as trace:
         for batch in batches(sums.opened(_windows(documents, context - len(before))), batch_size):
             ids = np.stack([np.concatenate([before, window.ids]) for window in batch]).astype(np.int64)
+            check_ids(ids, rows)
             losses = next_token_losses(model, torch.from_numpy(ids).to(device)).double().cpu().numpy()
             if not np.isfinite(losses).all():
                 raise UserError(

@@ -1,4 +1,4 @@
-"""How long a text a model takes, by its config and tokenizer, and what stands in front of it."""
+"""How long a text a model takes, by its config and tokenizer."""
 
 from typing import Any
 
@@ -13,12 +13,20 @@ DEFAULT_CONTEXT = 2048
 
 def context_of(config: Any, tokenizer: PreTrainedTokenizerBase | None) -> int:
     """The longest sequence in tokens, as lm-eval finds it (0.4.13, `resolve_max_length`)."""
+    stated = stated_context(config)
+    if stated is not None:
+        return stated
+    longest = getattr(tokenizer, "model_max_length", VERY_LARGE_INTEGER)  # by which Transformers means "unknown"
+    return _length(longest, "model_max_length") if longest != VERY_LARGE_INTEGER else DEFAULT_CONTEXT
+
+
+def stated_context(config: Any) -> int | None:
+    """The longest sequence in tokens that the config names; None where it names none."""
     for name in ("n_positions", "max_position_embeddings", "n_ctx"):
         value = getattr(text_config(config), name, None)
         if value is not None:
             return _length(value, name)
-    longest = getattr(tokenizer, "model_max_length", VERY_LARGE_INTEGER)  # by which Transformers means "unknown"
-    return _length(longest, "model_max_length") if longest != VERY_LARGE_INTEGER else DEFAULT_CONTEXT
+    return None
 
 
 def _length(value: Any, name: str) -> int:
@@ -30,9 +38,3 @@ def _length(value: Any, name: str) -> int:
 def text_config(config: Any) -> Any:
     """The config of the part that is a language model; itself where it has no parts."""
     return getattr(config, "text_config", None) or config
-
-
-def token_in_front(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The beginning-of-text token, if the tokenizer itself puts it, and nothing else, in front of a text; else ()."""
-    ids = tuple(tokenizer("")["input_ids"])
-    return ids if ids == (tokenizer.bos_token_id,) else ()

@@ -29,6 +29,7 @@ from attnres.models.bases import class_named
 from attnres.models.classes import register_stored
 from attnres.models.config import ResidualConfigMixin
 from attnres.models.context import context_of, text_config
+from attnres.models.encoding import check_ids
 from attnres.models.families import refuse_own_reads
 from attnres.models.foreign import formats_of
 from attnres.models.foreign.weights import assemble, foreign_config
@@ -159,7 +160,7 @@ class Checkpoint:
             largest = tokenizer.vocab_size - 1
             for name in ("bos", "eos", "unk", "pad"):  # a damaged one may fail at whatever is asked of it first
                 getattr(tokenizer, f"{name}_token_id")
-        self.check_ids(largest)
+        check_ids([largest], self.vocab_size, self.name)
         return tokenizer
 
     @property
@@ -171,14 +172,6 @@ class Checkpoint:
     def context(self) -> int:
         """The longest sequence, in tokens."""
         return context_of(self.config, self.tokenizer if self.has_tokenizer else None)
-
-    def check_ids(self, largest: int) -> None:
-        """Refuse token ids past the end of the embedding with a UserError: the tokenizer belongs to another model."""
-        if self.vocab_size is not None and largest >= self.vocab_size:
-            raise UserError(
-                f"the tokenizer of {self.name} gives id {largest} and the model's embedding has {self.vocab_size} "
-                "rows: they belong to different models, or the embedding was not resized"
-            )
 
     # ------------------------------------------------------------------ files
 
@@ -194,7 +187,7 @@ class Checkpoint:
             return
         with foreign(f"tokenizer.json of {self.name} cannot be read", AGAIN):
             ids = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True).values()
-        self.check_ids(max(ids, default=0))
+        check_ids(ids or [0], self.vocab_size, self.name)
 
     def files_beside(self) -> dict[str, Path]:
         """Files that go along when the model is written elsewhere, by name; Python files where they are trusted."""

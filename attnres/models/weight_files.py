@@ -1,12 +1,15 @@
 """The files of a model's weights: which they are, what is in them, and whether they are whole. No weight is read."""
 
+import contextlib
 import functools
+import hashlib
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from attnres.errors import UserError
@@ -18,6 +21,8 @@ AGAIN = "fetch or copy it again"
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_SAMPLES, _SAMPLE = 4096, 4096
+"""Pieces of a file, and their bytes, by which it is told from others; a smaller file is taken whole."""
 _LONGEST = 200
 """Characters of a file's name: systems take 255 bytes."""
 
@@ -76,6 +81,23 @@ class WeightFiles:
                     f"'{name}' of {self.model} has dtype {dtype}: expected {', '.join(_BYTES)}; save a dequantised "
                     "copy first"
                 )
+
+    def digest(self) -> bytes:
+        """Return a hash that differs where the weights do: of samples of each file, and of the residual's tensors
+        whole, which may be all that was trained and are small."""
+        state = hashlib.sha256()
+        for path in self.paths:
+            size = path.stat().st_size
+            state.update(b"%d " % size)
+            with path.open("rb") as file:
+                for i in range(min(_SAMPLES, -(-size // _SAMPLE))):
+                    file.seek(max(i * _SAMPLE, (size - _SAMPLE) * i // (_SAMPLES - 1)))
+                    state.update(file.read(_SAMPLE))
+            with contextlib.suppress(SafetensorError), safe_open(path, framework="pt") as tensors:  # damaged: no more
+                for name in sorted(tensors.keys()):
+                    if "residual" in name and math.prod(tensors.get_slice(name).get_shape()) < _SAMPLES * _SAMPLE:
+                        state.update(tensors.get_tensor(name).reshape(-1).view(torch.uint8).numpy().tobytes())
+        return state.digest()
 
     def _tensors(self) -> Iterator[tuple[str, int, str]]:
         """Name, number of elements and dtype of each tensor. Raises UserError for a file that is cut short."""

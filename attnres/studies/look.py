@@ -22,7 +22,7 @@ from attnres.inspect.measures import dynamics
 from attnres.inspect.prune import check_prunable, prune_report
 from attnres.inspect.survey import Survey, encode, survey
 from attnres.inspect.tables import show
-from attnres.models.context import token_in_front
+from attnres.models.encoding import token_in_front
 from attnres.models.open import Checkpoint
 from attnres.progress import counting
 from attnres.residuals import traits_of

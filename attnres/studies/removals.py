@@ -16,7 +16,7 @@ from attnres.inspect.places import choose_reads, with_choice
 from attnres.inspect.prune import PruneReport
 from attnres.inspect.record import find_residual
 from attnres.inspect.survey import Survey, encode, loss_change
-from attnres.models.context import token_in_front
+from attnres.models.encoding import token_in_front
 from attnres.models.open import Checkpoint
 from attnres.progress import counting
 from attnres.stats import or_none

@@ -81,8 +81,8 @@ def _labels(tokens: "Tokens", first: int, starts: list[int], length: int, tokeni
     A document is decoded from where it begins, which decides what stands in a string or begins a sentence, and encoded
     again, which says where in the text each token lies.
     """
-    from attnres.inspect.encoding import with_space
     from attnres.inspect.kinds import kinds_of
+    from attnres.models.encoding import with_space
 
     near = [start for start in starts if start - first <= LOOK_BACK]
     known = np.full((near[-1] if near else first) + length - first, -1)

@@ -5,6 +5,7 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
+from importlib.resources import files
 
 import numpy as np
 import pytest
@@ -268,6 +269,7 @@ def test_bars_of_a_token_are_as_long_as_its_parts(by):
     example = pane(by=by)
     tree = parsed(drawn(example))
     bars = [e for e in tree.find(".//section[@class='stack']").iter("rect") if e.get("data-read") == "2"]
+    assert len(bars) == len(SOURCES[2])
     widths = np.array([float(e.get("width")) + 0.4 for e in bars])
     np.testing.assert_allclose(widths / widths.sum(), example.reading.rows(by)[2][1], atol=1e-3)
 
@@ -338,6 +340,13 @@ def test_the_last_column_has_room_for_its_name():
     svg = figures.heatmap([output], [np.full(25, 0.04)], "title", words, largest=1.0)
     x = max(float(x) for x in re.findall(r'<text x="([\d.]+)"[^>]*rotate', svg))
     assert x + 3 * 5.5 * 0.5 < figures.WIDTH  # three letters at 60 degrees
+
+
+def test_a_segment_too_narrow_to_hit_is_no_button():
+    reads = [make_residual("full", 2, 8).layout()[1]]
+    svg = figures.stack(reads, [np.array([0.999, 0.001])], colours_by_name(reads), "title", words, out={(0, 1)})
+    assert re.findall(r'data-source="(\d)" role="button"', svg) == ["0"]
+    assert svg.count('aria-label="words"') == 2 and f'stroke="{figures.LESS}"' in svg
 
 
 def test_sources_against_the_read_lie_left_of_the_line():
@@ -447,3 +456,11 @@ def test_blocks_of_other_outputs_have_no_difference():
 
 
 PARTS = reading().contributions
+
+
+def test_a_separator_of_tokens_has_the_colour_behind_them_in_both_themes():
+    """One of a fixed colour, with a token's round corners, looks like a bracket on the other theme's paper."""
+    style = (files("attnres.app") / "page.css").read_text()
+    (behind,) = re.findall(r"\.text \{ background: (var\(--\w+\));", style)
+    (separator,) = re.findall(r"\.token \{[^}]*box-shadow: inset -1px 0 ([^;]+);", style)
+    assert separator == behind and style.count(f"{behind[4:-1]}: #") == 2

@@ -11,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -150,11 +151,11 @@ def test_a_link_restores_what_was_shown(page):
     reading = page.models[0].read(opening.text)
     kinds = [len(set(parts.argmax(1))) for parts in reading.contributions]
     assert kinds[-1 if opening.read is None else opening.read] > 1 or max(kinds) == 1
-    assert opening.text and opening.models == (0, 1) and page.begin("m=1")[0].models == (1,)
+    assert opening.text and opening.models == (0, 1) and page.begin(f"m={page.keys[1]}")[0].models == (1,)
 
 
 def test_edges_of_another_model_are_left_out_with_a_word(page):
-    shown = page.show(decode({"e": "0.99.0_0.3.0"}, 2))
+    shown = page.show(decode({"e": "0.99.0_0.3.0"}, page.keys))
     assert shown.view.cuts == (Cut(0, 3, 0),) and "left out" in shown.message
 
 
@@ -172,7 +173,7 @@ def test_what_colours_tokens_follows_the_model(page):
         ("", "There is no text"),
         (" \n\t", "There is no text"),
         ("x" * (MAX_CHARACTERS + 1), f"this page takes {MAX_CHARACTERS:,}"),
-        ("Z%q" * (CONTEXT // 2), f"takes {CONTEXT:,} here: shorten it"),
+        ("Z%q" * (CONTEXT // 2), f"on this page takes {CONTEXT:,}: shorten it"),
     ],
 )
 def test_a_text_that_cannot_be_read_is_one_sentence_and_the_page_goes_on(page, text, words):
@@ -218,11 +219,37 @@ def test_a_text_reads_as_it_is_where_tokens_hold_no_white_space(words_only):
     assert words_only.read("hello big\n world").pieces == ["hello", " big", "\n world"]
 
 
+def test_a_link_shows_its_models_among_others_and_says_when_they_are_gone(folders, page):
+    view = View(TEXT, models=(1,), cuts=(Cut(1, 6, 1), Cut(0, 6, 0)))
+    link = "?" + page.show(view).query
+    among = Page([Opened(folders["shallow"]), Opened(folders["full"]), Opened(folders["block"])])
+    assert among.begin(link) == (replace(view, cuts=(Cut(1, 6, 1), Cut(2, 6, 0))), "")
+    gone = Page([Opened(folders["full"])])
+    shown = gone.show(*gone.begin(link))
+    assert shown.view.cuts == (Cut(0, 6, 1),) and "were left out" in shown.message
+    other = Page([Opened(folders["block"])])
+    began, said = other.begin(link)
+    assert began.cuts == () and "the model full (" in said and "not open here" in said
+
+
+def test_models_are_told_apart_by_step_seed_and_what_was_trained(folders, tmp_path):
+    """And by nothing else: a copy at another place is the same."""
+    for name in ("copy", "trained"):
+        shutil.copytree(folders["full"], tmp_path / name)
+    path = tmp_path / "trained" / "model.safetensors"
+    tensors = load_file(path)
+    tensors[next(name for name in tensors if "query" in name)][0, 0] += 1e-3
+    save_file(tensors, path, metadata={"format": "pt"})
+    full, copied, trained = (Opened(one).key for one in (folders["full"], tmp_path / "copy", tmp_path / "trained"))
+    assert full.split("~")[1] == copied.split("~")[1] != trained.split("~")[1]
+    assert Opened(folders["block"]).key.startswith("block-1200~")
+
+
 def test_what_a_tokenizer_cannot_encode_is_one_sentence_and_the_page_opens(words_only):
     page = Page([words_only])
     view, said = page.begin("")
     assert said == "" and "The tokenizer cannot encode the text" in page.show(view).panes[0]
-    assert "data-token" in page.show(page.begin("?" + encode(View("hello world")))[0]).panes[0]
+    assert "data-token" in page.show(page.begin("?" + encode(View("hello world"), page.keys))[0]).panes[0]
     assert page.actions.example(view, "code") == view
 
 
@@ -251,7 +278,9 @@ def test_characters_never_seen_are_read_as_bytes_or_said(page, block, monkeypatc
 
 def test_half_a_character_from_the_browser_is_none(page):
     shown = page.show(page.actions.type(View(), "a\ud83d b"))
-    assert "data-token" in shown.panes[0] and decode(dict(p.split("=", 1) for p in shown.query.split("&")), 2).text
+    assert (
+        "data-token" in shown.panes[0] and decode(dict(p.split("=", 1) for p in shown.query.split("&")), page.keys).text
+    )
 
 
 def test_models_with_different_tokenizers_are_shown_with_a_warning(folders, block):
@@ -606,4 +635,4 @@ def test_all_numbers_of_a_reading_are_counted(block):
 
 
 def test_encode_has_no_link_for_views_beyond_it():
-    assert encode(replace(View("a"), token=5)).endswith("k=5")
+    assert encode(replace(View("a"), token=5), ["a~0123456789ab"]).endswith("k=5")

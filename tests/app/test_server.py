@@ -1,12 +1,15 @@
 """The server's answers: what the browser has is not sent again, and a mistake is one sentence here and there."""
 
 import asyncio
+import contextlib
 import json
 
 import pytest
 import torch
 
 pytest.importorskip("uvicorn", reason="the extra `app` is not installed")
+
+from starlette.requests import ClientDisconnect
 
 from attnres.app.page import Page
 from attnres.app.server import application
@@ -58,6 +61,39 @@ def test_only_what_has_changed_is_sent(ask):
         for name, part in parts[0].items():
             assert part.startswith("></section>") if name in known else part == parts[1][name]
         assert len(pane) < len(again) - 5000
+
+
+def test_a_view_of_other_models_is_none_of_these(ask, page):
+    view = View(TEXT).to_json()
+    assert ask("show", view=view, models=page.keys)[0] == 200
+    for path in ("show", "export"):
+        status, answer = ask(path, view=view, models=page.keys[::-1])
+        assert status == 400 and "load the page again" in answer["error"]
+
+
+@pytest.mark.parametrize("path", ["show", "export", "score", "search"])
+@pytest.mark.parametrize("amid", ["question", "answer"])
+def test_who_goes_amid_a_question_or_its_answer_is_nobodys_mistake(page, path, amid, capsys):
+    served = application(Page(page.models, LookText("a text", lambda: iter([TEXT]))), local=True)
+    body = json.dumps({"view": View(TEXT, source="embedding").to_json()}).encode()
+    whole = {"type": "http.request", "body": body}
+    half = {"type": "http.request", "body": body[:10], "more_body": True}
+    came = iter([half, {"type": "http.disconnect"}] if amid == "question" else [whole])
+
+    async def receive():
+        message = next(came, None)
+        return message if message is not None else await asyncio.Event().wait()
+
+    async def send(message):
+        if amid == "answer":
+            raise BrokenPipeError("nobody is there")
+
+    scope = {"type": "http", "method": "POST", "path": f"/{path}", "query_string": b"", "scheme": "http"}
+    scope |= {"headers": [(b"host", b"localhost"), (b"content-type", b"application/json")], "root_path": ""}
+    scope |= {"http_version": "1.1", "server": ("localhost", 80), "asgi": {"version": "3.0", "spec_version": "2.4"}}
+    with contextlib.suppress(ClientDisconnect, BrokenPipeError):  # the server above hears of it
+        asyncio.run(served(scope, receive, send))
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize("path", ["show", "export", "score", "search"])

@@ -3,13 +3,16 @@
 import base64
 import json
 import zlib
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnres.app.state import LOSS, MAX_CHARACTERS, MAX_LINK, Cut, View, decode, encode, from_json
+from attnres.app.state import LOSS, MAX_CHARACTERS, MAX_LINK, Cut, View, decode, encode, from_json, key_of
 from attnres.errors import UserError
+
+KEYS = ("one-20~0123456789ab", "two~ba9876543210")
 
 
 def fields(query):
@@ -37,13 +40,30 @@ VIEWS = st.builds(
 
 @given(VIEWS)
 def test_a_link_and_a_browser_bring_a_view_back(view):
-    assert decode(fields(encode(view)), 2) == view
+    assert decode(fields(encode(view, KEYS)), KEYS) == view
     assert from_json(json.loads(json.dumps(view.to_json())), 2) == view
 
 
+@given(VIEWS, st.permutations(["a~000000000000", *KEYS, "b~000000000001"]))
+def test_a_link_means_the_same_models_in_any_list(view, keys):
+    place = [keys.index(key) for key in KEYS]
+    cuts = tuple(replace(cut, model=place[cut.model]) for cut in view.cuts)
+    moved = replace(view, models=tuple(place[number] for number in view.models), cuts=cuts)
+    assert decode(fields(encode(view, KEYS)), keys) == moved
+
+
 def test_a_link_names_no_path_and_little_else():
-    assert encode(View("", None, (0, 1), cuts=(Cut(1, 4, 0), Cut(0, 2, 1, 7)))) == "m=0.1&e=1.4.0_0.2.1.7"
-    assert decode({}, 1) == View()
+    link = encode(View("", None, (0, 1), cuts=(Cut(1, 4, 0), Cut(0, 2, 1, 7))), KEYS)
+    assert link == "m=one-20~0123456789ab.two~ba9876543210&e=1.4.0_0.2.1.7"
+    assert decode({}, KEYS) == View()
+    assert key_of("/home/me/my runs/block", None, b"").startswith("block~")
+
+
+def test_a_renamed_model_is_found_by_its_content_and_one_that_is_there_twice_is_two():
+    link = encode(View("", None, (0, 1)), KEYS)
+    assert decode(fields(link), ("2~ba9876543210", "1~0123456789ab")).models == (1, 0)
+    twice = (KEYS[0], KEYS[0])
+    assert decode(fields(encode(View("", None, (0, 1)), twice)), twice).models == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +73,9 @@ def test_a_link_names_no_path_and_little_else():
         {"t": "AAAA"},
         {"t": base64.urlsafe_b64encode(zlib.compress(b"\xff\xfe")).decode()},
         {"m": ""},
-        {"m": "0.0.0"},
-        {"m": "1.1"},
+        {"m": "0"},
+        {"m": "0.1"},
+        {"m": ".".join([*KEYS, KEYS[0]])},
         {"m": "/etc/passwd"},
         {"r": "-1"},
         {"r": "1e9"},
@@ -66,14 +87,16 @@ def test_a_link_names_no_path_and_little_else():
         {"e": "0.1.1.1.1"},
         {"b": "size"},
         {"o": "two"},
-        {"u": "", "m": "0.1"},
+        {"u": "", "m": ".".join(KEYS)},
         {"e": "0.1.x"},
+        {"e": "1.1.1"},
+        {"c": "1"},
         {"e": "_".join(["0.1.1"] * 600)},
     ],
 )
 def test_a_damaged_link_is_one_sentence(broken):
     with pytest.raises(UserError, match="damaged"):
-        decode(broken, 2)
+        decode(broken, KEYS)
 
 
 @pytest.mark.parametrize(
@@ -105,21 +128,28 @@ def test_what_a_browser_sends_in_the_place_of_a_view_is_one_sentence(broken):
 
 
 def test_a_link_to_models_that_are_not_open_says_so():
-    with pytest.raises(UserError, match="other models"):
-        decode({"m": "0.1"}, 1)
+    link = fields(encode(View("", None, (0, 1)), KEYS))
+    with pytest.raises(UserError, match=r"the model two \(ba9876543210\), which is not open here"):
+        decode(link, KEYS[:1])
+
+
+def test_a_cut_in_a_model_that_is_not_open_is_in_none_of_those_that_are():
+    link = fields(encode(View("", None, (0,), cuts=(Cut(1, 4, 0), Cut(0, 2, 1))), KEYS))
+    gone, there = decode(link, KEYS[:1]).cuts
+    assert gone.model >= 1 and there == Cut(0, 2, 1)
 
 
 def test_a_small_link_cannot_unpack_to_a_large_text():
     bomb = base64.urlsafe_b64encode(zlib.compress(b"a" * 10_000_000, 9)).decode()
     with pytest.raises(UserError, match="damaged"):
-        decode({"t": bomb}, 1)
+        decode({"t": bomb}, KEYS)
     assert len(bomb) < 20_000
     whole = "a" * MAX_CHARACTERS
-    assert decode(fields(encode(View(whole))), 1).text == whole
+    assert decode(fields(encode(View(whole), KEYS)), KEYS).text == whole
 
 
 def test_a_text_that_does_not_pack_has_no_link():
-    assert encode(View("a" * (MAX_CHARACTERS + 1))) == ""
+    assert encode(View("a" * (MAX_CHARACTERS + 1)), KEYS) == ""
     text = "".join(chr(0x4E00 + i * 7919 % 20000) for i in range(MAX_CHARACTERS))
-    assert encode(View(text)) == ""
-    assert len(encode(View("".join(chr(32 + i * 31 % 90) for i in range(MAX_CHARACTERS))))) < MAX_LINK
+    assert encode(View(text), KEYS) == ""
+    assert len(encode(View("".join(chr(32 + i * 31 % 90) for i in range(MAX_CHARACTERS))), KEYS)) < MAX_LINK

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from tiny import SIZE
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -14,6 +15,7 @@ from attnres.evals.speaker import Speaker, open_speaker
 from attnres.evals.speed import beside
 from attnres.inspect import record
 from attnres.inspect.pieces import piece
+from attnres.models import build
 
 PROMPT = "the quick brown fox"
 
@@ -102,43 +104,45 @@ def test_it_stops_where_the_context_ends(speakers):
 
 @pytest.mark.parametrize("name", ["block", "full"])
 def test_depth_is_what_the_predicting_pass_read(speakers, name):
+    """By the recording of a pass over the whole text, without a cache."""
     speaker = speakers[name]
     calls = []
     generate(speaker, PROMPT, max_new_tokens=5, greedy=True, on_token=calls.append)
     assert speaker.model.residual.observer is None
     ids = speaker.encode(PROMPT)
     for depth in calls:
-        rows = []
-
-        class Last:
-            def on_start(self, embedding):
-                pass
-
-            def on_read(self, index, h, weights, values):
-                names = [source.name for source in speaker.model.residual.sources(index)]
-                rows.append(dict(zip(names, weights[-1].tolist())))  # noqa: B023
-
-            def on_write(self, index, output):
-                pass
-
-        speaker.model.residual.observer = Last()
-        with torch.no_grad():
+        with torch.no_grad(), record(speaker.model, tokens=True) as trace:
             logits = speaker.model(input_ids=ids, use_cache=False).logits[0, -1]
-        speaker.model.residual.observer = None
+        rows = [
+            dict(zip(names, parts[0, -1].tolist()))
+            for names, parts in zip(trace.sources, trace.token_contributions, strict=True)
+        ]
         assert depth.token == logits.argmax()
         assert depth.text == piece(speaker.tokenizer, depth.token)
         assert dict(depth.output) == pytest.approx(rows[-1], abs=1e-5)
-        weights = [weight for _, weight in depth.output]
-        assert weights == sorted(weights, reverse=True)
+        sizes = [abs(part) for _, part in depth.output]
+        assert sizes == sorted(sizes, reverse=True)
         size = 2 if name == "block" else 1  # of a part of the depth: two sublayers a block, or six in up to eight parts
         assert len(depth.blocks) == 6 // size
-        for i, (_, source, weight) in enumerate(depth.blocks):
+        for i, (_, source, part) in enumerate(depth.blocks):
             reads = rows[i * size : (i + 1) * size]
             means = {key: sum(row.get(key, 0) for row in reads) / size for row in reads for key in row}
-            assert weight == pytest.approx(max(means.values()), abs=1e-5)
-            assert means[source.name] == pytest.approx(weight, abs=1e-5)
+            assert abs(part) == pytest.approx(max(map(abs, means.values())), abs=1e-5)
+            assert means[source.name] == pytest.approx(part, abs=1e-5)
         assert depth.text.strip() in depth.line() or "\\" in depth.line()
         ids = torch.cat([ids, torch.tensor([[depth.token]])], 1)
+
+
+@pytest.mark.parametrize("residual", ["ddl", "hyper_connections"])
+def test_depth_shows_parts_of_a_read_also_where_weights_are_none(speakers, residual):
+    """The weights of these are factors of any size: the parts of a read sum to one all the same."""
+    tokenizer = speakers["block"].tokenizer
+    model = build(SIZE, residual, vocab_size=len(tokenizer), max_positions=64)
+    tokens = []
+    generate(model, PROMPT, tokenizer=tokenizer, max_new_tokens=3, greedy=True, on_token=tokens.append)
+    assert len(tokens) == 3
+    for token in tokens:
+        assert sum(part for _, part in token.output) == pytest.approx(1, abs=1e-4)
 
 
 def test_depth_needs_weights_and_one_recording_at_a_time(speakers):
@@ -197,7 +201,7 @@ def test_a_tokenizer_of_another_model_is_refused(speakers):
     small = speakers["other"]
     wrong = Speaker("small", small.model, speakers["block"].tokenizer, 64)
     high = next(text for text, id in wrong.tokenizer.get_vocab().items() if id == 319).replace("Ġ", " ")
-    with pytest.raises(UserError, match=r"gives id 3\d\d and the model's embedding has 300 rows"):
+    with pytest.raises(UserError, match=r"token id 3\d\d, and the embedding of small has 300 rows"):
         generate(wrong, high)
 
 
@@ -240,7 +244,7 @@ def test_the_command_prints_prompt_text_and_depth(folders, capsys):
     assert capsys.readouterr().out == ""
     speak(GenerateConfig(folder, PROMPT, show_depth=True, **how))
     lines = capsys.readouterr().out.splitlines()
-    assert sum(" output: " in line and "| b1 emb" in line for line in lines) == 5
+    assert sum(" output: " in line and "| b1 " in line for line in lines) == 5
     speak(GenerateConfig(folder, PROMPT, beside=str(folders["plain"]), **how))
     assert "ratio" in capsys.readouterr().out.splitlines()[-1]
     with pytest.raises(UserError, match="timing needs two tokens or more"):

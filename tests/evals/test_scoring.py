@@ -12,7 +12,7 @@ from attnres import UserError
 from attnres.evals import scoring
 from attnres.evals.scoring import Request, cost, encode_pairs, score
 from attnres.models import open_checkpoint
-from attnres.models.context import token_in_front
+from attnres.models.encoding import token_in_front
 
 VOCAB = 300
 

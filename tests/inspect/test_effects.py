@@ -99,8 +99,8 @@ def test_one_token_has_a_distribution_and_no_loss():
     ("ids", "message"),
     [
         ([], "text is empty"),
-        ([1] * 33, "33 tokens, the model's context 32"),
-        ([1, 50], "token id 50 with a vocabulary of 50"),
+        ([1] * 33, "33 tokens and the model takes 32"),
+        ([1, 50], "token id 50, and the embedding of the model has 50 rows"),
         ([-1, 4], "token id -1"),
         ([[1, 2], [3, 4]], r"shape \(2, 2\)"),
         ([0.5], "expected whole numbers"),

@@ -165,7 +165,7 @@ def test_a_limit_is_said(run, folder_of):
 
 
 def test_characters_the_tokenizer_has_never_seen_are_read(run, folder_of):
-    code, out, err = run(folder_of("full"), "--text", "漢字 🦊 \udcff é")
+    code, out, err = run(folder_of("full"), "--text", "漢字 🦊 é")
     assert (code, err) == (0, "") and r"\xe6" in out
 
 
@@ -181,10 +181,11 @@ def test_a_file_is_a_text(run, folder_of, tmp_path):
     [
         ("full", ["--text", ""], "the text is empty"),
         ("full", ["--text", " \n"], "the text is empty"),
+        ("full", ["--text", "caf\udce9"], "the text is not valid UTF-8"),
         ("full", ["--text", "e"], "the text is a single token"),
         ("full", [], "there is no text to look at: give --text TEXT, --file FILE or --corpus SOURCE"),
         ("full", ["--text", "a b", "--file", "x"], "both --text and --file are given"),
-        ("full", ["--file", "/absent.txt"], "/absent.txt cannot be read: No such file"),
+        ("full", ["--file", "/absent.txt"], "cannot read /absent.txt: No such file"),
         ("full", ["--file", ""], "file is given and empty"),
         ("full", ["--corpus", " "], "an empty name was given"),
         ("full", ["--text", TEXT, "--out", ""], "out is given and empty"),

@@ -5,10 +5,10 @@ from tokenizers import Tokenizer, decoders, processors
 from tokenizers.models import Unigram
 from transformers import PreTrainedTokenizerFast
 
-from attnres.inspect.encoding import tokenised
 from attnres.inspect.kinds import kinds_of
 from attnres.inspect.pieces import bytes_of, piece, pieces, spelled
 from attnres.inspect.survey import encode
+from attnres.models.encoding import encode_prompt
 
 
 @pytest.mark.parametrize("text", ["Grüße 漢字 🙂\n", "plain text", " a\ufffd", ""])
@@ -43,9 +43,10 @@ def test_white_space_that_a_tokenizer_leaves_out_of_offsets_is_counted_in(tokeni
 def test_special_tokens_have_no_characters(tokenizer):
     backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
     name, number = tokenizer.bos_token, tokenizer.bos_token_id
-    backend.post_processor = processors.TemplateProcessing(f"{name} $A {name}", special_tokens=[(name, number)])
-    ids, offsets = tokenised(PreTrainedTokenizerFast(tokenizer_object=backend), " the")
-    assert ids[0] == ids[-1] == number and offsets[0] == offsets[-1] == (0, 0) and offsets[1][0] == 0
+    backend.post_processor = processors.TemplateProcessing(f"{name} $A", special_tokens=[(name, number)])
+    begun = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=name)
+    ids, offsets = encode_prompt(begun, " the", rows=None, context=None)
+    assert ids[0] == number and offsets[0] == (0, 0) and offsets[1][0] == 0 and len(offsets) == len(ids)
 
 
 def test_without_offsets_tokens_are_decoded_one_by_one(tokenizer):

@@ -399,7 +399,7 @@ BAD = {
     ),
     "tokenizer": (
         lambda f: tokenizer(VOCAB + 1).save(str(f / "tokenizer.json")),
-        "gives id 61 and the model's embedding has 61 rows",
+        "token id 61, and the embedding of .* has 61 rows",
     ),
     "tokenizer damaged": (lambda f: (f / "tokenizer.json").write_text("{}"), "tokenizer.json of .* cannot be read"),
     "converted": (converted, r"has depth reads already \(residual 'block'\): convert the plain one"),

@@ -192,7 +192,7 @@ def test_tensors_that_would_be_drawn_at_random_are_refused(folders, tmp_path):
 def test_a_tokenizer_of_another_model_is_refused(folders, tmp_path, save_tokenizer):
     folder = broken(folders, tmp_path, "other")
     save_tokenizer(folder, 320)
-    with pytest.raises(UserError, match=r"gives id 319 and the model's embedding has 300 rows"):
+    with pytest.raises(UserError, match=r"token id 319, .* has 300 rows"):
         _ = open_checkpoint(folder).tokenizer
 
 

@@ -587,5 +587,5 @@ def test_fewer_rows_than_ids(tune: Configure, plain: Path, tmp_path: Path) -> No
     model = LlamaForCausalLM.from_pretrained(plain)
     model.resize_token_embeddings(100)
     model.save_pretrained(small)
-    with pytest.raises(UserError, match=r"gives id .* rows: they belong to different models"):
+    with pytest.raises(UserError, match=r"token id \d+, and the embedding of .* has \d+ rows"):
         begun(tune(finetune={"init_from": str(small)}))

@@ -1,0 +1,150 @@
+"""A text as token ids, for every command and function that gives a model a text.
+
+    characters     a text without any, or with half a character, is refused; a byte order mark is the file's
+                   (`attnres.reading.read_text`)
+    in front       what the tokenizer puts in front of a text stands there once, also where the text brings its own, as
+                   one from a chat template does; of a document cut into windows it begins each of them
+    at the end     a token that ends the text is left out: a model is to go on from there
+    ids            those past the rows of the embedding are refused
+    length         a text longer than the context is refused
+    chat           a template writes all special tokens of its turns itself
+
+Log-probabilities of continuations follow lm-eval's rule instead (`attnres.evals.scoring.encode_pairs`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from attnres.errors import UserError, first_line, foreign
+from attnres.typed import is_text
+
+Offsets = Sequence[tuple[int, int]]
+"""Of each token its characters [start, end) of the text."""
+Tokens = tuple[list[int], list[tuple[int, int]]]
+"""The ids of a text's tokens, and where each lies: `with_space`, nothing for a tokenizer that does not say."""
+
+
+def encode_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    rows: int | None,
+    context: int | None,
+    room: int = 0,
+    chat: bool = False,
+    name: str = "the model",
+    what: str = "the text",
+) -> Tokens:
+    """The tokens of a text that a model is given whole, those in front of it included.
+
+    Args:
+        rows: of the model's embedding; context: tokens that it takes, of which `room` stay free. None is not known.
+        chat: the text is a user's turn, which the chat template frames.
+        name, what: of the model and of the text, for messages.
+
+    Raises:
+        UserError: no text or no token of it, no chat template, too many tokens, or one that the model does not have.
+    """
+    check_text(text, what)
+    if chat:
+        if not tokenizer.chat_template:
+            raise UserError(f"the tokenizer of {name} has no chat template: leave out --chat")
+        with foreign(f"the chat template of {name} makes no text", "leave out --chat"):
+            turns = [{"role": "user", "content": text}]
+            text = str(tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False))
+        ids, spans = tokenise(tokenizer, text)
+    else:
+        ids, spans = encode_document(tokenizer, text)
+        front = token_in_front(tokenizer)
+        ids, spans = [*front, *ids], [*((0, 0) for _ in front if spans), *spans]
+    if not ids:
+        raise UserError(f"the tokenizer of {name} makes no token of {what}: give one with words that it knows")
+    check_ids(ids, rows, name)
+    check_length(len(ids), context, name, what, room)
+    return ids, spans
+
+
+def encode_document(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
+    """The tokens of a text that is cut into windows, without those in front: they begin each window.
+
+    Raises:
+        UserError: as `tokenise`.
+    """
+    ids, spans = tokenise(tokenizer, text)
+    front = token_in_front(tokenizer)
+    own = len(front) if tuple(ids[: len(front)]) == front else 0
+    return ids[own:], spans[own:]
+
+
+def tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> Tokens:
+    """The tokens of the characters of a text, and no others.
+
+    Raises:
+        UserError: the tokenizer fails, as one without a token for the unknown may, and each on half a character.
+    """
+    fast = tokenizer.is_fast
+    try:
+        encoding: Any = tokenizer(text, add_special_tokens=False, return_offsets_mapping=fast, verbose=False)
+    except Exception as error:  # the Rust library raises plain Exceptions
+        raise UserError(
+            f"the tokenizer cannot encode the text ({first_line(error)}): remove what it does not know"
+        ) from error
+    return list(encoding["input_ids"]), with_space(text, encoding["offset_mapping"]) if fast else []
+
+
+def token_in_front(tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """What the tokenizer itself puts in front of a text, mostly the beginning-of-text token; often nothing.
+
+    A single token that the tokenizer adds is taken for the end's where it is that and does not begin a text, too.
+    """
+    ids = tuple(tokenizer("")["input_ids"])
+    ends = ids[-1:] in ((tokenizer.eos_token_id,), (tokenizer.sep_token_id,))
+    return ids[:-1] if ends and ids != (tokenizer.bos_token_id,) else ids
+
+
+def check_text(text: str, what: str = "the text") -> None:
+    """Refuse with a UserError a text without a character, or with half a one."""
+    if not text:
+        raise UserError(f"{what} is empty: give some characters")
+    if not is_text(text):
+        raise UserError(f"{what} is not valid UTF-8: expected whole characters")
+
+
+def check_ids(ids: Any, rows: int | None, name: str = "the model") -> None:
+    """Refuse with a UserError token ids that are no rows of the embedding; `ids` may be a list, array or tensor."""
+    smallest, largest = (int(ids.min()), int(ids.max())) if hasattr(ids, "min") else (min(ids), max(ids))
+    if rows is not None and (smallest < 0 or largest >= rows):
+        raise UserError(
+            f"token id {smallest if smallest < 0 else largest}, and the embedding of {name} has {rows} rows: the "
+            "tokenizer belongs to another model, or the embedding was not resized after tokens were added"
+        )
+
+
+def rows_of(model: Any) -> int:
+    """How many tokens the embedding of a model has rows for."""
+    table = model.get_input_embeddings()
+    return int(getattr(table, "num_embeddings", table.weight.shape[0]))
+
+
+def check_length(count: int, context: int | None, name: str, what: str = "the text", room: int = 0) -> None:
+    """Refuse with a UserError so many tokens, where fewer than `room` of the context would stay free."""
+    if context is not None and count + room > context:
+        raise UserError(
+            f"{what} has {count:,} tokens and {name} takes {context:,}: shorten it{' to leave room' if room else ''}"
+        )
+
+
+def with_space(text: str, offsets: Offsets) -> list[tuple[int, int]]:
+    """Offsets in which a token has the white space before it, too: some tokenizers leave it out, and tokens of white
+    space alone are then empty.
+
+    >>> with_space("a b", [(0, 1), (2, 3)])
+    [(0, 1), (1, 3)]
+    """
+    spans, last = [], 0
+    for start, end in offsets:
+        spans.append((last if text[last:start].isspace() else start, end))
+        last = max(last, end)
+    return spans
