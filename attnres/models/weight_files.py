@@ -101,13 +101,12 @@ def other_weights(path: Path) -> str | None:
 
 
 def weight_names(folder: Path) -> list[str]:
-    """Names of the files that hold a model's weights: the single one, which Transformers takes first, or those that the
-    index names.
+    """Names of the files that hold a model's weights: those in its index, or the one that is there without.
 
     Raises:
         UserError: an index that names none, files that lie in another folder, or that are no safetensors.
     """
-    if (folder / SINGLE).is_file() or not (folder / INDEX).is_file():
+    if not (folder / INDEX).is_file():
         return [SINGLE]
     index = checked(read_json(folder / INDEX, ours=False), Index, folder / INDEX, AGAIN)
     names = sorted(set(index["weight_map"].values()))
