@@ -32,16 +32,20 @@ def _spare_residuals(trainer: Any) -> None:
     trainer.Trainer.get_decay_parameter_names = get_decay_parameter_names
 
 
-def explain_flattening() -> None:
-    """Let FSDP 1 say what to do where it cannot flatten fp32 reads together with weights in 16 bits."""
-    when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", _explain_flattening)
+def fit_fsdp1() -> None:
+    """Let FSDP 1 take fp32 reads beside weights in 16 bits as a unit of their own, or say that they have to be one."""
+    when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", _fit_fsdp1)
 
 
-def _explain_flattening(fsdp: Any) -> None:
+def _fit_fsdp1(fsdp: Any) -> None:
     plain = fsdp.FullyShardedDataParallel.__init__
 
     @functools.wraps(plain)
     def __init__(self: Any, module: nn.Module, *args: Any, **options: Any) -> None:
+        if isinstance(module, Residual):
+            # A residual is called for every read and write. Where FSDP changes a dtype between two calls, autograd
+            # makes another accumulator, on which FSDP has no hook: the gradient would be lost without a word.
+            options["mixed_precision"] = None
         try:
             plain(self, module, *args, **options)
         except ValueError as error:  # "Must flatten tensors with uniform dtype"

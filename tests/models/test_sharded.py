@@ -10,7 +10,7 @@ import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin
 from launch import torchrun
 from tiny import narrow_llama
-from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -97,21 +97,22 @@ def of_classes(model):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch.distributed")  # FSDP 1 is retired
+@pytest.mark.parametrize("mixed", [None, MixedPrecision(torch.bfloat16)], ids=["", "mixed precision"])
 @pytest.mark.parametrize(("residual", "policy"), [("block", of_accelerate), ("full", of_classes)])
-def test_fsdp1_trains_reads_in_fp32_beside_weights_in_bf16(alone, residual, policy):
+def test_fsdp1_trains_reads_in_fp32_beside_weights_in_bf16(alone, residual, policy, mixed):
     ids = torch.arange(24).view(2, 12) % 20
     plain, model = in_bf16(residual), in_bf16(residual)
     expected = plain(input_ids=ids, labels=ids).loss
     expected.backward()
-    model = FullyShardedDataParallel(
-        model, auto_wrap_policy=policy(model), device_id=torch.device("cpu"), use_orig_params=True
-    )
+    options = {"device_id": torch.device("cpu"), "use_orig_params": True, "mixed_precision": mixed}
+    model = FullyShardedDataParallel(model, auto_wrap_policy=policy(model), **options)
     loss = model(input_ids=ids, labels=ids).loss
     loss.backward()
-    assert torch.equal(loss, expected)
+    torch.testing.assert_close(loss, expected, rtol=1e-3, atol=0)
     (query,) = (parameter for name, parameter in model.named_parameters() if name.endswith("query"))
     assert query.dtype is torch.float32
-    torch.testing.assert_close(query.grad.view(plain.residual.query.shape), plain.residual.query.grad)
+    difference = query.grad.flatten() - plain.residual.query.grad.flatten()
+    assert difference.norm() < 0.02 * plain.residual.query.grad.norm(), "rounding in bf16"
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:torch.distributed")
