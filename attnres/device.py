@@ -1,4 +1,4 @@
-"""Chooses the device that a model runs on, and counts the cores there are."""
+"""Chooses the device that a model runs on, says its autocast, and counts the cores there are."""
 
 import os
 
@@ -26,6 +26,12 @@ def pick_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(f"device {name} does not exist: the last one here is cuda:{torch.cuda.device_count() - 1}")
     return device
+
+
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """Return the dtype of autocast on a kind of device ("cpu", "cuda"); None where it is off, or unknown ("meta")."""
+    is_on = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_on else None
 
 
 def cores() -> int:

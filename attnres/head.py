@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from attnres.device import autocast_dtype
 from attnres.forward import evaluating, token_losses
 
 PART = 1 << 24
@@ -178,8 +179,7 @@ class _InParts(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, soft: Soft | None
     ) -> tuple[Tensor, ...]:
         needs_grad = ctx.needs_input_grad[:3]
-        kind = hidden.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else weight.dtype
+        dtype = autocast_dtype(hidden.device.type) or weight.dtype
         exact = torch.promote_types(dtype, torch.float32)
         in_dtype = Head(weight.to(dtype), None if bias is None else bias.to(dtype), head.scale, head.cap)
         sums = torch.zeros(3, dtype=exact, device=hidden.device)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from attnres import UserError
-from attnres.device import pick_device
+from attnres.device import autocast_dtype, pick_device
 
 
 def test_devices():
@@ -25,3 +25,9 @@ def test_a_gpu_that_is_not_there(monkeypatch):
     assert [pick_device(name).index for name in ("cuda", "cuda:1")] == [None, 1]
     with pytest.raises(UserError, match=r"device cuda:2 does not exist: the last one here is cuda:1"):
         pick_device("cuda:2")
+
+
+def test_the_dtype_of_autocast():
+    assert autocast_dtype("cpu") is autocast_dtype("meta") is None
+    with torch.autocast("cpu", torch.bfloat16):
+        assert autocast_dtype("cpu") is torch.bfloat16 and autocast_dtype("meta") is None

@@ -149,6 +149,9 @@ def attach_stream(
             "give the end a module of its own"
         )
     base.residual = residual
+    if torch.get_default_device().type != "meta":  # whose values are yet to come
+        for part in residual.modules():
+            part._is_hf_initialized = True  # or `post_init` and `init_weights` would start it anew when it is trained
     let_read = make_reading if normed else make_taking
     for layer in layers:
         for path in reads:

@@ -118,12 +118,13 @@ class Depth(PreTrainedModel):
     def _load_from_state_dict(  # ty: ignore[incompatible-method-override]
         self, state_dict: dict[str, Any], prefix: str, *args: Any
     ) -> None:
-        """Take the residual under its name in a file too, as those do that load one into a model that is there
-        (Transformers' `Trainer` when it resumes)."""
+        """Take the residual also under the names that files had until 0.1, "residual.query" at the top. Beside today's
+        names they are left, to be reported as unexpected: which of the two is meant, nobody said."""
         if self.depth_base is not self:
             for name in [name for name in state_dict if name.startswith(f"{prefix}residual.")]:
                 place = f"{prefix}{self.base_model_prefix}.{name.removeprefix(prefix)}"
-                state_dict.setdefault(place, state_dict.pop(name))
+                if place not in state_dict:
+                    state_dict[place] = state_dict.pop(name)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _set_gradient_checkpointing(  # ty: ignore[incompatible-method-override]
@@ -163,6 +164,9 @@ class Depth(PreTrainedModel):
             PreTrainedModel.__init__(object.__new__(cls), self.config)
             base.__class__ = cls
         attach_residual(base, self.family, self.config)
+        if any(True for _ in self.residual.parameters()):  # a unit of its own to FSDP 1, which mixes no dtypes in one
+            for module in (self, base):
+                module._no_split_modules = {*(module._no_split_modules or ()), type(self.residual).__name__}
         return True
 
     @torch.no_grad()

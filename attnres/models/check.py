@@ -208,7 +208,7 @@ def _check_lacking(
     model: DepthMixin, folder: Path, weights: dict[str, Tensor], lacking: list[str], subject: Subject
 ) -> None:
     """Load from a file without some of the residual's parameters: those start anew, the others are the file's."""
-    gone = {f"residual.{name}" for name in lacking}
+    gone = {f"{model.base_model_prefix}.residual.{name}" for name in lacking}
     kept = {key: tensor for key, tensor in weights.items() if key not in gone}
     save_file(kept, folder / SINGLE, metadata={"format": "pt"})
     level = logging.get_verbosity()

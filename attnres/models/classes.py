@@ -16,7 +16,6 @@ from transformers.conversion_mapping import (
     get_checkpoint_conversion_mapping,
     register_checkpoint_conversion_mapping,
 )
-from transformers.core_model_loading import WeightRenaming
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
@@ -24,7 +23,7 @@ from attnres.errors import UserError
 from attnres.models.bases import GENERATED, Depth, DepthBase, DepthMixin, class_of, model_class, plain_class
 from attnres.models.config import AUTOS, FIELDS, ResidualConfigMixin, auto_classes
 from attnres.models.families import FAMILIES, Family
-from attnres.models.neighbours import keep_from_decay, share_defaults
+from attnres.models.neighbours import fit_fsdp1, keep_from_decay, share_defaults
 from attnres.residuals import residual_class
 from attnres.residuals.registry import is_known
 
@@ -75,10 +74,8 @@ def register(key: str, family: Family, base_config: type, base_model: Any) -> tu
     # Checkpoints whose names or layout Transformers changes while loading (experts, say) are found by type of model.
     mapping = get_checkpoint_conversion_mapping(base_model.__name__)
     mapping = mapping or get_checkpoint_conversion_mapping(getattr(base_config, "model_type", ""))
-    prefix = base_model.base_model_prefix
-    # In a file the residual stands at the top, "residual.query", as it did when it belonged to the head.
-    mapping = [*(mapping or []), WeightRenaming(r"^residual\.", f"{prefix}.residual.")]
-    register_checkpoint_conversion_mapping(f"attnres_{key}", mapping, overwrite=True)
+    if mapping:
+        register_checkpoint_conversion_mapping(f"attnres_{key}", mapping, overwrite=True)
     tokenizer = TOKENIZER_MAPPING_NAMES.get(getattr(base_config, "model_type", ""))
     if tokenizer is not None:
         TOKENIZER_MAPPING_NAMES[f"attnres_{key}"] = tokenizer
@@ -101,6 +98,7 @@ def _empty_model(stored: dict[str, Any], plain: type[PreTrainedModel], is_base: 
 
 
 keep_from_decay()
+fit_fsdp1()
 CLASSES: dict[str, tuple[type, Any]] = {}
 for _key, _family in FAMILIES.items():
     if hasattr(transformers, _family.causal_lm):  # older versions lack the newer families

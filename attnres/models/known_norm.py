@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from attnres.device import autocast_dtype
 from attnres.models.exchange import own_class
 from attnres.ops.bank import is_copied
 from attnres.ops.norms import Norm
@@ -25,8 +26,7 @@ def describe_norm(module: nn.Module, like: Tensor) -> NormLike:
 
     Under autocast the normed vector comes out in the autocast dtype, since only matrix products consume it.
     """
-    device = like.device.type
-    out_dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    out_dtype = autocast_dtype(like.device.type)
     if isinstance(module, nn.LayerNorm) and _forward(module) is nn.LayerNorm.forward:
         return Norm(module.weight, module.bias, module.eps, center=True, out_dtype=out_dtype)
     eps = getattr(module, "variance_epsilon", None)  # the RMSNorm that most families copy from each other
@@ -83,7 +83,7 @@ class KnownNorm:
             and vectors.get("bias") is fused.bias
             and self.places == _places(fused)
             and getattr(module, self.eps_name) == fused.eps
-            and (torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None) is fused.out_dtype
+            and autocast_dtype("cpu") is fused.out_dtype
         )
 
 

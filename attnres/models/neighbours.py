@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from attnres.errors import UserError
 from attnres.imports import when_imported
 from attnres.residuals import Residual
 
@@ -29,6 +30,35 @@ def _spare_residuals(trainer: Any) -> None:
         return [name for name in plain(self, model) if name not in inside]
 
     trainer.Trainer.get_decay_parameter_names = get_decay_parameter_names
+
+
+def fit_fsdp1() -> None:
+    """Let FSDP 1 take fp32 reads beside weights in 16 bits as a unit of their own, or say that they have to be one."""
+    when_imported("torch.distributed.fsdp.fully_sharded_data_parallel", _fit_fsdp1)
+
+
+def _fit_fsdp1(fsdp: Any) -> None:
+    plain = fsdp.FullyShardedDataParallel.__init__
+
+    @functools.wraps(plain)
+    def __init__(self: Any, module: nn.Module, *args: Any, **options: Any) -> None:
+        if isinstance(module, Residual):
+            # A residual is called for every read and write. Where FSDP changes a dtype between two calls, autograd
+            # makes another accumulator, on which FSDP has no hook: the gradient would be lost without a word.
+            options["mixed_precision"] = None
+        try:
+            plain(self, module, *args, **options)
+        except ValueError as error:  # "Must flatten tensors with uniform dtype"
+            reads = [part for part in module.modules() if isinstance(part, Residual)]
+            if "uniform dtype" not in str(error) or not reads:
+                raise
+            raise UserError(
+                "FSDP 1 keeps the parameters of a unit in one dtype, and those of depth reads are fp32 whatever the "
+                "layers' are: name attnres.residuals.Residual in the auto_wrap_policy too, with the layer's class, or "
+                "use FSDP2"
+            ) from error
+
+    fsdp.FullyShardedDataParallel.__init__ = __init__
 
 
 def share_defaults(model_type: str, plain: str) -> None:

@@ -9,13 +9,15 @@ from attnres.errors import UserError
 from attnres.folders import kind_of
 from attnres.hub import fetch, is_hub_name
 from attnres.models.foreign import formats_of
-from attnres.models.weight_files import AGAIN, INDEX, weight_names
+from attnres.models.weight_files import AGAIN, INDEX, SINGLE, other_weights, weight_names
 from attnres.paths import user_path
 from attnres.reading import read_json
 from attnres.typed import checked
 
 BESIDE = (*TOKENIZER_FILES, "chat_template*", "generation_config.json", "LICENSE*")
 """Files that go along with a model."""
+ADAPTER = "adapter_config.json"
+"""By which PEFT, and Transformers where it loads a model, know the folder of an adapter."""
 
 
 class Fields(TypedDict, total=False):
@@ -29,6 +31,7 @@ class Fields(TypedDict, total=False):
     residual_file: str | None
     residual_sha256: str | None
     residual_family: dict[str, Any] | None
+    transformers_weights: str | None
 
 
 def place_of(name: str, *, code: bool) -> tuple[Path, Path | None]:
@@ -41,7 +44,11 @@ def place_of(name: str, *, code: bool) -> tuple[Path, Path | None]:
         UserError: nothing there, an unfinished run, or no config.json of a model.
     """
     path = user_path(name)
-    return (_fetched(name, code=code), None) if _is_remote(name, path) else _on_disk(name, path)
+    if _is_remote(name, path):
+        return _fetched(name, code=code), None
+    folder, run = _on_disk(name, path)
+    _refuse_adapter(name, folder)
+    return folder, run
 
 
 def config_place(name: str) -> Path:
@@ -77,9 +84,30 @@ def _on_disk(name: str, path: Path) -> tuple[Path, Path | None]:
         saved = f", or give {checkpoint}" if checkpoint.is_dir() else ""
         raise UserError(f"the run in {name} is not finished and has no model yet: continue it with --resume{saved}")
     if not (path / "config.json").is_file():
-        raise UserError(f"{name} holds no model: expected a run folder, or a folder with config.json and safetensors")
+        _refuse_adapter(name, path)
+        raise UserError(f"{name} holds no model: {_what_else(path)}")
     is_of_run = path.name == "model" and (path.parent / "metrics.jsonl").is_file()
     return path, path.parent if is_of_run else None
+
+
+def _refuse_adapter(name: str, folder: Path) -> None:
+    """Refuse with a UserError a folder of an adapter: beside a model Transformers would add it, from a pickle too."""
+    if (folder / ADAPTER).is_file():
+        raise UserError(
+            f"{name} holds {ADAPTER}, a PEFT adapter (LoRA, say), which changes another model: give that model, or "
+            "merge the adapter into it first (PEFT's merge_and_unload, then save_pretrained into a folder of its own)"
+        )
+
+
+def _what_else(path: Path) -> str:
+    """Say what lies where no config.json is, and what to give instead, as the end of a sentence."""
+    expected = "expected a run folder, or a folder with config.json and safetensors"
+    # A cache of the hub (models--OWNER--NAME), what Transformers' Trainer wrote (checkpoint-500), a folder of runs.
+    inner = [file.parent for pattern in ("snapshots/*", "*") for file in path.glob(f"{pattern}/config.json")]
+    if inner:
+        return f"{expected}, such as {max(inner, key=lambda folder: folder.stat().st_mtime)} in it"
+    other = other_weights(path)
+    return expected if other is None else f"it {'is' if path.is_file() else 'has'} {other}"
 
 
 def fields_of(name: str, folder: Path) -> dict[str, Any]:
@@ -87,6 +115,11 @@ def fields_of(name: str, folder: Path) -> dict[str, Any]:
     fields = dict(checked(read_json(folder / "config.json", ours=False), Fields, folder / "config.json", AGAIN))
     if not (fields.get("model_type") or fields.get("auto_map") or formats_of(fields)):
         raise UserError(f"config.json of {name} is not that of a model: it names no model_type")
+    if (weights := fields.get("transformers_weights")) not in (None, SINGLE, INDEX):
+        raise UserError(
+            f"config.json of {name} says transformers_weights={str(weights)[:80]!r}: expected {SINGLE} or {INDEX}; "
+            "rename the files, and remove that line"
+        )
     return fields
 
 
@@ -98,8 +131,9 @@ def _fetched(name: str, *, code: bool) -> Path:
 
 
 def _described(name: str, patterns: list[str]) -> Path:
-    """Fetch files of a model of the hub, config.json among them. Raises UserError where it has none."""
-    folder = fetch(name, patterns)
+    """Fetch files of a model of the hub, config.json among them. Raises UserError where it has none, or an adapter."""
+    folder = fetch(name, [*patterns, ADAPTER])
+    _refuse_adapter(name, folder)
     if not (folder / "config.json").is_file():
         raise UserError(f"{name} on the hub holds no model: it has no config.json")
     return folder

@@ -20,9 +20,14 @@ INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 AGAIN = "fetch or copy it again"
 
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _SAMPLES, _SAMPLE = 4096, 4096
 """Pieces of a file, and their bytes, by which it is told from others; a smaller file is taken whole."""
+_PICKLE = "a pickle, which can run code and is not opened: save it as safetensors first"
+_OTHERS = {
+    **dict.fromkeys(("*.bin", "*.pt", "*.pth", "*.ckpt"), _PICKLE),
+    "*.gguf": "a GGUF file, which llama.cpp reads: give the safetensors that it was made from",
+}
+"""Files of weights that are not opened, with what to do."""
 _LONGEST = 200
 """Characters of a file's name: systems take 255 bytes."""
 
@@ -55,12 +60,8 @@ class WeightFiles:
             raise UserError(
                 f"{self.model} lacks {missing[0]}, {len(missing)} of the {len(files)} files that {INDEX} names: {AGAIN}"
             )
-        pickled = sorted(file.name for pattern in _PICKLED for file in self.folder.glob(pattern))
-        if pickled:
-            raise UserError(
-                f"{self.model} has its weights in {pickled[0]}, a pickle, which can run code and is not opened: save "
-                "it as safetensors first"
-            )
+        if (other := other_weights(self.folder)) is not None:
+            raise UserError(f"{self.model} has its weights in {other}")
         raise UserError(f"{self.model} has a config.json and holds no weights: expected {SINGLE} or {INDEX}")
 
     @property
@@ -111,11 +112,21 @@ class WeightFiles:
                 raise UserError(f"{path.name} of {self.model} is damaged or cut short ({error}): {AGAIN}") from error
 
 
+def other_weights(path: Path) -> str | None:
+    """Return a file of weights that is no safetensors, `path` or in the folder `path`, with what it is and what to do;
+    None without."""
+    for pattern, what in _OTHERS.items():
+        files = [path] if path.is_file() and path.match(pattern) else sorted(path.glob(pattern))
+        if files:
+            return f"{files[0].name}, {what}"
+    return None
+
+
 def weight_names(folder: Path) -> list[str]:
     """Names of the files that hold a model's weights: those in its index, or the one that is there without.
 
     Raises:
-        UserError: an index that names none, or files elsewhere.
+        UserError: an index that names none, files that lie in another folder, or that are no safetensors.
     """
     if not (folder / INDEX).is_file():
         return [SINGLE]
@@ -124,5 +135,10 @@ def weight_names(folder: Path) -> list[str]:
     if not names:
         raise UserError(f"{INDEX} in {folder} names no files: {AGAIN}")
     if strange := [name for name in names if name != Path(name).name or len(name) > _LONGEST]:
-        raise UserError(f"{INDEX} in {folder} names '{strange[0]}', which is no file beside it: {AGAIN}")
+        raise UserError(f"{INDEX} in {folder} names '{strange[0][:80]}', which is no file beside it: {AGAIN}")
+    if others := [name for name in names if not name.endswith(".safetensors")]:
+        raise UserError(
+            f"{INDEX} in {folder} names '{others[0]}': expected .safetensors alone, since other files of weights are "
+            "pickles, which can run code and are not opened; save the model as safetensors"
+        )
     return names

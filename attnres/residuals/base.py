@@ -140,6 +140,10 @@ class Residual(nn.Module):
     def init_parameters(self) -> None:
         """Set every parameter of this module to its start value (through `torch.nn.init` or `start_at`)."""
 
+    def reset_parameters(self) -> None:
+        """Do what `init_parameters` does, by the name that torch, FSDP and Lightning call after a start on meta."""
+        self.init_parameters()
+
     def branch_scale(self) -> float:
         """Return the factor on the start values of value, output and MLP weights (DeepNorm asks for one)."""
         return 1.0

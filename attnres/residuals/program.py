@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
+from attnres.device import autocast_dtype
 from attnres.ops import cpu, plain
 from attnres.ops.bank import Bank, Group, Program, Step
 from attnres.ops.precision import compute_dtype
@@ -72,8 +73,8 @@ def why_no_bank(residual: "Residual", embedding: Tensor, *, training: bool) -> s
         return "plain torch is asked for, or a transform or a trace is under way"
     if not embedding.numel():
         return "there are no tokens"
-    normed = (torch.get_autocast_dtype("cpu"),) if torch.is_autocast_enabled("cpu") else ()
-    return cpu.why_not((embedding,), compute_dtype(embedding.dtype), normed)
+    autocast = autocast_dtype("cpu")
+    return cpu.why_not((embedding,), compute_dtype(embedding.dtype), () if autocast is None else (autocast,))
 
 
 def take_bank(residual: "Residual", embedding: Tensor) -> Bank | None:

@@ -46,6 +46,8 @@ class ValueResidual(nn.Module):
             if parameter is not None:
                 nn.init.zeros_(parameter)
 
+    reset_parameters = init_parameters
+
     @property
     def replaces(self) -> bool:
         """Whether later layers have no values of their own."""

@@ -6,9 +6,8 @@ import pickle
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
 from tiny import SIZE
-from transformers import AutoModel
+from transformers import AutoModel, AutoModelForCausalLM
 
 from attnres import UserError
 from attnres.inspect import find_residual, record
@@ -87,15 +86,49 @@ def test_the_base_model_loads_by_itself(tmp_path):
     assert torch.equal(AutoModel.from_pretrained(tmp_path / "base").residual.query, model.residual.query)
 
 
-@pytest.mark.parametrize("prefix", ["", "model."])
-def test_folders_with_the_residual_at_the_head_or_in_the_base_load(tmp_path, prefix):
-    model = make()
-    model.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    renamed = {name.replace("residual.", f"{prefix}residual."): tensor for name, tensor in tensors.items()}
-    assert f"{prefix}residual.query" in renamed
-    save_file(renamed, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert torch.equal(logits(load(tmp_path)), logits(model))
+@pytest.mark.parametrize(
+    ("residual", "settings"),
+    [
+        ("full", {"value_residual": "gated", "recency_bias": 1.0}),
+        *((name, {}) for name in ("block", "mhc", "muddformer", "denseformer", "rezero", "dca", "adaptive")),
+    ],
+)
+def test_what_a_residual_learned_survives_another_initialisation(residual, settings):
+    """Which every subclass of a Transformers model asks for, with `post_init`."""
+    model = make(residual, **settings)
+    twin = copy.deepcopy(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for one, initialise in ((model, model.post_init), (model, model.model.init_weights), (twin, twin.init_weights)):
+        initialise()
+        assert [name for name, tensor in one.state_dict().items() if not torch.equal(tensor, before[name])] == []
+
+
+def test_what_was_made_on_the_meta_device_is_initialised():
+    config = make("full", value_residual="gated", recency_bias=1.0).config
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+        again = AutoModelForCausalLM.from_config(config)
+    drawn = build(SIZE, "full", vocab_size=50, max_positions=32, settings=config.residual_settings).residual
+    model.to_empty(device="cpu").init_weights()
+    of_parts = again.residual.to_empty(device="cpu")
+    for part in of_parts.modules():  # as FSDP 1 and Lightning do
+        if next(part.parameters(recurse=False), None) is not None:
+            part.reset_parameters()
+    for name, tensor in drawn.named_parameters():
+        assert torch.equal(model.residual.get_parameter(name), tensor), name
+        assert torch.equal(of_parts.get_parameter(name), tensor), name
+
+
+@pytest.mark.parametrize("residual", ["standard", "block", "full", "muddformer"])
+def test_a_pass_on_the_meta_device_has_shapes(residual):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make(residual).config)
+    out = model(input_ids=IDS.to("meta"), labels=IDS.to("meta"))
+    out.loss.backward()
+    assert out.logits.shape == (2, 6, 50)
+    assert all(parameter.grad.shape == parameter.shape for parameter in model.residual.parameters())
+    with torch.no_grad():
+        assert model(input_ids=IDS.to("meta")).logits.device.type == "meta"
 
 
 def test_a_frozen_bias_is_not_trained_after_loading_either(tmp_path):

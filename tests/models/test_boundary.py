@@ -4,7 +4,10 @@ import json
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from attnres.cli import main
 from attnres.errors import UserError
 from attnres.models import build, open_checkpoint
 
@@ -67,11 +70,34 @@ def test_a_config_whose_class_has_no_name_is_that_of_its_type(plain, names):
         ({"weight_map": {"a": 5}}, "expected text"),
         ({"weight_map": {"a": "../b.safetensors"}}, "which is no file beside it"),
         ({"weight_map": {"a": "b" * 300}}, "which is no file beside it"),
+        ({"weight_map": {"a": "w.bin"}}, r"'w\.bin': expected \.safetensors"),
+        ({"weight_map": {"a": "a.safetensors", "b": "w.safetensors.pt"}}, r"'w\.safetensors\.pt': expected"),
     ],
 )
 def test_an_index_names_files_beside_it(plain, index, message):
     (plain / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UserError, match=message):
+        open_checkpoint(plain)
+
+
+@pytest.mark.parametrize("command", ["generate", "inspect", "convert"])
+def test_a_pickle_that_an_index_names_is_not_opened(plain, command, tmp_path, capsys):
+    """The single file is taken away, so that nothing but the index says where the weights are."""
+    tensors = load_file(plain / "model.safetensors")
+    (plain / "model.safetensors").unlink()
+    torch.save(tensors, plain / "w.bin")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "w.bin")}
+    (plain / "model.safetensors.index.json").write_text(json.dumps(index))
+    rest = {"generate": ["--prompt", "a"], "inspect": ["--text", "a"], "convert": [str(tmp_path / "out")]}[command]
+    assert main([command, str(plain), *rest]) == 2
+    said = capsys.readouterr().err
+    assert "w.bin" in said and "safetensors" in said and "weights_only" not in said
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "other.safetensors.index.json", 5])
+def test_a_config_names_no_other_files_of_weights(plain, name):
+    change(plain, transformers_weights=name)
+    with pytest.raises(UserError, match="transformers_weights"):
         open_checkpoint(plain)
 
 

@@ -216,12 +216,12 @@ def test_a_folder_converts_with_its_dtype_tokenizer_and_generation_settings(dtyp
     plain, out = save_plain(tmp_path / "plain", dtype=dtype), tmp_path / "a" / "out"
     report = convert(plain, out=out, num_blocks=2)
     before, after = load_file(plain / "model.safetensors"), load_file(out / "model.safetensors")
-    assert set(after) - set(before) == {"residual.query", "residual.gain"}
+    assert set(after) - set(before) == {"model.residual.query", "model.residual.gain"}
     assert all(
         torch.equal(after[name], tensor) and after[name].dtype == DTYPES[dtype] for name, tensor in before.items()
     )
-    assert not after["residual.query"].any() and (after["residual.gain"] == 1).all()
-    assert after["residual.query"].dtype == after["residual.gain"].dtype == torch.float32
+    assert not after["model.residual.query"].any() and (after["model.residual.gain"] == 1).all()
+    assert after["model.residual.query"].dtype == after["model.residual.gain"].dtype == torch.float32
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (out / name).read_bytes() == (plain / name).read_bytes()
     card = (out / "README.md").read_text()
@@ -300,7 +300,10 @@ def test_experts_keep_the_layout_of_the_hub(tmp_path):
     convert(plain, out=tmp_path / "out")
     names = set(load_file(plain / "model.safetensors"))
     assert any("experts.3.w2" in name for name in names)
-    assert set(load_file(tmp_path / "out" / "model.safetensors")) - names == {"residual.query", "residual.gain"}
+    assert set(load_file(tmp_path / "out" / "model.safetensors")) - names == {
+        "model.residual.query",
+        "model.residual.gain",
+    }
     theirs = MixtralForCausalLM.from_pretrained(plain, dtype="auto")
     assert compare_logits(theirs, load(tmp_path / "out")).within
 

@@ -1,12 +1,14 @@
 """Models open wherever users have them, and what is wrong is said before a weight is loaded."""
 
 import json
+import re
 import shutil
 import sys
 
 import pytest
 import torch
 from foreign_formats import fla, nanogpt
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 from attnres import UserError
@@ -153,6 +155,51 @@ def test_what_is_missing_is_named(folders, tmp_path):
     (folder / "model.safetensors.index.json").write_text("[]")
     with pytest.raises(UserError, match=r"is damaged \(is \[\]: expected keys and values\): fetch or copy"):
         open_checkpoint(folder)
+
+
+def make_other(kind, model, place):
+    """Make a folder, or a file, that people take for a model, and return what of it is named."""
+    place.mkdir()
+    if kind in ("adapter", "adapter beside a model"):
+        if kind != "adapter":
+            shutil.copytree(model, place, dirs_exist_ok=True)
+        get_peft_model(load(model), LoraConfig(target_modules=["q_proj"])).save_pretrained(place)
+        return place, "adapter_config.json, a PEFT adapter"
+    if kind == "GGUF":
+        (place / "model-q4_k.gguf").write_bytes(b"GGUF" + bytes(64))
+        return place, "model-q4_k.gguf, a GGUF file"
+    if kind == "GGUF, a config":
+        shutil.copyfile(model / "config.json", place / "config.json")
+        (place / "model-q4_k.gguf").write_bytes(b"GGUF" + bytes(64))
+        return place, "model-q4_k.gguf, a GGUF file"
+    if kind == "file":
+        shutil.copyfile(model / "model.safetensors", place / "model.safetensors")
+        return place / "model.safetensors", "config.json and safetensors"
+    inner = place / {"cache": "snapshots/0a1b2c", "trainer": "checkpoint-500"}[kind]
+    shutil.copytree(model, inner)
+    (place / "training_args.bin").write_bytes(b"")
+    assert type(load(inner)).__name__ == type(load(model)).__name__
+    return place, str(inner)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:.*config file:UserWarning"
+)  # PEFT looks for the vocabulary of a base without a name
+@pytest.mark.parametrize(
+    "kind", ["adapter", "adapter beside a model", "GGUF", "GGUF, a config", "file", "cache", "trainer"]
+)
+def test_a_folder_of_another_kind_is_said_to_be_that(folders, tmp_path, kind):
+    given, named = make_other(kind, folders["block"], tmp_path / "models--some--model")
+    for look in (open_checkpoint, load):
+        with pytest.raises(UserError, match=re.escape(named)):
+            look(given)
+
+
+def test_an_adapter_of_the_hub_is_said_to_be_one(folders, tmp_path, monkeypatch):
+    make_other("adapter", folders["block"], tmp_path / "fetched")
+    monkeypatch.setattr(place, "fetch", lambda name, patterns: tmp_path / "fetched")
+    with pytest.raises(UserError, match=r"some/adapter holds adapter_config\.json"):
+        open_checkpoint("some/adapter")
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "last.ckpt"])

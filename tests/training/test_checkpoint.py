@@ -184,7 +184,7 @@ def test_queries_are_resumed_as_they_were_saved(configure: Configure, stopped: P
     run = start(configure(resume=True))
     run.close()
     query = run.model.get_parameter("residual.query").detach()
-    assert query.any() and torch.equal(query, saved["residual.query"])
+    assert query.any() and torch.equal(query, saved["model.residual.query"])
 
 
 @pytest.mark.parametrize("residual", ["block", "full"])

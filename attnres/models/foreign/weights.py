@@ -64,8 +64,9 @@ def assemble(
     state = _renamed(tensors, kind, config, name)
     if dtype == "auto":
         dtype = next((tensor.dtype for tensor in state.values() if tensor.is_floating_point()), torch.float32)
-    state.update({f"residual.{ours}": tensor for ours, tensor in reads.items()})
     model_class: Any = CLASSES[config.model_type.removeprefix("attnres_")][1]
+    place = f"{model_class.base_model_prefix}.residual."
+    state.update({place + ours: tensor for ours, tensor in reads.items()})
     with foreign(f"the weights of {name} do not fit its config", "copy it again"):
         model, info = model_class.from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, output_loading_info=True

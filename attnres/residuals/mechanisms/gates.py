@@ -78,6 +78,8 @@ class Gates(nn.Module):
             if parameter is not None:
                 nn.init.zeros_(parameter)
 
+    reset_parameters = init_parameters
+
     def hold(self, h: Tensor, stream: Callable[[], Tensor], index: int) -> Tensor:
         """Return read `index` held back; `h` (..., d) in the compute dtype, `stream` gives the plain stream."""
         if self.gate is None and self.alpha is None:

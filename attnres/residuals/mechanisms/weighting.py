@@ -100,6 +100,8 @@ class Weighting(nn.Module):
         if self.query_weight is not None:
             nn.init.zeros_(self.query_weight)
 
+    reset_parameters = init_parameters
+
     @property
     def special(self) -> str | None:
         """What of a read no kernel has, in the words of its settings; None where the kernels do it."""
