@@ -1,15 +1,16 @@
 """Gives the layers of any pre-norm Transformer a depth stream: hooks around them, and norms that read."""
 
+import copy
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.models.readers import make_reading, make_taking
-from attnres.models.stream import Stream
+from attnres.models.readers import make_reading, make_taking, still_reads
+from attnres.models.stream import FINISHED, STARTED, WAITING, Stream, note_progress, passed_over, progress
 from attnres.residuals import Residual, make_residual, residual_class, settings_of
 
 _CAPTURES = "transformers.utils.output_capturing"
@@ -65,7 +66,7 @@ def attach(
             f"{type(module).__name__} calls a {type(taken).__name__} of its own 'residual', which is the name that the "
             "depth stream takes: rename it first"
         )
-    stack = [layer for layer in _part(module, layers) if isinstance(layer, nn.Module)]
+    stack = [layer for layer in _part(module, layers)._modules.values() if isinstance(layer, nn.Module)]
     if not stack or not norms:
         raise UserError(f"'{layers}' of {type(module).__name__} holds no layers, or no norms are named")
     first, *_ = [_part(layer, path) for layer in stack for path in norms]
@@ -156,39 +157,184 @@ def attach_stream(
     for layer in layers:
         for path in reads:
             let_read(layer.get_submodule(path))
-    first, *others = layers
-    first.register_forward_pre_hook(functools.partial(_start_stream, base, layers, banked), with_kwargs=True)
-    for layer in others:
-        layer.register_forward_pre_hook(_check_stream, with_kwargs=True)
-    for number, layer in enumerate(layers, 1):
-        layer.register_forward_hook(functools.partial(_leave, number * len(reads)))
     if final_norm is None:
         layers[-1].register_forward_hook(_end_stream)
     else:
         make_reading(base.get_submodule(final_norm), last=True)
+    parts = _Parts(base, layers, reads, final_norm)
+    for number, layer in enumerate(layers):
+        layer.register_forward_pre_hook(functools.partial(_enter, parts, banked, number), with_kwargs=True)
+        layer.register_forward_hook(functools.partial(_leave, (number + 1) * len(reads)))
+    if final_norm is not None:
+        base.register_forward_pre_hook(_begin)
+        base.register_forward_hook(functools.partial(_check_end, parts))
 
 
-def _start_stream(
-    base: nn.Module,
-    layers: Sequence[nn.Module],
-    banked: bool,
-    layer: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Wrap the first layer's input; the residual is that which `base` has when it runs."""
-    residual = cast(nn.Module, base._modules["residual"])
-    # a compiled pass takes no bank, and its hooks are not for Dynamo to look at
-    no_bank = not banked or torch.is_grad_enabled() or torch.compiler.is_compiling()
-    hooked = no_bank or any(map(_hooks_of_others, layers))
-    if args:
-        return (Stream.start(residual, args[0], hooked=hooked), *args[1:]), kwargs
-    if "hidden_states" not in kwargs:
+class _Parts:
+    """Where the layers of `base`, what reads in them, and the final norm lie, and whether they still do.
+
+    What wraps one of them (adapters, checkpointing, sharding, compilers) is no change.
+
+    Args:
+        layers: in order. reads: paths in each of what is called on the stream. final_norm: path in `base`.
+    """
+
+    def __init__(
+        self, base: nn.Module, layers: Sequence[nn.Module], reads: Sequence[str], final_norm: str | None
+    ) -> None:
+        names = {id(module): name for name, module in base.named_modules()}
+        self.base, self.layers, self.reads, self.final_norm = base, list(layers), tuple(reads), final_norm
+        self.paths = [names[id(layer)] for layer in layers]
+        holders = {path.rpartition(".")[0]: None for path in self.paths}
+        self.counts = {path: len(base.get_submodule(path)._modules) for path in holders}
+        self._note()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Parts":
+        """A copy with the copy of `base`; of a layer that is copied alone the streams stay those of `base`."""
+        if id(self.base) not in memo:
+            return self
+        memo[id(self)] = new = object.__new__(_Parts)
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
+
+    def _note(self) -> None:
+        """Take note of what lies on the ways to the final norm, the layers and their reads now."""
+        self.end = [] if self.final_norm is None else list(_links(self.base, self.final_norm))[-1:]
+        ways = [link for path in self.paths for link in _links(self.base, path)]
+        ways += [link for layer in self.layers for path in self.reads for link in _links(layer, path)]
+        self.links = list({(id(module), name): (module, name, part) for module, name, part in ways}.values())
+        self.links += self.end
+        self.sizes = [(self.base.get_submodule(path), count) for path, count in self.counts.items()]
+
+    def refuse_changes(self) -> None:
+        """Raise a UserError that names a layer or a norm that was replaced, added or taken out."""
+        compiling = torch.compiler.is_compiling()
+        # each link would be a compiler's guard: there only what nothing else notices
+        same = all(module._modules.get(name) is part for module, name, part in (self.end if compiling else self.links))
+        if same and (compiling or all(len(holder._modules) == count for holder, count in self.sizes)):
+            return
+        base, layers = type(self.base).__name__, []
+        for path, count in self.counts.items():
+            holder = _reach(self.base, path)
+            if isinstance(holder, nn.ModuleList) and len(holder) != count:
+                raise UserError(f"'{path}' of {base} has {len(holder)} layers, which had {count}: {_REMEDY}")
+        for number, path in enumerate(self.paths):
+            found = _reach(self.base, path)
+            layer = None if found is None else next((m for m in found.modules() if self._is_layer(m, number)), None)
+            if layer is None:
+                raise self._changed(path, found)
+            layers.append(layer)
+            for read in self.reads:
+                norm = _reach(layer, read)
+                if norm is None or not still_reads(norm):
+                    raise self._changed(f"{path}.{read}", norm)
+        if self.final_norm is not None:
+            norm = _reach(self.base, self.final_norm)
+            if norm is None or not still_reads(norm, last=True):
+                raise self._changed(self.final_norm, norm)
+        if not compiling:
+            self.layers = layers
+            self._note()
+
+    def _is_layer(self, module: nn.Module, number: int) -> bool:
+        """Whether a module has the hook of this layer."""
+        hooks: list[Any] = [
+            hook for hook in module._forward_pre_hooks.values() if getattr(hook, "func", None) is _enter
+        ]
+        return any(hook.args[0] is self and hook.args[2] == number for hook in hooks)
+
+    def _changed(self, path: str, found: nn.Module | None) -> UserError:
+        base = type(self.base).__name__
+        if found is None:
+            return UserError(f"'{path}' of {base} is gone, which reads the depth stream: {_REMEDY}")
+        return UserError(
+            f"'{path}' of {base} is a {type(found).__name__} that was put in place of what reads the depth stream: "
+            f"{_REMEDY}"
+        )
+
+
+_REMEDY = "keep the layers and norms that the depth reads were given to, or change the plain model and convert that"
+
+
+def _links(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Give (module, name, its part of that name) on the way along a path, as far as no wrapper hides a part."""
+    for name in path.split("."):
+        part = module._modules.get(name)
+        if part is None:
+            return
+        yield module, name, part
+        module = part
+
+
+def _reach(module: nn.Module, path: str) -> nn.Module | None:
+    """The part of that path; None where it is missing."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
+
+
+def _begin(base: nn.Module, args: tuple[Any, ...]) -> None:
+    note_progress(WAITING)
+
+
+def _check_end(parts: _Parts, base: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Refuse a pass in which the final norm did not read the stream: the head would get the running sum."""
+    if torch.compiler.is_compiling() or progress() == FINISHED:
+        return
+    parts.refuse_changes()
+    if progress() == WAITING and base.training:  # every layer was skipped (layerdrop)
+        return
+    raise UserError(
+        f"the pass of {type(base).__name__} ended, and '{parts.final_norm}' has not read its depth stream: its forward "
+        f"or the layers were replaced; {_REMEDY}"
+    )
+
+
+def _enter(
+    parts: _Parts, banked: bool, number: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Begin a stream with the first layer's input, with the residual that the base has when it runs.
+
+    Of later layers refuse a tensor: what comes after it would be a plain residual without a word. Layers that a pass
+    in training skips (layerdrop) write nothing.
+    """
+    for place, value in (*enumerate(args), *kwargs.items()):
+        if isinstance(value, Stream):
+            count = number * len(parts.reads)
+            if not layer.training or value.index >= count:
+                return None
+            return _replaced(args, kwargs, place, passed_over(value, count))
+    if number > 0 and not (layer.training and _none_ran()):
+        parts.refuse_changes()
+        raise _lost_stream(layer)
+    place = 0 if args else "hidden_states"
+    if not args and "hidden_states" not in kwargs:
         raise UserError(
             f"{type(layer).__name__} was called with {', '.join(kwargs) or 'nothing'} by name: the stream is expected "
             "as its first argument, or as hidden_states"
         )
-    return args, {**kwargs, "hidden_states": Stream.start(residual, kwargs["hidden_states"], hooked=hooked)}
+    parts.refuse_changes()
+    # a compiled pass takes no bank, and its hooks are not for Dynamo to look at
+    no_bank = not banked or torch.is_grad_enabled() or torch.compiler.is_compiling()
+    hooked = no_bank or any(map(_hooks_of_others, parts.layers))
+    embedding = cast(Tensor, args[0] if args else kwargs["hidden_states"])
+    stream = Stream.start(cast(nn.Module, parts.base._modules["residual"]), embedding, hooked=hooked)
+    note_progress(STARTED)
+    return _replaced(args, kwargs, place, passed_over(stream, number * len(parts.reads)))
+
+
+def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: Any) -> tuple[Any, Any]:
+    """The arguments with another value at one place, a number or a name."""
+    if isinstance(place, int):
+        return (*args[:place], value, *args[place + 1 :]), kwargs
+    return args, {**kwargs, place: value}
+
+
+def _none_ran() -> bool:
+    """Whether no layer of the running pass has begun its stream: the first ones were skipped. A layer that is run again
+    in backward is given what it was given before."""
+    return not torch.compiler.is_compiling() and (progress() == WAITING or torch._C._current_graph_task_id() != -1)
 
 
 def _hooks_of_others(layer: nn.Module) -> bool:
@@ -198,14 +344,6 @@ def _hooks_of_others(layer: nn.Module) -> bool:
     for hook in layer._forward_hooks.values():
         after += getattr(hook, "__module__", None) != _CAPTURES
     return after > 1 or len(layer._forward_pre_hooks) > 1
-
-
-def _check_stream(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse a tensor between layers: what comes after it would be a plain residual without a word."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Stream):
-            return
-    raise _lost_stream(layer)
 
 
 def _leave(count: int, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:

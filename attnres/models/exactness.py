@@ -5,9 +5,11 @@ percent, and would hide a real difference of that size.
 """
 
 import inspect
+import random
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -140,14 +142,53 @@ def logits(
 ) -> Tensor:
     """Logits (rows, tokens, vocabulary), or what a model without them puts out first, in evaluation mode and without a
     cache; in the model's own dtypes by default. `inputs` are ids or named arguments."""
+    with evaluating(model):
+        if arithmetic is None:
+            return _main(_run(model, inputs))
+        with Arithmetic(arithmetic):
+            return _main(_run(model, inputs))
+
+
+@torch.no_grad()
+def _run(model: PreTrainedModel, inputs: Tensor | Mapping[str, Tensor]) -> Any:
+    """What a model puts out for ids or named arguments, without a cache."""
     arguments: dict[str, Any] = {"input_ids": inputs} if isinstance(inputs, Tensor) else dict(inputs)
     if "use_cache" in inspect.signature(model.forward).parameters:
         arguments["use_cache"] = False
-    with evaluating(model), torch.no_grad():
-        if arithmetic is None:
-            return _main(model(**arguments))
-        with Arithmetic(arithmetic):
-            return _main(model(**arguments))
+    return model(**arguments)
+
+
+@torch.no_grad()
+def training_difference(one: PreTrainedModel, other: PreTrainedModel) -> float | None:
+    """Compare one pass of two models in training mode, with the same random numbers, in the weights' own dtypes.
+
+    Returns:
+        The largest difference as a part of the largest value; None where the first model takes no such pass. Buffers
+        are then as they were.
+    """
+    inputs, results = fixed_inputs(one), list[Tensor]()
+    buffers = [(buffer, buffer.clone()) for buffer in one.buffers()]
+    # Transformers draws masks of sound by numpy's global generator
+    states = random.getstate(), np.random.get_state()  # noqa: NPY002
+    with torch.random.fork_rng({parameter.device for parameter in one.parameters() if parameter.is_cuda}):
+        for model in (one, other):
+            torch.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)  # noqa: NPY002
+            try:
+                with evaluating(model):  # which gives every module its mode back
+                    results.append(_main(_run(model.train(), inputs)).float())
+            except Exception:
+                if model is other:
+                    raise
+                return None  # its own code wants another batch in training
+            finally:
+                random.setstate(states[0])
+                np.random.set_state(states[1])  # noqa: NPY002
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+    expected, actual = results
+    return ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
 
 
 def _main(output: Any) -> Tensor:

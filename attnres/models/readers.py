@@ -9,7 +9,7 @@ from attnres.errors import UserError
 from attnres.models.exchange import Exchanged, exchange, own_class
 from attnres.models.inputs import Inputs
 from attnres.models.known_norm import is_rms_norm
-from attnres.models.stream import Stream
+from attnres.models.stream import FINISHED, Stream, note_progress, passed_over
 
 
 class _Reading(Exchanged):
@@ -38,7 +38,11 @@ class _Finishing(_Reading):
     """As `_Reading`, of the norm before the head."""
 
     def of_stream(self, stream: Stream) -> Tensor | Inputs:
-        return stream.finish(self)
+        if self.training:  # layers at the end may be skipped
+            stream = passed_over(stream, stream.residual("itself").num_sublayers)
+        x = stream.finish(self)
+        note_progress(FINISHED)
+        return x
 
 
 def make_reading(norm: nn.Module, *, last: bool = False) -> None:
@@ -64,3 +68,10 @@ def make_taking(mixer: nn.Module) -> None:
     """Let an attention or an MLP that takes the stream with no norm before it read the stream. A hook: an attention's
     class stays what Transformers takes it for."""
     mixer.register_forward_pre_hook(_read_input, with_kwargs=True)
+
+
+def still_reads(part: nn.Module, *, last: bool = False) -> bool:
+    """Whether this module, or one inside of it where it is a wrapper, reads streams; `last`: as the norm before the
+    head."""
+    kind = _Finishing if last else _Reading
+    return any(isinstance(m, kind) or _read_input in m._forward_pre_hooks.values() for m in part.modules())

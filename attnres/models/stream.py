@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from attnres.errors import UserError
 from attnres.models.inputs import Inputs
@@ -25,6 +25,7 @@ from attnres.ops.sharded import settled
 from attnres.residuals import Residual, Ways
 from attnres.residuals.base import as_it_is, verbs
 from attnres.residuals.program import take_bank
+from attnres.residuals.watch import unwatched
 
 _ADDITIONS = frozenset(
     {
@@ -52,6 +53,21 @@ _REENTRANT, _CALL = CheckpointFunction.forward.__code__, nn.Module._wrapped_call
 
 hidden_states_wanted: ContextVar[bool] = ContextVar("hidden_states_wanted", default=False)
 """Whether the running pass is asked for its hidden states, all of which a bank does not keep."""
+
+WAITING, STARTED, FINISHED = "waiting", "started", "finished"
+_progress: ContextVar[str | None] = ContextVar("progress", default=None)
+
+
+def note_progress(stage: str) -> None:
+    """Take note of how far the running pass of a base model is: `WAITING` for its first layer, its stream `STARTED`, or
+    `FINISHED` by what reads it last. Not under a compiler, which has no context variables."""
+    if not torch.compiler.is_compiling():
+        _progress.set(stage)
+
+
+def progress() -> str | None:
+    """How far the running pass, or the last one, is."""
+    return _progress.get()
 
 
 def _reentrant(residual: nn.Module) -> Sequence[Any] | None:
@@ -162,13 +178,6 @@ class Stream:
             raise UserError(_REENTRANT_IS_REFUSED)
         spec = as_it_is if norm is None else describe_norm(norm, self.like)
         inner = self.residual if isinstance(self.residual, Residual) else self.residual("itself")
-        for watcher in (inner.observer, inner.editor):
-            if watcher is None or self.output is None:
-                continue
-            if self.state is None:
-                watcher.on_start(self.output)
-            else:
-                watcher.on_write(self.index - 1, self.output)
         call = self.residual if self.call is None else self.call
         if self.index == inner.num_sublayers:
             return call("finish", self.written(), spec)
@@ -227,6 +236,9 @@ class Stream:
         if is_addition(func) and not kwargs:
             left, right = args
             return left.__add__(right) if isinstance(left, Stream) else right.__add__(left)
+        if func is checkpoint:  # Dynamo asks here, where Python does not: the layer takes the stream itself
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", str(func))
         if (name.endswith("_") and not name.endswith("__")) or name.startswith("__i"):
             raise TypeError(f"torch's '{name}' was given a depth stream: {_CHANGES}")
@@ -234,6 +246,8 @@ class Stream:
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_base":  # it is no view of a tensor (Megatron asks)
+            return None
         if name.startswith("_") or not hasattr(Tensor, name):
             raise AttributeError(f"a depth stream has no '{name}'")
         if name in _OF_ALL:
@@ -266,7 +280,11 @@ class Stream:
 
     def hidden_state(self) -> Tensor:
         """The stream as one vector a token, for those who look at hidden states."""
-        return self.residual("hidden_state", self.written())
+        inner = self.residual("itself")
+        if not inner.watched or self._written is not None:
+            return self.residual("hidden_state", self.written())
+        with unwatched(inner):  # the read that follows shows the output, and so takes nothing that is kept here
+            return self.residual("hidden_state", dataclasses.replace(self).written())
 
     # What decoders ask of a hidden state besides, which costs no sum.
     @property
@@ -308,7 +326,8 @@ class BankStream(Stream):
     def _refusal(self) -> RuntimeError:
         return RuntimeError(
             f"the stream before sublayer {self.index} cannot be asked: a pass without gradients keeps its sources in "
-            "one place and goes on; pass output_hidden_states=True, or put an observer on the residual"
+            "one place and goes on; pass output_hidden_states=True, or put an observer on the residual. If a norm's "
+            "forward was replaced, put back the one that reads the stream"
         )
 
     def read(self, norm: nn.Module | None) -> Tensor | Inputs:
@@ -359,6 +378,26 @@ class BankStream(Stream):
 
     def to(self, *args: Any, **kwargs: Any) -> "Stream":
         return self
+
+
+def passed_over(stream: Stream, count: int) -> Stream:
+    """Return the stream before sublayer `count`, where those up to there are skipped: they write zeros.
+
+    Raises:
+        UserError: later layers take their values from the first, which is skipped.
+    """
+    if stream.index >= count:
+        return stream
+    if stream.index == 0 and stream.residual("itself").value_mix is not None:
+        raise UserError(
+            "the first layer was skipped (layerdrop), from whose values later layers take some (value_residual): "
+            "set the config's layerdrop to 0"
+        )
+    while stream.index < count:
+        stream.read(None)
+        stream = stream + torch.zeros_like(stream.like)
+    stream.inside = False
+    return stream
 
 
 def _is_stream(value: Any) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnres.ops.backend import MergeGrads, MergeSaved, Sealed
 from attnres.ops.norms import Norm, inverse_rms, normalise, normalise_backward
-from attnres.ops.precision import compute_dtype, rounded_sum
+from attnres.ops.precision import compute_dtype, is_read_rounded, rounded_sum
 
 BY_ADDRESS = False
 
@@ -86,9 +86,9 @@ def merge(
 
         v_k = opens[-1] + added (rounded to `dtype`);    h = sealed * output + sum_j p_j v_j;    x = norm(h)
 
-    h is rounded to `dtype` (before a norm, if any). Without `added` no source is returned. Without `output` (and `top`
-    and `total`) there are no sealed sources: a whole read in one pass. Without open sources it is a norm alone. `eps`
-    is that of the key norm.
+    h is rounded to `dtype` (before a norm, if `is_read_rounded`). Without `added` no source is returned. Without
+    `output` (and `top` and `total`) there are no sealed sources: a whole read in one pass. Without open sources it is a
+    norm alone. `eps` is that of the key norm.
     """
     compute = compute_dtype(dtype)
     partial = None
@@ -125,7 +125,8 @@ def merge(
         saved = MergeSaved(h, None, p, sealed, scores, inv_rms)
     if norm is None:  # <dh, h> is then a true term of the gradient: h is kept unrounded
         return h.to(dtype), saved._replace(h=h), partial
-    h = h.to(dtype)
+    if is_read_rounded(h, dtype):
+        h = h.to(dtype)
     x, rstd = normalise(h.to(compute), norm)
     return x, saved._replace(h=h, rstd=rstd), partial
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from attnres.errors import UserError
 from attnres.ops.norms import Norm
-from attnres.ops.precision import compute_dtype, rounded_sum
+from attnres.ops.precision import compute_dtype, is_read_rounded, rounded_sum
 
 MOST_COMPILED = 40
 """Tensors of a read that a compiler is given as torch operations; its work grows with their square."""
@@ -137,11 +137,12 @@ def merge(
         mass = functools.reduce(torch.add, [(logit - highest).exp() for logit in logits])
         shares = [(numerator - highest).exp() / mass for numerator in numerators]
         h = functools.reduce(torch.add, [share.unsqueeze(-1) * v for share, v in zip(shares, values, strict=True)])
-    h = h.to(dtype)
+    if norm is None or is_read_rounded(h, dtype):
+        h = h.to(dtype)
     x = h if norm is None else apply(h.to(compute), norm).to(norm.out_dtype or dtype)
     p = torch.stack(shares, -1).detach()
     sealed, weights = (p[..., 0], p[..., 1:]) if output is not None else (torch.zeros_like(p[..., 0]), p)
-    return x, h.detach(), sealed, weights, list(opens)
+    return x, h.detach().to(dtype), sealed, weights, list(opens)
 
 
 def apply(h: Tensor, norm: Norm) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from attnres.ops.backend import MergeGrads, MergeSaved, Sealed
 from attnres.ops.dispatch import backend_for
 from attnres.ops.norms import Norm, norm_kind
-from attnres.ops.precision import compute_dtype
+from attnres.ops.precision import compute_dtype, is_read_rounded
 
 BY_ADDRESS = False
 
@@ -170,7 +170,7 @@ def _(
 
     return [
         new(True, tokens, d, dtype=out_dtype if kind else dtype),
-        new(k, tokens, d, dtype=dtype if kind else compute),
+        new(k, tokens, d, dtype=dtype if kind and is_read_rounded(first, dtype) else compute),
         new(kind, tokens),
         new(k, tokens, k),
         new(k and output is not None, tokens),
@@ -211,7 +211,7 @@ def merge(
     k = len(opens)
     if not k:
         assert output is not None
-        h = output.to(dtype) if norm else output
+        h = output.to(dtype) if norm and is_read_rounded(output, dtype) else output
         return x, MergeSaved(h, saved[1] if norm else None), None
     h, rstd, weights, sealed, scores, inv_rms = saved
     absent = (None if norm is None else rstd, weights, None if output is None else sealed, scores, inv_rms)

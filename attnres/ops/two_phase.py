@@ -260,7 +260,7 @@ class _Merge(torch.autograd.Function):
             return tuple(results)
         # What is only looked at; empty where it is an input, x itself or known beforehand.
         none, saved = x.new_empty(0), saved.named(k, normed=form.kind > 0)
-        h = saved.h if k and norm is not None else none
+        h = saved.h.to(form.dtype) if k and norm is not None else none
         weights = none.clone() if saved.weights is None else saved.weights
         sealed = none.clone() if saved.sealed is None else saved.sealed
         ctx.mark_non_differentiable(h, sealed, weights)

@@ -16,7 +16,7 @@ from attnres.ops.dispatch import bank_plan
 from attnres.residuals.layout import About, Learned, Read, Source, Traits, outputs
 from attnres.residuals.program import BankReads, has_hooks, why_no_bank
 from attnres.residuals.values import ValueResidual
-from attnres.residuals.watch import Editor, Observer, watched
+from attnres.residuals.watch import Editor, Observer, showing_start, showing_write, unwatched, watched
 
 NormLike = Norm | Callable[[Tensor], Tensor]
 """The norm a read ends with: as a value where its arithmetic is known (then it can be fused), else as a function."""
@@ -105,6 +105,14 @@ class Residual(nn.Module):
     them smaller with depth (GPT-2)."""
     recompute_reads: bool = False
     """Keep nothing of what reads make for the backward pass, but make it again there: less memory, more time."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Let the mechanism's `start` and `write` show what they are given, whoever calls them."""
+        super().__init_subclass__(**kwargs)
+        if "start" in vars(cls):
+            cls.start = showing_start(cls.start)
+        if "write" in vars(cls):
+            cls.write = showing_write(cls.write)
 
     def __init__(self, num_sublayers: int, width: int) -> None:
         super().__init__()
@@ -332,15 +340,11 @@ class Residual(nn.Module):
         token of zeros."""
         parameter = next(self.parameters(), None)
         zeros = torch.zeros(1, self.width) if parameter is None else parameter.new_zeros(1, self.width)
-        watchers = self.observer, self.editor
-        self.observer = self.editor = None
-        try:
+        with unwatched(self):
             state = self.start(zeros)
             for sublayer in range(index):
                 _, state = self.read(state, sublayer, as_it_is)
                 state = self.write(state, sublayer, zeros)
-        finally:
-            self.observer, self.editor = watchers
         leaves, form = _pytree.tree_flatten(state)
         if any(leaf.shape[0] != 1 or leaf.shape[-1] != self.width for leaf in leaves):
             raise TypeError(

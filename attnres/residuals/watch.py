@@ -1,6 +1,7 @@
 """Those who see or change what a forward pass reads: the protocols, and what a read does for them."""
 
-from collections.abc import Generator, Sequence
+import functools
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -83,6 +84,45 @@ def watched_by(
             residual.forget()
 
 
+@contextmanager
+def unwatched(residual: "Residual") -> Generator[None]:
+    """Show nothing inside the block: what runs there is no pass of the network, or was shown already."""
+    watchers = residual.observer, residual.editor
+    residual.observer = residual.editor = None
+    try:
+        yield
+    finally:
+        residual.observer, residual.editor = watchers
+
+
+def showing_start(start: Callable[..., Any]) -> Any:
+    """Return a mechanism's `start` that tells those who watch of the embedding before it runs."""
+
+    @functools.wraps(start)
+    def shown(self: "Residual", embedding: Tensor) -> Any:
+        if self.watched and type(self).start is shown:  # not once more for super().start
+            for watcher in (self.observer, self.editor):
+                if watcher is not None:
+                    watcher.on_start(embedding)
+        return start(self, embedding)
+
+    return shown
+
+
+def showing_write(write: Callable[..., Any]) -> Any:
+    """Return a mechanism's `write` that tells those who watch of the output before it runs."""
+
+    @functools.wraps(write)
+    def shown(self: "Residual", state: Any, index: int, output: Tensor) -> Any:
+        if self.watched and type(self).write is shown:
+            for watcher in (self.observer, self.editor):
+                if watcher is not None:
+                    watcher.on_write(index, output)
+        return write(self, state, index, output)
+
+    return shown
+
+
 def looking(residual: "Residual") -> AbstractContextManager[Any]:
     """Make what is only shown without gradients, so that a layer that runs again in backward, when nobody looks, keeps
     as many tensors. What an editor is given goes on into the read."""
@@ -99,7 +139,8 @@ def watched(
         values: the sources; none are the embedding and the outputs so far.
     """
     if weights is None:
-        row = residual.implied(index)
+        with unwatched(residual):  # some pass rows of numbers through their own verbs
+            row = residual.implied(index)
         if row is None and len(residual.sources(index)) == 1:
             row = h.new_ones(1)
         if row is not None:

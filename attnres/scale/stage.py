@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.models import DepthMixin
-from attnres.models.stream import Stream
+from attnres.models.stream import FINISHED, Stream, note_progress
 from attnres.residuals import Residual
 from attnres.scale.cache import Borrow, Collect, RankCache, lent
 from attnres.scale.crossings import Crossing, Cut
@@ -59,6 +59,7 @@ class Exit(nn.Module):
 
     def forward(self, stream: Stream) -> Tensor:
         self.stream = stream
+        note_progress(FINISHED)  # as far as this stage goes
         return stream.like
 
 

@@ -5,9 +5,10 @@ import pytest
 import torch
 from sample_mechanisms import LINEAR, WEIGHED
 from tiny import SIZE, stir
+from torch import nn
 
-from attnres import RESIDUALS, UserError, depth_read_reference
-from attnres.inspect import record
+from attnres import RESIDUALS, Norm, UserError, depth_read_reference, make_residual
+from attnres.inspect import KnockOut, intervene, record
 from attnres.models import build
 from attnres.ops import plain_torch
 from attnres.residuals import Editor
@@ -461,3 +462,41 @@ def test_plain_torch_shows_the_same_weights():
         forward(model)
     for a, b in zip(plain.token_weights, kernels.token_weights, strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("residual", ["block", "full", "standard"])
+def test_a_model_that_calls_the_verbs_itself_is_recorded_and_edited(residual):
+    """As the README's: nothing stands between its loop and the residual. Against the formula of its own reads."""
+    torch.manual_seed(0)
+    depth, width = 4, 8
+    parts = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+    norm = Norm(torch.ones(width))
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts, self.residual = parts, make_residual(residual, depth, width)
+
+        def forward(self, x):
+            state = self.residual.start(x)
+            for index, part in enumerate(self.parts):
+                h, state = self.residual.read(state, index, norm)
+                state = self.residual.write(state, index, part(h).tanh())
+            return self.residual.finish(state, norm)
+
+    model, x = Own(), torch.randn(2, 5, width)
+    with torch.no_grad():
+        for parameter in model.residual.parameters():
+            parameter.add_(torch.randn_like(parameter))
+    plain = model(x)
+    with record(model) as trace:
+        seen = model(x)
+        seen.square().mean().backward()
+    assert torch.equal(seen, plain) and trace.tokens == 10
+    for row, contribution, rms in zip(trace.weights, trace.contribution, trace.output_rms + [1.0], strict=True):
+        assert sum(row) == pytest.approx(len(row) if residual == "standard" else 1.0, rel=1e-5)
+        assert sum(contribution) == pytest.approx(1.0, rel=1e-4) and 0 < rms <= 1
+    assert len(trace.grad_rms) == depth and all(0 < one < 10 for one in trace.grad_rms)
+    with intervene(model, KnockOut("embedding", reads=[2])):
+        assert not torch.allclose(model(x), plain, atol=1e-3)
+    assert torch.equal(model(x), plain)

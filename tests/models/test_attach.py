@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import checkpoint
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -386,3 +387,76 @@ def test_the_dit_of_diffusers_computes_the_same_and_learns():
     assert not torch.allclose(changed, expected, atol=1e-4)
     changed.square().mean().backward()
     assert residual.query.grad[1:].abs().amax(1).min() > 0
+
+
+def _replaced(path, module):
+    def change(base):
+        parent, _, name = path.rpartition(".")
+        setattr(base.get_submodule(parent), name, module(base) if callable(module) else module)
+
+    return change
+
+
+CHANGES = {
+    "norm": _replaced("norm", lambda base: nn.LayerNorm(WIDTH)),
+    "layers.1.norm2": _replaced("layers.1.norm2", lambda base: nn.RMSNorm(WIDTH)),
+    "layers.0": _replaced("layers.0", lambda base: encoder(1).layers[0]),
+    "layers.2": _replaced("layers.2", lambda base: base.layers[1]),  # one layer twice
+    "'layers' of TransformerEncoder has 2": _replaced("layers", lambda base: base.layers[:2]),
+    "'layers' of TransformerEncoder has 4": lambda base: base.layers.append(encoder(1).layers[0]),
+    "'norm' has not read": lambda base: setattr(base.norm, "forward", lambda x: x * 1.0),
+}
+
+
+@pytest.mark.parametrize("names", CHANGES)
+def test_what_was_changed_after_depth_reads_were_attached_is_named(names):
+    module = encoder()
+    attach(module, "full")
+    x = torch.randn(2, 5, WIDTH)
+    expected = module(x)
+    copies = [copy.deepcopy(module), module]
+    copies[0].layers[0] = copy.deepcopy(copies[0].layers[0])  # the same layer with weights of its own
+    assert torch.equal(copies[0](x), expected)
+    for one in copies:
+        CHANGES[names](one)
+        for gradients in (True, False):
+            with torch.set_grad_enabled(gradients), pytest.raises(UserError, match=names):
+                one(x)
+
+
+@pytest.mark.parametrize("final_norm", [nn.RMSNorm(WIDTH), nn.Identity()], ids=["norm", "identity"])
+def test_a_replaced_final_norm_is_named_in_a_compiled_pass_too(final_norm):
+    module = encoder()
+    attach(module, "full")
+    module.norm = final_norm
+    with pytest.raises(UserError, match="'norm' of TransformerEncoder"):
+        torch.compile(module, backend="eager")(torch.randn(2, 5, WIDTH))
+
+
+def test_what_only_wraps_a_layer_or_a_norm_is_no_change():
+    module = encoder()
+    attach(module, "full")
+    x = torch.randn(2, 5, WIDTH)
+    expected = module(x)
+    module.layers[1] = checkpoint_wrapper(module.layers[1])
+    module.norm = checkpoint_wrapper(module.norm)
+    for _ in range(2):
+        assert torch.equal(module(x), expected)
+
+
+def test_layers_in_a_dict_are_layers():
+    class InDict(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleDict(dict(zip("abc", encoder().layers, strict=True)))
+            self.norm = nn.LayerNorm(WIDTH)
+
+        def forward(self, x):
+            for layer in self.layers.values():
+                x = layer(x)
+            return self.norm(x)
+
+    module, x = InDict(), torch.randn(2, 5, WIDTH)
+    expected = module(x)
+    attach(module, "block")
+    torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-5)

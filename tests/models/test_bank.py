@@ -1,6 +1,7 @@
 """Passes without gradients, whose sources lie in a bank, against the general path: the same numbers, whoever runs."""
 
 import copy
+import gc
 import pickle
 import threading
 
@@ -189,6 +190,29 @@ def test_a_bank_is_used_again_and_a_large_one_is_given_back(monkeypatch):
     with torch.no_grad():
         model(input_ids=draw(1, 5), use_cache=False)
     assert model.residual.banks._waiting == []
+
+
+def test_no_more_than_a_bound_is_held_after_a_pass_whatever_its_length(monkeypatch):
+    """Storages of tensors that the residual still holds, by the garbage collector's list of what there is."""
+    model = make()
+    monkeypatch.setattr("attnres.ops.bank.KEPT", 1 << 16)
+
+    def held():
+        storages = {}
+        for tensor in filter(torch.is_tensor, gc.get_objects()):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        return sum(storages.values())
+
+    model(input_ids=draw(1, 1), use_cache=False)
+    gc.collect()
+    before = held()
+    with torch.no_grad():
+        for batch, tokens in ((1, 1), (1, 40), (2, 60), (1, 1), (40, 60), (1, 1)):
+            model(input_ids=draw(batch, tokens), use_cache=False)
+            gc.collect()
+            assert held() - before <= (1 << 16) + (1 << 12)  # and what a bank has besides its vectors
+    assert [bank.tokens for bank in model.residual.banks._waiting] == [1]
 
 
 def test_copies_and_pickles_have_banks_of_their_own():

@@ -6,6 +6,7 @@ import functools
 import pytest
 import torch
 from tiny import NARROW
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import T5Config, T5ForConditionalGeneration
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -113,3 +114,23 @@ def test_layers_that_know_no_checkpointing_are_named(monkeypatch):
         vars(module).pop("gradient_checkpointing", None)
     with pytest.raises(UserError, match="layers of AttnResQwen3ForCausalLM know no checkpointing: choose sublayer"):
         checkpoint_activations(model, "layer")
+
+
+@pytest.mark.parametrize("how", ["whole", "layers", "wrapped"])
+def test_compiled_models_are_checkpointed_too(how):
+    """A whole model with Transformers' checkpointing, its layers one by one, and layers in torch's own wrapper."""
+    expected, _ = gradients(stirred("block", num_blocks=2))
+    model = stirred("block", num_blocks=2)
+    torch._dynamo.reset()
+    if how == "wrapped":
+        for index, layer in enumerate(model.depth_layers):
+            model.depth_layers[index] = checkpoint_wrapper(layer)
+    else:
+        checkpoint_activations(model, "layer")
+    for layer in model.depth_layers if how == "layers" else ():
+        layer.compile(backend="aot_eager")
+    run = model if how == "layers" else torch.compile(model, backend="aot_eager")
+    loss = run(input_ids=IDS, labels=IDS, use_cache=False).loss
+    ours = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+    for left, right in zip(ours, expected, strict=True):
+        assert (left - right).abs().max() <= 1e-5 * right.abs().max() + 1e-9

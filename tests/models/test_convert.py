@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
@@ -531,3 +532,83 @@ def load_plain_weights(folder):
     model = llama().to(torch.bfloat16)
     model.load_state_dict(load_file(folder / "model.safetensors"))
     return model
+
+
+def _speech(layerdrop):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32}
+    convolutions = {"conv_dim": (16, 16), "conv_stride": (4, 4), "conv_kernel": (8, 8)}
+    positions = {"num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4}
+    config = transformers.Wav2Vec2Config(
+        **sizes,
+        **convolutions,
+        **positions,
+        do_stable_layer_norm=True,
+        feat_extract_norm="layer",
+        layerdrop=layerdrop,
+        mask_time_prob=0.0,
+    )
+    return transformers.Wav2Vec2Model(config), {"input_values": torch.randn(1, 1000)}
+
+
+def _story(layerdrop):
+    config = transformers.BioGptConfig(
+        vocab_size=40,
+        hidden_size=16,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=64,
+        layerdrop=layerdrop,
+    )
+    return transformers.BioGptForCausalLM(config), {"input_ids": torch.randint(3, 40, (2, 6)), "use_cache": False}
+
+
+@pytest.mark.parametrize(("make", "path"), [(_speech, "encoder.layers"), (_story, "biogpt.layers")])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_layers_that_training_skips_write_nothing(make, path, checkpointed):
+    """Against the plain model with the same random numbers: outputs and gradients; every choice of layers occurs."""
+    torch.manual_seed(0)
+    plain, inputs = make(0.5)
+    model = convert(plain, "full")
+    if checkpointed:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    ran = set()
+    for seed in range(20):
+        results = []
+        for one in (plain.train(), model.train()):
+            calls, hooks = [], []
+            for index, layer in enumerate(one.get_submodule(path)):
+                hooks.append(layer.register_forward_pre_hook(lambda *_, index=index, calls=calls: calls.append(index)))
+            torch.manual_seed(seed)
+            one.zero_grad()
+            out = one(**inputs)[0]
+            called = tuple(calls)
+            out.square().mean().backward()
+            for hook in hooks:
+                hook.remove()
+            grads = {
+                name: p.grad for name, p in one.named_parameters() if p.grad is not None and "residual" not in name
+            }
+            results.append((called, out.detach(), {name: grad.clone() for name, grad in grads.items()}))
+        (called, out, grads), (ours_called, ours, ours_grads) = results
+        assert called == ours_called
+        ran.add(called)
+        assert (ours - out).abs().max() <= 1e-4 * out.abs().max()
+        assert ours_grads.keys() == grads.keys()
+        for name, grad in grads.items():
+            assert (ours_grads[name] - grad).abs().max() <= 1e-3 * grad.abs().max() + 1e-7, name
+    assert len(ran) >= 6 and any(0 not in one for one in ran) and any(2 not in one for one in ran)
+
+
+def test_a_conversion_that_fails_in_training_mode_alone_is_refused():
+    class Odd(transformers.LlamaForCausalLM):
+        def forward(self, *args, **kwargs):
+            if self.training and hasattr(self.model, "residual"):
+                raise KeyError("only here")
+            return super().forward(*args, **kwargs)
+
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
+    )
+    with pytest.raises(UserError, match=r"training mode \(.*only here"):
+        convert(Odd(config))

@@ -240,3 +240,33 @@ def test_nan_is_passed_on_and_not_hidden(backend):
         sources[2][0, 0, 3] = float("nan")
     h = depth_read(sources, query, gain)
     assert h[0, 0].isnan().all() and h[0, 1:].isfinite().all()
+
+
+def test_fp16_gradients_through_a_norm_are_as_exact_as_fp32_arithmetic_rounded_once():
+    """The read goes to its norm, and to backward, unrounded: by the formula in fp64, errors in root mean square."""
+    torch.manual_seed(0)
+    rows = [torch.randn(64, 512) for _ in range(9)]
+    vectors = [torch.randn(512), torch.rand(512) + 0.5, torch.rand(512) + 0.5]
+    inputs = [tensor.half() for tensor in (*rows, *vectors)]
+    upstream = torch.randn(64, 512).half()
+
+    def by_formula(*tensors):
+        *values, query, gain, weight = tensors
+        values = torch.stack(values)
+        keys = gain * values * (values.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+        h = ((keys @ query).softmax(0).unsqueeze(-1) * values).sum(0)
+        return weight * h * (h.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+
+    def by_us(*tensors):
+        return depth_read(list(tensors[:-3]), tensors[-3], tensors[-2], norm=Norm(tensors[-1], eps=1e-6))
+
+    def run(function, dtype):
+        leaves = [tensor.to(dtype, copy=True).requires_grad_() for tensor in inputs]
+        out = function(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(dtype))]
+
+    exact = run(by_formula, torch.float64)
+    once = [tensor.half() for tensor in run(by_formula, torch.float32)]
+    for ours, rounded, right in zip(run(by_us, torch.float16), once, exact, strict=True):
+        far, bound = ((one.double() - right).norm() for one in (ours, rounded))
+        assert far <= 1.05 * bound

@@ -187,20 +187,13 @@ class Network:
     def step(self, residual: Residual, index: int, state: State) -> State:
         """Return the state after sublayer `index`."""
         x, state = residual("read", state, index, self.norm(index))
-        output = self.sublayer(index, x)
-        for watcher in (residual.observer, residual.editor):
-            if watcher is not None:
-                watcher.on_write(index, output)
-        return residual("write", state, index, output)
+        return residual("write", state, index, self.sublayer(index, x))
 
     def run(
         self, residual: Residual, embedding: Tensor, change: Change | None = None, around: Callable | None = None
     ) -> Tensor:
         """Return the head's input (..., d) for an embedding. `around` carries out a step with its arguments, as
         activation checkpointing does."""
-        for watcher in (residual.observer, residual.editor):
-            if watcher is not None:
-                watcher.on_start(embedding)
         state = residual("start", embedding)
         for index in range(self.depth):
             state = state if change is None else change(index, state)
