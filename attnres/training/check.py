@@ -161,9 +161,9 @@ def fitted(config: TrainConfig, world_size: int = 1) -> tuple[TrainConfig, list[
         size = math.ceil(config.batch_size / shares) * shares
         changed("", f"the default, {usual.batch_size}, does not divide into {shares} micro-batches", batch_size=size)
     if config.finetune.init_from is not None and config.data.seq_len == usual.data.seq_len:
-        from attnres.training.start import find_start
+        from attnres.models import open_checkpoint
 
-        longest = getattr(find_start(config.finetune.init_from).config, "max_position_embeddings", None)
+        longest = getattr(open_checkpoint(config.finetune.init_from).config, "max_position_embeddings", None)
         if longest is not None and longest < config.data.seq_len:
             changed("data", f"{config.finetune.init_from} takes no longer sequences", seq_len=longest)
     optim = config.optim
