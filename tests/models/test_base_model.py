@@ -89,7 +89,7 @@ def test_the_base_model_loads_by_itself(tmp_path):
 @pytest.mark.parametrize(
     ("residual", "settings"),
     [
-        ("full", {"value_residual": "gated", "recency_bias": 1.0}),
+        ("full", {"value_residual": "token", "recency_bias": 1.0}),
         *((name, {}) for name in ("block", "mhc", "muddformer", "denseformer", "rezero", "dca", "adaptive")),
     ],
 )
@@ -104,7 +104,7 @@ def test_what_a_residual_learned_survives_another_initialisation(residual, setti
 
 
 def test_what_was_made_on_the_meta_device_is_initialised():
-    config = make("full", value_residual="gated", recency_bias=1.0).config
+    config = make("full", value_residual="token", recency_bias=1.0).config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
         again = AutoModelForCausalLM.from_config(config)

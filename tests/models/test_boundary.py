@@ -89,7 +89,9 @@ def test_a_pickle_that_an_index_names_is_not_opened(plain, command, tmp_path, ca
     index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "w.bin")}
     (plain / "model.safetensors.index.json").write_text(json.dumps(index))
     rest = {"generate": ["--prompt", "a"], "inspect": ["--text", "a"], "convert": [str(tmp_path / "out")]}[command]
-    assert main([command, str(plain), *rest]) == 2
+    with pytest.raises(SystemExit) as ended:
+        main([command, str(plain), *rest])
+    assert ended.value.code == 2
     said = capsys.readouterr().err
     assert "w.bin" in said and "safetensors" in said and "weights_only" not in said
 

@@ -182,9 +182,12 @@ def make_other(kind, model, place):
     return place, str(inner)
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*config file:UserWarning"
-)  # PEFT looks for the vocabulary of a base without a name
+of_peft = pytest.mark.filterwarnings(
+    "ignore:.is_gradient_checkpointing. is deprecated:FutureWarning", "ignore:.*config file:UserWarning"
+)
+
+
+@of_peft
 @pytest.mark.parametrize(
     "kind", ["adapter", "adapter beside a model", "GGUF", "GGUF, a config", "file", "cache", "trainer"]
 )
@@ -195,6 +198,7 @@ def test_a_folder_of_another_kind_is_said_to_be_that(folders, tmp_path, kind):
             look(given)
 
 
+@of_peft
 def test_an_adapter_of_the_hub_is_said_to_be_one(folders, tmp_path, monkeypatch):
     make_other("adapter", folders["block"], tmp_path / "fetched")
     monkeypatch.setattr(place, "fetch", lambda name, patterns: tmp_path / "fetched")
