@@ -157,15 +157,14 @@ def attach_stream(
     for layer in layers:
         for path in reads:
             let_read(layer.get_submodule(path))
-    if final_norm is None:
-        layers[-1].register_forward_hook(_end_stream)
-    else:
-        make_reading(base.get_submodule(final_norm), last=True)
     parts = _Parts(base, layers, reads, final_norm)
     for number, layer in enumerate(layers):
         layer.register_forward_pre_hook(functools.partial(_enter, parts, banked, number), with_kwargs=True)
         layer.register_forward_hook(functools.partial(_leave, (number + 1) * len(reads)))
-    if final_norm is not None:
+    if final_norm is None:
+        layers[-1].register_forward_hook(_end_stream)
+    else:
+        make_reading(base.get_submodule(final_norm), last=True)
         base.register_forward_pre_hook(_begin)
         base.register_forward_hook(functools.partial(_check_end, parts))
 
