@@ -12,8 +12,8 @@ from attnres.data.sources import open_source
 from attnres.errors import UserError
 from attnres.evals.scoring import LOGIT_BYTES
 from attnres.models.open import Checkpoint, open_checkpoint
-from attnres.paths import refuse_special, user_path
-from attnres.reading import read_json
+from attnres.paths import user_path
+from attnres.reading import read_json, read_text
 from attnres.studies.look_config import LookConfig
 from attnres.terminal import say
 from attnres.text import whole_characters
@@ -54,7 +54,10 @@ def text_of(config: LookConfig, run: Path | None) -> LookText:
     if config.text is not None:
         return _alone("the text", config.text)
     if config.file is not None:
-        return _alone(config.file, _read(user_path(config.file)))
+        path = user_path(config.file)
+        if path.is_dir():
+            raise UserError(f"{path} is a folder: expected a file; a folder of texts is a --corpus")
+        return _alone(config.file, read_text(path))
     spec, column = config.corpus, config.column
     if spec is None and run is not None:
         data = checked(read_json(run / "config.json"), RunConfig, run / "config.json", ADVICE).get("data", {})
@@ -84,17 +87,6 @@ def _alone(name: str, text: str) -> LookText:
     if not text or text.isspace():
         raise UserError(f"{name} is empty: expected some text, at least two tokens")
     return LookText(name, lambda: iter([text]), text)
-
-
-def _read(path: Path) -> str:
-    refuse_special(path)
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not UTF-8 text ({error.reason}): give a text file") from error
-    except OSError as error:
-        hint = "; a folder of texts is a --corpus" if path.is_dir() else ""
-        raise UserError(f"{path} cannot be read: {error.strerror or error}{hint}") from error
 
 
 def context_of(config: LookConfig, checkpoint: Checkpoint) -> int:

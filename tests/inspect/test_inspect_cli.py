@@ -184,7 +184,7 @@ def test_a_file_is_a_text(run, folder_of, tmp_path):
         ("full", ["--text", "e"], "the text is a single token"),
         ("full", [], "there is no text to look at: give --text TEXT, --file FILE or --corpus SOURCE"),
         ("full", ["--text", "a b", "--file", "x"], "both --text and --file are given"),
-        ("full", ["--file", "/absent.txt"], "/absent.txt cannot be read: No such file"),
+        ("full", ["--file", "/absent.txt"], "cannot read /absent.txt: No such file"),
         ("full", ["--file", ""], "file is given and empty"),
         ("full", ["--corpus", " "], "an empty name was given"),
         ("full", ["--text", TEXT, "--out", ""], "out is given and empty"),
