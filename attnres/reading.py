@@ -4,6 +4,7 @@ Whatever makes a file unusable is one sentence that names it (UserError): missin
 UTF-8, not of its format, nested too deep, a key that stands twice, NaN or infinity.
 """
 
+import codecs
 import json
 import math
 import re
@@ -24,6 +25,8 @@ MAX_BYTES = 1 << 30
 """Of a JSON file; the largest that is ours, an inspection of a deep model, has some ten million."""
 CONFIG_BYTES = 1 << 20
 """Of a configuration that somebody types."""
+_HEAD = 4096
+"""Bytes by which text is told from what is none."""
 
 
 def read_text(path: str | Path, limit: int = MAX_BYTES) -> str:
@@ -33,11 +36,22 @@ def read_text(path: str | Path, limit: int = MAX_BYTES) -> str:
     try:
         if (size := path.stat().st_size) > limit:
             raise UserError(f"{path} has {size:,} bytes: expected at most {limit:,}, is it another file?")
+        with open(path, "rb") as raw:
+            refuse_no_text(path, raw.peek())
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid UTF-8 ({error.reason}): it is damaged or no text") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def refuse_no_text(path: Path, head: bytes) -> None:
+    """Refuse with a UserError a file whose first bytes are those of UTF-16, also without its mark, or of no text."""
+    head = head[:_HEAD]
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
+        raise UserError(
+            f"{path} is UTF-16, or no text at all: convert it first, for example with iconv -f UTF-16 -t UTF-8"
+        )
 
 
 def read_json(path: str | Path, *, ours: bool = True) -> Any:

@@ -8,7 +8,7 @@ import pytest
 
 from attnres.errors import UserError
 from attnres.paths import user_path
-from attnres.reading import MAX_DEPTH, parse_json, parse_yaml, read_config, read_json
+from attnres.reading import MAX_DEPTH, parse_json, parse_yaml, read_config, read_json, read_text
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,21 @@ def test_only_files_are_read(tmp_path: Path) -> None:
         read_json("/dev/null")
     with pytest.raises(UserError, match=r"cannot read .*: Is a directory"):
         read_json(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.yaml", "a.toml", "a.txt"])
+def test_a_mark_is_no_text_and_other_encodings_are_told(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    text = {".toml": 'a = "b"\r\n', ".json": '{"a": "b"}', ".yaml": "a: b\n", ".txt": "a\r\nb"}[path.suffix]
+    path.write_bytes(text.encode("utf-8-sig"))
+    assert read_text(path) == text.replace("\r", "") and (name == "a.txt" or read_config(path) == {"a": "b"})
+    for encoding in ("utf-16", "utf-16-le", "utf-16-be", "utf-32-le"):
+        path.write_bytes(text.encode(encoding))
+        with pytest.raises(UserError, match="is UTF-16, or no text at all"):
+            read_text(path)
+    path.write_bytes(b"caf\xe9")
+    with pytest.raises(UserError, match="is not valid UTF-8"):
+        read_text(path)
 
 
 def test_a_configuration_is_no_larger_than_somebody_types(tmp_path: Path) -> None:

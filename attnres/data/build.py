@@ -126,8 +126,8 @@ def prepare(
                 with replaced_folder(target) as folder:
                     header = _build(folder, text, loaded or size or 0, held_out, progress, workers, parts)
                     about = {"version": VERSION, "key": key, "settings": settings, "source": text.name}
-                    about |= {"files": list(text.files)} if text.files else {}
-                    write_json(folder / "header.json", about | header)
+                    files = {"files": text.files} if text.files else {}
+                    write_json(folder / "header.json", {**about, **files, **header})
             ours = f".{glob.escape(target.name)}.{'[0-9a-f]' * 16}.parts"
             for left in target.parent.glob(ours):  # of a killed one too
                 shutil.rmtree(left, ignore_errors=True)

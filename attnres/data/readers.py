@@ -11,7 +11,6 @@
 Prose, .jsonl, .json and .csv may be compressed: .jsonl.gz, .jsonl.zst. The case of a suffix does not matter.
 """
 
-import codecs
 import csv
 import io
 import json
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnres.errors import UserError, first_line
 from attnres.paths import refuse_special
-from attnres.reading import MAX_BYTES, parse_json
+from attnres.reading import MAX_BYTES, parse_json, refuse_no_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -42,7 +41,6 @@ _UNPACKED = 4
 """How much longer a text is than its compressed file, about."""
 PIECE_CHARACTERS = 16 * 1024  # what a piece of a plain text file aims at
 COLLECTION_BYTES = 8 * 1024 * 1024  # a text file larger than this is not one document
-_HEAD = 4096  # bytes by which text is told from what is none
 _ROWS = 16  # rows of a table decoded at once: documents may be whole books
 _ARROW_FILE = b"ARROW1"  # a file of Arrow's begins with it, a stream does not
 
@@ -108,11 +106,7 @@ def opened(path: Path) -> Generator[io.TextIOBase]:
 
         raw = io.BufferedReader(pa.input_stream(str(path), compression=compression))
     with raw:
-        head = raw.peek(_HEAD)[:_HEAD]
-        if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in head:
-            raise UserError(
-                f"{path} is UTF-16, or no text at all: convert it first, for example with iconv -f UTF-16 -t UTF-8"
-            )
+        refuse_no_text(path, raw.peek())
         encoding, newline = "utf-8-sig", ""
         try:
             if suffix_of(path) == ".py":

@@ -7,8 +7,8 @@ one JSON object a line, in one of three shapes:
     {"context_options", "continuation", "gold"}     one continuation after each context (WinoGrande)
     {"context", "continuation"}                     a word to be foretold (LAMBADA)
 
-or it is plain text (.txt, .raw), whose perplexity is taken. Rows of the hub are brought into the same shapes. Figures
-from a file and from the hub differ where their texts do: some copies of BoolQ lack the passages' titles.
+or it is plain text (`readers.PROSE`), whose perplexity is taken. Rows of the hub are brought into the same shapes.
+Figures from a file and from the hub differ where their texts do: some copies of BoolQ lack the passages' titles.
 """
 
 import re
@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from attnres.data.readers import PROSE
 from attnres.errors import UserError, unknown
 from attnres.hub import dataset_rows
 from attnres.paths import user_path
@@ -189,7 +190,7 @@ def read_task(name: str, data: str | Path | None = None, limit: int | None = Non
     own = path.name if path.stem in TASKS else path.stem  # a file is read as it is, and is no task of that name
     if path.suffix == ".jsonl":
         return _task(own, str(path), _lines(path, str), limit)
-    if path.suffix in (".txt", ".raw"):
+    if path.suffix in PROSE:
         return Task(own, "text", str(path), text=_some(read_text(path), str(path)))
     raise unknown("task", name, [*TASKS, f"{LM_EVAL}NAME", "FILE.jsonl", "FILE.txt"])
 

@@ -11,7 +11,7 @@ class CorpusConfig:
     """What is read, from wherever it comes."""
 
     corpus: str | None = None
-    """stdlib, a file or folder (.txt, .jsonl, .parquet, .py, ...), or hub:NAME[:CONFIG[:SPLIT]]: many documents;
+    """stdlib, a file or folder (.txt, .md, .jsonl, .parquet, .py, ...), or hub:NAME[:CONFIG[:SPLIT]]: many documents;
     attnres prepare --help names all kinds of sources."""
     column: str = "text"
     """Field or column that holds the text, of rows."""

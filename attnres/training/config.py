@@ -43,9 +43,9 @@ class DataConfig:
     """What it is trained on."""
 
     source: str = "stdlib"
-    """stdlib (Python's own sources), a file or folder (.txt, .jsonl, .json, .csv, .parquet, .arrow, .py; text also as
-    .gz or .zst), hub:NAME[:CONFIG[:SPLIT]], task:NAME, or several in shares: mix:SOURCE=3,SOURCE=1; see attnres
-    prepare."""
+    """stdlib (Python's own sources), a file or folder (.txt, .md, .jsonl, .json, .csv, .parquet, .arrow, .py; text
+    also as .gz or .zst), a pattern ('data/**/*.txt'), hub:NAME[:CONFIG[:SPLIT]], task:NAME, or several in shares:
+    mix:SOURCE=3,SOURCE=1; see attnres prepare."""
     tokenizer: str | None = None
     """bpe:VOCAB trains a byte-level BPE on the training text; else a local tokenizer folder or a hub name; none is
     bpe:4096, or with finetune.init_from that of the model."""

@@ -1,5 +1,7 @@
 """Text that cannot be used is refused with a sentence, and nothing is left behind."""
 
+import gzip
+import json
 import os
 import random
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 from corpora import document, write_jsonl
 
 from attnres.data import prepare
+from attnres.data.sources import open_source
 from attnres.errors import UserError
 
 
@@ -29,13 +32,13 @@ def test_unknown_kind_of_file(tmp_path: Path, own_cache: Path):
     (tmp_path / "a.docx").write_bytes(b"x")
     refused(
         tmp_path / "a.docx",
-        r"ends in '.docx', expected .txt, .jsonl, .json, .csv, .parquet, .arrow, .py, of text",
+        r"ends in '.docx', expected text \(.txt, .md, .*\), code \(.py, .*\) or rows \(.jsonl, .*, .arrow\)",
         own_cache,
     )
 
 
 def test_folder_without_text(tmp_path: Path, own_cache: Path):
-    refused(tmp_path, "has no file that ends in", own_cache)
+    refused(tmp_path, "has no file that is text", own_cache)
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
@@ -54,6 +57,43 @@ def test_empty_parquet(tmp_path: Path, own_cache: Path):
 def test_text_that_is_not_utf8(tmp_path: Path, own_cache: Path, name: str):
     (tmp_path / name).write_bytes(b'{"text": "caf\xe9 au lait"}\n' * 100)
     refused(tmp_path / name, "not UTF-8|not Python source", own_cache)
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.jsonl", "a.json", "a.csv", "a.py", "a.c", "a.txt.gz"])
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-8-sig", "cp1252"])
+def test_other_encodings_are_told_and_a_mark_is_no_text(tmp_path: Path, own_cache: Path, name: str, encoding: str):
+    """What spreadsheets and editors on Windows write; a plain ASCII text in UTF-16 is also valid UTF-8."""
+    rows = [document(i) + " caf\u00e9" * (encoding == "cp1252") for i in range(9)]
+    content = {
+        ".jsonl": "".join(json.dumps({"text": row}, ensure_ascii=False) + "\n" for row in rows),
+        ".json": json.dumps([{"text": row} for row in rows], ensure_ascii=False),
+        ".csv": "text\n" + "".join(f'"{row}"\n' for row in rows),
+    }.get(Path(name).suffix, "\n\n".join(rows))
+    data = content.encode(encoding)
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    if encoding == "utf-8-sig":
+        texts = list(open_source(tmp_path / name).read())
+        assert "".join(texts) in ("".join(rows), content)
+    else:
+        refused(tmp_path / name, "UTF-16|not UTF-8|not Python source", own_cache)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.arrow", "a.parquet"])
+def test_two_columns_of_one_name(tmp_path: Path, own_cache: Path, name: str):
+    table = pa.table([["a"], ["b"]], names=["text", "text"])
+    if name == "a.csv":
+        (tmp_path / name).write_text("text,text\na,b\n")
+    elif name == "a.parquet":
+        pq.write_table(table, tmp_path / name)
+    else:
+        with pa.ipc.new_stream(tmp_path / name, table.schema) as file:
+            file.write_table(table)
+    refused(tmp_path / name, "has several columns 'text'", own_cache)
+
+
+def test_bytes_that_are_no_text(tmp_path: Path, own_cache: Path):
+    pq.write_table(pa.table({"text": [b"\xff\xd8\xff", b"text"]}), tmp_path / "a.parquet")
+    refused(tmp_path / "a.parquet", "is not UTF-8 text", own_cache)
 
 
 def test_bad_bytes_far_into_a_file_leave_nothing(tmp_path: Path, own_cache: Path):
@@ -124,7 +164,8 @@ def test_csv_that_is_none(tmp_path: Path, own_cache: Path, content: str, message
     [
         ('[{"text": "a"}', "is not valid JSON"),
         ('[{"text": "a"}, 2]', "entry 2 holds int, expected an object with 'text'"),
-        ('{\n "text": "a"\n}', "line 1 is not valid JSON"),
+        ('{\n "text": "a"\n', "is not valid JSON"),
+        ('{\n "body": "a"\n}', "no text column 'text': the ones with text are body"),
         ("", "holds no text"),
     ],
 )
@@ -172,6 +213,7 @@ def test_one_document_cannot_be_split(tmp_path: Path, own_cache: Path):
         ({"held_out": 1.0}, "held_out is 1.0"),
         ({"held_out": -0.1}, "held_out is -0.1"),
         ({"limit": 0}, "limit is 0"),
+        ({"limit": 2**63}, "limit is 9223372036854775808 characters, expected 1 to"),
         ({"tokenizer": "bpe:12"}, "number from 257"),
         ({"tokenizer": "bpe:many"}, "number from 257"),
         ({"tokenizer": "./nowhere"}, "tokenizer './nowhere' does not exist"),

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import datasets
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from corpora import document, write_jsonl
@@ -78,6 +79,62 @@ def test_text_is_read_compressed_or_not(tmp_path: Path, suffix: str, packed: str
     assert read(path) == read(tmp_path) == expected
 
 
+WORDS = ["first", 'second, "quoted"\nand a line', None, "x" * 70_000, "caf\u00e9 \u2028"]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "stream", "file"])
+@pytest.mark.parametrize(
+    "type",
+    [
+        *(pa.string(), pa.large_string(), pa.string_view(), pa.binary(), pa.large_binary(), pa.binary_view()),
+        *(pa.dictionary(pa.int8(), pa.string()), pa.dictionary(pa.int32(), pa.large_string()), pa.json_()),
+        *(pa.run_end_encoded(pa.int32(), pa.string()), pa.dictionary(pa.int8(), pa.binary())),
+    ],
+    ids=str,
+)
+def test_columns_of_every_arrow_type_of_text(tmp_path: Path, type: pa.DataType, kind: str):
+    texts = pa.array([text for text in WORDS for _ in range(9)], pa.string())
+    if pa.types.is_run_end_encoded(type):
+        column = pc.run_end_encode(texts, run_end_type=type.run_end_type)
+    elif pa.types.is_dictionary(type):
+        column = texts.cast(type.value_type).dictionary_encode().cast(type)
+    else:
+        column = pa.ExtensionArray.from_storage(type, texts) if type == pa.json_() else texts.cast(type)
+    table, path = pa.table({"id": range(len(texts)), "text": column}), tmp_path / f"a.{kind}".replace("stream", "arrow")
+    if kind == "parquet":
+        if pa.types.is_run_end_encoded(type):
+            return  # there is no such Parquet
+        pq.write_table(table, path, row_group_size=7)
+    else:
+        path = tmp_path / "a.arrow"
+        with {"stream": pa.ipc.new_stream, "file": pa.ipc.new_file}[kind](path, table.schema) as file:
+            file.write_table(table, max_chunksize=11)
+    assert read(path) == [text for text in texts.to_pylist() if text is not None]
+
+
+def test_a_categorical_of_pandas_is_text_and_a_column_of_nulls_is_empty(tmp_path: Path):
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"text": pd.Categorical(["b", "a", "b"]), "n": [1, 2, 3], "none": [None] * 3})
+    frame.to_parquet(tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet") == ["b", "a", "b"] and read(tmp_path / "a.parquet", column="none") == []
+    with pytest.raises(UserError, match="no text column 'n': the ones with text are text"):
+        read(tmp_path / "a.parquet", column="n")
+
+
+def test_a_column_whose_name_has_a_dot_is_not_a_field_of_another(tmp_path: Path):
+    pq.write_table(pa.table({"a": [{"b": "inner"}], "a.b": ["outer"]}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", column="a.b") == ["outer"]
+
+
+@pytest.mark.parametrize("name", ["a.md", "a.rst", "a.tex", "a.raw", "a.c", "a.jl", "a.R", "a.py", "A.TXT", "a.Md.GZ"])
+def test_one_file_of_plain_text_or_code_is_cut_into_documents(tmp_path: Path, name: str):
+    text = "".join(f"# {number}\n\n{document(number)}\n\n" for number in range(40))
+    data = text.encode()
+    (tmp_path / name).write_bytes(gzip.compress(data) if name.endswith("GZ") else data)
+    texts = read(tmp_path / name)
+    assert "".join(texts) == text and len(texts) > 5
+
+
 def test_a_json_file_of_lines_is_what_pandas_and_datasets_write(tmp_path: Path):
     datasets.Dataset.from_dict({"text": TEXTS}).to_json(str(tmp_path / "a.json"))
     assert read(tmp_path / "a.json") == KEPT
@@ -118,12 +175,6 @@ def test_a_data_set_in_memory_is_prepared_once(tmp_path: Path):
         open_source(datasets.DatasetDict({"a": data}))
     with pytest.raises(UserError, match="can be gone through once"):
         open_source(row for row in data)
-
-
-def test_folders_leave_out_what_describes_other_files(tmp_path: Path):
-    (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "info.json").write_text('{"license": "mit"}')
-    assert read(tmp_path) == ["text"]
 
 
 def test_a_mixture_without_weights_is_all_of_each(tmp_path: Path):
@@ -187,7 +238,8 @@ def test_folder_reads_files_of_all_kinds_by_name_and_leaves_out_hidden_ones(tmp_
     (tmp_path / "sub" / "c.txt").write_text("c")
     (tmp_path / ".git" / "d.txt").write_text("d")
     (tmp_path / "notes.md").write_text("m")
-    assert read(tmp_path) == ["a = 1", "b", "c"]
+    (tmp_path / "page.html").write_text("h")
+    assert read(tmp_path) == ["a = 1", "b", "m", "c"]
 
 
 def test_a_folder_of_text_may_be_called_as_a_build_of_python(tmp_path: Path):

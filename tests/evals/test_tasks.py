@@ -161,7 +161,7 @@ def test_other_mistakes(tmp_path, monkeypatch):
         read_task("piqa", tmp_path)
     with pytest.raises(UserError, match=r"cannot read .*absent.jsonl: No such file"):
         read_task(str(tmp_path / "absent.jsonl"))
-    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe")
+    (tmp_path / "bad.txt").write_bytes(b"caf\xe9")
     with pytest.raises(UserError, match=r"bad.txt is not valid UTF-8"):
         read_task(str(tmp_path / "bad.txt"))
     (tmp_path / "empty.txt").write_text(" \n")
