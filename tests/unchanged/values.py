@@ -1,8 +1,8 @@
 """What a change of structure must not move, as recorded at a commit: training steps, files, names, flags.
 
-`PYTHONPATH=.:tests python tests/unchanged/values.py FILE` writes today's values with every digit. Written before and after a move on one
-machine, the two files have to be equal; `test_unchanged.py` compares with the committed ones, to what another processor
-may round differently.
+`PYTHONPATH=.:tests python tests/unchanged/values.py FILE` writes today's values with every digit. Written before and
+after a move on one machine, the two files have to be equal; `test_unchanged.py` compares with the committed ones, to
+what another processor may round differently.
 """
 
 import contextlib
@@ -94,9 +94,9 @@ def layouts(folder: Path) -> dict[str, list[list[float]]]:
     text = folder / "text.txt"
     text.write_text("the cat sat on the mat and then the dog ran over it. " * 400)
     options = {"source": text, "tokenizer": "bpe:270", "steps": STEPS, "seq-len": 16, "batch-size": 4, "val-windows": 4}
-    rest = {"dtype": "fp32", "log-every": 1, "depth-every": 1000, "size": json.dumps(SIZE), "residual": "block"}
+    rest = {"dtype": "fp32", "log-every": 1, "size": json.dumps(SIZE), "residual": "block"}
     found = {}
-    for layout in ([], ["--shard", 2], ["--pp", 2, "--accumulation", 2], ["--tp", 2], ["--cp", 2]):
+    for layout in ([], ["--shard", 2], ["--pp", 2], ["--tp", 2], ["--cp", 2]):
         out = folder / "-".join(["run", *map(str, layout)])
         words = [word for name, value in {**options, **rest, "out": out}.items() for word in (f"--{name}", value)]
         command = ["-m", "attnres", "train", *words, "--no-progress", *layout]
@@ -143,5 +143,5 @@ if __name__ == "__main__":
         if not (HERE / "models" / name).exists():
             save(name, HERE / "models" / name)
     with tempfile.TemporaryDirectory() as scratch:
-        everything = {**values(), "layouts fp32": layouts(Path(scratch))}
+        everything = {**values(), "layouts": layouts(Path(scratch))}
     Path(sys.argv[1]).write_text(json.dumps(everything, indent=0))
