@@ -151,7 +151,7 @@ def attach_stream(
         )
     base.residual = residual
     if torch.get_default_device().type != "meta":  # whose values are yet to come
-        for part in residual.modules():
+        for part in cast(Any, residual).modules():
             part._is_hf_initialized = True  # or `post_init` and `init_weights` would start it anew when it is trained
     let_read = make_reading if normed else make_taking
     for layer in layers:

@@ -164,8 +164,8 @@ class Depth(PreTrainedModel):
             PreTrainedModel.__init__(object.__new__(cls), self.config)
             base.__class__ = cls
         attach_residual(base, self.family, self.config)
-        if any(True for _ in self.residual.parameters()):  # a unit of its own to FSDP 1, which mixes no dtypes in one
-            for module in (self, base):
+        if next(self.residual.parameters(), None) is not None:  # FSDP 1 mixes no dtypes in a unit: one of its own
+            for module in cast(list[Any], [self, base]):
                 module._no_split_modules = {*(module._no_split_modules or ()), type(self.residual).__name__}
         return True
 
