@@ -301,7 +301,9 @@ def _enter(
     for place, value in (*enumerate(args), *kwargs.items()):
         if isinstance(value, Stream):
             count = number * len(parts.reads)
-            if not layer.training or value.index >= count:
+            # a stream that another module has begun, as a pipeline's stage does, skips nothing
+            skips = layer.training and (torch.compiler.is_compiling() or progress() != WAITING)
+            if not skips or value.index >= count:
                 return None
             return _replaced(args, kwargs, place, passed_over(value, count))
     if number > 0 and not (layer.training and _none_ran()):
