@@ -94,7 +94,12 @@ def layouts(folder: Path) -> dict[str, list[list[float]]]:
     text = folder / "text.txt"
     text.write_text("the cat sat on the mat and then the dog ran over it. " * 400)
     options = {"source": text, "tokenizer": "bpe:270", "steps": STEPS, "seq-len": 16, "batch-size": 4, "val-windows": 4}
-    rest = {"dtype": "fp32", "log-every": 1, "size": json.dumps(SIZE), "residual": "block"}
+    rest = {
+        "dtype": "fp32",
+        "log-every": 1,
+        "size": json.dumps({**SIZE, "num_key_value_heads": 2}),
+        "residual": "block",
+    }
     found = {}
     for layout in ([], ["--shard", 2], ["--pp", 2], ["--tp", 2], ["--cp", 2]):
         out = folder / "-".join(["run", *map(str, layout)])
