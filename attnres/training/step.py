@@ -19,6 +19,7 @@ from attnres.training.config import TrainConfig
 from attnres.training.feed import Arriving, Feed, Moment, to_device
 from attnres.training.interrupt import Signals
 from attnres.training.layout import Whole
+from attnres.training.objective import Objective
 from attnres.training.optim import set_learning_rate
 from attnres.training.past import Past
 from attnres.training.schedule import rates
@@ -63,7 +64,8 @@ class Update:
     def _capture(self) -> graphs.Capture:
         layout, who = self.layout, self.layout.who
         residual = layout.model.residual("itself") if hasattr(layout.model, "residual") else None  # a plain model's
-        reason = graphs.why_not(who.device, residual, processes=who.world_size, loss=layout.plain.kind)
+        kind = layout.objective.kind if isinstance(layout.objective, Objective) else "whole"  # a stage has none
+        reason = graphs.why_not(who.device, residual, processes=who.world_size, loss=kind)
         parameters = [parameter for _, parameter in layout.named_parameters()]
         count = layout.config.accumulation
         return graphs.Capture(partial(self._micro, False), self.clip, parameters, count=count, reason=reason)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from attnres.residuals.mechanisms.standard import Standard
 from attnres.studies.speed import step_times, training_steps
 from attnres.training import TrainConfig, graphs, train
 from attnres.training.objective import Objective
+from attnres.training.parallel import Processes
+from attnres.training.step import Update
 
 Configure = Callable[..., TrainConfig]
 GPT2 = {"family": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.3, "attn_pdrop": 0.3}
@@ -47,14 +50,13 @@ class Fading(Standard):
         self.fraction = fraction
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize(
-    "model",
+    ("model", "accumulation"),
     [
-        {"residual": "standard", "num_blocks": None, "size": GPT2},
-        {"size": GPT2},
-        {"residual": "full", "num_blocks": None},
-        {"residual": "adaptive", "num_blocks": None, "settings": {"target_count": 0, "target_weight": 3.0}},
+        ({"residual": "standard", "num_blocks": None, "size": GPT2}, 4),
+        ({"size": GPT2}, 2),
+        ({"residual": "full", "num_blocks": None}, 1),
+        ({"residual": "adaptive", "num_blocks": None, "settings": {"target_count": 0, "target_weight": 3.0}}, 4),
     ],
     ids=["standard with dropout", "block with dropout", "full", "adaptive"],
 )
@@ -107,6 +109,16 @@ def test_what_cannot_be_captured_is_said_in_a_sentence() -> None:
     assert "4 processes" in (graphs.why_not(on, None, processes=4) or "")
     assert "liger" in (graphs.why_not(on, None, loss="liger") or "").lower()
     assert "Fading.set_progress" in (graphs.why_not(on, Fading(4, 8)) or "")
+
+
+def test_a_layout_of_several_processes_takes_eager_steps_and_says_so() -> None:
+    """A stage of a pipeline too, which has no objective of its own."""
+    model = torch.nn.Linear(2, 2)
+    who = Processes(1, 4, torch.device("cuda"))
+    staged: Any = SimpleNamespace(
+        model=model, who=who, objective=None, config=TrainConfig(), clip=max, named_parameters=model.named_parameters
+    )
+    assert Update(staged, [], 1.0, lambda: None, capture=True).path.startswith("eager: a step of 4 processes")
 
 
 def test_on_a_cpu_steps_are_eager_and_the_run_says_why(
