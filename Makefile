@@ -4,7 +4,9 @@
 # make bench   the speed of a training step, beside the plain model, the standard residual and the naive read
 # make docs    the documentation site, into build/site
 # make peers   other people's kernels, into build/peers, for the benchmarks and tests that compare with them
-# make bench-gpu   the benchmarks of kernels, steps, decoding and loss on a CUDA device, JSON and plots into benchmarks/results
+# make gpu     BUDGET=540 seconds of a CUDA device: tests, steps, kernels, peers and training runs in order of worth, rows
+#              into benchmarks/results/gpu.jsonl; again goes on. Needs PyTorch and Transformers alone beside build/gpu-pack
+# make gpu-pack    what a machine without a network lacks for that, into build/gpu-pack; TEXT=SOURCE packs a text to train on
 # make test-gpu    the tests that need a CUDA device
 # make test-scale  the tests that need four processes
 # make soak        KILLS=200 of processes of runs in two, of which each must go on bit for bit (an hour)
@@ -26,7 +28,7 @@ HASHED := --require-hashes --no-deps -r
 # torch and Transformers: 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test lint types bench docs peers bench-gpu test-gpu test-scale test-oldest soak test-long fuzz audit lock clean
+.PHONY: setup demo test lint types bench docs peers gpu gpu-pack test-gpu test-scale test-oldest soak test-long fuzz audit lock clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready
@@ -79,8 +81,21 @@ PEERS := fla-core==0.6.0 einops==0.8.2 liger-kernel==0.8.5 flash-attn-res==0.1.1
 peers: .venv/ready
 	$(PIP) --no-deps --upgrade --target build/peers $(PEERS)
 
-bench-gpu: .venv/ready
-	$(BIN)/python benchmarks/all.py --device cuda
+# With the environment's Python, or on a machine that has none with the one that has PyTorch.
+BUDGET ?= 540
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+gpu:
+	$(GPU_PYTHON) benchmarks/round.py --budget $(BUDGET)
+	$(GPU_PYTHON) benchmarks/round.py --page
+
+# Pure Python, at the versions that are tested, and the peers; a text is tokenised here.
+PACKED := tyro docstring-parser typeguard typing-extensions rich pygments markdown-it-py mdurl pytest iniconfig pluggy
+gpu-pack: .venv/ready
+	rm -rf build/gpu-pack/site build/gpu-pack/peers
+	$(PIP) --no-deps --target build/gpu-pack/site $$(sed -n 's/ .*//p' locks/dev.txt | grep -E "^($$(echo $(PACKED) | tr ' ' '|'))==")
+	$(PIP) --no-deps --target build/gpu-pack/peers $(PEERS)
+	test -z "$(TEXT)" || $(BIN)/attnres prepare --source "$(TEXT)" --tokenizer bpe:8192 --out build/gpu-pack/text
+	@du -sk build/gpu-pack | awk '{ print "build/gpu-pack: " int($$1 / 1024) " MiB"; exit $$1 > 30 * 1024 && "$(TEXT)" == "" }'
 
 # Eight at once, for most of the time goes into compiling; what wants the whole memory goes after them.
 test-gpu: .venv/ready

@@ -24,6 +24,27 @@ def evaluating(model: nn.Module) -> Generator[None]:
             module.training = training
 
 
+@contextmanager
+def whole_sequences() -> Generator[None]:
+    """Let Transformers take a batch without a mask for whole sequences, and not look for packed ones in it.
+
+    It asks the device whether there are any. Where it may not ask, in a captured or compiled pass, it makes a mask of
+    all pairs in case there are, and attention takes a kernel that reads it.
+    """
+    from transformers import masking_utils  # here: `attnres` is imported without Transformers
+
+    find = masking_utils.find_packed_sequence_indices
+    masking_utils.find_packed_sequence_indices = _none_packed  # ty: ignore[invalid-assignment]
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = find
+
+
+def _none_packed(position_ids: Tensor) -> None:
+    return None
+
+
 def log_probs(logits: Tensor) -> Tensor:
     """Log-probabilities in nats over the last axis, in fp32 or, of fp64 logits, fp64."""
     return logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))

@@ -6,7 +6,9 @@ losses and their gradient at once, in the forward pass, so that nothing of that 
 the matrix products are those of the whole batch (as in Liger Kernel, arXiv 2410.10989).
 """
 
+import functools
 import importlib
+import importlib.util
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -222,8 +224,24 @@ class _InParts(torch.autograd.Function):
         return (*(None if one is None else one.mul_(grads[0]) for one in gradients), None, None, None)
 
 
+def _is_fused(x: Tensor) -> bool:
+    """Return whether losses and gradients of hidden states like x are one kernel, that of `attnres.loss_kernel`."""
+    return x.is_cuda and x.dtype in (torch.float32, torch.bfloat16, torch.float16) and _has_triton()
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def _part(head: Head, x: Tensor, y: Tensor, soft: Soft | None, theirs: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return, for x (n, d) and y (n,), the gradient of the summed objective at W x + b, (n, V), and the three sums."""
+    if soft is None and _is_fused(x):
+        from attnres.loss_kernel import losses_and_gradients
+
+        grad = F.linear(x, head.weight, head.bias)
+        entropy = losses_and_gradients(grad, y, head.scale, head.cap).sum()
+        return grad, torch.stack([entropy, entropy, torch.zeros_like(entropy)])
     z = head.logits(x)
     here = torch.arange(len(y), device=y.device)
     logp = F.log_softmax(z, -1)

@@ -1,45 +1,60 @@
-"""What a training step waits for on a GPU: its time, the host's, the device's, and the kernels that take the most.
+"""What a training step waits for: its time, the host's, the device's, and every kernel.
 
-    python benchmarks/busy.py --size 100m --compile                       # plain, standard, Block, Full; three minutes
+    python benchmarks/busy.py --size 100m --graphs                        # plain, standard, Block, Full
     python benchmarks/busy.py --size 100m --compile --torch-reads 0       # reads and merges as our operators
+    python benchmarks/busy.py --size 0.6b --batch 8 --length 2048 --variants "block (8 blocks)" --graphs
 
-Times are medians of steps taken in turn in one process, ratios to the plain Transformers model. `host` is how long a
+Times are medians of steps taken in turn with the plain Transformers model's, in the same mode and with the same loss,
+to which ratios are; each variant is alone with it in memory, and its row is written at once. `host` is how long a
 step's calls take to return, before the device has done them: where it is as long as the step, the device waits for it.
-`busy` is the sum of all kernels' times in a profile of two steps.
+`busy` is the sum of all kernels' times in a profile of two steps. MFU counts 6 FLOPs a parameter and token and causal
+attention. On a CPU, for trying the script, there are no kernels.
 """
 
 import argparse
+import gc
+import json
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+from unittest.mock import patch
 
 import harness
 import torch
-from step import BASES, SIZES, VARIANTS
+from step import SIZES, VARIANTS, Size
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from attnres.files import write_json
-from attnres.studies.speed import training_steps
+from attnres.models.flops import peak_flops, step_flops
+from attnres.studies.speed import TrainingStep, training_steps
 from attnres.timing import in_turn, seconds_of, spread
+from attnres.training import graphs
+from attnres.training.config import OptimConfig
+from attnres.training.environment import peak_memory, reset_peak_memory
 
 PROFILED = 2
 """Steps of a profile."""
+MODES = ("eager", "graphs", "compile", "compile+graphs", "graphs of passes", "reduce-overhead")
+"""How a step is taken: without graphs or compiler, with either or both; with graphs, but optimizers without; compiled
+in PyTorch's mode that captures by itself. Where a step cannot be captured its row says why."""
 
 
-def host_seconds(step: Callable[[], None]) -> float:
+def host_seconds(step: Callable[[], Any], on: torch.device) -> float:
     """Until a step's calls have returned."""
-    torch.cuda.synchronize()
+    seconds_of(lambda: None, on)
     began = time.perf_counter()
     step()
     taken = time.perf_counter() - began
-    torch.cuda.synchronize()
+    seconds_of(lambda: None, on)
     return taken
 
 
-def kernels_of(step: Callable[[], None]) -> list[dict[str, Any]]:
+def kernels_of(step: Callable[[], Any]) -> list[dict[str, Any]]:
     """The kernels of a step, those that take the most first: name, milliseconds and calls in a step."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
         for _ in range(PROFILED):
@@ -54,45 +69,131 @@ def kernels_of(step: Callable[[], None]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: -row["ms"])
 
 
+def measure(
+    labels: Sequence[str],
+    size: Size,
+    on: torch.device,
+    *,
+    dtype: str = "bf16",
+    mode: str = "eager",
+    seconds: float = 8.0,
+    optimizer: Literal["adamw", "muon"] = "adamw",
+) -> Iterator[dict[str, Any]]:
+    """Yield a row of each variant as soon as it is measured; of one that fails, raise its error.
+
+    Args:
+        labels: of `VARIANTS` beside plain, each measured alone with it.
+        dtype: of `training_steps`.
+        mode: of `MODES`, for the plain model too.
+        seconds: of timing for each.
+    """
+    how: dict[str, Any] = {"vocab_size": size.vocabulary, "seq_len": size.length, "batch_size": size.batch}
+    how |= {"optim": OptimConfig(optimizer=optimizer), "dtype": dtype, "on": on}
+    how |= {"compile": "compile" in mode or mode == "reduce-overhead", "cuda_graphs": "graphs" in mode}
+    for label in labels:
+        with _taken(mode):
+            steps: dict[str, TrainingStep] = {}
+            peaks: dict[str, int] = {}
+            for name in dict.fromkeys(("plain", label)):
+                before = torch.cuda.memory_allocated() if on.type == "cuda" else 0
+                reset_peak_memory(on)
+                steps |= training_steps({name: VARIANTS[name]}, size=size.model, **how)
+                for _ in range(6):  # which compile and capture
+                    steps[name]()
+                seconds_of(lambda: None, on)
+                peaks[name] = peak_memory(on) - before
+            times = in_turn(
+                {name: partial(seconds_of, step, on) for name, step in steps.items()}, rounds=200, seconds=seconds
+            )
+            for name, step in steps.items():
+                if name == label or label == labels[0]:
+                    yield _row(name, step, times, size, on, dtype) | {"mode": mode, "peak_bytes": peaks[name]}
+            del steps, step, times
+        if how["compile"]:
+            torch.compiler.reset()  # it holds on to the models
+        gc.collect()
+        if on.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+@contextmanager
+def _taken(mode: str) -> Generator[None]:
+    """While steps are made and taken in a mode that training has no flag for."""
+    with ExitStack() as stack:
+        if mode == "graphs of passes":
+            stack.enter_context(patch.object(graphs, "why_not_optimizer", lambda optimizer: "left out"))
+        if mode == "reduce-overhead":
+            stack.enter_context(patch.object(torch, "compile", partial(torch.compile, mode=mode)))
+        yield
+
+
+def _row(
+    label: str, step: TrainingStep, times: dict[str, list[float]], size: Size, on: torch.device, dtype: str
+) -> dict[str, Any]:
+    timed = spread(times[label], times["plain"])
+    flops = step_flops(step.update.layout.model, size.length) * size.batch * size.length
+    peak = peak_flops(on, "fp32" if dtype == "fp32" else "bf16")
+    row: dict[str, Any] = {
+        "variant": label,
+        "tokens": size.batch * size.length,
+        "dtype": dtype,
+        "step": step.path,
+        "ms": timed.median * 1e3,
+        "quartiles_ms": [quartile * 1e3 for quartile in timed.quartiles],
+        "ratio": timed.ratio,
+        "ratio_quartiles": timed.ratio_quartiles,
+        "rounds": len(times[label]),
+        "host_ms": host_seconds(step, on) * 1e3,
+        "mfu": None if peak is None else flops / timed.median / peak,
+    }
+    if on.type == "cuda":
+        kernels = kernels_of(step)
+        row |= {
+            "busy_ms": sum(kernel["ms"] for kernel in kernels),
+            "launches": sum(kernel["calls"] for kernel in kernels),
+            "kernels": kernels,
+        }
+    return row
+
+
+def show(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows of `measure` as a table."""
+    table = [["variant", "step", "ms", "ratio", "host, ms", "busy, ms", "kernels", "peak MB"]]
+    for row in rows:
+        busy, launches = (f"{row[name]:.4g}" if name in row else "-" for name in ("busy_ms", "launches"))
+        numbers = [f"{row['ms']:.4g}", f"{row['ratio']:.3f}", f"{row['host_ms']:.4g}", busy, launches]
+        table.append([row["variant"], row["step"], *numbers, f"{row['peak_bytes'] / 1e6:.0f}"])
+    return harness.table(table)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="100m", choices=list(SIZES))
-    parser.add_argument("--variants", nargs="+", default=["block (8 blocks)", "full"], choices=list(VARIANTS))
+    parser.add_argument("--batch", type=int, default=None, help="sequences a step, instead of the size's own")
+    parser.add_argument("--length", type=int, default=None, help="tokens a sequence, instead of the size's own")
+    default = ["standard", "block (8 blocks)", "full"]
+    parser.add_argument("--variants", nargs="+", default=default, choices=list(VARIANTS))
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--dtype", default="bf16", choices=["fp32", "bf16", "bf16-parameters"])
+    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "muon"])
+    parser.add_argument("--graphs", action="store_true", help="replay every step as CUDA graphs, the plain model's too")
     harness.add_compile(parser, "every variant")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of timing")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of timing for each variant")
     parser.add_argument("--out", type=Path, default=None)
     options = parser.parse_args()
     harness.settle_compile(options, parser)
-    harness.need_cuda(parser, "kernels are profiled")
-    on, size = torch.device("cuda"), SIZES[options.size]
-    steps = training_steps(
-        {label: VARIANTS[label] for label in (*BASES, *options.variants)},
-        size=size.model,
-        vocab_size=size.vocabulary,
-        seq_len=size.length,
-        batch_size=size.batch,
-        dtype="bf16",
-        on=on,
-        compile=options.compile,
-    )
-    measures = {label: lambda step=step: seconds_of(step, on) for label, step in steps.items()}
-    times = in_turn(measures, rounds=200, seconds=options.seconds)
-    rows: dict[str, dict[str, Any]] = {}
-    table = [["variant", "ms", "ratio", "host, ms", "busy, ms", "kernels"]]
-    for label, step in steps.items():
-        timed, host, kernels = spread(times[label], times["plain"]), host_seconds(step), kernels_of(step)
-        busy = sum(kernel["ms"] for kernel in kernels)
-        rows[label] = {"ms": timed.median * 1e3, "ratio": timed.ratio, "ratio_quartiles": timed.ratio_quartiles}
-        rows[label] |= {"host_ms": host * 1e3, "busy_ms": busy, "kernels": kernels[:40]}
-        count = f"{sum(kernel['calls'] for kernel in kernels):.0f}"
-        table.append(
-            [label, f"{timed.median * 1e3:.4g}", f"{timed.ratio:.3f}", f"{host * 1e3:.4g}", f"{busy:.4g}", count]
-        )
-    parts = ["busy", options.size, *(["compiled"] if options.compile else []), "cuda"]
+    on, mode = torch.device(options.device), MODES[options.graphs + 2 * options.compile]
+    size = SIZES[options.size].sized(options.batch, options.length)
+    parts = ["busy", options.size, *([] if mode == "eager" else [mode.replace("compile", "compiled")]), on.type]
     out = options.out or harness.RESULTS / f"{'_'.join(parts)}.json"
-    result = harness.head("busy", on, "bf16", 0) | {"tokens": size.batch * size.length, "variants": rows}
-    write_json(out, result)
-    print(harness.table(table))
+    result = harness.head("busy", on, options.dtype, 0)
+    rows: dict[str, Any] = {}
+    how: dict[str, Any] = {"dtype": options.dtype, "mode": mode, "optimizer": options.optimizer}
+    for row in measure(options.variants, size, on, seconds=options.seconds, **how):
+        rows[row["variant"]] = row
+        write_json(out, result | {"tokens": row["tokens"], "variants": rows})
+        print(json.dumps({name: value for name, value in row.items() if name != "kernels"}), flush=True)
+    print(show(list(rows.values())))
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ import argparse
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,10 @@ class Size:
     batch: int
     length: int
 
+    def sized(self, batch: int | None, length: int | None) -> "Size":
+        """Return this size with another batch or length, where one is given."""
+        return replace(self, batch=batch or self.batch, length=length or self.length)
+
     @property
     def width(self) -> int:
         return self.model["hidden_size"]
@@ -76,6 +80,7 @@ SIZES = {
     "nano": Size(NAMED["nano"], 4096, 4, 128),
     "100m": Size(NAMED["100m"], 32_768, 16, 1024),
     "0.6b": Size(NAMED["0.6b"], 32_768, 4, 2048),
+    "1.7b": Size(dict(NAMED["0.6b"]) | {"hidden_size": 2048, "intermediate_size": 6144}, 32_768, 4, 4096),
     "deep-narrow": Size(_qwen3(256, 48), 32_768, 16, 1024),
 }
 VARIANTS: Variants = {
@@ -84,13 +89,15 @@ VARIANTS: Variants = {
     "rescaled": ("rescaled", {}),
     "block (8 blocks)": ("block", {"num_blocks": 8}),
     "block (6 blocks)": ("block", {"num_blocks": 6}),
+    "block (4 blocks)": ("block", {"num_blocks": 4}),
     "full": ("full", {}),
     "naive block (8 blocks)": ("naive_block", {"num_blocks": 8}),
     "naive full": ("naive_full", {}),
 }
 BASES = ("plain", "standard")
+ON_SMALL = tuple(label for label in VARIANTS if label != "block (4 blocks)")
 ON_LARGE = ("plain", "standard", "block (8 blocks)", "full", "naive block (8 blocks)")
-"""Of these, for all sizes but the first."""
+"""Of these, for the first size and for all others."""
 
 
 def variants_of(
@@ -100,7 +107,7 @@ def variants_of(
     some of ours beside the bases, and nothing else; empty for all."""
     if only:
         return {label: VARIANTS[label] for label in VARIANTS if label in (*BASES, *only)}, {}
-    variants = VARIANTS if name == "nano-bench" else {label: VARIANTS[label] for label in ON_LARGE}
+    variants = {label: VARIANTS[label] for label in (ON_SMALL if name == "nano-bench" else ON_LARGE)}
     source = torch.bfloat16 if dtype == "bf16" else torch.float32
     reasons = {peer.name: peer.available(device, source, SIZES[name].width) for peer in PEERS}
     ready = [peer for peer in PEERS if reasons[peer.name] is None]
@@ -147,6 +154,7 @@ class Run:
     compile: bool
     only: Sequence[str] = ()
     torch_reads: int | None = None
+    graphs: bool = False
 
     def times(self, variants: Variants, **how: Any) -> dict[str, Any]:
         """`step_times` of these variants."""
@@ -159,6 +167,7 @@ class Run:
             dtype=self.dtype,
             device=str(self.device),
             compile=self.compile,
+            cuda_graphs=self.graphs,
             **how,
         )
 
@@ -174,6 +183,7 @@ class Run:
         command = [sys.executable, __file__, "--peak", label, "--sizes", self.name, "--dtypes", self.dtype]
         command += ["--batch", str(self.size.batch), "--length", str(self.size.length), "--device", str(self.device)]
         command += ["--compile"] if self.compile else []
+        command += ["--graphs"] if self.graphs else []
         command += [] if self.torch_reads is None else ["--torch-reads", str(self.torch_reads)]
         command += ["--variants", *self.only] if self.only else []
         done = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -190,11 +200,14 @@ class Run:
         state = 16 * sum(parameter.numel() for parameter in model.parameters())
         return max(3, torch.cuda.get_device_properties(self.device).total_memory // 2 // state)
 
-    def measure(self, seconds: float, bar: Bar) -> dict[str, Any]:
-        """Times and peaks of all variants; a row with a reason for each that does not run."""
+    def measure(
+        self, seconds: float, bar: Bar, *, peaked: bool = True, keep: Callable[[dict[str, Any]], None] = lambda _: None
+    ) -> dict[str, Any]:
+        """Times and peaks (unless not `peaked`) of all variants; a row with a reason for each that does not run. `keep`
+        is given what there is whenever that is more."""
         variants, reasons = variants_of(self.name, self.dtype, self.device, self.only)
         peaks: dict[str, int] = {}
-        for label in variants:
+        for label in variants if peaked else ():
             peak = self.peak_of(label)
             if isinstance(peak, int):
                 peaks[label] = peak
@@ -202,9 +215,9 @@ class Run:
                 reasons[label] = peak
             bar.advance(1, f"{self.name}, {self.dtype}: peak of {label}")
         for label in BASES:
-            if label not in peaks:
+            if peaked and label not in peaks:
                 raise SystemExit(f"{self.name}, {self.dtype}: the {label} model does not run: {reasons[label]}")
-        others = [label for label in variants if label in peaks and label not in BASES]
+        others = [label for label in variants if label not in BASES and (label in peaks or not peaked)]
         size = min(len(others), self.together() - len(BASES)) or 1
         groups = [others[i : i + size] for i in range(0, len(others), size)]
         speed: dict[str, Any] = {"variants": {}}
@@ -225,10 +238,10 @@ class Run:
             for row in part["variants"].values():
                 row["second_ratio"] = spread(row["times"], standard).ratio
             new = {label: row for label, row in part["variants"].items() if label not in speed["variants"]}
+            for label, values in new.items() if peaked else ():
+                values |= {"peak_bytes": peaks[label], "peak_ratio": peaks[label] / peaks["plain"]}
             speed = part | {"variants": speed["variants"] | new}  # the first group's bases stay
-        for label, values in speed["variants"].items():
-            values["peak_bytes"] = peaks[label]
-            values["peak_ratio"] = peaks[label] / peaks["plain"]
+            keep(speed | {"not_timed": reasons})
         return speed | {"not_timed": reasons}
 
 
@@ -250,7 +263,12 @@ def show(speed: Mapping[str, Any], kept: Mapping[str, Mapping[str, float]]) -> s
         mb = f"{kept[label]['MB']:.0f}" if label in kept else "-"
         row = [f"{values['median_s'] * 1e3:.4g}", f"{values['ratio']:.3f}", f"{low:.3f}-{high:.3f}"]
         row.append(f"{values['second_ratio']:.3f}")
-        rows.append([label, *row, f"{values['peak_bytes'] / 1e6:.0f}", f"{values['peak_ratio']:.3f}", mb, ""])
+        peak = (
+            [f"{values['peak_bytes'] / 1e6:.0f}", f"{values['peak_ratio']:.3f}"]
+            if "peak_bytes" in values
+            else ["-", "-"]
+        )
+        rows.append([label, *row, *peak, mb, ""])
     rows += [[label, *["-"] * 7, reason] for label, reason in speed["not_timed"].items()]
     return harness.table(rows)
 
@@ -260,6 +278,7 @@ def out_path(options: argparse.Namespace) -> Path:
     parts = ["step", torch.device(options.device).type]
     parts += [] if options.sizes == ["nano-bench"] else options.sizes
     parts += ["compiled"] if options.compile else []
+    parts += ["graphs"] if options.graphs else []
     parts += [] if options.torch_reads is None else [f"torch_reads_{options.torch_reads}"]
     return harness.RESULTS / ("_".join(parts) + ".json")
 
@@ -272,6 +291,8 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=None, choices=["fp32", "bf16"], help="on a GPU bf16, else both")
     parser.add_argument("--device", default="cpu")
     harness.add_compile(parser, "every variant")
+    parser.add_argument("--graphs", action="store_true", help="replay every step as CUDA graphs, the plain model's too")
+    parser.add_argument("--no-peaks", action="store_true", help="leave out peaks, for which each variant has a process")
     parser.add_argument("--variants", nargs="+", default=[], choices=list(VARIANTS), help="beside plain and standard")
     parser.add_argument("--seconds", type=float, default=90.0, help="of timing for each dtype")
     parser.add_argument("--out", default=None)
@@ -279,19 +300,19 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     dtypes = options.dtypes or (["bf16"] if device.type == "cuda" else ["fp32", "bf16"])
-    values = {name: getattr(options, name) for name in ("batch", "length") if getattr(options, name) is not None}
     harness.settle_compile(options, parser)
-    sizes = {name: Size(**(vars(SIZES[name]) | values)) for name in options.sizes}
+    sizes = {name: SIZES[name].sized(options.batch, options.length) for name in options.sizes}
+    how = {"only": options.variants, "torch_reads": options.torch_reads, "graphs": options.graphs}
     if options.peak:
         name, size = next(iter(sizes.items()))
-        print(Run(name, size, dtypes[0], device, options.compile, options.variants).three_steps(options.peak))
+        print(Run(name, size, dtypes[0], device, options.compile, **how).three_steps(options.peak))
         return
     result: dict[str, Any] = harness.head("step", device, ",".join(dtypes), 0)
     result["command"] = shlex.join(["python", "benchmarks/step.py", *sys.argv[1:]])
     result["cpu_kernels"] = cpu.load() is not None
     parts: dict[str, dict[str, Any]] = {}
     counts = [len(variants_of(name, dtype, device, options.variants)[0]) for name in sizes for dtype in dtypes]
-    bar = harness.progress("step", sum(counts))
+    bar = harness.progress("step", 0 if options.no_peaks else sum(counts))
     out = Path(options.out) if options.out else out_path(options)
     for name, size in sizes.items():
         part: dict[str, Any] = {"model": {**size.model, "vocab_size": size.vocabulary}}
@@ -305,11 +326,15 @@ def main() -> None:
             part["kept_for_backward_fp32"] = kept
         parts[name] = part
         for dtype in dtypes:
-            run = Run(name, size, dtype, device, options.compile, options.variants, options.torch_reads)
-            part[dtype] = run.measure(options.seconds, bar)
+            run = Run(name, size, dtype, device, options.compile, **how)
+
+            def keep(speed: dict[str, Any], part: dict[str, Any] = part, dtype: str = dtype) -> None:
+                part[dtype] = speed
+                write_json(out, result | (parts["nano-bench"] if list(sizes) == ["nano-bench"] else {"sizes": parts}))
+
+            keep(run.measure(options.seconds, bar, peaked=not options.no_peaks, keep=keep))
             print(show(part[dtype], kept), flush=True)
-            result |= parts["nano-bench"] if list(sizes) == ["nano-bench"] else {"sizes": parts}
-            write_json(out, result)  # what is measured stays where the rest is stopped
+    result |= parts["nano-bench"] if list(sizes) == ["nano-bench"] else {"sizes": parts}
     ratios = {
         f"{name}, {dtype}": {label: row["ratio"] for label, row in part[dtype]["variants"].items()}
         for name, part in parts.items()

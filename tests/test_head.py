@@ -5,7 +5,7 @@ import torch
 from tiny import SIZE
 from torch.nn import functional as F
 
-from attnres import head
+from attnres import head, loss_kernel
 from attnres.head import Head, Soft, body_of, head_of, is_apart, losses_in_parts, sums_in_parts
 from attnres.models import build, build_plain
 
@@ -42,6 +42,46 @@ def gradients(one, hidden, objective):
     """Of 0.3 times the objective, at all that it is made of."""
     leaves = [leaf for leaf in (hidden, one.weight, one.bias) if leaf is not None]
     return torch.autograd.grad(0.3 * objective, leaves)
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """Losses are made by the kernel, in Triton's interpreter, in several blocks a row."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(head, "_is_fused", lambda x: True)
+    monkeypatch.setattr(loss_kernel, "BLOCK", 16)
+
+
+@pytest.mark.parametrize("rows", [4, 100])
+@pytest.mark.parametrize("kind", HEADS)
+def test_one_kernel_makes_losses_and_gradients_of_rows_of_logits(kind, rows, monkeypatch, fused):
+    monkeypatch.setattr(head, "PART", rows * V)
+    one, hidden, targets = drawn(kind, torch.float32)
+    ours, expected = sums_in_parts(one, hidden, targets), whole(one, hidden, targets)
+    torch.testing.assert_close(tuple(ours), expected, rtol=1e-6, atol=1e-5)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(gradients(one, hidden, ours.objective), gradients(one, hidden, expected[0]), **close)
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_the_kernel_of_bf16_logits_is_plain_torch_to_a_rounding(kind, fused):
+    """Far logits too, of which exp would overflow. The interpreter cuts to bf16 where a GPU rounds."""
+    one, hidden, targets = drawn(kind, torch.bfloat16)
+    x, y = hidden.detach().flatten(0, 1) * torch.tensor([1.0, 400.0] * 11)[: B * T, None].bfloat16(), targets.flatten()
+    grad, sums = head._part(one, x, y, None, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(head, "_is_fused", lambda x: False)
+        expected, exact = head._part(one, x, y, None, None)
+    assert grad.dtype == torch.bfloat16 and grad.isfinite().all()
+    torch.testing.assert_close(sums, exact, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(grad, expected.bfloat16(), rtol=2**-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # NumPy's, in the interpreter
+def test_a_loss_that_is_not_finite_is_no_finite_one_of_the_kernel(fused):
+    z = torch.tensor([[1.0, float("nan"), 0.0], [float("inf"), 0.0, 0.0], [2.0, 1.0, 0.0]])
+    losses = loss_kernel.losses_and_gradients(z, torch.tensor([0, 1, 0]))
+    assert losses.isfinite().tolist() == [False, False, True]
 
 
 @pytest.mark.parametrize("rows", [1, 4, 100])

@@ -42,7 +42,8 @@ def collect() -> dict[str, Any]:
     """What this machine and environment are, fit for JSON.
 
     `reads` has a row for each device and dtype: the backend that a read of vectors of a usual width takes (cpu, gpu or
-    eager, which is plain torch) and the reason. Without a CUDA device `no_cuda` says what is missing.
+    eager, which is plain torch) and the reason. `cuda_graphs` says of each device why `attnres train --cuda-graphs`
+    would take eager steps there; None where it would not. Without a CUDA device `no_cuda` says what is missing.
     """
     import torch
 
@@ -58,6 +59,9 @@ def collect() -> dict[str, Any]:
             plan = explain([torch.zeros(1, 256, dtype=dtype, device=device)])
             name = str(dtype).removeprefix("torch.")
             reads.append({"device": str(device), "dtype": name, "backend": plan.backend, "reason": plan.reasons[0]})
+    from attnres.training import graphs
+
+    captured = {str(device): graphs.why_not(device, None) for device in devices}
     cache = None
     with contextlib.suppress(UserError):
         cache = str(cache_dir())
@@ -76,6 +80,7 @@ def collect() -> dict[str, Any]:
         "cuda": [torch.cuda.get_device_name(device) for device in devices[1:]],
         "no_cuda": no_cuda,
         "reads": reads,
+        "cuda_graphs": captured,
         "cache": cache,
     }
 
@@ -94,6 +99,9 @@ def as_text(facts: dict[str, Any]) -> str:
     lines += ["", "a depth read runs on"]
     for row in facts["reads"]:
         lines.append(f"  {row['device']:<7} {row['dtype']:<9} {names[row['backend']]:<15} {row['reason']}")
+    lines += ["", "a training step with --cuda-graphs (off by default) is"]
+    for device, reason in facts["cuda_graphs"].items():
+        lines.append(f"  {device:<7} {'captured' if reason is None else f'eager: {reason}'}")
     return "\n".join([*lines, "", f"cache {facts['cache'] or 'none: no home folder and no ATTNRES_CACHE'}"])
 
 

@@ -265,6 +265,7 @@ def time_steps(work: Work, seconds: float, say: Console) -> None:
             "compile": run.compile,
             "loss": run.loss,
             "gradient_checkpointing": run.gradient_checkpointing,
+            **({"cuda_graphs": True} if run.cuda_graphs else {}),  # of which earlier versions' timings know nothing
         },
     }
     path = out / TIMES
@@ -293,6 +294,7 @@ def time_steps(work: Work, seconds: float, say: Console) -> None:
             dtype=run.dtype,
             device=run.device,
             compile=run.compile,
+            cuda_graphs=run.cuda_graphs,
             loss=run.loss,
             gradient_checkpointing=run.gradient_checkpointing,
             baseline=PLAIN,

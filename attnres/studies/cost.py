@@ -172,6 +172,7 @@ def _seconds(step: Step, config: TrainConfig) -> float:
         dtype="fp32" if config.dtype == "auto" else config.dtype,
         device="cuda" if on_gpu(config) else "cpu",
         compile=config.compile,
+        cuda_graphs=config.cuda_graphs,
         seconds=1.0,
         least=2,
     )

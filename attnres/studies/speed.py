@@ -6,14 +6,17 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 
 from attnres.models.checkpointing import checkpoint_activations
 from attnres.timing import device_name, in_turn, seconds_of, spread
-from attnres.training.config import OptimConfig
+from attnres.training.config import OptimConfig, TrainConfig
 from attnres.training.device import tune
+from attnres.training.layout import Whole
 from attnres.training.objective import Objective, loss_kind, precision
 from attnres.training.optim import build_optimizers
+from attnres.training.parallel import Processes
+from attnres.training.step import Update
 
 
 def step_times(
@@ -28,6 +31,7 @@ def step_times(
     dtype: str = "fp32",
     device: str = "cpu",
     compile: bool = False,
+    cuda_graphs: bool = False,
     loss: str = "auto",
     gradient_checkpointing: str = "none",
     baseline: str | None = None,
@@ -41,16 +45,18 @@ def step_times(
     Args:
         variants: label -> (residual, its settings); without a residual it is the family's own model.
         vocab_size, seq_len, batch_size, accumulation: the training shape; tokens are random ids.
-        dtype: "fp32", or "bf16" for autocast over fp32 parameters.
-        compile, loss, gradient_checkpointing: as in `TrainConfig`; the family's own model knows checkpointing by layer
-            alone, and keeps everything for backward in the other two.
+        dtype: "fp32", "bf16" for autocast over fp32 parameters, or "bf16-parameters" for a model all in bf16 but for
+            the residual's own parameters.
+        compile, cuda_graphs, loss, gradient_checkpointing: as in `TrainConfig`; the family's own model knows
+            checkpointing by layer alone, and keeps everything for backward in the other two.
         baseline: the label that ratios are taken to; by default the first.
         rounds, seconds, least: at most so many rounds, none begun after so many seconds, but at least so many.
         on_round: called with the number of each finished round.
 
     Returns:
         {"device", "threads", "dtype", "torch", "shape", "baseline", "rounds",
-        "variants": {label: {"median_s", "ratio", "ratio_quartiles" (of the rounds' ratios), "times"}}}
+        "variants": {label: {"median_s", "ratio", "ratio_quartiles" (of the rounds' ratios), "times", "step" (how it is
+        taken, `Update.path`)}}}
     """
     baseline = baseline if baseline is not None else next(iter(variants))
     on = torch.device(device)
@@ -65,6 +71,7 @@ def step_times(
         dtype=dtype,
         on=on,
         compile=compile,
+        cuda_graphs=cuda_graphs,
         loss=loss,
         gradient_checkpointing=gradient_checkpointing,
     )
@@ -80,7 +87,9 @@ def step_times(
         "size": size if isinstance(size, str) else dict(size),
         "baseline": baseline,
         "rounds": len(times[baseline]),
-        "variants": {label: _summary(values, times[baseline]) for label, values in times.items()},
+        "variants": {
+            label: _summary(values, times[baseline]) | {"step": steps[label].path} for label, values in times.items()
+        },
     }
 
 
@@ -94,25 +103,53 @@ def training_steps(
     on: torch.device,
     dtype: str = "fp32",
     compile: bool = False,
+    cuda_graphs: bool = False,
     accumulation: int = 1,
     optim: OptimConfig | None = None,
     loss: str = "auto",
     gradient_checkpointing: str = "none",
-) -> dict[str, Callable[[], None]]:
-    """Label -> a call that takes one training step of that variant, of a model of its own and the same random tokens.
-    Arguments are those of `step_times`."""
+) -> dict[str, "TrainingStep"]:
+    """Label -> a training step of that variant, of a model of its own and the same random tokens. Arguments are those
+    of `step_times`."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, (batch_size, seq_len + 1), generator=generator).to(on)
-    micro = tokens.chunk(accumulation)
+    config = TrainConfig(accumulation=accumulation, batch_size=batch_size)
     steps = {}
     for label, (residual, settings) in variants.items():
         model = _build(size, residual, settings, vocab_size, seq_len, on)
+        if dtype == "bf16-parameters":
+            own = set() if residual is None else {id(p) for p in model.residual.parameters()}
+            for parameter in model.parameters():
+                if id(parameter) not in own:
+                    parameter.data = parameter.data.bfloat16()
         if residual is not None or gradient_checkpointing == "layer":
             checkpoint_activations(model, gradient_checkpointing)
         kind = loss_kind(loss, model, batch_size // accumulation * seq_len)
-        objective = Objective(model, kind, partial(precision, dtype, on), compiled=compile)
-        steps[label] = partial(_step(model, optim or OptimConfig(), objective), micro)
+        layout = Whole(config, Processes(0, 1, on))
+        layout.place(Objective(model, kind, partial(precision, dtype, on), compiled=compile))
+        steps[label] = TrainingStep(layout, optim or OptimConfig(), tokens, capture=cuda_graphs)
     return steps
+
+
+class TrainingStep:
+    """One update of a model from the same tokens, (B, T + 1), as training does it; but no rate is carried to a width:
+    that changes no time, and the plain model has no place for it."""
+
+    def __init__(self, layout: Whole, optim: OptimConfig, tokens: Tensor, *, capture: bool) -> None:
+        optimizers = build_optimizers(layout.model, dataclasses.replace(optim, base_width=None))
+        self.x, self.y = tokens[:, :-1], tokens[:, 1:]
+        self.update = Update(layout, optimizers, optim.clip, lambda: None, capture=capture)
+
+    def __call__(self) -> tuple[Tensor, Tensor]:
+        """Take the step; return the sums and the norm of `Update.gradients`."""
+        numbers = self.update.gradients(self.x, self.y)
+        self.update.apply()
+        return numbers
+
+    @property
+    def path(self) -> str:
+        """How it is taken: `Update.path`."""
+        return self.update.path
 
 
 def _summary(times: list[float], base: list[float]) -> dict[str, Any]:
@@ -132,27 +169,10 @@ def _build(
     vocab_size: int,
     seq_len: int,
     on: torch.device,
-) -> nn.Module:
+) -> Any:
     from attnres.models import build, build_plain
 
     shape: dict[str, Any] = {"vocab_size": vocab_size, "max_positions": seq_len}
     model = build_plain(size, **shape) if residual is None else build(size, residual, settings=settings, **shape)
     tune(model, on, seq_len)
     return model.to(on).train()
-
-
-def _step(model: nn.Module, optim: OptimConfig, objective: Objective) -> Callable[[tuple[torch.Tensor, ...]], None]:
-    """One update from micro-batches, as training does it, but that no rate is carried to a width: it changes no time,
-    and the plain model has no place for it."""
-    optimizers = build_optimizers(model, dataclasses.replace(optim, base_width=None))
-
-    def step(micro: tuple[torch.Tensor, ...]) -> None:
-        for part in micro:
-            x, y = part[:, :-1], part[:, 1:]
-            (objective(x, y).objective / (y.numel() * len(micro))).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.clip or float("inf"))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-    return step

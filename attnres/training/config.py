@@ -189,12 +189,15 @@ class TrainConfig:
     """auto (CUDA where there is one, else the CPU), cpu or cuda."""
     compile: bool = False
     """Compile the model with torch.compile."""
+    cuda_graphs: bool = False
+    """Capture forward, loss, backward, clipping and optimizers as CUDA graphs, so that the host launches a step by few
+    calls; where that cannot be done steps are eager, and environment.json says why."""
     gradient_checkpointing: Literal["none", "layer", "sublayer", "reads"] = "none"
     """What is made again in the backward pass instead of being kept: each layer, each attention and MLP, or depth reads
     alone (the least memory saved, for a little time)."""
     loss: Literal["auto", "whole", "chunked", "liger"] = "auto"
     """From all logits of a micro-batch (whole), from few rows of them at a time (chunked), or by Liger Kernel on CUDA;
-    auto is whole up to 33 million logits (268 on a GPU), else liger where it is installed, else chunked."""
+    auto is whole up to 33 million logits (268 on a GPU), else chunked."""
     val_every: int = 100
     """Steps between validations (there is always one at the end)."""
     log_every: int = 10

@@ -1,6 +1,6 @@
 """One training run, from a configuration to a folder with its model, its metrics and its summary: the order of things.
 
-What an update is: `attnres.training.run`.
+What a step is: `attnres.training.step`. What is written: `attnres.training.run`.
 """
 
 import dataclasses
@@ -60,18 +60,18 @@ def train(config: TrainConfig, *, progress: bool = True) -> dict[str, Any]:
                     if (
                         run.past.step % config.save_every == 0
                         or run.past.step in config.keep_at
-                        or run.signalled
+                        or run.steps.signalled
                         or run.output.gone
                         or done
                     ):
                         run.save()
                     if run.output.gone and not done:
                         raise who.same(run.taken_away())
-                    if run.signalled and not done:
+                    if run.steps.signalled and not done:
                         stopped = Interrupted(
                             f"stopped at step {run.past.step} of {config.steps}, saved in "
                             f"{run.output.folder / 'checkpoint'}: give the same command with --resume to continue",
-                            run.signalled,
+                            run.steps.signalled,
                         )
                         raise who.same(stopped)
             summary = finish(run)

@@ -41,7 +41,8 @@ class OwnedMuon(StackedMuon):
         for start in range(0, len(parameters), count):
             several = [_Divided(p, ranks) for p in parameters[start : start + count]]
             gathered = [
-                divided.gather(self._momentum(divided.parameter, group), owner) for owner, divided in enumerate(several)
+                divided.gather(self._momenta([divided.parameter], group)[0], owner)
+                for owner, divided in enumerate(several)
             ]
             for work, _ in gathered:
                 work.wait()
@@ -56,7 +57,7 @@ class OwnedMuon(StackedMuon):
     def _by_all(self, parameters: Sequence[Any], group: dict[str, Any]) -> None:
         for parameter in parameters:
             mesh, places = parameter.device_mesh, parameter.placements
-            update = self._momentum(parameter, group)
+            update = self._momenta([parameter], group)[0]
             form = {"shape": parameter.shape, "stride": parameter.stride()}
             whole = DTensor.from_local(update, mesh, places, run_check=False, **form).full_tensor()
             delta = DTensor.from_local(_orthogonal(whole, group), mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.forward import token_losses
+from attnres.forward import token_losses, whole_sequences
 from attnres.head import (
     Head,
     Soft,
@@ -38,7 +38,7 @@ def loss_kind(choice: str, model: Any, tokens: int, teacher: Teacher | None = No
 
     Args:
         choice: one of these, or "auto": not whole where it would be made in more than two parts and the model's head
-            can be called apart; then by Liger Kernel on CUDA where it is installed and no teacher takes part.
+            can be called apart.
 
     Raises:
         UserError: what was asked for cannot be done with this model, here.
@@ -47,14 +47,13 @@ def loss_kind(choice: str, model: Any, tokens: int, teacher: Teacher | None = No
     if choice == "whole" or (choice == "auto" and is_small(model, tokens, device)):
         return "whole"
     apart = is_apart(model) and (teacher is None or is_apart(teacher.model))
-    why_not = _why_no_liger(device, teacher)
     if choice == "auto":
-        return ("chunked" if why_not else "liger") if apart else "whole"
+        return "chunked" if apart else "whole"
     if not apart:
         raise UserError(
             f"loss is {choice} and the head of {type(model).__name__} does more than attnres knows of: choose whole"
         )
-    if choice == "liger" and why_not:
+    if choice == "liger" and (why_not := _why_no_liger(device, teacher)):
         raise UserError(f"loss is liger and {why_not}: choose chunked or auto")
     return choice
 
@@ -91,7 +90,7 @@ class Objective(nn.Module):
             return held_out_losses(self.model, x, y, self.cast, self.kind)
         theirs = None if self.teacher is None else self._teach(self.teacher, x)
         run = self._runs["eager" if eager else "compiled"]
-        with self.cast():
+        with self.cast(), whole_sequences():
             output = run(input_ids=x, use_cache=False)
             if self.kind == "liger":
                 return sums_by_liger(cast(Head, head_of(self.model)), output.last_hidden_state, y)
@@ -111,7 +110,7 @@ class Objective(nn.Module):
     @torch.no_grad()
     def _teach(self, teacher: Teacher, x: Tensor) -> Tensor:
         """Return the teacher's logits, or its hidden states where the loss is made of those."""
-        with self.cast():
+        with self.cast(), whole_sequences():
             if self.kind == "whole":
                 return teacher.model(input_ids=x, use_cache=False).logits
             return body_of(teacher.model)(input_ids=x, use_cache=False).last_hidden_state

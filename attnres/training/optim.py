@@ -143,7 +143,11 @@ def set_learning_rate(optimizers: list[torch.optim.Optimizer], fraction: float, 
     """Set every group's rate to `fraction` of its peak; that of the residual's own to `residual` of that."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * fraction * (residual if group["kind"] in OF_RESIDUAL else 1.0)
+            lr = group["peak_lr"] * fraction * (residual if group["kind"] in OF_RESIDUAL else 1.0)
+            if isinstance(group["lr"], Tensor):  # of a captured step, which reads it there
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
 
 
 # ------------------------------------------------------------------ state as named tensors

@@ -58,16 +58,21 @@ class Output:
                 if not (folder / "config.json").exists():  # no run yet, and what the tracker began would be no run's
                     shutil.rmtree(folder / config.track, ignore_errors=True)
                 raise
-        self.environment, self.records = described, records
+        self.records = records
         write_json(folder / "config.json", to_dict(config))  # first: it makes the folder one of ours
         for name, content in records.items():
             write_json(folder / name, content)
-        environment.record(folder / "environment.json", described, resumed=kept > 0)
+        self.describe(described, resumed=kept > 0)
         (folder / DIVERGED).unlink(missing_ok=True)
         forget_after(folder, kept)
         if self.gone is None and kept in config.keep_at and not checkpoint.kept(folder, kept).exists():
             checkpoint.keep(folder, kept)  # killed after it was saved
         self.metrics = Metrics(folder, kept, tracker)
+
+    def describe(self, described: dict[str, Any], *, resumed: bool) -> None:
+        """Write environment.json, of a run that was resumed beside what it was."""
+        self.environment = described
+        environment.record(self.folder / "environment.json", described, resumed=resumed)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append a line to metrics.jsonl."""

@@ -1,4 +1,4 @@
-"""A training run in progress: what an update is, what is measured after it, what is saved.
+"""A training run in progress: what it begins with, what is measured after its steps, what is saved.
 
 The same code serves one process and several under `torchrun`: each takes its share of every batch, and the first one
 writes the files.
@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,28 +27,21 @@ from attnres.progress import STEPS, Bars
 from attnres.reading import read_json
 from attnres.stats import or_none, standard_error
 from attnres.training import arithmetic, checkpoint, distill, environment, regimes, shares, start, validate
-from attnres.training.by_depth import magnitudes, recorded
-from attnres.training.check import sees_all_depths
 from attnres.training.config import TrainConfig, to_dict
 from attnres.training.data import data_record, open_data
 from attnres.training.device import tune
-from attnres.training.feed import Arriving, Feed, Moment, to_device
+from attnres.training.feed import Feed
 from attnres.training.interrupt import Signals
 from attnres.training.layout import collected, layout_for
 from attnres.training.objective import Objective, loss_kind, precision
-from attnres.training.optim import kinds, optimizers_of, set_learning_rate
+from attnres.training.optim import kinds, optimizers_of
 from attnres.training.output import Output
 from attnres.training.parallel import Processes
 from attnres.training.past import Past, past_of
 from attnres.training.random_state import random_state, set_random_state
 from attnres.training.run_folder import DIVERGED, same_data
-from attnres.training.schedule import rates
+from attnres.training.step import Steps, Update
 from attnres.training.transfer import Transfer
-
-UNTIMED = 3
-"""Steps at the start of a run or of its resumption that are not timed: they warm caches and compile."""
-TIMED = 1000
-"""Steps kept for the medians of the summary."""
 
 
 class Run:
@@ -62,17 +55,11 @@ class Run:
         `in_place` says whether the folder is still there: somebody may rename or remove it.
         """
         self.who, self.output = who, Output(config, who, in_place)
-        self.away = False  # whether the folder was taken away
         with who.alike():
             self.layout = layout_for(config, who)
         self.past = Past()
         self.saved: int | None = None  # step of the last checkpoint
         self.saving: shares.Saving | None = None  # one that may still be written
-        self.loss = self.rate = self.norm = self.divergence = 0.0  # of the last step
-        self.penalty: torch.Tensor | None = None  # of the last step
-        self.depth: dict[str, Any] | None = None  # of the last step, if measured
-        self.signalled, self.untimed = 0, UNTIMED
-        self.arriving = Arriving(who.device)
         self.prepared, self.batches, self.windows = open_data(config, who, progress=progress)
         self.record = data_record(self.prepared, self.windows)
         self.data = {name: value for name, value in self.record.items() if name != "windows_sha256"}
@@ -95,6 +82,13 @@ class Run:
             self.model = self.layout.place(objective)
         _seed(config.seed + who.rank)  # after building, which may draw more for one residual than another
         self.optimizers = optimizers_of(dict(self.layout.named_parameters()), groups, config.optim, transfer)
+        update = Update(
+            self.layout,
+            self.optimizers,
+            config.optim.clip,
+            lambda: self.model.residual("penalty"),  # whoever is the residual by then
+            capture=config.cuda_graphs,
+        )
         if state:
             with who.alike():
                 self._restore(here, state)
@@ -103,17 +97,21 @@ class Run:
         self.arithmetic = partial(arithmetic.restored, self._recorded(state), *ours, different=config.allow_different)
         with who.alike(), self.arithmetic():
             pass  # what cannot be kept is refused before a file is changed
-        described = environment.describe(who.device, config.dtype) | {"loss": self.kind}
-        who.of_first(lambda: self.output.open(described, self._records(), self.past.step if state else -1))
+        self.resumed = state is not None
+        self.described = environment.describe(who.device, config.dtype) | {"loss": self.kind, "step": update.path}
+        who.of_first(lambda: self.output.open(self.described, self._records(), self.past.step if state else -1))
         name = config.name or ""
         self.bars = Bars(STEPS, shown=progress)
         self.bar = self.bars.add(name, config.steps, self.past.step)
         if warning := environment.emulated(who.device, config.dtype):
             self.bars.say(f"{name}: {warning}")
+        if update.path.startswith("eager: "):
+            self.bars.say(f"{name}: --cuda-graphs: steps are {update.path}")
         if state:
             self.bars.say(f"{name}: resumed at step {self.past.step} of {config.steps}")
         share = {"rank": self.layout.rank, "world_size": self.layout.shares}
-        self.feed = Feed(self.batches, who.device, **share, steps=config.steps)
+        feed = Feed(self.batches, who.device, **share, steps=config.steps)
+        self.steps = Steps(config, update, feed, self.past, self.output.is_away, self._diverged)
         self.since = time.perf_counter()
 
     @property
@@ -151,7 +149,7 @@ class Run:
             numbers = state["random"][who.rank]
             checkpoint.as_saved(here, lambda: set_random_state(numbers, who.device))
 
-    # -------------------------------------------------------------- one step
+    # -------------------------------------------------------------- its steps
 
     def begin(self) -> None:
         """Before the first step: what the residual starts from and, of a pretrained model, the held-out loss."""
@@ -161,72 +159,13 @@ class Run:
                 self._validate()
 
     def step(self, signals: Signals) -> None:
-        """One update: the mean loss over all tokens of the batch, its gradient, clipping, the optimizers.
-
-        A residual's penalty is added to what is minimised, once, and to no loss that is reported.
-        With accumulation and several processes each token still weighs the same: every micro-batch's summed loss is
-        divided by the tokens of the whole batch. A loss or gradient that is not finite raises UserError: before it
-        changes a parameter or, `behind`, a step later, but before it is saved.
-        """
-        config, who, step = self.config, self.who, self.past.step + 1
-        began = Moment.now(who.device)
-        x, y = self.feed.at(step - 1)
-        optim = config.optim
-        rate, share = rates(step, config.steps, optim)
-        set_learning_rate(self.optimizers, rate, share)
-        self.model.residual("set_progress", step / config.steps)
-
-        every = config.depth_every if sees_all_depths(config.parallel) else 0
-        by_depth = bool(every) and (step % every == 0 or step == config.steps)
-        with torch.no_grad():
-            self.penalty = self.model.residual("penalty")
-        self.depth = None
-        sums = self.layout.gradients(x, y, partial(self._backward, by_depth))
-        norm = self.layout.clip(optim.clip or math.inf)
-        counts = to_device([signals.interrupts, signals.terminations, int(self.output.is_away())], sums)
-        shared = who.sum(torch.cat([sums / self.layout.shares, counts]))
-        self.arriving.add_numbers(step, torch.cat([shared, norm.to(shared)[None]]))
-        if not self.arriving.behind:
-            self._read()
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-
-        self.past.step, self.rate = step, rate * optim.lr
-        self.arriving.add_moments(began, Moment.now(who.device), self.depth is None)
-        self._read(to_come=self.arriving.behind)
-
-    def _read(self, to_come: int = 0) -> None:
-        """Take what the last steps gave, but for the last `to_come`: loss, norm, signals and, once it is over, time."""
-        for step, numbers in self.arriving.steps(to_come=to_come):
-            self.loss, self.divergence, interrupts, terminations, away, self.norm = numbers
-            if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
-                raise self.who.same(self._diverged(step, self.loss, self.norm))
-            self.past.losses.append(self.loss)
-            self.away = self.away or bool(away)
-            self.signalled = 130 if interrupts else 143 if terminations else 0
-        for seconds, usual in self.arriving.times(to_come=to_come):
-            self.past.last_s = seconds
-            if self.untimed:
-                self.untimed -= 1
-            elif usual:
-                self.past.times = [*self.past.times[1 - TIMED :], seconds]
-
-    def _backward(self, by_depth: bool, x: torch.Tensor, y: torch.Tensor, tokens: int, last: bool) -> torch.Tensor:
-        """Add a micro-batch's gradients; return its cross-entropy and divergence over `tokens`, minimised or not."""
-        by_depth = by_depth and last
-        with recorded(self.model) if by_depth else nullcontext() as trace:
-            objective = self.layout.objective
-            assert objective is not None
-            sums = objective(x, y, eager=trace is not None)  # hooks would make torch.compile start again
-            loss = sums.objective / tokens
-            if last and (penalty := self.model.residual("penalty")) is not None:
-                loss = loss + penalty / self.layout.summed
-            loss.backward()  # the layout averages over the processes what `tokens` divides by this one's share
-        if trace:
-            # to the gradient of the mean loss of the recorded micro-batch
-            self.depth = magnitudes(trace, self.model, tokens // y.numel())
-        return torch.stack([sums.cross_entropy, sums.divergence]).double() / tokens
+        """Take one step: `attnres.training.step.Steps`. Say so where it was taken in another way than those before."""
+        self.steps.take(signals)
+        path = self.steps.update.path
+        if path != self.described["step"]:
+            self.described["step"] = path
+            self.who.of_first(lambda: self.output.describe(self.described, resumed=self.resumed))
+            self.bars.say(f"{self.config.name}: --cuda-graphs: steps are {path}")
 
     def cast(self) -> AbstractContextManager[Any]:
         """The precision of a forward pass."""
@@ -236,13 +175,14 @@ class Run:
 
     def measure(self) -> None:
         """After a step: its lines in metrics.jsonl, validation when it is due, the progress bar."""
-        if self.away and self.output.gone is None:
+        if self.steps.gone and self.output.gone is None:
             self.output.move_beside(self.past.step)
-        config, past = self.config, self.past
+        config, past, steps = self.config, self.past, self.steps
+        depth = steps.update.depth
         last = past.step == config.steps
         tokens = config.batch_size * config.data.seq_len
-        if last or self.depth or not (past.last_s and past.step % config.log_every and past.step % config.val_every):
-            self._read()
+        if last or depth or not (past.last_s and past.step % config.log_every and past.step % config.val_every):
+            self.steps.read()
         if past.step % config.log_every == 0 or last:
             past.train_loss = sum(past.losses) / len(past.losses)
             seconds = statistics.median(past.times[-len(past.losses) :] or [past.last_s])
@@ -251,27 +191,27 @@ class Run:
                 "train",
                 tokens=past.step * tokens,
                 loss=past.train_loss,
-                lr=self.rate,
-                grad_norm=self.norm,
+                lr=steps.rate,
+                grad_norm=steps.norm,
                 tokens_per_s=tokens / seconds,
                 step_s=seconds,
                 flops_per_s=self.flops * tokens / seconds,
                 **({} if self.peak is None else {"mfu": self.flops * tokens / seconds / self.peak}),
-                **({"divergence": self.divergence} if self.teacher else {}),
-                **({} if self.penalty is None else {"penalty": self.penalty.item()}),
+                **({"divergence": steps.divergence} if self.teacher else {}),
+                **({} if steps.penalty is None else {"penalty": steps.penalty.item()}),
             )
-        if self.depth:
-            self._write("depth", **self.depth)
+        if depth:
+            self._write("depth", **depth)
         if past.step % config.val_every == 0 or last:
             self._validate()
             self._snapshot()
         seconds = statistics.median(past.times[-20:] or [past.last_s])
         held_out = "" if past.val_loss is None else f"  held-out {past.val_loss:.3f}"
-        self.bar.update(past.step, f"loss {self.loss:.3f}{held_out}  {tokens / seconds:,.0f} tokens/s")
+        self.bar.update(past.step, f"loss {steps.loss:.3f}{held_out}  {tokens / seconds:,.0f} tokens/s")
 
     def save(self) -> None:
         """Write the checkpoint; the one before stays until this one is complete."""
-        self._read()
+        self.steps.read()
         now = time.perf_counter()
         self.past.wall_s, self.since = self.past.wall_s + now - self.since, now
         states = self.who.gather(random_state(self.who.device))
@@ -293,7 +233,7 @@ class Run:
                 self._end_saving()
             self._await_saving()
             self.saving = shares.Saving(here, self.layout, self.optimizers, state, extra_files)
-            if self.signalled or self.output.gone or step in self.config.keep_at or step == self.config.steps:
+            if self.steps.signalled or self.output.gone or step in self.config.keep_at or step == self.config.steps:
                 self._await_saving()
 
         def write() -> None:
@@ -320,7 +260,7 @@ class Run:
 
     def close(self) -> None:
         """Close the metrics and the tracker."""
-        self.feed.close()
+        self.steps.feed.close()
         self._end_saving()  # an error came first, maybe of this process alone
         self.output.close()
 
@@ -332,7 +272,7 @@ class Run:
         losses = self.layout.window_losses(self.windows, self.rows())
         past.val_loss = float(losses.mean())
         if not math.isfinite(past.val_loss):
-            raise self.who.same(self._diverged(past.step, past.val_loss, self.norm))
+            raise self.who.same(self._diverged(past.step, past.val_loss, self.steps.norm))
         if self.who.first:
             validate.save_windows(self.output.folder, past.step, losses)
         self._write("val", loss=past.val_loss, windows=len(losses), se=or_none(standard_error(losses)))

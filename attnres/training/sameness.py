@@ -10,11 +10,11 @@ from attnres.typed import leaves
 
 FREE = (
     *("out", "name", "resume", "track", "save_every", "keep_at", "device", "allow_different"),
-    *("accumulation", "gradient_checkpointing", "loss", "recompute_reads"),
+    *("accumulation", "gradient_checkpointing", "loss", "cuda_graphs", "recompute_reads"),
 )
 """Fields that may change between a run and its resumption, as those of `parallel` may; only `device`, `parallel`,
-`accumulation`, `loss` and `gradient_checkpointing` change numbers, by their rounding. `recompute_reads` was an earlier
-version's `gradient_checkpointing` reads."""
+`accumulation`, `loss`, `gradient_checkpointing` and `cuda_graphs` change numbers, by their rounding. `recompute_reads`
+was an earlier version's `gradient_checkpointing` reads."""
 _CONTENT = "model.residual_sha256"
 
 

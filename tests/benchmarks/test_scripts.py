@@ -3,7 +3,6 @@
 import argparse
 import json
 
-import all as every
 import decode
 import generate
 import harness
@@ -136,7 +135,7 @@ def test_a_decode_step_from_a_static_cache_is_the_model_without_a_cache():
 
 
 def test_step_has_the_published_sizes_and_every_peer_has_a_row():
-    assert set(step.SIZES) == {"nano-bench", "nano", "100m", "0.6b", "deep-narrow"}
+    assert set(step.SIZES) == {"nano-bench", "nano", "100m", "0.6b", "1.7b", "deep-narrow"}
     assert step.SIZES["deep-narrow"].sublayers == 96
     variants, reasons = step.variants_of("0.6b", "fp32", CPU)
     assert list(variants)[:5] == list(step.ON_LARGE)
@@ -155,20 +154,12 @@ def test_step_times_variants_of_a_small_model(monkeypatch):
     assert result["variants"]["plain"]["ratio"] == result["variants"]["standard"]["second_ratio"] == 1.0
     assert result["variants"]["full"]["peak_ratio"] == 1.1
     assert result["not_timed"] == {"x": "y"}
+    rows: list[dict] = []
+    without = run.measure(0.0, harness.progress("step", 0), peaked=False, keep=rows.append)
+    assert rows == [without] and "peak_bytes" not in without["variants"]["full"] and "  -  " in step.show(without, {})
     shown = step.show(result, {"full": {"MB": 2.0}})
     assert "full" in shown
     assert "y" in shown
-
-
-def test_all_goes_on_after_a_failure_and_reports_it(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(every, "jobs", lambda *_: {"peers": ["nothing_here.py"], "traffic": ["traffic.py"]})
-    monkeypatch.setattr("sys.argv", ["all.py", "--device", "cpu", "--out", str(tmp_path)])
-    assert every.main() == 1
-    done = json.loads((tmp_path / "all_cpu.json").read_text())
-    assert done["peers"]["status"] != 0
-    assert done["traffic"]["status"] == 0
-    assert "Training" in (tmp_path / "traffic_cpu.txt").read_text()
-    assert "results in" in capsys.readouterr().out
 
 
 def test_losses_of_a_large_vocabulary_are_timed_beside_those_of_all_logits(monkeypatch):

@@ -27,6 +27,7 @@ def test_the_json_agrees_with_the_library():
     backends = {row["dtype"]: row["backend"] for row in facts["reads"] if row["device"] == "cpu"}
     for dtype in (torch.float32, torch.float16, torch.float64):
         assert backends[str(dtype).removeprefix("torch.")] == explain([torch.zeros(1, 32, dtype=dtype)]).backend
+    assert "cpu" in facts["cuda_graphs"]["cpu"] and len(facts["cuda_graphs"]) == 1 + len(facts["cuda"])
     assert len(facts["cuda"]) == torch.cuda.device_count() and bool(facts["cuda"]) != bool(facts["no_cuda"])
 
 

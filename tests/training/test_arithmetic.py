@@ -35,7 +35,7 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch, config: TrainConfig) 
 
     def stop(run: Run) -> None:
         measure(run)
-        run.signalled = 143 if run.past.step == step else 0
+        run.steps.signalled = 143 if run.past.step == step else 0
 
     with monkeypatch.context() as patch:
         patch.setattr(Run, "measure", stop)

@@ -49,7 +49,7 @@ def test_a_stopped_run_draws_what_it_would_have_drawn(
     def stop(run: Run) -> None:
         measure(run)
         if run.past.step == 2:
-            run.signalled = 128 + signal.SIGTERM
+            run.steps.signalled = 128 + signal.SIGTERM
 
     with monkeypatch.context() as patch:
         patch.setattr(Run, "measure", stop)

@@ -22,7 +22,6 @@ from lines import CLOCK, lines
 from safetensors.torch import load_file
 from tiny import NARROW
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import masking_utils
 
 from attnres import head
 from attnres.data import Batches, open_tokens
@@ -220,7 +219,7 @@ def first_step(config: TrainConfig) -> tuple[float, float]:
     run = Run(resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)
     run.step(Signals())
     run.close()
-    return run.loss, run.norm
+    return run.steps.loss, run.steps.norm
 
 
 def test_a_step_is_the_mean_over_all_tokens(configure: Configure, corpus: Path) -> None:
@@ -285,7 +284,7 @@ def read_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def behind(self: Run, *args: Any, **how: Any) -> None:
         init(self, *args, **how)
-        self.arriving.behind = 1
+        self.steps.arriving.behind = 1
 
     monkeypatch.setattr(Run, "__init__", behind)
 
@@ -303,8 +302,6 @@ def test_numbers_read_a_step_behind_are_the_same(
 
 
 def test_a_step_waits_for_no_number(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but Transformers' own look, once a forward pass that is not compiled, at whether sequences are packed."""
-    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
     read_behind(monkeypatch)
     config = configure(optim={"optimizer": "muon"}, accumulation=2)
     run = Run(resolve(config), Processes(0, 1, torch.device("cpu")), progress=False)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from attnres.training import muon, muon_shares
 from attnres.training.muon import StackedMuon
@@ -77,3 +78,35 @@ def test_in_fp32_the_steps_are_those_of_the_formula(shape: tuple[int, int], monk
     torch.testing.assert_close(muon.orthogonal([update], group)[0], expected, rtol=0, atol=1e-5)
     rate = 0.5 * 0.2 * max(shape) ** 0.5
     torch.testing.assert_close(muon_shares._orthogonal(update, group), -rate * expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("precise", [torch.bfloat16, torch.float32])
+def test_a_step_takes_as_many_calls_for_forty_matrices_as_for_four(
+    precise: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one shape; and in several stacks where one would be too large."""
+    monkeypatch.setattr(muon, "precision", lambda _: precise)
+
+    class Calls(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            views = any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+            self.count += not views
+            return func(*args, **(kwargs or {}))
+
+    def calls(matrices: int, most: int) -> int:
+        monkeypatch.setattr(StackedMuon, "most", most)
+        parameters = [nn.Parameter(torch.randn(8, 12)) for _ in range(matrices)]
+        for parameter in parameters:
+            parameter.grad = torch.randn(8, 12)
+        optimizer = StackedMuon(parameters, lr=0.1)
+        optimizer.step()  # which makes the state
+        with Calls() as counted:
+            optimizer.step()
+        return counted.count
+
+    assert 10 < calls(4, 1 << 20) == calls(40, 1 << 20) < 40
+    assert 3 * calls(40, 1 << 20) < calls(40, 8 * 12 * 10) <= 4 * calls(40, 1 << 20)

@@ -1,0 +1,208 @@
+"""A training step, from top to bottom: batch, rates, forward, loss, backward, clipping, optimizers, numbers.
+
+`Update` is what a step does to a model; a run's `Steps` feed it, and read what comes of it.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnres.errors import UserError
+from attnres.training import graphs
+from attnres.training.by_depth import magnitudes, recorded
+from attnres.training.check import sees_all_depths
+from attnres.training.config import TrainConfig
+from attnres.training.feed import Arriving, Feed, Moment, to_device
+from attnres.training.interrupt import Signals
+from attnres.training.layout import Whole
+from attnres.training.objective import Objective
+from attnres.training.optim import set_learning_rate
+from attnres.training.past import Past
+from attnres.training.schedule import rates
+
+UNTIMED = 3
+"""Steps at the start of a run or of its resumption that are not timed: they warm caches and compile."""
+TIMED = 1000
+"""Steps kept for the medians of the summary."""
+
+
+class Update:
+    """Updates a model from a batch: the gradient of its mean loss, clipped, then the optimizers.
+
+    With accumulation and several processes each token still weighs the same: every micro-batch's summed loss is
+    divided by the tokens of the whole batch.
+
+    Args:
+        layout: holds the model, placed.
+        clip: the largest norm of the gradient; 0 turns clipping off.
+        penalty: returns what is added to the loss once a step, with its gradient, or None.
+        capture: whether the passes are to be CUDA graphs. Where they cannot be, `path` says why, and steps are eager.
+
+    Attributes:
+        depth: what the last step did by depth, if that was recorded.
+    """
+
+    def __init__(
+        self,
+        layout: Whole,
+        optimizers: list[torch.optim.Optimizer],
+        clip: float,
+        penalty: Callable[[], Tensor | None],
+        *,
+        capture: bool = False,
+    ) -> None:
+        self.layout, self.optimizers, self.penalty = layout, optimizers, penalty
+        self.clip = partial(layout.clip, clip or math.inf)
+        self.depth: dict[str, Any] | None = None
+        self.capture = self._capture() if capture else None
+        self.replayed: graphs.Passes | None = None
+
+    def _capture(self) -> graphs.Capture:
+        layout, who = self.layout, self.layout.who
+        residual = layout.model.residual("itself") if hasattr(layout.model, "residual") else None  # a plain model's
+        kind = layout.objective.kind if isinstance(layout.objective, Objective) else "whole"  # a stage has none
+        reason = graphs.why_not(who.device, residual, processes=who.world_size, loss=kind)
+        parameters = [parameter for _, parameter in layout.named_parameters()]
+        count = layout.config.accumulation
+        return graphs.Capture(partial(self._micro, False), self.clip, parameters, count=count, reason=reason)
+
+    @property
+    def path(self) -> str:
+        """How steps are taken: "eager", "captured", or "eager" and why they are not captured."""
+        return "eager" if self.capture is None else self.capture.path
+
+    def gradients(self, x: Tensor, y: Tensor, *, record: bool = False) -> tuple[Tensor, Tensor]:
+        """Make the clipped gradient of a batch.
+
+        Args:
+            x, y: this process's share of the batch, (B, T) int64.
+            record: what the last micro-batch does by depth. Its hooks ask for numbers, so that such a step is eager.
+
+        Returns:
+            [cross-entropy, divergence] in nats a token, fp64, of this process's share, minimised or not; and the norm
+            of the gradient before it was clipped.
+        """
+        self.depth = self.replayed = None
+        capture, count = self.capture, self.layout.config.accumulation
+        if capture is not None and not record:
+            self.replayed = capture.ready(x, y)
+        if self.replayed is not None:
+            return self.replayed(x.chunk(count), y.chunk(count))
+        with nullcontext() if capture is None else capture.eager():
+            sums = self.layout.gradients(x, y, partial(self._micro, record))
+            return sums, self.clip()
+
+    def _micro(self, record: bool, x: Tensor, y: Tensor, tokens: int, last: bool) -> Tensor:
+        """Add a micro-batch's gradients; return its cross-entropy and divergence over `tokens`, minimised or not."""
+        objective = self.layout.objective
+        assert objective is not None
+        with recorded(self.layout.model) if record and last else nullcontext() as trace:
+            sums = objective(x, y, eager=trace is not None)  # hooks would make torch.compile start again
+            loss = sums.objective / tokens
+            if last and (penalty := self.penalty()) is not None:
+                loss = loss + penalty / self.layout.summed
+            loss.backward()  # the layout averages over the processes what `tokens` divides by this one's share
+        if trace:
+            # to the gradient of the mean loss of the recorded micro-batch
+            self.depth = magnitudes(trace, self.layout.model, tokens // y.numel())
+        return torch.stack([sums.cross_entropy, sums.divergence]).double() / tokens
+
+    def apply(self) -> None:
+        """Let the optimizers take their step."""
+        if self.replayed is not None:
+            assert self.capture is not None
+            self.capture.step(self.replayed, self.optimizers)
+            return
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+
+class Steps:
+    """The steps of a run, and what the last of them gave.
+
+    Args:
+        past: where the run is; a step moves it on.
+        away: says whether the run's folder was taken away.
+        diverged: makes the error for (step, loss, norm) that are not finite.
+
+    Attributes:
+        loss, divergence, norm, rate: of the last step that was read.
+        penalty: of the last step.
+        signalled: 130 or 143 once a signal asked any process to stop.
+        gone: whether the folder was taken away.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        update: Update,
+        feed: Feed,
+        past: Past,
+        away: Callable[[], bool],
+        diverged: Callable[[int, float, float], UserError],
+    ) -> None:
+        self.config, self.update, self.feed, self.past = config, update, feed, past
+        self.folder_is_away, self.diverged = away, diverged
+        self.layout, self.who = update.layout, update.layout.who
+        self.arriving = Arriving(self.who.device)
+        self.loss = self.rate = self.norm = self.divergence = 0.0
+        self.penalty: Tensor | None = None
+        self.signalled, self.gone = 0, False
+        self.untimed = UNTIMED if update.capture is None else max(UNTIMED, graphs.WARM_UP + 1)
+
+    def take(self, signals: Signals) -> None:
+        """Take one step.
+
+        A residual's penalty is added to what is minimised, once, and to no loss that is reported. A loss or gradient
+        that is not finite raises UserError: before it changes a parameter or, `behind`, a step later, but before it is
+        saved.
+        """
+        config, who, update, step = self.config, self.who, self.update, self.past.step + 1
+        began = Moment.now(who.device)
+        x, y = self.feed.at(step - 1)
+
+        rate, share = rates(step, config.steps, config.optim)
+        set_learning_rate(update.optimizers, rate, share)
+        residual = self.layout.model.residual
+        residual("set_progress", step / config.steps)
+        with torch.no_grad():
+            self.penalty = residual("penalty")
+
+        every = config.depth_every if sees_all_depths(config.parallel) else 0
+        record = bool(every) and (step % every == 0 or step == config.steps)
+        sums, norm = update.gradients(x, y, record=record)
+
+        # One message of all that processes have to agree on, and one copy to the host.
+        counts = to_device([signals.interrupts, signals.terminations, int(self.folder_is_away())], sums)
+        shared = who.sum(torch.cat([sums / self.layout.shares, counts]))
+        self.arriving.add_numbers(step, torch.cat([shared, norm.to(shared)[None]]))
+        if not self.arriving.behind:
+            self.read()
+        update.apply()
+
+        self.past.step, self.rate = step, rate * config.optim.lr
+        self.arriving.add_moments(began, Moment.now(who.device), update.depth is None)
+        self.read(to_come=self.arriving.behind)
+
+    def read(self, to_come: int = 0) -> None:
+        """Take what the last steps gave, but for the last `to_come`: loss, norm, signals and, once it is over, time."""
+        past = self.past
+        for step, numbers in self.arriving.steps(to_come=to_come):
+            self.loss, self.divergence, interrupts, terminations, away, self.norm = numbers
+            if not (math.isfinite(self.loss) and math.isfinite(self.norm)):
+                raise self.who.same(self.diverged(step, self.loss, self.norm))
+            past.losses.append(self.loss)
+            self.gone = self.gone or bool(away)
+            self.signalled = 130 if interrupts else 143 if terminations else 0
+        for seconds, usual in self.arriving.times(to_come=to_come):
+            past.last_s = seconds
+            if self.untimed:
+                self.untimed -= 1
+            elif usual:
+                past.times = [*past.times[1 - TIMED :], seconds]

@@ -1,0 +1,663 @@
+"""One command for a machine with a GPU: experiments in a fixed order of worth, none of which can lose another's rows.
+
+    python benchmarks/round.py --budget 540        # nine minutes; again goes on where that stopped
+    python benchmarks/round.py --list              # the experiments, their limits and what became of them
+    python benchmarks/round.py --only "step 0.6b" train
+    python benchmarks/round.py --page              # the table of docs/kernels.md, from the rows
+
+Each experiment is a process with a limit. A row is a line of `gpu.jsonl`, written the moment it exists, with the hash
+of the kernels' sources, the device and the versions; an experiment that has ended with the same ones is not repeated.
+What fails leaves its traceback, and the next prepared way to capture a step is tried. No network is used: `make
+gpu-pack` makes a folder of what a machine with PyTorch and Transformers alone lacks, which is put on the path.
+"""
+
+import argparse
+import hashlib
+import importlib.util
+import json
+import os
+import platform
+import runpy
+import shutil
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, ClassVar
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+ROWS = HERE / "results" / "gpu.jsonl"
+PACK = ROOT / "build" / "gpu-pack"
+KERNELS = ("attnres/ops", "attnres/head.py", "attnres/residuals/mechanisms", "attnres/training/graphs.py")
+"""What a time depends on: rows of other sources are rows of another program."""
+LEAST = 20.0
+"""Seconds below which no experiment is begun."""
+NEEDED = (
+    *("torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "tyro", "docstring_parser", "typeguard"),
+    *("rich", "pygments", "pyarrow", "matplotlib", "PIL", "yaml"),
+)
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an experiment runs: the device, whether everything is tiny, the packed folder, the folder of the rows."""
+
+    device: str
+    tiny: bool
+    pack: Path
+    out: Path
+
+
+# ------------------------------------------------------------------ kinds of experiments
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Training steps of some variants beside the plain model's (`busy.py`); a row each."""
+
+    seconds: float
+    size: str
+    variants: tuple[str, ...]
+    mode: str
+    batch: int
+    length: int
+    dtype: str = "bf16"
+    optimizer: str = "adamw"
+
+    NEXT: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "graphs": ("graphs", "graphs of passes", "reduce-overhead"),
+        "compile+graphs": ("compile+graphs", "reduce-overhead"),
+    }
+    """What is tried in turn until a step is captured."""
+
+    def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
+        import busy
+        import torch
+        from step import SIZES, Size, _qwen3
+
+        size = Size(_qwen3(32, 4), 64, 2, 16) if place.tiny else SIZES[self.size].sized(self.batch, self.length)
+        how: dict[str, Any] = {"dtype": self.dtype, "optimizer": self.optimizer, "seconds": 0.0 if place.tiny else 6.0}
+        measured = {row["variant"] for row in done if "ms" in row}
+        for label in self.variants:
+            if label in measured:
+                continue
+            for mode in self.NEXT.get(self.mode, (self.mode,)):
+                shapes = {"variant": label, "mode": mode, "size": self.size, "tokens": size.batch * size.length}
+                try:
+                    rows = list(busy.measure([label], size, torch.device(place.device), mode=mode, **how))
+                except Exception:
+                    yield shapes | {"dtype": self.dtype, "error": traceback.format_exc()}
+                    continue
+                yield from (shapes | row for row in rows if row["variant"] == label or "plain" not in measured)
+                measured.add("plain")
+                if "graphs" not in mode or rows[-1]["step"].startswith("captured"):
+                    break
+
+
+@dataclass(frozen=True)
+class Equality:
+    """Losses of captured steps beside the eager ones', with accumulation and dropout, and of eager ones made again."""
+
+    seconds: float
+    steps: int = 200
+    TOLERANCE: ClassVar[float] = 1e-4
+
+    def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
+        import torch
+
+        from attnres.studies.speed import training_steps
+
+        size = {"family": "gpt2", "n_embd": 128, "n_layer": 6, "n_head": 4, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
+        batch, length, vocabulary, count = 8, 128, 512, self.steps
+        if place.tiny:
+            size, batch, length, count = size | {"n_embd": 16, "n_layer": 2, "n_head": 2}, 2, 8, 8
+        on, generator = torch.device(place.device), torch.Generator().manual_seed(0)
+        # A language to learn, so that losses move: each token follows from the one before, nine times in ten.
+        tokens = torch.randint(vocabulary, (count, batch, length + 1), generator=generator)
+        follows = torch.rand(tokens.shape, generator=generator) < 0.9
+        for index in range(1, length + 1):
+            tokens[..., index] = torch.where(
+                follows[..., index], (tokens[..., index - 1] * 7 + 3) % vocabulary, tokens[..., index]
+            )
+        tokens = tokens.to(on)
+        variants = {"standard": ("standard", {}), "block": ("block", {"block_size": 2}), "full": ("full", {})}
+        for label, variant in variants.items():
+            if label in {row["variant"] for row in done if "captured" in row}:
+                continue
+            losses, paths = {}, {}
+            for kind in ("eager", "again", "captured"):
+                shape: dict[str, Any] = {"size": size, "vocab_size": vocabulary, "seq_len": length, "batch_size": batch}
+                how = {"on": on, "accumulation": 2, "cuda_graphs": kind == "captured"}
+                step = training_steps({label: variant}, **shape, **how)[label]
+                torch.manual_seed(0)
+                values = []
+                for each in tokens:
+                    step.x, step.y = each[:, :-1], each[:, 1:]
+                    values.append(step()[0][0].clone())
+                losses[kind], paths[kind] = torch.stack(values).tolist(), step.path
+            apart = {kind: _apart(losses[kind], losses["eager"]) for kind in ("again", "captured")}
+            yield {
+                "variant": label,
+                "steps": count,
+                "accumulation": 2,
+                "dropout": 0.1,
+                "step": paths["captured"],
+                **apart,
+                "equal": paths["captured"].startswith("captured")
+                and apart["captured"] <= max(self.TOLERANCE, 3 * apart["again"]),
+                "losses": {kind: [round(loss, 6) for loss in losses[kind]] for kind in ("eager", "captured")},
+            }
+
+
+def _apart(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the largest relative difference."""
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
+
+
+@dataclass(frozen=True)
+class Script:
+    """A benchmark of this folder, whose results are a file of theirs beside the rows.
+
+    Attributes:
+        words: after its name on a GPU; `tiny` on a CPU, None for one that needs a GPU.
+    """
+
+    seconds: float
+    script: str
+    words: str
+    tiny: str | None
+
+    def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
+        words = self.tiny if place.tiny else self.words
+        if words is None:
+            yield {"script": self.script, "passed_over": "it needs a CUDA device"}
+            return
+        graphs = "_graphs" if "--graphs" in words else ""
+        file = place.out / f"{self.script.removesuffix('.py')}{graphs}_{place.device}.json"
+        run_script(self.script, [*words.split(), "--out", str(file)])
+        yield {"script": self.script, "words": words, "file": file.name}
+
+
+def run_script(script: str, words: Sequence[str]) -> None:
+    """Run a benchmark in this process."""
+    before = sys.argv
+    sys.argv = [script, *words]
+    try:
+        runpy.run_path(str(HERE / script), run_name="__main__")
+    finally:
+        sys.argv = before
+
+
+@dataclass(frozen=True)
+class Tests:
+    """Tests of tests/gpu that need the device; the row counts them and has what failed."""
+
+    seconds: float
+    words: tuple[str, ...]
+
+    def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
+        if importlib.util.find_spec("pytest") is None:
+            yield {"passed_over": "pytest is not installed: make gpu-pack packs it"}
+            return
+        import pytest
+
+        counts: dict[str, int] = {"passed": 0, "failed": 0, "skipped": 0}
+        failures: list[str] = []
+
+        class Reports:
+            def pytest_runtest_logreport(self, report: Any) -> None:
+                if report.when == "call" or not report.passed:
+                    counts[report.outcome] += 1
+                if report.failed:
+                    failures.append(f"{report.nodeid}\n{report.longreprtext[-4000:]}")
+
+        os.chdir(ROOT)
+        status = pytest.main(["-m", "gpu", "-q", "-p", "no:cacheprovider", *self.words], plugins=[Reports()])
+        yield {"tests": list(self.words), "status": int(status), **counts, "failures": failures}
+
+
+@dataclass(frozen=True)
+class Training:
+    """A run of a mechanism: its curve, the held-out windows of its last evaluation, its summary.
+
+    Attributes:
+        variant: as `attnres compare --variants` takes it, e.g. "block:num_blocks=8".
+        epochs: passes over the packed text; or `tokens_a_parameter`, at most `most_epochs`.
+    """
+
+    seconds: float
+    variant: str
+    size: tuple[int, int, int, int] = (512, 12, 8, 1536)
+    optimizer: str = "muon"
+    rate: float = 1.0
+    seed: int = 0
+    epochs: float = 1.0
+    tokens_a_parameter: float | None = None
+    most_epochs: float = 3.0
+
+    def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
+        from attnres.data import open_tokens
+        from attnres.errors import UserError
+        from attnres.models import build
+        from attnres.studies.presets import qwen3
+        from attnres.studies.variants import parse_variant
+        from attnres.training import from_dict, train
+
+        about = {"variant": self.variant, "optimizer": self.optimizer, "rate": self.rate, "seed": self.seed}
+        text = place.pack / "text"
+        if not text.is_dir():
+            yield about | {"passed_over": f"there is no text in {text.name} of the pack: make gpu-pack TEXT=SOURCE"}
+            return
+        try:
+            variant = parse_variant(self.variant)
+        except UserError as error:
+            yield about | {"passed_over": str(error)}
+            return
+        batch, length = (2, 16) if place.tiny else (64, 512)
+        size = qwen3(*((16, 2, 2, 32) if place.tiny else self.size))
+        tokens = len(open_tokens(text))
+        steps = self.epochs * tokens / (batch * length)
+        if self.tokens_a_parameter is not None:
+            count = sum(p.numel() for p in build(size, "standard", vocab_size=8192, max_positions=length).parameters())
+            wanted = min(self.tokens_a_parameter * count, self.most_epochs * tokens)
+            steps = wanted / (batch * length)
+        steps = 6 if place.tiny else max(1, int(steps))
+        folder = place.out / "runs" / hashlib.sha256(repr(self).encode()).hexdigest()[:12]
+        shutil.rmtree(folder, ignore_errors=True)
+        values = {
+            "model": {"size": size, "residual": variant.residual, "settings": dict(variant.settings)},
+            "data": {"source": str(text), "seq_len": length, "val_windows": 4 if place.tiny else 1024},
+            "optim": {"optimizer": self.optimizer, "lr": 0.002 * self.rate},
+            "out": str(folder),
+            "seed": self.seed,
+            "steps": steps,
+            "batch_size": batch,
+            "device": place.device,
+            "dtype": "fp32" if place.tiny else "bf16",
+            "cuda_graphs": True,
+            "save_every": steps,
+            "depth_every": 0,
+            "val_every": max(1, steps // 10),
+            "log_every": max(1, steps // 50),
+        }
+        if self.optimizer == "muon":
+            values["optim"]["muon_lr"] = 0.01 * self.rate
+        summary = train(from_dict(values), progress=False)
+        yield about | self._outcome(folder, summary)
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def _outcome(self, folder: Path, summary: Mapping[str, Any]) -> Row:
+        import numpy as np
+
+        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text("utf-8").splitlines()]
+        windows = np.load(max((folder / "val").iterdir()))
+        names = ("step", "tokens", "parameters", "val_loss", "val_se", "tokens_per_s", "step_s", "peak_memory_bytes")
+        return {
+            **{name: summary.get(name) for name in names},
+            "how": json.loads((folder / "environment.json").read_text("utf-8"))["step"],
+            "val": [[line["step"], line["loss"]] for line in lines if line.get("kind") == "val"],
+            "train": [[line["step"], line["loss"]] for line in lines if line.get("kind") == "train"],
+            "windows": [round(float(value), 4) for value in windows],
+        }
+
+
+BLOCK8, BLOCK4 = "block (8 blocks)", "block (4 blocks)"
+FOUR = ("standard", BLOCK8, "full", BLOCK4)
+
+
+@dataclass(frozen=True)
+class NotYet:
+    """An experiment that cannot be carried out yet: a row with why."""
+
+    seconds: float
+    why: str
+
+    def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
+        yield {"passed_over": self.why}
+
+
+LADDER = {
+    "3m": ((128, 10, 2, 384), 20, 120),
+    "8.4m": ((256, 8, 4, 768), 20, 180),
+    "21m": ((384, 10, 6, 1152), 10, 300),
+    "42m": ((512, 12, 8, 1536), 5, 500),
+}
+"""Name -> width, layers, heads and width of the MLP; tokens a parameter; seconds at most."""
+
+
+TABLE = (
+    *("standard", "block:num_blocks=8", "full", "static_mix", "full:weights=sigmoid", "full:key_norm=false"),
+    *("block:num_blocks=8,heads=4", "full:window=8", "full:query=input", "mhc", "denseformer", "muddformer"),
+    *("muddformer:norm=false", "dca", "inkling2", "rms_block", "full:keys=sliced"),
+)
+"""Table 4 and the rivals. A rule that is not there yet, or not under this name, is passed over with a row."""
+
+
+def _training() -> dict[str, Any]:
+    """Return the runs of the evidence, those first that decide most."""
+    block = "block:num_blocks=8"
+    rates = {
+        f"train rates {variant} {optimizer} x{rate}": Training(90, variant, optimizer=optimizer, rate=rate)
+        for optimizer in ("muon", "adamw")
+        for rate in (1.0, 0.5, 2.0)
+        for variant in ("standard", block)
+    }
+    ladder = {
+        f"train ladder {name} {variant} seed {seed}": Training(
+            limit, variant, size, tokens_a_parameter=tokens, seed=seed
+        )
+        for seed in range(2)
+        for name, (size, tokens, limit) in LADDER.items()
+        for variant in ("standard", block, *(["full"] if name == "8.4m" else []))
+    }
+    table = {
+        f"train table {name} seed {seed}": Training(90, name, seed=seed)
+        for seed in range(2)
+        for name in TABLE
+        if seed or name not in ("standard", block)  # those are of `rates`, once
+    }
+    first = [f"train ladder 8.4m {variant} seed 0" for variant in ("standard", block)]
+    first += [f"train table {name} seed 0" for name in ("full", "static_mix")]
+    every = {**rates, **ladder, **table}
+    evaluated = "WikiText-2, LAMBADA and HellaSwag of the ladder's largest pair"
+    return {
+        **rates,
+        **{name: every[name] for name in first},
+        **{name: run for name, run in every.items() if name not in {*rates, *first}},
+        f"evaluate {evaluated}": NotYet(
+            5, "models stay on no machine that has a GPU, and the pack has no evaluation data"
+        ),
+    }
+
+
+ROUNDS: dict[str, Any] = {
+    "tests": Tests(90, ("tests/gpu/test_graphs.py", "tests/gpu/test_models.py", "-k", "captured or graphs")),
+    "equality of captured steps": Equality(60),
+    "step 100m graphs": Steps(110, "100m", FOUR, "graphs", 16, 1024),
+    "step 100m compile+graphs": Steps(150, "100m", (BLOCK8, "full"), "compile+graphs", 16, 1024),
+    "step 0.6b graphs": Steps(110, "0.6b", (BLOCK8, "full", "standard"), "graphs", 8, 2048),
+    "step 100m eager, 64k tokens": Steps(60, "100m", ("standard", BLOCK8), "eager", 64, 1024),
+    "step 1.7b graphs, bf16 parameters": Steps(100, "1.7b", (BLOCK8, "full"), "graphs", 4, 4096, "bf16-parameters"),
+    "step 100m graphs, bf16 parameters": Steps(60, "100m", FOUR[:3], "graphs", 16, 1024, "bf16-parameters"),
+    "step 0.6b compiled": Steps(200, "0.6b", (BLOCK8,), "compile", 8, 2048),
+    "step 100m eager": Steps(50, "100m", (BLOCK8, "full", "standard"), "eager", 16, 1024),
+    "step 100m graphs, muon": Steps(60, "100m", ("standard", BLOCK8), "graphs", 16, 1024, optimizer="muon"),
+    "prefill and decode": Script(
+        150,
+        "decode.py",
+        "--device cuda --size 0.6b --batches 1 --prefill 8192 --seconds 2 --graphs",
+        "--device cpu --size nano --batches 1 --prefill 8 --context 6 --seconds 0",
+    ),
+    "held": Script(60, "held.py", "", None),
+    "kernels": Script(240, "kernels.py", "--device cuda --seconds 1", "--device cpu --seconds 0 --only read"),
+    "loss": Script(
+        60, "loss.py", "--device cuda --seconds 5", "--device cpu --seconds 0 --vocabulary 64 --tokens 16 --dtype fp32"
+    ),
+    "muon": Script(60, "muon.py", "--device cuda --seconds 5 --cases 100m", "--device cpu --seconds 0 --cases nano"),
+    "peers": Script(
+        300,
+        "stack.py",
+        "--device cuda --seconds 1",
+        "--device cpu --seconds 0 --sublayers 4 --block-size 2 --tokens 16 --width 16 --no-compile",
+    ),
+    **_training(),
+}
+
+
+# ------------------------------------------------------------------ rows
+
+
+def kernels_hash() -> str:
+    """Return the hash of the sources that a time depends on."""
+    digest = hashlib.sha256()
+    for name in KERNELS:
+        path = ROOT / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.relative_to(ROOT).as_posix().encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def facts(device: str) -> dict[str, str | None]:
+    """Return what rows are keyed by."""
+    import torch
+
+    def version(name: str) -> str | None:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.machine()
+    versions = {name: version(name) for name in ("torch", "triton", "transformers")}
+    return {"kernels": kernels_hash(), "device": name, "python": platform.python_version(), **versions}
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a file; a line that a kill has cut is left out."""
+    rows = []
+    for line in path.read_text("utf-8").splitlines() if path.is_file() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return rows
+
+
+def add_row(path: Path, row: Row) -> None:
+    """Append a row, to the disk before this returns."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    cut = path.is_file() and not path.read_bytes().endswith(b"\n") and path.stat().st_size > 0
+    with path.open("a", encoding="utf-8") as file:
+        file.write(("\n" if cut else "") + json.dumps(row, allow_nan=False) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ------------------------------------------------------------------ the page
+
+PAGE = ROOT / "docs" / "kernels.md"
+MARKS = ("<!-- made by `python benchmarks/round.py --page` -->", "<!-- end -->")
+GOALS: tuple[tuple[str, str, str, str], ...] = (
+    ("40 M, 16k tokens, captured", "step 100m graphs", BLOCK8, "1.08"),
+    ("40 M, 16k tokens, captured", "step 100m graphs", BLOCK4, "1.05"),
+    ("40 M, 16k tokens, captured", "step 100m graphs", "full", ""),
+    ("40 M, 16k tokens, compiled and captured", "step 100m compile+graphs", BLOCK8, ""),
+    ("0.6 B, 16k tokens, captured", "step 0.6b graphs", BLOCK8, "1.045"),
+    ("0.6 B, 16k tokens, captured", "step 0.6b graphs", "full", "1.09"),
+    ("0.6 B, compiled", "step 0.6b compiled", BLOCK8, ""),
+    ("1.7 B, 16k tokens, bf16 parameters, captured", "step 1.7b graphs, bf16 parameters", BLOCK8, "1.03"),
+    ("40 M, bf16 parameters, captured", "step 100m graphs, bf16 parameters", BLOCK8, ""),
+    ("40 M, Muon, captured", "step 100m graphs, muon", BLOCK8, ""),
+    ("40 M, eager", "step 100m eager", BLOCK8, "1.15"),
+    ("40 M, 64k tokens, eager", "step 100m eager, 64k tokens", BLOCK8, ""),
+)
+"""What the page has of steps: (what, experiment, variant, goal as a ratio to plain)."""
+
+
+def page(rows: Sequence[Row]) -> str:
+    """Return the tables of docs/kernels.md: the last row of each experiment, "not measured" where there is none."""
+    last = _last(rows)
+    lines = [
+        "| captured beside eager | largest difference of a loss | of eager steps made again | |",
+        "|---|---|---|---|",
+    ]
+    for variant in ("standard", "block", "full"):
+        row = last.get(("equality of captured steps", variant))
+        found = "not measured | |" if row is None else f"{row['captured']:.1e} | {row['again']:.1e} | {row['step']}"
+        lines.append(f"| {variant}, {row['steps'] if row else 200} steps | {found} |")
+    return "\n".join([*lines, "", steps_table(rows, GOALS)])
+
+
+def steps_table(rows: Sequence[Row], goals: Sequence[tuple[str, str, str, str]]) -> str:
+    """Return a table of training steps: of each goal its row."""
+    last = _last(rows)
+    names = ("step", "goal", "time of plain's", "host", "kernels", "peak", "taken, device")
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    for what, experiment, variant, goal in goals:
+        row, plain = last.get((experiment, variant)), last.get((experiment, "plain"))
+        found = "not measured | | | |"
+        if row is not None and plain is not None:
+            low, high = row["ratio_quartiles"]
+            ratios = (_ratio(row, plain, name) for name in ("host_ms", "busy_ms", "peak_bytes"))
+            time = f"{row['ratio']:.3f} [{low:.3f}, {high:.3f}]"
+            found = " | ".join([time, *ratios, f"{row['step']}, {row['of']['device']}"])
+        lines.append(f"| {what}, {variant} | {goal} | {found} |")
+    return "\n".join(lines)
+
+
+def _last(rows: Sequence[Row]) -> dict[tuple[str, str], Row]:
+    return {(row["round"], row["variant"]): row for row in rows if "ms" in row or "captured" in row}
+
+
+def _ratio(row: Row, plain: Row, name: str) -> str:
+    return f"{row[name] / plain[name]:.3f}" if plain.get(name) else ""
+
+
+def pages(rows: Sequence[Row]) -> dict[Path, str]:
+    """Return what stands between the marks of each page."""
+    few = [goal for goal in GOALS if goal[2] == BLOCK8 and goal[3]]
+    return {PAGE: page(rows), ROOT / "README.md": steps_table(rows, few)}
+
+
+def write_page(tables: str, path: Path) -> None:
+    """Write the tables of a page anew, between its marks."""
+    text = path.read_text("utf-8")
+    before, after = text.split(MARKS[0])[0], text.split(MARKS[1])[1]
+    path.write_text(f"{before}{MARKS[0]}\n\n{tables}\n\n{MARKS[1]}{after}", "utf-8")
+
+
+# ------------------------------------------------------------------ one experiment, all experiments
+
+
+@dataclass
+class Command:
+    """What a call of this command works with."""
+
+    place: Place
+    of: dict[str, Any] = field(default_factory=dict)
+    path: Path = ROWS
+
+    def done(self, name: str) -> list[Row]:
+        """Return an experiment's rows so far, made with the same sources, device and versions."""
+        return [row for row in read_rows(self.path) if row.get("round") == name and row.get("of") == self.of]
+
+    def ended(self, name: str) -> bool:
+        return any("ended" in row for row in self.done(name))
+
+    def run(self, name: str) -> None:
+        """Carry out an experiment in this process."""
+        began, head = time.monotonic(), {"round": name, "of": self.of}
+        try:
+            for row in ROUNDS[name].rows(self.place, self.done(name)):
+                add_row(self.path, head | _finite(row))
+                shown = {key: value for key, value in row.items() if not isinstance(value, list | dict)}
+                print(f"{name}: {json.dumps(shown)[:400]}", flush=True)
+            ended = "done"
+        except BaseException as error:
+            add_row(self.path, head | {"error": traceback.format_exc(), "experiment": repr(ROUNDS[name])})
+            if not isinstance(error, Exception | SystemExit):
+                raise
+            ended = "failed"
+            print(f"{name}: {type(error).__name__}: {error}", flush=True)
+        add_row(self.path, head | {"ended": ended, "seconds": time.monotonic() - began})
+
+
+def _finite(value: Any) -> Any:
+    """Return a row without what JSON does not know."""
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not abs(value) < float("inf") else value
+
+
+def _asked(name: str, only: Sequence[str]) -> bool:
+    """Return whether an experiment is one of those named, or begins as a name does that is nobody's."""
+    return any(name == one or (one not in ROUNDS and name.startswith(one)) for one in only)
+
+
+def missing() -> list[str]:
+    """Return the modules that are needed and not there, without importing any."""
+    return [name for name in NEEDED if importlib.util.find_spec(name) is None]
+
+
+def use_pack(pack: Path) -> None:
+    """Put the packed folder last on the path: nothing in it takes the place of what is installed."""
+    for place in (str(HERE), str(ROOT), str(pack / "site")):
+        if place not in sys.path:
+            sys.path.append(place)
+    os.environ.setdefault("ATTNRES_PEERS", str(pack / "peers"))
+    for name, folder in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+        os.environ.setdefault(name, str(pack / folder))
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--budget", type=float, default=540.0, help="seconds")
+    parser.add_argument("--only", nargs="+", default=None, help="experiments, or how their names begin, done or not")
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="on a CPU everything is tiny")
+    parser.add_argument("--pack", type=Path, default=PACK, help="the folder that make gpu-pack has made")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="the file of rows")
+    parser.add_argument("--list", action="store_true", help="list the experiments")
+    parser.add_argument("--page", action="store_true", help="write the tables of docs/kernels.md and README anew")
+    parser.add_argument("--in-process", action="store_true", help="no process for each: limits are not kept")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    options = parser.parse_args(words)
+    if options.page:
+        for path, tables in pages(read_rows(options.rows)).items():
+            write_page(tables, path)
+        return 0
+    end = time.monotonic() + options.budget
+    use_pack(options.pack)
+    if names := missing():
+        parser.error(f"{', '.join(names)} cannot be imported here: make gpu-pack, where there is a network, packs them")
+    command = Command(
+        Place(options.device, options.device == "cpu", options.pack, options.rows.parent),
+        facts(options.device),
+        options.rows,
+    )
+    if options.one:
+        command.run(options.one)
+        return 0
+    chosen = [name for name in ROUNDS if options.only is None or _asked(name, options.only)]
+    if not chosen:
+        parser.error(f"no experiment begins with {' or '.join(options.only)}: --list shows them")
+    for name in chosen:
+        ended, limit = command.ended(name), ROUNDS[name].seconds
+        if options.list:
+            state = [row["ended"] for row in command.done(name) if "ended" in row]
+            print(f"{limit:5.0f} s  {name:46s} {state[-1] if state else 'not measured'}")
+            continue
+        if ended and options.only is None:
+            continue
+        left = end - time.monotonic()
+        if left < LEAST:
+            print(f"the budget is spent before {name}: the same command goes on there", flush=True)
+            break
+        if options.in_process:
+            command.run(name)
+            continue
+        arguments = ["--one", name, "--device", options.device, "--pack", options.pack, "--rows", options.rows]
+        try:
+            status = subprocess.run(
+                [sys.executable, __file__, *map(str, arguments)], timeout=min(limit, left), check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            print(f"{name}: ran past {min(limit, left):.0f} s", flush=True)
+            if limit <= left:  # else the budget cut it, and the next call goes on with what it lacks
+                add_row(options.rows, {"round": name, "of": command.of, "ended": f"stopped after {limit:.0f} s"})
+            continue
+        if not command.ended(name):  # killed, for memory or by the driver
+            add_row(options.rows, {"round": name, "of": command.of, "ended": f"died with status {status}"})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

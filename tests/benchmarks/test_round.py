@@ -1,0 +1,177 @@
+"""The command for a machine with a GPU, in small on this one: rows as they come, failures, and where it goes on."""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import round as gpu_round
+from tapes import Tape
+
+from attnres.ops import cpu
+from attnres.training import graphs
+
+Run = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def run(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Carries out the experiments whose names begin so, in this process; gives the rows that this added."""
+    (tmp_path / "pack").mkdir()
+    (tmp_path / "pack" / "text").symlink_to(corpus)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    for name in ("ATTNRES_PEERS", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "HF_HUB_OFFLINE"):
+        monkeypatch.setenv(name, os.environ.get(name, str(tmp_path)))
+    rows = tmp_path / "rows" / "gpu.jsonl"
+
+    def carry_out(*names: str, budget: float = 1e6, only: bool = True) -> list[dict[str, Any]]:
+        before = len(gpu_round.read_rows(rows))
+        words = ["--device", "cpu", "--in-process", "--rows", str(rows), "--pack", str(tmp_path / "pack")]
+        assert gpu_round.main([*words, "--budget", str(budget), *(["--only", *names] if only else [])]) == 0
+        return gpu_round.read_rows(rows)[before:]
+
+    return carry_out
+
+
+@pytest.fixture
+def captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps are captured, as on CUDA."""
+    monkeypatch.setattr(graphs, "Graph", Tape)
+    monkeypatch.setattr(graphs, "why_not", lambda *_, **how: None)
+
+
+def test_captured_steps_are_compared_and_timed(run: Run, captured: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "step 100m graphs, bf16 parameters"
+    experiment = dataclasses.replace(gpu_round.ROUNDS[name], variants=(gpu_round.BLOCK8,))
+    monkeypatch.setitem(gpu_round.ROUNDS, name, experiment)
+    with cpu.switched(on=False):
+        equality, timed = run("equality"), run(name)
+    assert [row.get("variant") for row in equality] == ["standard", "block", "full", None]
+    assert all(row["equal"] and row["again"] == 0 and row["step"] == "captured" for row in equality[:3])
+    assert all(len(row["losses"]["captured"]) == row["steps"] for row in equality[:3])
+    assert [row["variant"] for row in timed[:-1]] == ["plain", gpu_round.BLOCK8]
+    assert timed[0]["ratio"] == 1 and all(row["ms"] > 0 < row["host_ms"] for row in timed[:-1])
+    assert {row["step"] for row in timed[:-1]} == {"captured"} and timed[-1]["ended"] == "done"
+
+
+def test_what_cannot_be_captured_is_tried_in_the_next_way(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU none can; an error of one way leaves its traceback and its shapes."""
+    import busy
+
+    measure, tried = busy.measure, []
+
+    def failing(labels: Any, size: Any, on: Any, *, mode: str, **how: Any) -> Any:
+        tried.append(mode)
+        if mode == "graphs of passes":
+            raise RuntimeError("a kernel was refused")
+        return measure(labels, size, on, mode="eager" if mode == "reduce-overhead" else mode, **how)
+
+    monkeypatch.setattr(busy, "measure", failing)
+    experiment = dataclasses.replace(gpu_round.ROUNDS["step 100m graphs"], variants=("standard",))
+    monkeypatch.setitem(gpu_round.ROUNDS, "step 100m graphs", experiment)
+    rows = run("step 100m graphs")
+    assert tried[:3] == ["graphs", "graphs of passes", "reduce-overhead"]
+    failed = [row for row in rows if "error" in row and row["variant"] == "standard"]
+    assert len(failed) == 1 and "a kernel was refused" in failed[0]["error"] and failed[0]["tokens"] == 32
+    assert rows[0]["step"].startswith("eager: ") and "cpu" in rows[0]["step"]
+
+
+def test_a_run_is_trained_and_a_rule_that_is_not_there_passed_over(run: Run) -> None:
+    trained, over = run("train rates standard muon x1.0"), run("train table rms_block seed 0")
+    assert trained[0]["val_loss"] == pytest.approx(trained[0]["val"][-1][1]) and len(trained[0]["windows"]) == 4
+    assert trained[0]["how"].startswith("eager: ") and trained[-1]["ended"] == "done"
+    assert "rms_block" in over[0]["passed_over"] and over[-1]["ended"] == "done"
+
+
+def test_it_goes_on_where_it_stopped(run: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """What has ended with the same sources and versions is not repeated."""
+    made: list[str] = []
+
+    @dataclasses.dataclass(frozen=True)
+    class Counted:
+        seconds: float
+        name: str
+        fails: bool = False
+
+        def rows(self, place: Any, done: Any) -> Any:
+            made.append(self.name)
+            yield {"variant": "a", "value": float("nan")}
+            if self.fails:
+                raise ValueError("its cause")
+
+    rounds = {"one": Counted(5, "one"), "two": Counted(5, "two", fails=True)}
+    monkeypatch.setattr(gpu_round, "ROUNDS", rounds)
+    rows = run(only=False)
+    assert made == ["one", "two"] and [row.get("ended") for row in rows] == [None, "done", None, None, "failed"]
+    assert "its cause" in rows[3]["error"] and rows[0]["value"] is None
+    assert run(only=False) == [] and made == ["one", "two"]
+    monkeypatch.setattr(gpu_round, "kernels_hash", lambda: "others")
+    assert run(only=False, budget=5) == []
+    assert "the budget is spent" in capsys.readouterr().out
+    run(only=False)
+    assert made == ["one", "two"] * 2
+    with pytest.raises(SystemExit):
+        run("three")
+
+
+def test_a_cut_line_is_no_row_and_loses_none(tmp_path: Path) -> None:
+    file = tmp_path / "gpu.jsonl"
+    gpu_round.add_row(file, {"a": 1})
+    file.write_text(file.read_text() + '{"a": 2')
+    gpu_round.add_row(file, {"a": 3})
+    assert gpu_round.read_rows(file) == [{"a": 1}, {"a": 3}]
+
+
+def test_modules_that_are_missing_are_named_before_anything(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(gpu_round, "NEEDED", ("torch", "no_such_module"))
+    with pytest.raises(SystemExit):
+        run("equality")
+    assert "no_such_module" in capsys.readouterr().err
+
+
+def test_an_experiment_that_takes_too_long_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the row says so, unless the budget was what stopped it."""
+    rows = tmp_path / "gpu.jsonl"
+    monkeypatch.setattr(gpu_round, "facts", lambda device: {})
+    monkeypatch.setattr(gpu_round, "ROUNDS", {"long": dataclasses.replace(gpu_round.ROUNDS["tests"], seconds=0.01)})
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert gpu_round.main(["--device", "cpu", "--rows", str(rows)]) == 0
+    assert [row["ended"] for row in gpu_round.read_rows(rows)] == ["stopped after 0 s"]
+
+
+def test_the_page_has_the_rows(tmp_path: Path) -> None:
+    of = {"device": "H200"}
+    base = {"round": "step 100m graphs", "of": of, "step": "captured"}
+    plain = {**base, "variant": "plain", "ms": 30.0, "host_ms": 2.0, "busy_ms": 29.0, "peak_bytes": 100}
+    block = {**base, "variant": gpu_round.BLOCK8, "ms": 33.0, "ratio": 1.1, "ratio_quartiles": [1.09, 1.12]}
+    block |= {"host_ms": 3.0, "busy_ms": 31.9, "peak_bytes": 105}
+    page = gpu_round.page([plain, block | {"ratio": 9.0}, block])
+    assert "| 1.08 | 1.100 [1.090, 1.120] | 1.500 | 1.100 | 1.050 | captured, H200 |" in page
+    assert page.count("not measured") == 3 + len(gpu_round.GOALS) - 1
+    file = tmp_path / "page.md"
+    file.write_text(f"before {gpu_round.MARKS[0]} old {gpu_round.MARKS[1]} after")
+    gpu_round.write_page(page, file)
+    assert page in file.read_text() and file.read_text().startswith("before") and file.read_text().endswith("after")
+
+
+def test_documentation_and_readme_have_the_tables_of_the_rows_that_there_are() -> None:
+    pages = gpu_round.pages(gpu_round.read_rows(gpu_round.ROWS))
+    assert [path.name for path in pages] == ["kernels.md", "README.md"]
+    assert all(tables in path.read_text("utf-8") for path, tables in pages.items())
+
+
+def test_every_experiment_has_a_limit_and_the_first_nine_minutes_hold_what_decides() -> None:
+    seconds, first = 0.0, []
+    for name, experiment in gpu_round.ROUNDS.items():
+        seconds += experiment.seconds
+        if seconds <= 540:
+            first.append(name)
+    wanted = ["equality of captured steps", "step 100m graphs", "step 100m compile+graphs", "step 0.6b graphs"]
+    assert first == ["tests", *wanted]
+    json.dumps([dataclasses.asdict(experiment) for experiment in gpu_round.ROUNDS.values()])

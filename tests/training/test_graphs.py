@@ -1,0 +1,205 @@
+"""Captured steps are the eager ones, on a CPU: a tape of operators stands for a CUDA graph."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lines import lines
+from safetensors.torch import load_file
+from tapes import Tape
+
+from attnres.head import Sums
+from attnres.ops import cpu
+from attnres.residuals.mechanisms.standard import Standard
+from attnres.studies.speed import step_times, training_steps
+from attnres.training import TrainConfig, graphs, train
+from attnres.training.objective import Objective
+from attnres.training.parallel import Processes
+from attnres.training.step import Update
+
+Configure = Callable[..., TrainConfig]
+GPT2 = {"family": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "resid_pdrop": 0.3, "attn_pdrop": 0.3}
+
+
+@pytest.fixture
+def tapes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Tape]]:
+    """Steps are captured on this CPU; gives the tapes. Reads are operators, which C kernels are not."""
+    monkeypatch.setattr(graphs, "Graph", Tape)
+    monkeypatch.setattr(graphs, "why_not", lambda *_, **how: None)
+    monkeypatch.setattr(Tape, "made", [])
+    with cpu.switched(on=False):
+        yield Tape.made
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in lines(run) if "loss" in line]
+
+
+def path_of(run: Path) -> str:
+    return json.loads((run / "environment.json").read_text())["step"]
+
+
+class Fading(Standard):
+    """A mechanism of a user's, with a number that no graph reads again."""
+
+    def set_progress(self, fraction: float) -> None:
+        self.fraction = fraction
+
+
+@pytest.mark.parametrize(
+    ("model", "accumulation"),
+    [
+        ({"residual": "standard", "num_blocks": None, "size": GPT2}, 4),
+        ({"size": GPT2}, 2),
+        ({"residual": "full", "num_blocks": None}, 1),
+        ({"residual": "adaptive", "num_blocks": None, "settings": {"target_count": 0, "target_weight": 3.0}}, 4),
+    ],
+    ids=["standard with dropout", "block with dropout", "full", "adaptive"],
+)
+def test_captured_steps_are_the_eager_steps_bit_for_bit(
+    configure: Configure,
+    tmp_path: Path,
+    tapes: list[Tape],
+    monkeypatch: pytest.MonkeyPatch,
+    model: Any,
+    accumulation: int,
+) -> None:
+    """Three warm up, two are replayed, one is recorded by depth and eager, three are replayed, the last is eager."""
+    monkeypatch.setattr(graphs, "why_not_optimizer", lambda optimizer: "not here")
+    how = {"model": model, "accumulation": accumulation, "steps": 10, "depth_every": 6, "log_every": 1, "val_every": 5}
+    for out in ("eager", "captured"):
+        train(configure(out=out, cuda_graphs=out == "captured", **how), progress=False)
+    assert len(tapes) == min(accumulation, 3) and tapes[0].replays == 5 and len(tapes[0].calls) > 100
+    assert sum(tape.replays for tape in tapes) == 5 * accumulation
+    assert lines(tmp_path / "captured") == lines(tmp_path / "eager") and len(losses(tmp_path / "eager")) == 12
+    for file in ("model/model.safetensors", "checkpoint/optimizer.safetensors"):
+        ours, theirs = (load_file(tmp_path / out / file) for out in ("captured", "eager"))
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert (path_of(tmp_path / "eager"), path_of(tmp_path / "captured")) == (
+        "eager",
+        "captured, optimizer eager: not here",
+    )
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_optimizers_are_captured_with_rates_that_change(
+    configure: Configure, tmp_path: Path, tapes: list[Tape], optimizer: str
+) -> None:
+    """A rate on the device is fp32: losses are equal to rounding."""
+    how = {"optim": {"optimizer": optimizer, "warmup": 0.5, "lr": 0.02}, "steps": 10, "depth_every": 6, "log_every": 1}
+    for out in ("eager", "captured"):
+        train(configure(out=out, cuda_graphs=out == "captured", **how), progress=False)
+    assert [tape.replays for tape in tapes] == [5] * (2 + (optimizer == "muon"))
+    assert losses(tmp_path / "captured") == pytest.approx(losses(tmp_path / "eager"), rel=1e-6)
+    assert losses(tmp_path / "captured")[-1] < losses(tmp_path / "captured")[0] - 0.1
+    assert path_of(tmp_path / "captured") == "captured"
+    rates = [line["lr"] for line in lines(tmp_path / "captured") if "lr" in line]
+    assert len(set(rates)) == 10
+
+
+def test_what_cannot_be_captured_is_said_in_a_sentence() -> None:
+    """Before anything is tried."""
+    on = torch.device("cuda")
+    assert graphs.why_not(on, None) is graphs.why_not(on, Standard(4, 8)) is None
+    assert "runs on cpu" in (graphs.why_not(torch.device("cpu"), None) or "")
+    assert "4 processes" in (graphs.why_not(on, None, processes=4) or "")
+    assert "liger" in (graphs.why_not(on, None, loss="liger") or "").lower()
+    assert "Fading.set_progress" in (graphs.why_not(on, Fading(4, 8)) or "")
+
+
+def test_a_layout_of_several_processes_takes_eager_steps_and_says_so() -> None:
+    """A stage of a pipeline too, which has no objective of its own."""
+    model = torch.nn.Linear(2, 2)
+    who = Processes(1, 4, torch.device("cuda"))
+    staged: Any = SimpleNamespace(
+        model=model, who=who, objective=None, config=TrainConfig(), clip=max, named_parameters=model.named_parameters
+    )
+    assert Update(staged, [], 1.0, lambda: None, capture=True).path.startswith("eager: a step of 4 processes")
+
+
+def test_on_a_cpu_steps_are_eager_and_the_run_says_why(
+    configure: Configure, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(configure(out="eager", steps=2), progress=False)
+    train(configure(out="asked", steps=2, cuda_graphs=True), progress=True)
+    assert losses(tmp_path / "asked") == losses(tmp_path / "eager")
+    assert path_of(tmp_path / "asked").startswith("eager: ") and "cpu" in path_of(tmp_path / "asked")
+    assert path_of(tmp_path / "asked") in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "memory"),
+        (RuntimeError("not permitted: cudaMalloc"), "cudaMalloc"),
+    ],
+)
+def test_a_run_whose_capture_fails_goes_on_eagerly(
+    configure: Configure,
+    tmp_path: Path,
+    tapes: list[Tape],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    said: str,
+) -> None:
+    """In the second of two graphs, whose failure the driver reports in another error."""
+
+    def fail(function: Callable[[], Any], pool: Any = None) -> Tape:
+        if pool is None:
+            return Tape(function)
+        try:
+            raise error
+        finally:
+            raise RuntimeError("the capture was invalidated")
+
+    monkeypatch.setattr(graphs, "Graph", fail)
+    for out in ("eager", "captured"):
+        train(configure(out=out, cuda_graphs=out == "captured", accumulation=2), progress=False)
+    assert len(tapes) == 1 and not tapes[0].replays
+    assert lines(tmp_path / "captured") == lines(tmp_path / "eager")
+    assert path_of(tmp_path / "captured").startswith("eager: ") and said in path_of(tmp_path / "captured")
+
+
+def test_a_step_that_asks_for_a_number_is_no_captured_step(
+    configure: Configure, tmp_path: Path, tapes: list[Tape], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = Objective.forward
+
+    def asking(self: Objective, *batch: Any, **how: Any) -> Sums:
+        sums = forward(self, *batch, **how)
+        if not how.get("held_out"):
+            sums.cross_entropy.item()
+        return sums
+
+    monkeypatch.setattr(Objective, "forward", asking)
+    train(configure(out="asking", cuda_graphs=True), progress=False)
+    assert not tapes and "local_scalar" in path_of(tmp_path / "asking")
+
+
+def test_each_shape_is_captured_up_to_a_number_of_shapes(tapes: list[Tape]) -> None:
+    size = {**GPT2, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "embd_pdrop": 0.0}
+    how: dict[str, Any] = {"size": size, "vocab_size": 32, "seq_len": 12, "batch_size": 2, "on": torch.device("cpu")}
+    captured, eager = (
+        training_steps({"block": ("block", {"num_blocks": 2})}, cuda_graphs=on, **how)["block"] for on in (True, False)
+    )
+    tokens = torch.cat([eager.x, eager.y[:, -1:]], 1)
+    lengths = [12, 8] * 5 + [7, 6, 12, 5, 8, 12]  # of which 5 is one too many
+    for length in lengths:
+        for step in (captured, eager):
+            step.x, step.y = tokens[:, :length], tokens[:, 1 : length + 1]
+        torch.testing.assert_close(captured(), eager(), rtol=1e-5, atol=0)
+    assert [tape.replays for tape in tapes] == [3, 3, 2, 2]  # passes and optimizer of either length
+    assert f"more than {graphs.MOST_SHAPES} shapes, the last (2, 5)" in captured.path
+
+
+def test_steps_are_timed_captured_the_plain_model_too(tapes: list[Tape]) -> None:
+    variants = {"plain": (None, {}), "full": ("full", {})}
+    rows = step_times(
+        variants, size={**GPT2, "resid_pdrop": 0.0}, vocab_size=32, seq_len=8, batch_size=2, cuda_graphs=True, rounds=3
+    )["variants"]
+    assert [row["step"] for row in rows.values()] == ["captured", "captured"]
+    assert len(tapes) == 4 and all(len(row["times"]) == 3 for row in rows.values())
