@@ -21,8 +21,8 @@ from step import BASES, SIZES, VARIANTS
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from attnres.comparison.speed import training_steps
 from attnres.files import write_json
-from attnres.studies.speed import training_steps
 from attnres.timing import in_turn, seconds_of, spread
 
 PROFILED = 2
