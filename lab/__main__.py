@@ -80,6 +80,8 @@ class Study:
 def run(arguments: list[str]) -> None:
     """Parse the arguments after `python -m lab` and carry them out. Raises UserError."""
     options = parse("lab", Study, arguments, program="python -m")
+    if options.figures is not None and (options.dry_run or options.list or options.report):
+        raise UserError("--figures is given with --dry-run, --list or --report, which draw nothing: give one of them")
     if options.dry_run:  # before torch is imported: that alone can take longer than a user waits for a first word
         from rich.console import Console
 

@@ -544,6 +544,7 @@ def test_images_that_were_wrong_are_no_images_of_the_study(setting, tmp_path):
         ),
         (["noise", "--formats", "svg"], "formats is svg, which is of --figures alone"),
         (["noise", "--out", "absent", "--figures", "drawn"], "cannot read absent/nano/noise/study.json: No such file"),
+        (["--list", "--figures", "drawn"], "--figures is given with --dry-run, --list or --report"),
         (["all", "--out", "absent", "--figures", "drawn"], "absent/nano holds no study"),
     ],
 )
