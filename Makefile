@@ -1,5 +1,6 @@
 # make demo    set up what the demo needs, then compare the standard residual, its control, Block and Full on the text
 #              Python ships with
+# make study   a study of the laboratory, e.g. ARGS="noise --preset micro"; without ARGS the studies there are
 # make test    set up the rest, lint, types, tests
 # make bench   the speed of a training step, beside the plain model, the standard residual and the naive read
 # make docs    the documentation site, into build/site
@@ -28,7 +29,7 @@ HASHED := --require-hashes --no-deps -r
 # torch and Transformers: 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test lint types bench docs peers gpu gpu-pack test-gpu test-scale test-oldest soak test-long fuzz audit lock clean
+.PHONY: setup demo study test lint types bench docs peers gpu gpu-pack test-gpu test-scale test-oldest soak test-long fuzz audit lock clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready
@@ -59,6 +60,10 @@ setup: .venv/ready
 demo: .venv/demo
 	$(BIN)/attnres compare --out runs/demo
 	@echo "open runs/demo/report.html in a browser"
+
+ARGS ?= --list
+study: .venv/demo
+	$(BIN)/python -m lab $(ARGS)
 
 lint: .venv/ready
 	$(BIN)/ruff check .

@@ -28,7 +28,7 @@ HOMES = {
     "load": "attnres.models",
     "TrainConfig": "attnres.training.config",
     "train": "attnres.training.loop",
-    "compare": "attnres.studies.compare",
+    "compare": "attnres.comparison.compare",
     "inspect_model": "attnres.inspect.inspector",
     "intervene": "attnres.inspect",
     "record": "attnres.inspect",
@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # the same for type checkers and editors, and the subpackages
     from attnres import evals as evals
     from attnres import figures as figures
     from attnres import report as report
+    from attnres.comparison.compare import compare
     from attnres.errors import Interrupted, UserError
     from attnres.evals.generate import generate
     from attnres.inspect import intervene, record
@@ -49,7 +50,6 @@ if TYPE_CHECKING:  # the same for type checkers and editors, and the subpackages
     from attnres.models import attach, build, convert, load
     from attnres.ops import Norm, depth_read, depth_read_reference
     from attnres.residuals import RESIDUALS, Residual, make_residual, register
-    from attnres.studies.compare import compare
     from attnres.training.config import TrainConfig
     from attnres.training.loop import train
 else:

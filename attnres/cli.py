@@ -32,7 +32,6 @@ from attnres.text import listed, one_line
 COMMANDS = {
     "train": "train one model",
     "compare": "train variants side by side under equal conditions; without options: the demo",
-    "study": "carry out a study of the laboratory: noise, rates, ablations, scaling, ...",
     "report": "make the table and report.html again from run folders on disk",
     "prepare": "tokenise a corpus",
     "convert": "give a pretrained model depth reads, its logits unchanged",
@@ -81,14 +80,18 @@ examples:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a command line (by default this process's); leaves with SystemExit when it fails."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = without_debug(sys.argv[1:] if arguments is None else arguments)
+    carry_out(lambda: _dispatch(words), words)
+
+
+def without_debug(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line but --debug, which is switched on where it is one of them."""
     if "--debug" in words:
         os.environ[DEBUG] = "1"
-        words = [word for word in words if word != "--debug"]
     if DEBUG not in os.environ:
         for logger in ("torchao", "torch.utils._pytree"):
             logging.getLogger(logger).addFilter(_is_worth_a_line)
-    carry_out(lambda: _dispatch(words), words)
+    return [word for word in words if word != "--debug"]
 
 
 def carry_out(action: Callable[[], object], words: Sequence[str] = ()) -> None:
@@ -146,6 +149,8 @@ def _dispatch(arguments: list[str]) -> None:
         print(f"attnres {__version__}")
     elif name in COMMANDS:
         importlib.import_module(f"attnres.commands.{name}").run(rest)
+    elif name == "study":
+        raise UserError("studies are in lab/ of the repository, not in the package: run python -m lab in a clone")
     elif name.startswith("-"):
         raise UserError(f"the command comes first, found '{name}': attnres COMMAND [OPTIONS], see attnres --help")
     else:
@@ -172,7 +177,7 @@ def _is_there(word: str) -> bool:
 
 
 def _fail(message: str, code: int) -> None:
-    """Say it on stderr, or to the comparison that started this run (see studies/child.py), with the traceback of
+    """Say it on stderr, or to the comparison that started this run (see comparison/children.py), with the traceback of
     what is being handled where it was asked for or goes into that run's log."""
     if DEBUG in os.environ or (code == 1 and ERROR_FILE in os.environ):
         traceback.print_exc()

@@ -33,7 +33,7 @@ def _size_from(words: list[str]) -> str | dict[str, Any]:
 
 
 def _settings_from(words: list[str]) -> dict[str, Setting]:
-    from attnres.studies.variants import setting_value
+    from attnres.comparison.variants import setting_value
 
     if wrong := [word for word in words if "=" not in word]:
         raise ValueError(f"'{wrong[0]}' is not NAME=VALUE")
@@ -66,8 +66,9 @@ Settings = Annotated[
 ]
 
 
-def parse(command: str, kind: type[T], arguments: list[str], default: T | None = None) -> T:
-    """Flags as a `kind`; raises UserError where tyro would print a box and leave."""
+def parse(command: str, kind: type[T], arguments: list[str], default: T | None = None, program: str = "attnres") -> T:
+    """Read the flags of `program command` as a `kind`; raises UserError where tyro would print a box and leave."""
+    name = f"{program} {command}"
     flags = _flags(kind)
     arguments = [_short(argument, flags) for argument in arguments]
     options: dict[str, Any] = {} if default is None else {"default": default}
@@ -76,7 +77,7 @@ def parse(command: str, kind: type[T], arguments: list[str], default: T | None =
         with contextlib.redirect_stderr(output):
             values, rest = tyro.cli(
                 kind,
-                prog=f"attnres {command}",
+                prog=name,
                 args=arguments,
                 config=(tyro.conf.OmitArgPrefixes,),
                 return_unknown_args=True,
@@ -84,12 +85,12 @@ def parse(command: str, kind: type[T], arguments: list[str], default: T | None =
             )
     except SystemExit as left:
         if left.code:
-            raise UserError(f"{_sentence(output.getvalue())} (attnres {command} --help lists the options)") from None
+            raise UserError(f"{_sentence(output.getvalue())} ({name} --help lists the options)") from None
         raise
     if rest:
         if rest[0].startswith("-"):
-            raise _unknown_option(rest[0].split("=")[0], command, flags)
-        raise UserError(f"unexpected argument '{rest[0]}': options start with --, see attnres {command} --help")
+            raise _unknown_option(rest[0].split("=")[0], name, flags)
+        raise UserError(f"unexpected argument '{rest[0]}': options start with --, see {name} --help")
     _refuse_empty(values)
     return values
 
@@ -115,12 +116,13 @@ def fields_of(config: Any, only: Any = None, **changes: Any) -> dict[str, Any]:
 def _unknown_option(option: str, command: str, flags: dict[str, str]) -> UserError:
     short = "--" + option.replace("_", "-").lstrip("-").rpartition(".")[2]
     near = difflib.get_close_matches(short, flags.values(), n=1, cutoff=0.5)
-    if command == "compare" and short in ("--residual", "--block-size", "--num-blocks", "--settings"):
+    if command == "attnres compare" and short in ("--residual", "--block-size", "--num-blocks", "--settings"):
         near = ["--variants"]  # e.g. block:num_blocks=6
     hint = f"did you mean '{near[0]}'? " if near else ""
     if short == "--resume":
-        hint = "the same command continues by itself what was stopped; " if command in ("compare", "study") else ""
-    return UserError(f"unknown option '{option}': {hint}attnres {command} --help lists the options")
+        continues = command in ("attnres compare", "python -m lab")
+        hint = "the same command continues by itself what was stopped; " if continues else ""
+    return UserError(f"unknown option '{option}': {hint}{command} --help lists the options")
 
 
 def _short(argument: str, flags: dict[str, str]) -> str:

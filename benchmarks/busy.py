@@ -29,9 +29,9 @@ from step import SIZES, VARIANTS, Size
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from attnres.comparison.speed import TrainingStep, training_steps
 from attnres.files import write_json
 from attnres.models.flops import peak_flops, step_flops
-from attnres.studies.speed import TrainingStep, training_steps
 from attnres.timing import in_turn, seconds_of, spread
 from attnres.training import graphs
 from attnres.training.config import OptimConfig

@@ -111,7 +111,7 @@ class Equality:
     def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
         import torch
 
-        from attnres.studies.speed import training_steps
+        from attnres.comparison.speed import training_steps
 
         size = {"family": "gpt2", "n_embd": 128, "n_layer": 6, "n_head": 4, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
         batch, length, vocabulary, count = 8, 128, 512, self.steps
@@ -242,12 +242,12 @@ class Training:
     most_epochs: float = 3.0
 
     def rows(self, place: Place, done: Sequence[Row]) -> Iterator[Row]:
+        from attnres.comparison.variants import parse_variant
         from attnres.data import open_tokens
         from attnres.errors import UserError
         from attnres.models import build
-        from attnres.studies.presets import qwen3
-        from attnres.studies.variants import parse_variant
         from attnres.training import from_dict, train
+        from lab.presets import qwen3
 
         about = {"variant": self.variant, "optimizer": self.optimizer, "rate": self.rate, "seed": self.seed}
         text = place.pack / "text"

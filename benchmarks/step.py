@@ -26,12 +26,12 @@ import torch
 from naive import block_name, register_naive
 from peers import PEERS
 
+from attnres.comparison.speed import step_times
 from attnres.files import write_json
 from attnres.models import build, build_plain
 from attnres.models.sizes import SIZES as NAMED
 from attnres.ops import cpu
 from attnres.progress import Bar
-from attnres.studies.speed import step_times
 from attnres.timing import in_turn, seconds_of, spread
 from attnres.training.device import tune
 from attnres.training.environment import peak_memory, reset_peak_memory

@@ -7,7 +7,8 @@ from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
 PAGES = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changes.md": "CHANGELOG.md"}
-PACKAGES = ("", "ops", "residuals", "models", "data", "training", "evals", "inspect", "figures", "studies", "report")
+PACKAGES = ["", "ops", "residuals", "models", "data", "training", "evals", "inspect", "figures", "report"]
+PACKAGES += ["comparison", "analysis"]
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -1,6 +1,6 @@
 """Is a way around the reads used? The null source's weight beside an even share, a gate beside where it starts.
 
-    attnres study ablations --preset micro --runs 'recipe/block-null*' 'recipe/block-gate*'
+    python -m lab ablations --preset micro --runs 'recipe/block-null*' 'recipe/block-gate*'
     python experiments/ways_around.py runs/studies/micro/ablations/recipe/block-[gn]*/inspection.json --out ways.csv
 
 A read whose weights are even gives a null source one part in as many as it has sources: more is less of a read. A gate

@@ -47,21 +47,22 @@ def preload() -> None:
     """Load what most commands load, once, and start no thread that a fork would lose."""
     import torch
 
+    import attnres.analysis.draw
+    import attnres.comparison.compare
     import attnres.evals.run
     import attnres.models.portable
     import attnres.report.show
-    import attnres.studies.compare
-    import attnres.studies.draw
     import attnres.training.loop  # noqa: F401
 
     torch.set_num_threads(1)
 
 
 def command(words: list[str]) -> None:
-    """Carry out `attnres WORDS` in this process."""
+    """Carry out `attnres WORDS` in this process, or `python -m lab` with the words after "study"."""
     from attnres.cli import main
+    from lab.__main__ import main as lab
 
-    main(words)
+    lab(words[1:]) if words[:1] == ["study"] else main(words)
 
 
 def table(words: list[str]) -> None:

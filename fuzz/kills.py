@@ -121,8 +121,9 @@ def _soak_comparison(material: Material, tally: Tally, name: str, draw: random.R
 
 
 def _process(words: list[str]) -> subprocess.Popen:
+    command = ["lab", *words[1:]] if words[0] == "study" else ["attnres", *words]
     return subprocess.Popen(
-        [sys.executable, "-m", "attnres", *words],
+        [sys.executable, "-m", *command],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,

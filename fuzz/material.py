@@ -110,8 +110,8 @@ def make(root: Path, *, whole: bool = True) -> Material:
 
 
 def _code() -> str:
-    """A hash of the package and the campaign: other code may train another run."""
-    parts = (Path(attnres.__file__).parent, Path(__file__).parent)
+    """A hash of the package, the laboratory and the campaign: other code may train another run."""
+    parts = (Path(attnres.__file__).parent, Path(__file__).parents[1] / "lab", Path(__file__).parent)
     files = sorted(file for part in parts for file in part.rglob("*") if file.suffix in (".py", ".c"))
     return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()
 

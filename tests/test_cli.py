@@ -14,8 +14,8 @@ from packaging.requirements import Requirement
 
 import attnres
 from attnres import cli
+from attnres.comparison.plan import make_plan
 from attnres.errors import DEBUG, Interrupted, UserError, foreign
-from attnres.studies.plan import make_plan
 from attnres.training.config import TrainConfig
 
 LONG = "x" * 3000
@@ -48,7 +48,7 @@ def trained(monkeypatch):
 @pytest.fixture
 def compared(monkeypatch):
     configs = []
-    monkeypatch.setattr("attnres.studies.compare.compare", configs.append)
+    monkeypatch.setattr("attnres.comparison.compare.compare", configs.append)
     return configs
 
 
@@ -88,11 +88,6 @@ def compared(monkeypatch):
         (["compare", "--residual", "block"], "unknown option '--residual': did you mean '--variants'?"),
         (["compare", "--seeds", "a", "b"], "--seeds: 'a', 'b' is not what it takes"),
         (["compare", "--resume"], "unknown option '--resume': the same command continues by itself"),
-        (["study", "--list", "noise"], "--list is of all studies: leave out 'noise'"),
-        (
-            ["study", "noise", "--slurm", "timeout_min=9"],
-            "--slurm has settings of jobs and the runs are processes here: add --executor slurm",
-        ),
         (["compare", "--seed", "1"], "unknown option '--seed': did you mean '--seeds'?"),
         (["compare", "--seeds", "1", "1"], "seeds are [1, 1]: expected different whole numbers"),
         (["compare", "--seeds", "5000000000"], "seed is 5000000000: it must be at most"),
@@ -134,23 +129,8 @@ def compared(monkeypatch):
         ),
         (["compare", "--timing-s", "-1"], "timing_s is -1.0: expected seconds, 0 or more"),
         (["compare", "--timing-s", "nan"], "timing_s is nan: expected seconds, 0 or more"),
-        (["study"], "no study given: expected attnres study NAME..."),
-        (["study", "noize"], "unknown study 'noize': did you mean 'noise'?"),
-        (["study", "noise", "--seeds", "x"], "Error parsing --seeds: 'x' is no INT"),
-        (["study", "noise", "--preset", "seconds", "--source", "absent.txt"], "source 'absent.txt' does not exist"),
-        (["study", "noise", "--source", "absent.txt", "--dry-run"], "source 'absent.txt' does not exist"),
-        (["study", "noise", "--preset", "seconds", "--source", "text.txt", "--jobs", "0"], "jobs is 0: expected 1 or"),
-        (["study", "noise", "rates", "--runs", "own/*"], "--runs is of one study: name one"),
-        (["study", "resnet", "--preset", "seconds", "--images", "absent"], "images 'absent' does not exist"),
-        (
-            ["study", "noise", "--preset", "seconds", "--adopt", "absent"],
-            "absent is not a folder: give one with the run",
-        ),
-        (["study", "--report", "--out", "absent"], "absent holds no studies"),
+        (["study", "noise", "--seeds", "2"], "run python -m lab in a clone"),
         (["plan", "0.6b", "--gpus", "7", "--pp", "3"], "no layout of 7 GPUs has dp any, shard any, pp 3"),
-        (["study", "noise", "--seeds", "1001"], "seeds is 1001: expected from 1 to 1000, how many runs"),
-        (["study", "noise", "--budget", "inf"], "budget is inf: expected hours, a number above 0"),
-        (["study", "noise", "--jobs", "-1", "--dry-run"], "jobs is -1: expected 1 or more runs at a time"),
         (["generate", "./absent", "--prompt", "a", "--seed", "-1"], "seed is -1: expected a whole number from 0 to"),
         (["plan", "--rows", "-1"], "rows is -1: expected a number, or 0 for all"),
         (["plan", "./nosuch"], "model './nosuch' does not exist"),

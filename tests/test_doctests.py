@@ -10,12 +10,13 @@ import pytest
 import attnres
 
 PACKAGE = Path(attnres.__file__).parent
+LAB = PACKAGE.with_name("lab")
 
 
 def modules() -> dict[str, bool]:
     """Name of each module with examples -> whether any of them runs."""
     runnable = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted([*PACKAGE.rglob("*.py"), *LAB.rglob("*.py")]):
         examples = re.findall(r"^ *>>> .*$", path.read_text(encoding="utf-8"), flags=re.MULTILINE)
         if examples:
             name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")

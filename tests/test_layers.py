@@ -25,7 +25,7 @@ ORDER = """
     figures
     report
     evals
-    studies
+    comparison analysis
     app
     flags
     commands
@@ -81,8 +81,18 @@ def package(module: str) -> str | None:
 
 def test_the_graph_has_imports_of_functions_too_and_those_of_type_checkers_not():
     assert "attnres.residuals.base" in GRAPH["attnres.residuals.mechanisms.full"]
-    assert "attnres.studies.compare" in GRAPH["attnres.commands.compare"]
+    assert "attnres.comparison.compare" in GRAPH["attnres.commands.compare"]
     assert "attnres.evals.generate" not in GRAPH["attnres"]
+
+
+def test_the_package_imports_nothing_of_the_rest_of_the_repository():
+    rest = {path.name for path in ROOT.parent.iterdir() if path.is_dir()} - {ROOT.name}
+    assert "lab" in rest
+    for path in modules().values():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not rest & {name.split(".")[0] for name in names}, path
 
 
 def test_every_package_has_its_place():

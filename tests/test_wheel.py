@@ -1,4 +1,4 @@
-"""What `pip wheel .` makes holds all that the package reads at run time, and nothing of the rest of the repository."""
+"""What `pip wheel .` makes holds all that the package reads at run time, and nothing else: no `lab/`, no tests."""
 
 import shutil
 import subprocess

@@ -82,8 +82,8 @@ def run(arguments: list[str]) -> None:
     for note in fitted(config)[1]:
         print(f"attnres: {note}", file=sys.stderr)
 
-    from attnres.studies.compare import compare
-    from attnres.studies.plan import CompareConfig
+    from attnres.comparison.compare import compare
+    from attnres.comparison.plan import CompareConfig
 
     compare(
         CompareConfig(

@@ -1,25 +1,24 @@
-"""`attnres figures`: figures of models, runs and studies."""
+"""`attnres figures`: figures of models and runs."""
 
 from dataclasses import dataclass
 from typing import Annotated
 
 import tyro
 
+from attnres.analysis.config import LookConfig
 from attnres.errors import UserError
 from attnres.flags import fields_of, parse
-from attnres.studies.look_config import LookConfig
 
 
 @dataclass
 class Figures(LookConfig):
-    """Write the figures of models, runs, saved inspections or studies: attnres figures MODEL [MORE ...] OUT/.
+    """Write the figures of models, runs or saved inspections: attnres figures MODEL [MORE ...] OUT/.
 
     Several are also set side by side, each in a folder of its own. A model is looked at first, as attnres inspect does.
     """
 
     paths: Annotated[tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="MODEL ... OUT")]
-    """Run folders, folders of runs, model folders, hub names, files of attnres inspect, folders of attnres study; last
-    the folder to write."""
+    """Run folders, folders of runs, model folders, hub names, files of attnres inspect; last the folder to write."""
     formats: tuple[str, ...] = ("pdf", "png")
     """Of pdf, png and svg."""
 
@@ -28,10 +27,8 @@ def run(arguments: list[str]) -> None:
     """Parse the arguments after the command's name and carry them out."""
     options = parse("figures", Figures, arguments)
     if len(options.paths) < 2:
-        raise UserError(
-            "expected attnres figures MODEL [MORE ...] OUT: a model, run, inspection or study, then a folder"
-        )
+        raise UserError("expected attnres figures MODEL [MORE ...] OUT: a model, run or inspection, then a folder")
 
-    from attnres.studies.draw import draw
+    from attnres.analysis.draw import draw
 
     draw(options.paths[:-1], options.paths[-1], options.formats, fields_of(options, only=LookConfig), options.by)

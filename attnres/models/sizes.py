@@ -30,7 +30,7 @@ def _llama(width: int, layers: int, heads: int, kv_heads: int, intermediate: int
 
 
 SIZES: dict[str, dict[str, Any]] = {
-    # The models of the studies' presets of these names (attnres/studies/presets.py).
+    # The models of the studies' presets of these names (lab/presets.py).
     "pico": _narrow(32, 1, 1),
     "micro": _narrow(64, 2, 1),
     "nano": _narrow(128, 4, 2),

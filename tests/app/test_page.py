@@ -17,6 +17,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
+from attnres.analysis.texts import LookText
 from attnres.app import draw, explore
 from attnres.app.explorer import Opened
 from attnres.app.kept import KEPT, _bytes
@@ -29,7 +30,6 @@ from attnres.inspect import attribute, token_attention
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import effect
 from attnres.models.snapshot import tensors_of, write_snapshot
-from attnres.studies.texts import LookText
 from attnres.text import short
 
 CONTEXT = 512  # of the models in conftest.py

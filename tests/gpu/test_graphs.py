@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from attnres.comparison.speed import TrainingStep, training_steps
 from attnres.loss_kernel import losses_and_gradients
-from attnres.studies.speed import TrainingStep, training_steps
 
 SIZE = {"family": "gpt2", "n_embd": 64, "n_layer": 4, "n_head": 2, "resid_pdrop": 0.1, "attn_pdrop": 0.1}
 VARIANTS = {"standard": ("standard", {}), "block": ("block", {"num_blocks": 2}), "full": ("full", {})}

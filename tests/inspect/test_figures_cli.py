@@ -5,11 +5,11 @@ import json
 import pytest
 
 from attnres import cli
+from attnres.analysis import draw
 from attnres.figures import patterns as drawings
 from attnres.figures.write import Drawn
 from attnres.inspect.inspection import Inspection
 from attnres.inspect.inspector import inspect_model
-from attnres.studies import draw
 
 TEXT = "The quick brown fox jumps over a lazy dog while seven wizards box up jugs of liquid zinc."
 STEPS = {"steps": [10, 20], "output_rms": [[1.0] * 6, [2.0] * 6]}

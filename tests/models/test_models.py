@@ -19,7 +19,7 @@ from transformers import (
 
 from attnres import RESIDUALS, UserError
 from attnres.models import SIZES, build, build_plain, load
-from attnres.studies.presets import PRESETS
+from lab.presets import PRESETS
 
 SMALL = {
     "qwen3": SIZE,

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from attnres import UserError
+from attnres.comparison.variants import parse_variant
 from attnres.residuals import (
     RESIDUALS,
     Residual,
@@ -19,7 +20,6 @@ from attnres.residuals import (
 )
 from attnres.residuals.mechanisms.standard import Standard
 from attnres.residuals.registry import PLUGINS, plugins, ships
-from attnres.studies.variants import parse_variant
 
 pytestmark = pytest.mark.usefixtures("registered")
 MINE = '''

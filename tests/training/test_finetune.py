@@ -16,14 +16,14 @@ from tiny import NARROW, narrow_llama
 from transformers import LlamaForCausalLM
 
 from attnres import cli, head
+from attnres.comparison.compare import compare
+from attnres.comparison.plan import CompareConfig, make_plan
+from attnres.comparison.variants import parse_variants
 from attnres.data import prepare
 from attnres.errors import UserError
 from attnres.flags import config_file
 from attnres.models import build, convert, load
 from attnres.report.stats import equal_conditions
-from attnres.studies.compare import compare
-from attnres.studies.plan import CompareConfig, make_plan
-from attnres.studies.variants import parse_variants
 from attnres.training import TrainConfig, distill, from_dict, regimes, to_dict, train
 from attnres.training.config import FinetuneConfig, OptimConfig, resolve
 from attnres.training.layout import Whole

@@ -12,10 +12,10 @@ from lines import lines
 from safetensors.torch import load_file
 from tapes import Tape
 
+from attnres.comparison.speed import step_times, training_steps
 from attnres.head import Sums
 from attnres.ops import cpu
 from attnres.residuals.mechanisms.standard import Standard
-from attnres.studies.speed import step_times, training_steps
 from attnres.training import TrainConfig, graphs, train
 from attnres.training.objective import Objective
 from attnres.training.parallel import Processes

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from attnres import UserError, cli, convert, generate
+from attnres.comparison.compare import compare
+from attnres.comparison.plan import CompareConfig
 from attnres.evals.config import EvalConfig
 from attnres.evals.run import evaluate
 from attnres.evals.speaker import open_speaker
 from attnres.inspect import record
 from attnres.models import export_model, load
 from attnres.models.foreign import WRITTEN
-from attnres.studies.compare import compare
-from attnres.studies.plan import CompareConfig
 from attnres.training import TrainConfig, train
 
 Configure = Callable[..., TrainConfig]

@@ -11,7 +11,13 @@ import torch
 import values
 
 THEN = json.loads((values.HERE / "values.json").read_text())
-MOVED: dict[str, str] = {}
+_STUDY = """
+    --adopt --allow-different --budget --column --dry-run --executor --help --images --jobs --list --no-allow-different
+    --no-dry-run --no-list --no-report --out --preset --report --runs --seeds --slurm --source
+""".split()
+MOVED: dict[str, str] = {
+    f"study {flag}": "the laboratory is no command of the package: python -m lab" for flag in _STUDY
+}
 """A name or "command --flag" that is gone, and why."""
 
 

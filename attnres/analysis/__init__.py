@@ -1,0 +1,1 @@
+"""Models looked at: what `attnres inspect`, `attnres search` and `attnres figures` do."""

@@ -1,0 +1,1 @@
+"""Variants trained side by side: what `attnres compare` does, and step times taken in turn."""

@@ -1,0 +1,339 @@
+"""Variants side by side under equal conditions: the same data, initial shared weights, batches and held-out windows.
+
+Every variant and seed is a run folder in one folder, trained in a process of its own. What is finished is skipped, what
+was interrupted is resumed. At the end the variants are timed in turn, and the table and the report are made.
+"""
+
+import dataclasses
+import os
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from attnres import terminal
+from attnres.comparison.children import Child
+from attnres.comparison.plan import CompareConfig, Plan, make_plan
+from attnres.comparison.speed import step_times
+from attnres.comparison.variants import Variant
+from attnres.comparison.watch import Ended, RunStatus, train_all
+from attnres.device import cores
+from attnres.errors import Interrupted, UserError
+from attnres.files import locked, write_json
+from attnres.folders import refuse_other
+from attnres.ops import cpu
+from attnres.reading import read_json
+from attnres.report.page import write_report
+from attnres.report.runs import Study, load_study
+from attnres.report.show import show
+from attnres.text import duration
+from attnres.training.config import size_or_default, to_dict
+from attnres.training.data import data_record, held_out, prepare_from
+from attnres.training.environment import emulated
+from attnres.training.records import TIMES, Compared
+from attnres.training.run_folder import claim, same_data
+from attnres.training.start import find_start
+from attnres.typed import checked
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Work:
+    """A comparison whose folder is this process's: what is left to train in it, and what is finished.
+
+    Attributes:
+        children: runs that are not finished, in order.
+        walls: seconds that the finished ones took, by name.
+        jobs: runs to train at once.
+    """
+
+    out: Path
+    plan: Plan
+    children: list[Child]
+    walls: dict[str, float]
+    jobs: int
+    vocabulary: int
+
+
+@contextmanager
+def opened(
+    config: CompareConfig,
+    say: Console,
+    fill: Callable[[Plan, dict[str, Any]], None] | None = None,
+    here: bool = True,
+    runs: int | None = None,
+) -> Generator[Work]:
+    """Claim a comparison's folder, prepare its data and write its plan; other processes are kept out meanwhile.
+
+    How many runs train at once, and on how many threads each, is settled the first time and kept in compare.json until
+    `config.jobs` says otherwise: with other threads a sum is rounded differently.
+
+    Args:
+        fill: may put run folders into it that were trained elsewhere on the same data (which it is told, as data.json
+            has it), before it is looked at which are finished.
+        here: runs are of this machine; else of others, whose devices this one need not have.
+        runs: how many there are, where others than the comparison's are trained beside them.
+
+    Raises:
+        UserError: something cannot run, or the folder holds something else.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("compare was started by torchrun, but it starts its runs itself: give attnres compare alone")
+    plan = make_plan(config, here)
+    out = refuse_other(config.out, "comparison")
+    with locked(out):
+        finished = _claim(out, plan)
+        vocabulary, record = _prepare(out, plan, say)
+        before = _before(out)
+        jobs, threads = _share(before, config.jobs, plan, vocabulary, runs or len(plan.runs))
+        kernels = _kernels(before, plan)
+        # First of all, so that the folder is known as a comparison however early it is stopped.
+        write_json(
+            out / "compare.json",
+            {
+                "version": VERSION,
+                "labels": list(plan.variants),
+                "seeds": config.seeds,
+                "baseline": plan.baseline,
+                "variants": {label: dataclasses.asdict(variant) for label, variant in plan.variants.items()},
+                "jobs": jobs,
+                "threads": threads,
+                "kernels": kernels,
+            },
+        )
+        for stale in (out / "configs").glob("*.error"):
+            stale.unlink()
+        for name, run in plan.runs.items():
+            write_json(out / "configs" / f"{name}.json", to_dict(run))
+        if fill is not None:
+            fill(plan, record)
+            finished = _claim(out, plan)
+        children = [
+            Child(
+                name,
+                out / name,
+                out / "configs" / f"{name}.json",
+                run.steps,
+                threads=threads,
+                kernels=kernels is not None,
+                names_gpu=":" in plan.first.device,
+            )
+            for name, run in plan.runs.items()
+            if name not in finished
+        ]
+        if children and here and (warning := emulated(torch.device(plan.first.device), plan.first.dtype)):
+            terminal.say(say, warning)
+        walls = {name: float(summary.get("wall_s") or 0) for name, summary in finished.items()}
+        yield Work(out, plan, children, walls, jobs, vocabulary)
+
+
+def compare(config: CompareConfig, *, console: Console | None = None) -> Study:
+    """Train what is not trained yet, time it, and make table and report from what is then on disk.
+
+    Writes OUT/LABEL-seedK/, OUT/compare.json, OUT/speed.json, OUT/table.csv, OUT/curves.csv and OUT/report.html, this
+    from the first run on that can be held against the baseline. Progress goes to stderr, the table to stdout.
+
+    Raises:
+        UserError: something cannot run, or a folder holds something else; what is finished stays.
+        Interrupted: Ctrl-C or SIGTERM; the same command continues.
+    """
+    say = console or Console(stderr=True)
+    with opened(config, say) as work:
+        status = RunStatus(work.out, work.plan)
+
+        def report(child: Child) -> None:
+            finished = len(status.finished())
+            if finished < len(work.plan.runs) and status.comparable():
+                page = write_report(load_study(work.out), work.out)[0]
+                say.print(f"{page} has the {finished} runs that are finished", highlight=False)
+
+        done = [Ended(name, 1.0, wall) for name, wall in work.walls.items()]
+        train_all(work.children, done, jobs=work.jobs, say=say, status=status.table, on_end=report)
+        if config.timing_s > 0 and config.base.finetune.init_from is not None:
+            say.print("no timing in turn for a pretrained model: the table has each run's own step time")
+        elif config.timing_s > 0:
+            time_steps(work, config.timing_s, say)
+        return show(work.out, out=work.out)
+
+
+def _claim(out: Path, plan: Plan) -> dict[str, dict[str, Any]]:
+    """Summaries of the runs that are finished; refuses other configurations."""
+    summaries = {name: claim(out / name, to_dict(run), resume=True) for name, run in plan.runs.items()}
+    return {name: summary for name, summary in summaries.items() if summary is not None}
+
+
+def _prepare(out: Path, plan: Plan, say: Console) -> tuple[int, dict[str, Any]]:
+    """Tokenise once, before the runs: they find the result in the cache. Returns the size of the vocabulary and
+    the content of data.json.
+
+    Raises UserError where a run in `out` was trained on other data.
+    """
+    data = plan.first.data
+    prepared = prepare_from(data)
+    record = data_record(prepared, held_out(prepared, data))
+    for name in plan.runs:
+        same_data(out / name, record)
+    splits = prepared.header["splits"]
+    counts = ", ".join(f"{split} {splits[split]['tokens']:,} tokens" for split in ("train", "val"))
+    say.print(f"data {data.source}: {counts}", highlight=False, soft_wrap=True)
+    return prepared.vocab_size, record
+
+
+# ------------------------------------------------------------------ training
+
+
+def _before(out: Path) -> Compared:
+    """What compare.json says, if this continues a comparison."""
+    path = out / "compare.json"
+    return checked(read_json(path), Compared, path, "choose another --out") if path.is_file() else {}
+
+
+def _kernels(before: Compared, plan: Plan) -> str | None:
+    """Which build of the C kernels all runs read with, None for plain torch: as before if this continues a comparison.
+
+    Raises:
+        UserError: that build is not to be had, and different ones are not allowed.
+    """
+    if "kernels" not in before:
+        return cpu.version()
+    with cpu.switched(before["kernels"] is not None):
+        here = cpu.version()
+    if before["kernels"] != here and not plan.first.allow_different:
+        raise UserError(
+            f"the comparison was begun with build {before['kernels']} of the C kernels, and here is {here}: runs "
+            "would differ by more than their variants; continue it where it was begun, choose another --out, or "
+            "give --allow-different"
+        )
+    return here
+
+
+def _share(before: Compared, jobs_option: int | None, plan: Plan, vocabulary: int, runs: int) -> tuple[int, int]:
+    """How many runs train at once and with how many threads each: as before if this continues a comparison. With
+    another number of runs at once new ones get their share of the threads, and those that were begun keep theirs: more
+    threads than cores wait for each other at a multiple of the time."""
+    jobs = jobs_option or before.get("jobs") or _jobs(plan, vocabulary, runs)
+    threads = before.get("threads") if jobs == before.get("jobs") else None
+    return jobs, threads or max(1, torch.get_num_threads() // jobs)
+
+
+def _jobs(plan: Plan, vocabulary: int, runs: int) -> int:
+    """Of so many runs, how many at once where nothing is asked for: on a CPU one a core (two small models on a thread
+    each train faster than one on two threads), as many as fit in memory and at most four; on GPUs one each, on a GPU
+    that is named one."""
+    if not plan.first.device.startswith("cpu"):
+        return 1 if ":" in plan.first.device else max(1, torch.cuda.device_count())
+    jobs = min(cores(), 4, runs)
+    while jobs > 1 and not _fits(jobs, plan, vocabulary):
+        jobs -= 1
+    return max(1, jobs)
+
+
+# ------------------------------------------------------------------ timing
+
+
+PLAIN = "plain"
+"""In a timing: the family's own model in Transformers, without depth reads."""
+
+
+def time_steps(work: Work, seconds: float, say: Console) -> None:
+    """Write OUT/speed.json unless it is there for the same variants, shape and machine settings."""
+    out, plan, vocabulary = work.out, work.plan, work.vocabulary
+    run = plan.first
+    # A learning rate changes no time: variants that differ only in it are timed once.
+    kinds: dict[str, str] = {}
+    for label, variant in plan.variants.items():
+        same = (other for other in kinds.values() if _same_model(plan.variants[other], variant))
+        kinds[label] = next(same, label)
+    key = {
+        "variants": {label: [v.residual, v.settings] for label, v in plan.variants.items()},
+        "settings": {
+            "size": run.model.size,
+            "vocab_size": vocabulary,
+            "seq_len": run.data.seq_len,
+            "batch_size": run.batch_size,
+            "accumulation": run.accumulation,
+            "optimizer": run.optim.optimizer,
+            "dtype": run.dtype,
+            "device": run.device,
+            "compile": run.compile,
+            "loss": run.loss,
+            "gradient_checkpointing": run.gradient_checkpointing,
+            **({"cuda_graphs": True} if run.cuda_graphs else {}),  # of which earlier versions' timings know nothing
+        },
+    }
+    path = out / TIMES
+    before = read_json(path) if path.is_file() else None
+    if isinstance(before, dict) and before.get("key") == key:
+        return
+    labels = list(dict.fromkeys(kinds.values()))
+    if not _fits(len(labels) + 1, plan, vocabulary):
+        say.print("the models do not fit in memory together: no interleaved timing", highlight=False)
+        return
+    say.print(
+        f"timing {len(labels)} variants and the plain model in turn, about {duration(seconds)}",
+        style="bold",
+        highlight=False,
+    )
+    try:
+        speed = step_times(
+            {PLAIN: (None, {})}
+            | {label: (plan.variants[label].residual, plan.variants[label].settings) for label in labels},
+            size=size_or_default(run.model),
+            vocab_size=vocabulary,
+            seq_len=run.data.seq_len,
+            batch_size=run.batch_size,
+            accumulation=run.accumulation,
+            optim=run.optim,
+            dtype=run.dtype,
+            device=run.device,
+            compile=run.compile,
+            cuda_graphs=run.cuda_graphs,
+            loss=run.loss,
+            gradient_checkpointing=run.gradient_checkpointing,
+            baseline=PLAIN,
+            seconds=seconds,
+        )
+    except KeyboardInterrupt:
+        raise Interrupted(
+            "stopped while timing, what is finished stays: give the same command to continue", 130
+        ) from None
+    times = speed.pop("variants")
+    speed["variants"] = {label: times[kinds[label]] for label in plan.variants}
+    write_json(path, {"key": key, **speed, "plain": times[PLAIN]})
+
+
+def _same_model(a: Variant, b: Variant) -> bool:
+    return (a.residual, a.settings) == (b.residual, b.settings)
+
+
+def _fits(models: int, plan: Plan, vocabulary: int) -> bool:
+    """Whether so many models with gradients and AdamW's state (16 bytes a parameter) take half the free memory."""
+    from attnres.models import build
+
+    run = plan.first
+    if run.finetune.init_from is not None:
+        parameters = find_start(run.finetune.init_from).weights.parameters
+    else:
+        with torch.device("meta"):
+            model = build(
+                size=size_or_default(run.model),
+                residual="standard",
+                vocab_size=vocabulary,
+                max_positions=run.data.seq_len,
+                seed=0,
+            )
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+    needed = 16 * parameters * models
+    if run.device.startswith("cuda"):
+        return needed < torch.cuda.mem_get_info()[0] / 2
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return True
+    return needed < free / 2

@@ -1,0 +1,129 @@
+"""The runs that a comparison asks for: every variant with every seed, each a whole configuration."""
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnres.comparison.variants import TRAINING, Variant, parse_variants
+from attnres.device import pick_device
+from attnres.errors import UserError
+from attnres.residuals.registry import ships
+from attnres.run_names import run_name
+from attnres.training.check import check, fitted, idle, without_idle
+from attnres.training.config import OptimConfig, TrainConfig, from_dict, resolve
+from attnres.training.environment import has_bf16
+from attnres.training.start import check_model, settle
+
+
+@dataclass
+class CompareConfig:
+    """What is compared: every variant with every seed, everything else as in `base`."""
+
+    variants: list[str] = field(default_factory=lambda: ["standard", "rescaled", "block", "full"])
+    seeds: list[int] = field(default_factory=lambda: [0])
+    lrs: list[float] = field(default_factory=list)
+    base: TrainConfig = field(default_factory=TrainConfig)
+    out: str = "runs/compare"
+    jobs: int | None = None
+    timing_s: float = 20.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs that a configuration asks for, by name (`LABEL-seedK`), and the label the others are held against."""
+
+    variants: dict[str, Variant]
+    runs: dict[str, TrainConfig]
+    baseline: str
+
+    @property
+    def first(self) -> TrainConfig:
+        """A run, for what all have alike: data, batch, device, precision."""
+        return next(iter(self.runs.values()))
+
+
+def make_plan(config: CompareConfig, here: bool = True) -> Plan:
+    """Every run's full configuration, checked: a mistake in the last variant shows before the first is trained. Runs of
+    other machines, not `here`, keep the device that was asked for; where it is "auto" each finds its own."""
+    base = fitted(config.base)[0]
+    if not config.seeds or len(set(config.seeds)) < len(config.seeds) or min(config.seeds) < 0:
+        raise UserError(f"seeds are {config.seeds}: expected different whole numbers from 0, e.g. 0 1 2")
+    if config.jobs is not None and config.jobs < 1:
+        raise UserError(f"jobs is {config.jobs}: expected 1 or more runs at a time")
+    if not 0 <= config.timing_s < math.inf:
+        raise UserError(f"timing_s is {config.timing_s}: expected seconds, 0 or more")
+    check(without_idle(base))
+    variants = {variant.label: variant for variant in parse_variants(config.variants, config.lrs)}
+    for variant in variants.values():
+        if variant.file is None and not ships(variant.residual):
+            raise UserError(
+                f"residual '{variant.residual}' was registered in this process, and each run of a comparison has a "
+                "process of its own: give it as FILE.py:CLASS"
+            )
+    device = str(pick_device(base.device)) if here else base.device
+    dtype = base.dtype
+    if here and dtype == "auto":
+        dtype = "bf16" if has_bf16(torch.device(device)) else "fp32"
+    runs = {}
+    for seed in config.seeds:  # seed by seed: what is there first is one whole comparison
+        for label, variant in variants.items():
+            name = run_name(label, seed)
+            model = dataclasses.replace(
+                base.model,
+                residual=variant.residual,
+                residual_file=variant.file,
+                residual_sha256=None,
+                settings={**variant.settings},
+                block_size=None,
+                num_blocks=None,
+            )
+            run = dataclasses.replace(
+                base,
+                model=model,
+                optim=_at_rate(base.optim, variant.lr),
+                seed=seed,
+                name=name,
+                out=str(Path(config.out) / name),
+                device=device,
+                dtype=dtype,
+                resume=True,
+            )
+            # What the base configuration has for other variants is no setting of this one.
+            own = [f"{TRAINING[setting]}.{setting}" for setting in variant.training]
+            runs[name] = settle(resolve(without_idle(_trained(variant, run), kept=own)))
+            check(runs[name])
+    used_by_none = set(idle(base)).intersection(*(idle(_trained(variant, base)) for variant in variants.values()))
+    check(without_idle(base, kept={name for name in used_by_none if name.startswith("finetune.")}))
+    for label in variants:
+        check_model(runs[run_name(label, config.seeds[0])])
+    baseline = next(
+        (label for label, variant in variants.items() if variant.residual == "standard"), next(iter(variants))
+    )
+    return Plan(variants, runs, baseline)
+
+
+def _trained(variant: Variant, base: TrainConfig) -> TrainConfig:
+    """The base configuration with what a variant trains in a way of its own."""
+    return from_dict(_training(variant), base)
+
+
+def _training(variant: Variant) -> dict[str, dict[str, Any]]:
+    """What a variant trains in a way of its own, as values to lay over the base configuration."""
+    values: dict[str, dict[str, Any]] = {}
+    for name, value in variant.training.items():
+        values.setdefault(TRAINING[name], {})[name] = value
+    return values
+
+
+def _at_rate(optim: OptimConfig, lr: float | None) -> OptimConfig:
+    """`optim` at another peak learning rate: Muon's, and the residual's own where one is given, by the same factor."""
+    if lr is None:
+        return optim
+    factor = lr / optim.lr
+    muon_lr = optim.muon_lr * factor if optim.optimizer == "muon" else optim.muon_lr
+    residual_lr = None if optim.residual_lr is None else optim.residual_lr * factor
+    return dataclasses.replace(optim, lr=lr, muon_lr=muon_lr, residual_lr=residual_lr)

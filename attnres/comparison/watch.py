@@ -1,0 +1,195 @@
+"""Runs with what their user sees of them: the time left, how far each is, how they stand."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from attnres.comparison.children import Child, Runner, run_children
+from attnres.comparison.plan import Plan
+from attnres.progress import STEPS, Bar, Bars
+from attnres.run_names import label_and_seed, run_name
+from attnres.terminal import grid
+from attnres.text import duration, number
+from attnres.training.metrics import growing
+
+
+class Ended(NamedTuple):
+    """A run that took its time: its name, how much it computed, as a child has it, and the seconds it took."""
+
+    name: str
+    size: float
+    seconds: float
+
+
+@dataclass
+class ProgressRate:
+    """What runs have taken, and how much is left, by their sizes; of runs that differ in their seed alone by those of
+    them that have ended."""
+
+    left: dict[str, float]
+    """What is to be computed, by the name of a run that has not ended."""
+    done: list[Ended] = field(default_factory=list)
+
+    def ended(self, name: str, seconds: float) -> None:
+        """Count a run that has ended."""
+        self.done.append(Ended(name, self.left.pop(name), seconds))
+
+    @property
+    def seconds_left(self) -> float:
+        """Of one run after the other; something has to be done."""
+        groups = dict[str, list[Ended]]()
+        for run in self.done:
+            groups.setdefault(_without_seed(run.name), []).append(run)
+        return math.fsum(size * _rate(groups.get(_without_seed(name), self.done)) for name, size in self.left.items())
+
+
+def _without_seed(name: str) -> str:
+    taken = label_and_seed(name)
+    return taken[0] if taken else name
+
+
+def _rate(runs: Sequence[Ended]) -> float:
+    """Seconds for a unit of size; 0 where all steps had been made before."""
+    size = math.fsum(run.size for run in runs)
+    return math.fsum(run.seconds for run in runs) / size if size else 0.0
+
+
+class RunStatus:
+    """Held-out losses of a comparison's runs, read from their folders as they grow.
+
+    Args:
+        folder: of the comparison. plan: its variants and runs.
+    """
+
+    def __init__(self, folder: Path, plan: Plan) -> None:
+        self.folder, self.baseline, self.names = folder, plan.baseline, list(plan.runs)
+        self._losses: dict[str, tuple[int, dict[int, float]]] = {}
+
+    def losses(self, name: str) -> dict[int, float]:
+        """Return the held-out loss of a run by step, as far as it came."""
+        path = self.folder / name / "metrics.jsonl"
+        try:
+            size = path.stat().st_size
+            if self._losses.get(name, (-1, {}))[0] != size:
+                self._losses[name] = size, dict(growing(path, "val"))
+        except OSError:
+            return {}
+        return self._losses[name][1]
+
+    def finished(self) -> list[str]:
+        """Return the names of the runs that have ended."""
+        return [name for name in self.names if (self.folder / name / "summary.json").is_file()]
+
+    def comparable(self) -> bool:
+        """Return whether a run of the baseline and one of another variant have ended."""
+        labels = {label for label, _ in filter(None, map(label_and_seed, self.finished()))}
+        return self.baseline in labels and len(labels) > 1
+
+    def table(self) -> Table | None:
+        """Return a row for each run that was measured: step, loss, the difference to the baseline of its seed at the
+        last step that both have. None before the first measurement."""
+        table = grid("run", right=("step", "held-out loss", f"minus {self.baseline}", "at step"))
+        for name in self.names:
+            losses = self.losses(name)
+            if not losses:
+                continue
+            label, seed = label_and_seed(name) or ("", 0)
+            base = {} if label == self.baseline else self.losses(run_name(self.baseline, seed))
+            step = max(losses.keys() & base.keys(), default=None)
+            gap = ("", "") if step is None else (number(losses[step] - base[step], 3, signed=True), f"{step:,}")
+            table.add_row(name, f"{max(losses):,}", number(losses[max(losses)], 3), *gap)
+        return table if table.row_count else None
+
+
+@dataclass
+class Watch:
+    """What the user sees of children: a line before each with the time left in all, bars of several at once, and how
+    the runs stand."""
+
+    bars: Bars
+    rate: ProgressRate
+    jobs: int
+    number: int  # of the last one that began
+    total: int
+    status: Callable[[], Table | None]
+    on_end: Callable[[Child], None]
+    shown: dict[Path, Bar] = field(default_factory=dict)
+
+    def start(self, child: Child) -> None:
+        """One begins."""
+        self.number += 1
+        when = f", about {duration(self.rate.seconds_left / self.jobs)} left in all" if self.rate.done else ""
+        self._print(f"run {self.number}/{self.total} {child.name}{when}", style="bold")
+        self.shown[child.folder] = self.bars.add(child.name, child.steps, child.latest()[0])
+
+    def end(self, child: Child) -> None:
+        """One has ended."""
+        wall = time.monotonic() - child.began
+        self.shown.pop(child.folder).remove()
+        if child.has_failed:
+            self.rate.left.pop(child.name)
+            return self._print(f"{child.name} failed in {duration(wall)}: the others go on")
+        self.rate.ended(child.name, wall)
+        if self.jobs > 1:
+            self._print(f"{child.name} {'diverged' if child.has_diverged else 'finished'} in {duration(wall)}")
+        self.on_end(child)
+        if self.rate.left and self.bars.progress.disable and (table := self.status()) is not None:
+            self._print(table)
+
+    def poll(self, running: list[Child]) -> None:
+        """Time goes by."""
+        for child in running:
+            step, loss = child.latest()
+            if loss is not None:
+                self.shown[child.folder].update(step, f"loss {loss:.3f}")
+
+    def _print(self, what: str | Table, style: str | None = None) -> None:
+        self.bars.console.print(what, style=style, highlight=False)
+
+
+def train_all(
+    children: list[Child],
+    done: Sequence[Ended],
+    *,
+    jobs: int,
+    say: Console,
+    run: Runner | None = None,
+    until: float = math.inf,
+    status: Callable[[], Table | None] = lambda: None,
+    on_end: Callable[[Child], None] = lambda child: None,
+) -> None:
+    """Run all of them, one line before each with the time left in all; of several at once there are bars.
+
+    Args:
+        done: finished runs like these.
+        run: what runs them; none is `run_children`.
+        until: none begins after this moment (`time.monotonic`).
+        status: gives a table of how the runs stand: above the bars, or printed whenever one has ended.
+        on_end: called with one that has ended.
+
+    Raises:
+        UserError, Interrupted: as `run_children`.
+    """
+    rate = ProgressRate({child.name: child.left for child in children}, list(done))
+    total = len(done) + len(children)
+    if done:
+        say.print(f"{len(done)} of {total} runs are finished already", highlight=False)
+    if not children:
+        return
+    with Bars(STEPS, shown=jobs > 1, stays=False, above=status, console=say) as bars:
+        watch = Watch(bars, rate, jobs, len(done), total, status, on_end)
+        (run or run_children)(
+            children,
+            jobs=jobs,
+            on_start=watch.start,
+            on_end=watch.end,
+            on_poll=watch.poll,
+            log_of=lambda child: child.folder.parent / "logs" / f"{child.folder.name}.log" if jobs > 1 else None,
+            until=until,
+        )

@@ -1,1 +1,0 @@
-"""Grids of runs as data, and what is measured across them."""

@@ -1,0 +1,350 @@
+"""Carry out a study, its arms one after the other, or say what that would cost; `lab.outcome` has what came of it.
+
+    OUT/PRESET/STUDY/ARM/        a comparison's folder, or computed runs, each with measures.json
+    OUT/PRESET/STUDY/study.json  what was asked for
+
+Finished runs are skipped and interrupted ones resumed: the same command continues a study, and ends with the same CSV.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from attnres.comparison.children import Child, Runner
+from attnres.comparison.compare import Work, opened, time_steps
+from attnres.comparison.plan import Plan, make_plan
+from attnres.comparison.watch import Ended, train_all
+from attnres.device import cores
+from attnres.errors import Interrupted, UserError
+from attnres.files import locked, write_json
+from attnres.folders import refuse_other
+from attnres.progress import Bars
+from attnres.run_names import label_and_seed
+from attnres.terminal import grid, say, wide
+from attnres.text import listed
+from attnres.training.branch import branch, branch_step
+from attnres.training.checkpoint import kept
+from attnres.training.config import TrainConfig, to_dict
+from attnres.training.records import TIMES
+from attnres.training.run_folder import ended
+from lab.adopt import adopt, alike, is_among, runs_in, same_computation, same_text
+from lab.begin import Begin, asked, begun, nothing_lost, same_material
+from lab.cost import Cost, Step, costs_of, hours, measured_speeds, on_gpu
+from lab.design import Arm, Design, Measured, Setting
+from lab.elsewhere import Elsewhere, archived_alone, elsewhere
+from lab.outcome import Outcome, names_of, survey, write
+from lab.rows import MEASURES, measures_of
+from lab.work import Computation, function
+
+
+@dataclass(frozen=True)
+class ExecutionOptions:
+    """How a study is carried out.
+
+    Attributes:
+        say: where progress goes.
+        jobs: runs at once; none is one a core or GPU. until: none begins after this moment (`time.monotonic`).
+        run: what runs them; none is processes on this machine. here: whether that is on this machine; on others nothing
+            is timed, and their devices need not be here.
+        only: patterns of ARM/RUN with * and ?; runs that fit none of them are left for another time.
+    """
+
+    say: Console
+    jobs: int | None = None
+    until: float = math.inf
+    run: Runner | None = None
+    here: bool = True
+    only: Sequence[str] = ()
+
+    def wants(self, arm: Arm, name: str) -> bool:
+        """Whether a run of an arm is to be made now."""
+        return not self.only or any(fnmatchcase(f"{arm.name}/{name}", pattern) for pattern in self.only)
+
+    def check(self, design: Design, arms: Sequence[Arm]) -> None:
+        """Refuse a pattern that none of the runs of a study's arms fits: UserError."""
+        names = [f"{arm.name}/{name}" for arm in arms for name in names_of(arm)]
+        for pattern in self.only:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise UserError(
+                    f"no run of the study {design.name} is called '{pattern}' by now: expected ARM/RUN, * for any "
+                    f"letters, such as {names[0]}, of the arms {listed([arm.name for arm in arms])}"
+                )
+
+    def times(self, arm: Arm) -> bool:
+        """Whether the steps of an arm's variants are to be timed."""
+        timed = self.here and arm.compare is not None and arm.compare.timing_s > 0
+        return timed and any(self.wants(arm, name) for name in names_of(arm))
+
+
+def conduct(design: Design, setting: Setting, options: ExecutionOptions, *, adopted: Sequence[Path] = ()) -> Outcome:
+    """Run what is not finished yet, arm by arm and seed by seed, and write what came of all of it.
+
+    Args:
+        adopted: folders whose runs are taken, finished or to be continued, where one of the study has their
+            configuration and data; finished ones of the other studies beside it are taken without being named.
+
+    Raises:
+        UserError: something cannot run, the folder holds something else, or no run fits a pattern (yet: some are asked
+            for when others have finished); what is finished stays.
+        Interrupted: Ctrl-C or SIGTERM; the same command continues.
+    """
+    folder = refuse_other(setting.folder(design.name), "study")
+    archived = archived_alone(folder)
+    with ExitStack() as stack:
+        there = stack.enter_context(elsewhere(folder, adopted, archived))
+        stack.enter_context(locked(folder))
+        same_material(folder, design, setting)
+        begin = stack.enter_context(begun(folder, asked(design, setting)))
+        arms, measured = survey(design, setting)
+        options.check(design, arms)
+        while left := [arm for arm in arms if not measured.complete(arm.name) or _is_untimed(arm, folder, options)]:
+            before = measured.finished
+            try:
+                runs = sum(map(len, measured.planned.values()))
+                _Pass(setting, folder, options, there, archived, begin, runs).carry_out(left)
+            except (Interrupted, UserError):
+                if begin.done and any((measured := survey(design, setting)[1]).finished.values()):
+                    write(design, setting, measured)  # as far as it came
+                raise
+            arms, measured = survey(design, setting)
+            if measured.finished == before or time.monotonic() > options.until:
+                break
+        begin()
+        outcome = write(design, setting, measured)
+        if outcome.not_used:
+            options.say.print(f"Not used: {outcome.not_used}.", highlight=False)
+        return outcome
+
+
+def _is_untimed(arm: Arm, folder: Path, options: ExecutionOptions) -> bool:
+    """Whether the steps of an arm's variants are to be timed and were not."""
+    return options.times(arm) and not (folder / arm.name / TIMES).is_file()
+
+
+@dataclass
+class _Pass:
+    """The unfinished runs of some arms, all arms together.
+
+    Attributes:
+        there: what may be taken. archived: what the folder's runs.jsonl alone had when the study was opened.
+        begin: called once nothing can be refused any more.
+        runs: how many the study has in all, done or not: threads are by that, so that what is left when a study is
+            continued changes no sum.
+        children: to be run. asked_for: the configurations of those that are trained. done: those that are finished.
+        jobs: how many runs each arm has at once.
+        timed: comparisons whose steps are to be timed, and for how many seconds.
+    """
+
+    setting: Setting
+    folder: Path
+    options: ExecutionOptions
+    there: Elsewhere
+    archived: Sequence[tuple[str, str]]
+    begin: Begin
+    runs: int
+    children: list[Child] = field(default_factory=list)
+    asked_for: list[dict[str, Any]] = field(default_factory=list)
+    done: list[Ended] = field(default_factory=list)
+    jobs: list[int] = field(default_factory=list)
+    timed: list[tuple[Work, float]] = field(default_factory=list)
+
+    def carry_out(self, arms: Sequence[Arm]) -> None:
+        """Run them and measure them; of those that are one run the first, which the others are taken from in the next
+        pass. Of what the folder's runs.jsonl alone had, all has to be there by then (UserError), but for runs that
+        others start from: it is written anew."""
+        own = runs_in([self.folder])
+        there = dataclasses.replace(self.there, trained=self.there.trained | own)
+        with ExitStack() as stack:
+            for arm in arms:
+                if arm.computed is not None:
+                    self._compute(arm, there)
+                else:
+                    self._train(arm, there, own, stack)
+            wanted = {(arm.name, name) for arm in arms if not arm.started_from for name in names_of(arm)}
+            nothing_lost(self.folder, [one for one in self.archived if one in wanted])
+            self.begin()
+            self._run({self.folder / arm.name / name: arm.measure for arm in arms for name in names_of(arm)})
+
+    def _run(self, measures: dict[Path, str]) -> None:
+        """Time, run and measure; `measures`: the function that measures each run, by its folder, "" for none."""
+        for place, name in measures.items():  # what ended before
+            _measure(name, place)
+        for work, seconds in self.timed:
+            if time.monotonic() < self.options.until:
+                time_steps(work, seconds, self.options.say)
+        train_all(
+            sorted(self.children, key=_seed),  # what is there first is one whole study of one seed
+            self.done,
+            jobs=self.options.jobs or min(self.jobs, default=cores()),
+            say=self.options.say,
+            run=self.options.run,
+            until=self.options.until,
+            on_end=lambda child: _measure(measures.get(child.folder, ""), child.folder),
+        )
+
+    def _train(self, arm: Arm, there: Elsewhere, own: dict[Path, dict[str, Any]], stack: ExitStack) -> None:
+        """Open an arm's comparison until the pass ends, take what can be taken, and ask for the rest. `own`: the runs
+        of this study that are finished."""
+        assert arm.compare is not None
+        config = dataclasses.replace(arm.compare, out=str(self.folder / arm.name), jobs=self.options.jobs)
+
+        def fill(plan: Plan, data: dict[str, Any]) -> None:
+            same_text(plan, data, own)
+            for name in adopt(plan, data, there.trained_for(arm)):
+                self.options.say.print(f"{arm.name}/{name}: taken from a run with this configuration", highlight=False)
+            if arm.trunk:
+                _branch(plan, self.folder / arm.trunk)
+
+        say = Console(quiet=True) if self.children else self.options.say
+        work = stack.enter_context(opened(config, say, fill, self.options.here, self.runs))
+        for child in work.children:
+            run = work.plan.runs[child.name]
+            fields = to_dict(run)
+            if self.options.wants(arm, child.name) and not ended(child.folder) and not is_among(fields, self.asked_for):
+                self.children.append(self._of_study(arm, child, run))
+                self.asked_for.append(fields)
+        self.done += [
+            Ended(f"{arm.name}/{name}", _size(arm, self.setting, name), wall) for name, wall in work.walls.items()
+        ]
+        self.jobs.append(work.jobs)
+        if self.options.times(arm):
+            self.timed.append((work, arm.compare.timing_s))
+
+    def _of_study(self, arm: Arm, child: Child, run: TrainConfig) -> Child:
+        """A run of an arm as one of a study's."""
+        first = branch_step(run) if arm.trunk and child.folder.exists() else 0
+        size = _size(arm, self.setting, child.name)
+        return dataclasses.replace(child, name=f"{arm.name}/{child.name}", is_alone=True, size=size, first=first)
+
+    def _compute(self, arm: Arm, there: Elsewhere) -> None:
+        """Ask for an arm's computed runs that are still to be made; what was computed elsewhere is written here."""
+        assert arm.computed is not None
+        folder = self.folder / arm.name
+        for name, call in arm.computed.runs.items():
+            if (folder / name / MEASURES).is_file():
+                before = measures_of(folder / name)
+                if "arguments" in before and not same_computation(before, arm.computed.function, call.arguments):
+                    raise UserError(f"{folder / name} was computed with other arguments: choose another --out")
+            elif known := there.computed_as(arm.computed, name):
+                write_json(folder / name / MEASURES, known)
+            elif self.options.wants(arm, name):
+                config = folder / "configs" / f"{name}.json"
+                run = {"function": arm.computed.function, "arguments": call.arguments, "folder": str(folder / name)}
+                write_json(config, run)
+                size = _size(arm, self.setting, name)
+                self.children.append(Computation(f"{arm.name}/{name}", folder / name, config, 1, size, is_alone=True))
+
+
+def _measure(name: str, folder: Path) -> None:
+    """Write what the study's function of this name ("" for none) makes of a finished run, where that is still to be
+    done."""
+    if name and (folder / "summary.json").is_file() and not (folder / MEASURES).is_file():
+        write_json(folder / MEASURES, {"function": name, "rows": function(name)(folder)})
+
+
+def _size(arm: Arm, setting: Setting, run: str) -> float:
+    """How much a run of an arm computes: hours at the preset's speed."""
+    return hours(costs_of(arm, setting.config(), [run]), setting.preset.flops_per_s)
+
+
+def _seed(child: Child) -> int:
+    taken = label_and_seed(child.folder.name)
+    return taken[1] if taken else 0
+
+
+def _branch(plan: Plan, trunk: Path) -> None:
+    """Begin the runs of a plan that have no folder yet at the checkpoints that their trunks kept. One whose trunk has
+    none, for it diverged before that or came from a runs.jsonl, is trained from its start: it is the same run."""
+    for name, run in plan.runs.items():
+        step = branch_step(run)
+        if kept(trunk / name, step).is_dir() and not Path(run.out or ".").exists():
+            branch(trunk / name, step, run)
+
+
+def print_estimate(
+    designs: Sequence[Design], setting: Setting, options: ExecutionOptions, *, adopted: Sequence[Path] = ()
+) -> None:
+    """Time a few steps of each model here, and print a row an arm.
+
+    Args:
+        adopted: as for `lab.conduct.conduct`.
+
+    Raises:
+        UserError: a study's folder cannot be used, or no run fits a pattern, as `conduct` would say.
+    """
+    out, recipe = wide(Console()), setting.config()
+    costs, usual = list[tuple[Design, Arm, list[Cost]]](), Step.of(recipe, recipe)
+    with Bars(stays=False, console=options.say) as bars:
+        looking = bars.add("looking for the runs that are left", len(designs))
+        for design in designs:
+            arms = left_of(design, setting, options, adopted=adopted)
+            costs += [(design, arm, costs_of(arm, recipe, left)) for arm, left in arms]
+            looking.advance(1, design.name)
+        looking.remove()
+        steps = dict.fromkeys([usual, *(one.step for *_, each in costs for one in each if one.step is not None)])
+        speeds = measured_speeds(recipe, steps, bars.add("timing a few steps of each model", len(steps)).advance)
+    otherwise = speeds.get(usual, setting.preset.flops_per_s)
+    table = grid("study", "arm", right=("runs", "left", "tokens", "FLOPs", "hours"))
+    total = 0.0
+    for design, arm, each in costs:
+        time_h = hours(each, otherwise, speeds)
+        total += time_h
+        runs, tokens, flops = (sum(getattr(one, what) for one in each) for what in ("runs", "tokens", "flops"))
+        counts = f"{len(names_of(arm))}", f"{runs}"
+        table.add_row(design.name, arm.name, *counts, f"{tokens:,.0f}", f"{flops:.2e}", f"{time_h:.2f}")
+    out.print(table)
+    counted = {design.name for design, *_ in costs}
+    for design in designs:
+        if design.name not in counted:
+            say(out, f"{design.name}: {design.analyse(setting, Measured()).verdict}")
+    unit = "one GPU" if on_gpu(recipe) else "one core"
+    if speeds:
+        say(out, f"{total:.1f} hours of {unit}, by a few steps of each model here.")
+    else:
+        say(out, f"{total:.1f} hours of {unit} at {otherwise:.2g} FLOP/s, assumed: the preset's device is not here.")
+        say(out, "Reads take longer than their FLOPs say: expect up to three times as much of a mechanism.")
+    say(out, "Left are runs that are neither finished nor the same as finished ones of --adopt and of other studies,")
+    say(out, "provided that these were of the same text, which is not looked at here.")
+    say(out, "Arms that depend on what earlier ones give are not counted before those have run.")
+    if jobs := options.jobs:
+        say(out, f"{total / jobs:.1f} hours with {jobs} runs at once on as many cores or GPUs.")
+
+
+def left_of(
+    design: Design, setting: Setting, options: ExecutionOptions, *, adopted: Sequence[Path] = ()
+) -> list[tuple[Arm, set[str]]]:
+    """The arms that a study asks for by now, each with its runs that would be trained: wanted, neither finished nor to
+    be had from `adopted` or from studies beside it, if their text is the same, which is not looked at.
+
+    Raises:
+        UserError: the study's folder cannot be used, or no run fits a pattern, as `conduct` would say.
+    """
+    folder = refuse_other(setting.folder(design.name), "study")
+    same_material(folder, design, setting)
+    arms, measured = survey(design, setting)
+    options.check(design, arms)
+    lefts, asked_for = [], list[dict[str, Any]]()
+    own = runs_in([folder] if folder.is_dir() else [])
+    with elsewhere(folder, adopted, archived_alone(folder)) as there:
+        there = dataclasses.replace(there, trained=there.trained | own)
+        for arm in arms:
+            missing = set(measured.planned[arm.name]) - set(measured.finished[arm.name])
+            missing = {name for name in missing if options.wants(arm, name)}
+            if arm.computed is not None:
+                missing = {name for name in missing if there.computed_as(arm.computed, name) is None}
+            trained = {path: run for path, run in there.trained_for(arm).items() if ended(path)}
+            if arm.compare is not None and missing:
+                plan = make_plan(dataclasses.replace(arm.compare, out=str(folder / arm.name)), here=False)
+                missing = {name for name in missing if next(alike(plan.runs[name], trained), None) is None}
+                missing = {name for name in missing if not is_among(to_dict(plan.runs[name]), asked_for)}
+                asked_for += [to_dict(plan.runs[name]) for name in missing]
+            lefts.append((arm, missing))
+    return lefts

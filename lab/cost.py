@@ -1,0 +1,186 @@
+"""What the runs of a study cost: tokens, FLOPs, and hours at a speed that is measured or assumed."""
+
+import functools
+import json
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from attnres.comparison.variants import parse_variants
+from attnres.device import pick_device
+from attnres.errors import UserError
+from attnres.residuals.operations import operations
+from attnres.run_names import label_and_seed
+from attnres.training.branch import branch_step
+from attnres.training.config import TrainConfig, size_or_default, tokenizer_or_default
+from lab.design import Arm
+
+CALL = 2e-5
+"""Seconds of an operation of PyTorch on a CPU, forward or backward, where calling it takes longer than computing it."""
+
+
+class Mechanism(NamedTuple):
+    """A residual and its settings as JSON, sorted by name."""
+
+    residual: str
+    settings: str
+
+    @classmethod
+    def of(cls, residual: str, settings: Mapping[str, Any] | None = None) -> "Mechanism":
+        return cls(residual, json.dumps(dict(settings or {}), sort_keys=True))
+
+
+STANDARD = Mechanism.of("standard")
+
+
+class Step(NamedTuple):
+    """What a training step's time depends on: a mechanism, the model's size as JSON, and the batch."""
+
+    mechanism: Mechanism
+    size: str
+    vocabulary: int
+    seq_len: int
+    batch_size: int
+    accumulation: int
+
+    @classmethod
+    def of(cls, run: TrainConfig, model: TrainConfig, mechanism: Mechanism = STANDARD) -> "Step":
+        """A run's; a pretrained model's size is taken to be that of `model`."""
+        size = size_or_default((run if run.finetune.init_from is None else model).model)
+        shape = vocabulary_of(run), run.data.seq_len, run.batch_size, run.accumulation
+        return cls(mechanism, json.dumps(size, sort_keys=True), *shape)
+
+    @property
+    def tokens(self) -> int:
+        return self.batch_size * self.seq_len
+
+    @property
+    def flops(self) -> float:
+        return self.tokens * flops_a_token(json.loads(self.size), self.seq_len, self.vocabulary, self.mechanism)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What runs of an arm cost: the tokens that they train on, the FLOPs for that, and calls of small operations.
+
+    Attributes:
+        step: that they make many of; None where they are computed.
+    """
+
+    arm: str
+    runs: int
+    tokens: float
+    flops: float
+    calls: float = 0.0
+    step: Step | None = None
+
+
+def costs_of(arm: Arm, model: TrainConfig, names: Collection[str]) -> list[Cost]:
+    """What these runs of an arm cost, mechanism by mechanism. `model`: the preset's run, whose size a pretrained model
+    is taken to have.
+
+    Runs that branch off others train from there alone.
+    """
+    if arm.computed is not None:
+        calls = [arm.computed.runs[name] for name in names]
+        return [Cost(arm.name, len(names), 0.0, sum(one.flops for one in calls), sum(one.calls for one in calls))]
+    assert arm.compare is not None
+    base = arm.compare.base
+    count = base.steps - (branch_step(base) if arm.trunk else 0)
+    steps = {
+        variant.label: Step.of(base, model, Mechanism.of(variant.residual, variant.settings))
+        for variant in parse_variants(arm.compare.variants, arm.compare.lrs)
+    }
+    runs = Counter(steps[taken[0]] for name in names if (taken := label_and_seed(name)))
+    return [
+        Cost(arm.name, many, float(many * count * step.tokens), many * count * step.flops, step=step)
+        for step, many in runs.items()
+    ]
+
+
+def vocabulary_of(config: TrainConfig) -> int:
+    """The size of the vocabulary that a tokenizer spec asks for; a usual one where it does not say."""
+    kind, _, size = tokenizer_or_default(config.data).partition(":")
+    return int(size) if kind == "bpe" and size.isdecimal() else 50_257
+
+
+def flops_a_token(size: object, seq_len: int, vocabulary: int, mechanism: Mechanism = STANDARD) -> float:
+    """FLOPs of training a model on one token: the standard model's, as `attnres.models.flops` counts them, and the
+    mechanism's `operations`, thrice as many as in a forward pass, as everything else is."""
+    standard, sublayers, width = _standard(json.dumps(size, sort_keys=True), seq_len, vocabulary)
+    return standard + 3 * operations(mechanism.residual, json.loads(mechanism.settings), sublayers, width)
+
+
+@functools.cache
+def _standard(size: str, seq_len: int, vocabulary: int) -> tuple[float, int, int]:
+    """FLOPs of the standard model for a token, its number of sublayers, and its width."""
+    from attnres.models import build
+    from attnres.models.flops import step_flops
+
+    with torch.device("meta"):
+        model = build(json.loads(size), "standard", vocab_size=vocabulary, max_positions=seq_len)
+    residual = model.residual.itself()
+    return step_flops(model, seq_len), residual.num_sublayers, residual.width
+
+
+def on_gpu(config: TrainConfig) -> bool:
+    """Whether a run is trained on a GPU: it asks for one, or for what there is and there is one."""
+    return pick_device("auto").type == "cuda" if config.device == "auto" else config.device.startswith("cuda")
+
+
+def measured_speeds(
+    config: TrainConfig, steps: Collection[Step], on_each: Callable[[float], None] = lambda more: None
+) -> dict[Step, float]:
+    """FLOPs a second of each of these training steps on one thread here; none without the device of `config`, the
+    preset's run.
+
+    A few of each are timed in this process; the quickest counts, since other work may have the machine: an estimate to
+    a factor of two. `on_each` is called with 1 after each.
+    """
+    if on_gpu(config) and not torch.cuda.is_available():
+        return {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    speeds = {}
+    try:
+        for step in steps:
+            speeds[step] = step.flops / _seconds(step, config)
+            on_each(1)
+    except RuntimeError as error:  # out of memory
+        raise UserError(f"a step of this preset cannot be timed here ({error}): choose a smaller preset") from error
+    finally:
+        torch.set_num_threads(threads)
+    return speeds
+
+
+def _seconds(step: Step, config: TrainConfig) -> float:
+    from attnres.comparison.speed import step_times
+
+    label = step.mechanism.residual
+    times = step_times(
+        {label: (label, json.loads(step.mechanism.settings))},
+        size=json.loads(step.size),
+        vocab_size=step.vocabulary,
+        seq_len=step.seq_len,
+        batch_size=step.batch_size,
+        accumulation=step.accumulation,
+        optim=config.optim,
+        dtype="fp32" if config.dtype == "auto" else config.dtype,
+        device="cuda" if on_gpu(config) else "cpu",
+        compile=config.compile,
+        cuda_graphs=config.cuda_graphs,
+        seconds=1.0,
+        least=2,
+    )
+    return min(times["variants"][label]["times"])
+
+
+def hours(costs: Sequence[Cost], flops_per_s: float, speeds: Mapping[Step, float] | None = None) -> float:
+    """Hours of one core or one GPU for all of them, at the speeds of their steps where those are known."""
+    known = speeds or {}
+    by_step = (flops_per_s if cost.step is None else known.get(cost.step, flops_per_s) for cost in costs)
+    return math.fsum(cost.flops / speed + cost.calls * CALL for cost, speed in zip(costs, by_step, strict=True)) / 3600

@@ -1,0 +1,412 @@
+"""A study as far as it came: what its finished runs gave, and what is made of that.
+
+OUT/PRESET/STUDY/runs.csv    every measurement of finished runs
+OUT/PRESET/STUDY/runs.jsonl  the finished runs without their weights, for `--adopt`
+OUT/PRESET/STUDY/result.json, study.html
+"""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any, TypedDict
+
+from rich.console import Console
+
+from attnres.analysis.draw import write_drawn
+from attnres.comparison.variants import parse_variants
+from attnres.errors import UserError, unknown
+from attnres.figures import style
+from attnres.figures.write import Drawn, check_formats
+from attnres.files import write_json, write_text
+from attnres.folders import refuse_other
+from attnres.reading import read_json
+from attnres.report.page import figure_cards, framed
+from attnres.run_names import run_name
+from attnres.stats import plain
+from attnres.terminal import say
+from attnres.text import UNKNOWN, listed, number
+from attnres.training.run_folder import DIVERGED, ended
+from attnres.typed import checked
+from lab.analyses.noise import Noise
+from lab.archive import ARCHIVE, archive, restored, texts_of
+from lab.begin import RECORD, asked, asked_in
+from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.presets import PRESETS
+from lab.rows import MEASURES, rows_of, step_times, to_csv
+from lab.studies import STUDIES
+
+FOOTER = (
+    "Made by <code>python -m lab</code>. The mechanism: Attention Residuals, Kimi Team, arXiv 2603.15031. "
+    "Losses depend on the tokenizer and the text: compare them only within a table."
+)
+RULE = (
+    "Two gates for a claim: beyond the noise, and of the same sign at two sizes. What is decided at one size alone is "
+    "a hint."
+)
+
+
+class Sigma(TypedDict):
+    """The noise of runs of a length, as the study of noise has it."""
+
+    sigma: float | None
+    degrees: int
+
+
+class Values(TypedDict, total=False):
+    """`values` of result.json, as far as other studies read it; keys are numbers of steps."""
+
+    by_steps: dict[str, Sigma] | None
+    curve: dict[str, float] | None
+    control_inside: bool | None
+
+
+class Known(TypedDict):
+    """result.json, as far as other studies read it."""
+
+    values: Values
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A study as far as it came."""
+
+    design: Design
+    setting: Setting
+    measured: Measured
+    result: Result
+
+    @property
+    def folder(self) -> Path:
+        return self.setting.folder(self.design.name)
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Finished runs, and those that were asked for so far."""
+        planned = self.measured.planned
+        return sum(len(self.measured.finished[arm]) for arm in planned), sum(map(len, planned.values()))
+
+    @property
+    def not_used(self) -> str:
+        """The studies whose results are left out because they are of another text, in words; "" for none."""
+        names = self.measured.of_other_texts
+        if not names:
+            return ""
+        where = f"{listed(names)} in {self.folder.parent}"
+        return f"the results of {where}, none of whose runs had the tokenizer and held-out text of these"
+
+
+def survey(design: Design, setting: Setting) -> tuple[list[Arm], Measured]:
+    """The arms that a study asks for by now, and what their finished runs gave. Nothing is run."""
+    folder = setting.folder(design.name)
+    begun = frozenset(path.name for path in folder.glob("*") if path.is_dir())
+    known, texts = {name: _values(setting, name) for name in ("noise", "exchange")}, texts_of(folder)
+    ours = {name for name in known if texts & texts_of(setting.folder(name))}
+    others = tuple(name for name in known if texts and known[name] and name not in ours)
+    measured = Measured(
+        noises=_noises(known["noise"], setting) if "noise" in ours else {},
+        curve=_curve(known["exchange"]) if "exchange" in ours else {},
+        of_other_texts=others,
+        begun=begun,
+    )
+    while True:
+        arms = design.arms(setting, measured)
+        if {arm.name for arm in arms} <= set(measured.planned):
+            return arms, measured
+        measured = _read(arms, setting, folder, measured)
+
+
+def write(design: Design, setting: Setting, measured: Measured) -> Outcome:
+    """Analyse what there is, and write runs.csv, runs.jsonl, result.json and study.html into the study's folder."""
+    outcome = Outcome(design, setting, measured, design.analyse(setting, measured))
+    done, planned = outcome.counts
+    result = {
+        **asked(design, setting),
+        "finished": done,
+        "planned": planned,
+        "verdict": outcome.result.verdict,
+        "values": plain(outcome.result.values, digits=9),
+        "tables": [dataclasses.asdict(table) for table in outcome.result.tables],
+    }
+    write_text(outcome.folder / "runs.csv", to_csv(measured.rows))
+    write_text(outcome.folder / ARCHIVE, archive(outcome.folder, measured.finished))
+    write_json(outcome.folder / "result.json", result)
+    write_text(outcome.folder / "study.html", study_page(outcome))
+    return outcome
+
+
+def outcome_in(folder: Path) -> Outcome:
+    """Read a study's folder and analyse it again; nothing is run or written. Raises UserError if it is none."""
+    path = folder / RECORD
+    record = asked_in(path)
+    for what, name, known in (("study", record["study"], STUDIES), ("preset", record["preset"], PRESETS)):
+        if name not in known:
+            raise unknown(what, str(name), known)
+    out = folder.parent.parent
+    setting = Setting(
+        record["preset"],
+        PRESETS[record["preset"]],
+        int(record["seeds"]),
+        record["source"],
+        out,
+        record["images"],
+        record.get("column"),
+    )
+    design = STUDIES[record["study"]]
+    measured = survey(design, setting)[1]
+    return Outcome(design, setting, measured, design.analyse(setting, measured))
+
+
+def report(out: Path) -> Path:
+    """Write OUT/report.html of all studies in OUT, analysed again, from their runs.jsonl where their runs are gone.
+
+    Raises:
+        UserError: there are none, or a folder or file of one is damaged.
+    """
+    with restored(out) as studies:
+        folders = sorted(path.parent for path in studies.glob("*/*/study.json"))
+        if not folders:
+            raise UserError(f"{out} holds no studies: expected OUT/PRESET/NAME/study.json, as python -m lab writes it")
+        page = report_page([outcome_in(folder) for folder in folders])
+    write_text(out / "report.html", page)
+    return out / "report.html"
+
+
+def draw(folders: Sequence[Path], out: str, formats: Sequence[str]) -> None:
+    """Write the charts of studies, and `captions.md`, into `out`; of several each has a folder of its own there. Where
+    a study's runs are gone, its runs.jsonl gives them.
+
+    Raises:
+        UserError: a folder is no study, `formats` has another than pdf, png and svg, or `out` holds something else.
+    """
+    check_formats(formats)
+    into, console, drawings = refuse_other(out, "figures"), Console(), dict[str, Drawn]()
+    for folder in folders:
+        drawn = drawings[f"{folder.parent.name}-{folder.name}"] = Drawn()
+        with restored(folder.parent.parent, folder) as studies:
+            for chart in outcome_in(studies / folder.parent.name / folder.name).result.charts:
+                drawn.add(chart.name, chart.draw)
+    several = len(folders) > 1
+    if several:
+        write_text(into / "captions.md", "")  # first: the folder is known by it
+    files = [
+        write_drawn(console, name, one, into / name if several else into, formats) for name, one in drawings.items()
+    ]
+    say(console, f"{sum(map(len, files))} files in {into}")
+
+
+def names_of(arm: Arm) -> list[str]:
+    """The names of an arm's runs, seed by seed."""
+    if arm.computed is not None:
+        return list(arm.computed.runs)
+    assert arm.compare is not None
+    labels = [variant.label for variant in parse_variants(arm.compare.variants, arm.compare.lrs)]
+    return [run_name(label, seed) for seed in arm.compare.seeds for label in labels]
+
+
+def _read(arms: Sequence[Arm], setting: Setting, folder: Path, before: Measured) -> Measured:
+    rows, times = [], dict[tuple[str, str], list[float]]()
+    planned, finished = dict[str, list[str]](), dict[str, list[str]]()
+    for arm in arms:
+        planned[arm.name] = names_of(arm)
+        finished[arm.name] = [name for name in planned[arm.name] if _is_finished(arm, folder / arm.name / name)]
+        rows += rows_of(arm, folder / arm.name, finished[arm.name])
+        times |= {(arm.name, label): each for label, each in step_times(folder / arm.name).items()}
+    recipe = frozenset(arm.name for arm in arms if arm.compare and setting.is_recipe(arm.compare.base))
+    return dataclasses.replace(before, rows=rows, planned=planned, finished=finished, step_times=times, recipe=recipe)
+
+
+def _is_finished(arm: Arm, run: Path) -> bool:
+    """Whether a run of an arm has given all that it will: what was measured of it, or that it diverged."""
+    if arm.computed is not None:
+        return (run / MEASURES).is_file()
+    return (run / DIVERGED).is_file() or (ended(run) and (not arm.measure or (run / MEASURES).is_file()))
+
+
+def _noises(values: Values, setting: Setting) -> dict[int, Noise]:
+    """The noise of this preset and text as its study has it, by the steps of a run."""
+    known = values.get("by_steps") or {}
+    outside = ", whose control, the same function, is OUTSIDE it" if values.get("control_inside") is False else ""
+    source = f"the study of noise at {setting.name}{outside}"
+    return {
+        int(n): Noise(one["sigma"], one["degrees"], source)
+        for n, one in known.items()
+        if n.isdecimal() and one["sigma"] is not None and one["degrees"] > 0
+    }
+
+
+def _curve(values: Values) -> dict[int, float]:
+    return {int(steps): loss for steps, loss in (values.get("curve") or {}).items() if steps.isdecimal()}
+
+
+def _values(setting: Setting, study: str) -> Values:
+    path = setting.folder(study) / "result.json"
+    return checked(read_json(path), Known, path, "carry that study out again")["values"] if path.is_file() else {}
+
+
+def study_page(outcome: Outcome) -> str:
+    """The page of one study, as HTML."""
+    title = f"{outcome.design.title} ({outcome.setting.name})"
+    return framed(title, _kicker(outcome), outcome.result.verdict, _sections(outcome), FOOTER)
+
+
+def report_page(outcomes: Sequence[Outcome]) -> str:
+    """The page of several studies: a table of them, what holds at several sizes, then each."""
+    rows = [
+        [one.design.title, one.setting.name, "{} of {}".format(*one.counts), one.result.verdict] for one in outcomes
+    ]
+    table = _table(
+        Table("", ["study", "preset", "runs", "verdict"], rows), "worded", [_anchor(one) for one in outcomes]
+    )
+    parts = [f"<section>\n<h2>All studies</h2>\n{table}</section>"]
+    parts += map(_section, at_sizes(outcomes))
+    for one in outcomes:
+        body = f'<p class="lead">{escape(one.result.verdict)}</p>' + "\n".join(_sections(one))
+        title = f"{escape(one.design.title)} · {escape(one.setting.name)}"
+        parts.append(f'<section id="{_anchor(one)}">\n<h2>{title}</h2>\n{body}\n</section>')
+    finished = sum(one.counts[0] == one.counts[1] for one in outcomes)
+    headline = f"{finished} of {len(outcomes)} are complete"
+    return framed("Studies of depth reads", "The laboratory", headline, parts, FOOTER)
+
+
+def _kicker(outcome: Outcome) -> str:
+    done, planned = outcome.counts
+    setting = outcome.setting
+    source = setting.source or setting.config().data.source
+    return f"{outcome.design.title}  ·  preset {setting.name}, data {source}, {done} of {planned} runs"
+
+
+def _sections(outcome: Outcome) -> list[str]:
+    design, result = outcome.design, outcome.result
+    parts = [*map(_section, result.tables)]
+    if result.charts:
+        with style.style():
+            plots = [chart.draw() for chart in result.charts]
+        parts.append(f"<section>\n{figure_cards(plots, f'{_anchor(outcome)}-')}\n</section>")
+    done, planned = outcome.counts
+    known = outcome.measured.noises
+    floor = ", ".join(
+        f"sigma {one.sigma:.4f} at {steps:,} steps ({one.degrees + 1} seeds)" for steps, one in known.items()
+    )
+    if known and not outcome.measured.recipe:
+        floor = f"as the tables say; the preset's recipe, which none of these runs is, has {floor}"
+    facts = [
+        ["what is done", design.about],
+        ["published", design.published],
+        ["runs", f"{done} of {planned} that were asked for so far"],
+        ["noise floor", floor or "python -m lab noise: not run at this preset and text"],
+        *([["not used", outcome.not_used]] if outcome.not_used else []),
+        ["command", command(outcome)],
+    ]
+    how = _table(Table("", ["", ""], facts), "plain")
+    parts.append(f"<section>\n<h2>How</h2>\n{how}\n</section>")
+    return parts
+
+
+def command(outcome: Outcome) -> str:
+    """The command that carries the study out again."""
+    setting = outcome.setting
+    words = ["python -m lab", outcome.design.name, "--preset", setting.name, "--seeds", str(setting.seeds)]
+    places = {"--source": setting.source, "--column": setting.column, "--images": setting.images}
+    return " ".join([*words, *(word for flag, value in places.items() if value for word in (flag, value))])
+
+
+def _anchor(outcome: Outcome) -> str:
+    return f"{outcome.setting.name}-{outcome.design.name}"
+
+
+def _section(table: Table) -> str:
+    kind = "worded" if table.head[-1] == "published" else "numbers"
+    return f"<section>\n<h2>{escape(table.title)}</h2>\n{_table(table, kind)}\n</section>"
+
+
+def _table(table: Table, kind: str = "numbers", anchors: Sequence[str] = ()) -> str:
+    """A table; with `anchors` each row's first cell leads to one."""
+    firsts = [escape(row[0]) for row in table.rows]
+    if anchors:
+        firsts = [f'<a href="#{anchor}">{first}</a>' for anchor, first in zip(anchors, firsts, strict=True)]
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.head)
+    body = "".join(
+        f'<tr><th scope="row">{first}</th>' + "".join(f"<td>{escape(cell)}</td>" for cell in row[1:]) + "</tr>\n"
+        for first, row in zip(firsts, table.rows, strict=True)
+    )
+    notes = "".join(f"<li>{escape(note)}</li>" for note in table.notes)
+    top = f"<thead><tr>{head}</tr></thead>" if any(table.head) else ""
+    return f'<div class="card scroll"><table class="{kind}">{top}<tbody>\n{body}</tbody></table></div>\n' + (
+        f'<ul class="notes">{notes}</ul>' if notes else ""
+    )
+
+
+def at_sizes(outcomes: Sequence[Outcome]) -> list[Table]:
+    """A table a study that was carried out at several presets: each difference at each, and what they say together.
+
+    Only what was held against the same baseline, in the same arm and under the same name, is one question. Two presets
+    with one model are one size, for which the longer one stands.
+    """
+    by_study: dict[str, dict[str, Mapping[str, Any]]] = {}
+    for one in sorted(outcomes, key=lambda one: list(PRESETS).index(one.setting.name)):
+        by_study.setdefault(one.design.title, {})[one.setting.name] = one.result.values
+    tables = []
+    for title, of_presets in by_study.items():
+        presets = {name: values for name, values in of_presets.items() if name == _longest(name, of_presets)}
+        answers: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
+        for preset, values in presets.items():
+            for where, contrast in contrasts(values):
+                baseline = contrast["baseline"]
+                question = f"{where.removesuffix(baseline).strip()} minus {baseline}".strip()
+                for label, one in contrast["variants"].items():
+                    answers.setdefault((label, question), {})[preset] = one
+        shared = {question: each for question, each in answers.items() if len(each) > 1}
+        if shared:
+            head = ["variant", "difference", *presets, "together"]
+            rows = [
+                [*question, *(_cell(each.get(preset)) for preset in presets), together(list(each.values()))]
+                for question, each in shared.items()
+            ]
+            tables.append(Table(f"{title} · several sizes", head, rows, [RULE]))
+    return tables
+
+
+def _longest(name: str, presets: Iterable[str]) -> str:
+    """Of the presets with the model of this one, which are one size, that with the most steps."""
+    size = PRESETS[name].train["model"]
+    return max((one for one in presets if PRESETS[one].train["model"] == size), key=lambda one: PRESETS[one].steps)
+
+
+def contrasts(values: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The comparisons with a baseline among the values of a result, each with the names that lead to it."""
+    if "baseline" in values and "variants" in values:
+        yield where, values
+        return
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from contrasts(value, f"{where} {name}".strip())
+
+
+def together(answers: Sequence[Mapping[str, Any]]) -> str:
+    """What the same question's answers at several sizes say.
+
+    >>> better, open_ = {"verdict": "better", "difference": -0.04}, {"verdict": "undecided", "difference": -0.01}
+    >>> together([better, better]), together([better, open_])
+    ('better at 2 sizes', 'better at one, the same sign at the others')
+    >>> together([better, better, open_ | {"difference": 0.01}])
+    'better at 2 sizes, not of one sign at the others'
+    >>> together([open_, open_]), together([better, open_ | {"difference": 0.01}])
+    ('undecided', 'better at one, not of one sign')
+    """
+    decided = [str(one["verdict"]) for one in answers if one["verdict"] != "undecided"]
+    if not decided:
+        return "undecided"
+    if len(set(decided)) > 1:
+        return "of both signs"
+    signs = {one["difference"] > 0 for one in answers}
+    if len(decided) > 1:
+        return f"{decided[0]} at {len(decided)} sizes{', not of one sign at the others' * (len(signs) > 1)}"
+    return f"{decided[0]} at one, {'the same sign at the others' if len(signs) == 1 else 'not of one sign'}"
+
+
+def _cell(answer: Mapping[str, Any] | None) -> str:
+    if answer is None:
+        return UNKNOWN
+    return f"{number(answer['difference'], 4, signed=True)}, {answer['verdict']} ({answer['seeds']})"

@@ -1,0 +1,97 @@
+"""Runs as jobs of a Slurm cluster, through submitit; its local executor stands for the cluster in tests."""
+
+import dataclasses
+import importlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from attnres.comparison.children import Child, others_go_on, several
+from attnres.errors import Interrupted, UserError
+from attnres.training.interrupt import caught_signals
+
+POLL_S = 1.0
+MOST = 64
+"""Jobs that wait or run at once."""
+
+
+class Slurm:
+    """Runs children as jobs, at most `MOST` at once.
+
+    Args:
+        settings: of submitit's executor, e.g. slurm_partition, timeout_min, gpus_per_node; submitit's own names.
+        cluster: none is Slurm where there is one; "local" runs jobs as processes here.
+        folder: where jobs leave their logs, on a disk that all nodes have.
+
+    Raises:
+        UserError: submitit is not installed, or does not know a setting.
+    """
+
+    def __init__(self, folder: Path, settings: Mapping[str, Any], cluster: str | None = "slurm") -> None:
+        try:
+            submitit = importlib.import_module("submitit")
+        except ImportError:
+            raise UserError("--executor slurm needs submitit: pip install submitit") from None
+        self._command = submitit.helpers.CommandFunction
+        self._cores = settings.get("cpus_per_task", settings.get("slurm_cpus_per_task", 1))  # 1: what Slurm gives
+        try:
+            self.executor = submitit.AutoExecutor(folder=folder / "jobs", cluster=cluster)
+            self.executor.update_parameters(**{"name": "attnres", "timeout_min": 24 * 60, **settings})
+        except (RuntimeError, NameError, TypeError, ValueError) as error:
+            raise UserError(f"Slurm cannot be used: {error}") from error
+
+    def _job(self, child: Child) -> Any:
+        """The child's command with its variables; all others are the job's own, its GPU among them."""
+        there = dataclasses.replace(child, threads=self._cores)  # not this machine's share of them
+        words = [f"{name}={value}" for name, value in there.variables().items()]
+        return self._command(["env", *words, *child.command(quiet=True)], verbose=False)
+
+    def __call__(
+        self,
+        children: list[Child],
+        *,
+        jobs: int,
+        on_start: Callable[[Child], None],
+        on_end: Callable[[Child], None],
+        on_poll: Callable[[list[Child]], None],
+        log_of: Callable[[Child], Path | None],
+        until: float = math.inf,
+    ) -> None:
+        """Submit all of them and wait, as `run_children` of attnres.comparison does; `jobs` is left to the cluster.
+
+        Raises:
+            UserError: one failed; the others were cancelled, which has them save, but where it is alone.
+            Interrupted: Ctrl-C or SIGTERM; likewise.
+        """
+        waiting, running = list(children), list[tuple[Child, Any]]()
+        failures, ended = list[UserError](), False
+        with caught_signals() as signals:
+            try:
+                while (running or waiting) and not ended and not (signals.interrupts or signals.terminations):
+                    if time.monotonic() > until:
+                        waiting.clear()
+                    while waiting and len(running) < MOST:
+                        child = waiting.pop(0)
+                        on_start(child)
+                        child.began = time.monotonic()
+                        running.append((child, self.executor.submit(self._job(child))))
+                    time.sleep(POLL_S)
+                    on_poll([child for child, _ in running])
+                    for child, job in [pair for pair in running if pair[1].done()]:
+                        running.remove((child, job))
+                        ok = job.exception() is None or child.has_diverged
+                        failure = None if ok else child.failure(f"failed as job {job.job_id}", job.paths.stderr)
+                        if failure is None or others_go_on(child, failure, failures):
+                            on_end(child)
+                        else:
+                            ended = True
+            finally:
+                for _, job in running:
+                    job.cancel()
+            if signals.interrupts or signals.terminations:
+                code = 130 if signals.interrupts else 143
+                raise Interrupted("stopped, the jobs were cancelled: give the same command again to continue", code)
+        if failures:
+            raise several(failures)

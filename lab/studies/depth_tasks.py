@@ -1,0 +1,134 @@
+"""Tasks whose answers take several steps in a row: whether a mechanism makes more steps in the same depth."""
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attnres.data.tasks import DOCUMENTS, STEPS, documents, problems
+from attnres.figures.chart import Curves, Line
+from attnres.text import number
+from lab.contrast import contrast
+from lab.design import Arm, Design, Measured, Result, Setting, Table
+
+NAMES = ("composition", "arithmetic")
+VARIANTS = ("standard", "rescaled", "block", "full", "denseformer", "hyper_connections", "mhc_lite", "muddformer")
+PROBLEMS = 400
+"""Of each number of steps."""
+EPOCHS = 2
+"""Passes over the documents at most: more would be learned by heart."""
+WINDOW = 64
+"""Tokens of a window at most, the more windows in a batch: where attention begins with 256 to choose from, it is up to
+the seed whether it finds the letter that counts in four million tokens at all."""
+
+
+def arms(setting: Setting, measured: Measured) -> list[Arm]:
+    """An arm a task, the same shape of run in both: a third of the recipe's layers, so that depth is scarce."""
+    small = setting.preset.small < 0.01
+    size, recipe = setting.preset.of_depth(max(2, setting.preset.depth // 3)), setting.config()
+    window = min(WINDOW, recipe.data.seq_len)
+    parts = []
+    for name in NAMES:
+        data = {"tokenizer": "bpe:257", "held_out": 0.05, "seq_len": window}
+        batch = recipe.batch_size * (recipe.data.seq_len // window)
+        run = setting.config(model={"size": size}, data=data, batch_size=batch, steps=setting.preset.many)
+        count = 200 if small else documents_for(name, run.steps * run.batch_size * run.data.seq_len)
+        run = dataclasses.replace(run, data=dataclasses.replace(run.data, source=f"task:{name}:{count}"))
+        variants = [*setting.some(VARIANTS)] if not small else ["standard", "block"]
+        parts.append(setting.arm(name, variants, of=run, measure=f"{__name__}:answers"))
+    return parts
+
+
+def documents_for(name: str, tokens: int) -> int:
+    """How many documents of a task are read at most `EPOCHS` times in so many tokens, a character and an end each."""
+    some = list(documents(f"task:{name}:100")())
+    return max(DOCUMENTS, math.ceil(tokens / EPOCHS / (sum(map(len, some)) / len(some) + 1)))
+
+
+def answers(folder: Path) -> list[dict[str, Any]]:
+    """Rows `accuracy/STEPS` of a trained model on problems drawn apart from its text, and `accuracy`, their
+    mean: the answer has to be the likeliest character of all."""
+    from attnres.data import load_tokenizer
+    from attnres.forward import evaluating
+    from attnres.models import load
+    from attnres.reading import read_json
+
+    config = read_json(folder / "config.json")
+    name = config["data"]["source"].split(":")[1]
+    model, tokenizer = load(folder / "model"), load_tokenizer(folder / "model")
+    rows: list[dict[str, Any]] = []
+    for steps in range(1, STEPS + 1):
+        by_length: dict[int, list[tuple[list[int], str]]] = {}
+        for text, answer in problems(name, steps, PROBLEMS):
+            ids = tokenizer.encode(text, add_special_tokens=False).ids[-config["data"]["seq_len"] :]
+            by_length.setdefault(len(ids), []).append((ids, answer))
+        right = 0
+        for many in by_length.values():
+            with evaluating(model), torch.no_grad():
+                logits = model(input_ids=torch.tensor([ids for ids, _ in many]), use_cache=False).logits[:, -1]
+            likeliest = [tokenizer.decode([token]) for token in logits.argmax(-1).tolist()]
+            right += sum(guess == answer for guess, (_, answer) in zip(likeliest, many, strict=True))
+        rows.append({"quantity": f"accuracy/{steps}", "step": config["steps"], "value": right / PROBLEMS})
+    mean = sum(row["value"] for row in rows) / len(rows)
+    return [*rows, {"quantity": "accuracy", "step": config["steps"], "value": mean}]
+
+
+def analyse(setting: Setting, measured: Measured) -> Result:
+    """Accuracy by the number of steps, and the mean accuracy against the standard model's."""
+    tables, panels, sentences, values = [], {}, [], {}
+    for name in NAMES:
+        lines, rows = [], []
+        for label in measured.labels(name):
+            curve = [(k, measured.mean(name, label, f"accuracy/{k}")) for k in range(1, STEPS + 1)]
+            curve = [(k, value) for k, value in curve if not math.isnan(value)]
+            if curve:
+                lines.append(dataclasses.replace(Line.through(label, curve), **_band(measured, name, label)))
+                rows.append([label, *(number(value, 3) for _, value in curve)])
+        if not rows:
+            continue
+        panels[name] = lines
+        head = ["variant", *map(str, range(1, STEPS + 1))]
+        tables.append(Table(f"{name}: share of right answers by steps", head, rows))
+        # An accuracy over so many problems tells no less than this, whatever its seeds have in common.
+        floor = 0.5 / math.sqrt(STEPS * PROBLEMS)
+        one = contrast(
+            measured,
+            name,
+            "standard",
+            quantity="accuracy",
+            higher_is_better=True,
+            comparisons=sum(len(measured.asked_for(task)) - 1 for task in measured.planned),
+            floor=floor,
+        )
+        tables.append(one.table(f"{name}: share of right answers"))
+        sentences.append(f"{name}, accuracy: {one.sentence()}")
+        values[name] = one.values()
+    caption = (
+        "Problems answered rightly, by how many steps an answer takes; mean over seeds, band: from the least to the "
+        "greatest seed of each of the two models that are one function. They are drawn apart from the training text, "
+        "which has nearly all of one to four steps along permutations and of one to two of arithmetic as well."
+    )
+    charts = [Curves("depth-tasks", "Steps in depth", caption, "steps", "accuracy", panels)] if panels else []
+    return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
+
+
+def _band(measured: Measured, name: str, label: str) -> dict[str, list[float]]:
+    """The least and the greatest of the seeds of the standard model and its control: what chance does."""
+    each = [list(measured.finals(name, label, f"accuracy/{k}").values()) for k in range(1, STEPS + 1)]
+    if label not in VARIANTS[:2] or min(map(len, each)) < 2:
+        return {}
+    return {"low": [min(one) for one in each], "high": [max(one) for one in each]}
+
+
+STUDY = Design(
+    "depth-tasks",
+    "Do depth reads make more steps in the same depth?",
+    "Two tasks with known answers, steps along permutations and nested sums and products modulo five, answered at once "
+    "by a model of a third of the recipe's layers.",
+    "Physics of Language Models 4.1 finds that such tasks tell architectures apart by more than seeds; nobody has "
+    "published one for depth attention.",
+    arms,
+    analyse,
+)

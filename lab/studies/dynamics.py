@@ -1,0 +1,125 @@
+"""Magnitudes and gradients by depth: Figure 5, also at many narrow layers."""
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from attnres.figures.chart import Curves, Line
+from attnres.text import UNKNOWN, number
+from lab.analyses.noise import as_ratio, beside
+from lab.design import Arm, Design, Measured, Result, Setting, Table
+
+QUANTITIES = {"output_rms": "RMS of a sublayer's output", "grad_rms": "RMS of the gradient that reaches it"}
+VARIANTS = ("standard", "rescaled", "block", "full")
+WORDS = {"better": "less", "worse": "more", "undecided": "undecided"}
+"""What a verdict on the logarithms of two ratios says of them."""
+
+
+def arms(setting: Setting, measured: Measured) -> list[Arm]:
+    """The recipe, and a model of many narrow layers."""
+    deep = setting.sized(setting.preset.deep, steps=setting.preset.many)
+    depth = tuple(QUANTITIES)
+    seeds = range(min(2, setting.seeds))
+    return [
+        setting.arm("recipe", VARIANTS, seeds, of=setting.config(), depth=depth),
+        setting.arm("deep", VARIANTS, seeds, of=deep, depth=depth),
+    ]
+
+
+def profiles(measured: Measured, arm: str, label: str, quantity: str) -> dict[int, list[float]]:
+    """The quantity by sublayer at the last step, by seed."""
+    values: dict[int, dict[int, float]] = {}
+    for row in measured.rows:
+        name, _, place = row.quantity.partition("/")
+        if (row.arm, row.label, name) == (arm, label, quantity):
+            values.setdefault(row.seed, {})[int(place)] = row.value
+    return {seed: [each[place] for place in sorted(each)] for seed, each in values.items()}
+
+
+def growth(values: list[float]) -> float:
+    """Logarithm of the last quarter's median over the first's; NaN of fewer than four values or of zeros.
+
+    Medians, for the first sublayer alone may be far from all others and would decide a mean.
+    """
+    quarter = len(values) // 4
+    if not quarter or min(values) <= 0:
+        return math.nan
+    first, last = values[:quarter], values[-quarter:]
+    return math.log(statistics.median(last) / statistics.median(first))
+
+
+def analyse(setting: Setting, measured: Measured) -> Result:
+    """How much outputs grow along the depth, and how unevenly gradients reach it, beside the standard model."""
+    comparisons = len(QUANTITIES) * sum(len(measured.asked_for(arm)) - 1 for arm in measured.planned)
+    rows, charts, values, sentences = [], [], {}, []
+    for quantity, name in QUANTITIES.items():
+        panels = {}
+        for arm in measured.planned:
+            each = {label: profiles(measured, arm, label, quantity) for label in measured.labels(arm)}
+            panels[arm] = [
+                Line(label, range(len(mean)), mean)
+                for label, many in each.items()
+                if (mean := [statistics.fmean(place) for place in zip(*many.values(), strict=True)])
+            ]
+            ratios = _beside_standard(each, comparisons)
+            for label, one in ratios.items():
+                needed = as_ratio(one.needed) or UNKNOWN
+                rows.append([arm, label, name, number(one.ratio, 2), needed, one.verdict, str(one.seeds)])
+                values[f"{arm}/{label}/{quantity}"] = {"ratio": one.ratio, "verdict": one.verdict}
+            if ratios:
+                said = ", ".join(f"{label} {one}" for label, one in ratios.items())
+                sentences.append(f"{arm}, {name}: {said}.")
+        if panels := {arm: lines for arm, lines in panels.items() if lines}:
+            caption = f"{name} at the last step, by sublayer; mean over seeds."
+            charts.append(Curves(quantity.replace("_", "-"), name, caption, "sublayer", name, panels, log_y=True))
+    head = ["arm", "variant", "quantity", "ratio", "needed", "beside standard", "seeds"]
+    note = (
+        "Median of the last quarter of the depth over that of the first. Needed: how many times standard's it has to "
+        "be to be more, or standard's it to be less, by the noise of the logarithms over the arm's seeds and for "
+        f"{comparisons} comparisons; none where seeds lie so far apart that nothing could be told."
+    )
+    table = Table("Last quarter of the depth over the first", head, rows, [note])
+    said = "From the first quarter of the depth to the last, times: " + " ".join(sentences)
+    return Result(said if sentences else "Nothing has finished yet.", [table], charts, values)
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """How much a quantity grows along the depth, over a mechanism's seeds, and what that is beside standard's.
+
+    Attributes:
+        needed: what the logarithm of the ratio to standard's has to exceed; NaN of standard itself.
+    """
+
+    ratio: float
+    needed: float
+    verdict: str
+    seeds: int
+
+    def __str__(self) -> str:
+        return f"{number(self.ratio, 2)}{f' ({self.verdict})' * bool(self.verdict)}"
+
+
+def _beside_standard(each: dict[str, dict[int, list[float]]], comparisons: int) -> dict[str, Ratio]:
+    """The ratios of an arm's mechanisms, of the seeds at which they can be told."""
+    known = {
+        label: [one for many in seeds.values() if math.isfinite(one := growth(many))] for label, seeds in each.items()
+    }
+    judged, ratios = beside(known, "standard", comparisons), {}
+    for label, logs in known.items():
+        if logs:
+            one = judged.get(label)
+            needed, verdict = (math.nan, "") if one is None else (one.threshold, WORDS[one.verdict])
+            ratios[label] = Ratio(math.exp(statistics.fmean(logs)), needed, verdict, len(logs))
+    return ratios
+
+
+STUDY = Design(
+    "dynamics",
+    "Do outputs stay of one size along the depth?",
+    "Magnitudes of outputs and gradients by sublayer at the end of training, at the recipe and at many narrow layers.",
+    "arXiv 2603.15031, Figure 5: outputs of the baseline grow with depth, Block's stay bounded and repeat with the "
+    "blocks; its gradients are more even.",
+    arms,
+    analyse,
+)

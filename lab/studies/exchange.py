@@ -1,0 +1,65 @@
+"""What a lower loss is worth in steps of the standard model."""
+
+import math
+import statistics
+
+from attnres.figures.chart import Curves, Line
+from attnres.figures.plot import LOSS
+from attnres.stats import or_none
+from attnres.text import number
+from lab.analyses.exchange import exchange
+from lab.analyses.noise import UNMEASURED
+from lab.design import Arm, Design, Measured, Result, Setting, Table
+
+LENGTHS = (0.25, 0.5, 1.0, 2.0)
+"""Of the recipe's steps."""
+
+
+def lengths(setting: Setting) -> dict[str, int]:
+    """Arm -> steps."""
+    counts = {f"x{length:g}": max(1, round(length * setting.preset.steps)) for length in LENGTHS}
+    return counts | ({} if setting.preset.many in counts.values() else {"many": setting.preset.many})
+
+
+def arms(setting: Setting, measured: Measured) -> list[Arm]:
+    """The standard model at several lengths, each with a whole schedule."""
+    return [setting.arm(name, ["standard"], of=setting.config(steps=steps)) for name, steps in lengths(setting).items()]
+
+
+def analyse(setting: Setting, measured: Measured) -> Result:
+    """The curve, and what a hundredth of a nat is worth at the recipe's length."""
+    curve = {}
+    for name, steps in lengths(setting).items():
+        if losses := list(measured.finals(name, "standard").values()):
+            curve[steps] = statistics.fmean(losses)
+    rows = [[f"{steps:,}", number(loss, 4)] for steps, loss in sorted(curve.items())]
+    noises = {steps: measured.noise(name) for name, steps in lengths(setting).items() if steps in curve}
+    notes = [f"At {steps:,} steps: {noise.note}" for steps, noise in sorted(noises.items()) if noise.degrees]
+    head = ["steps", "loss"]
+    table = Table("Loss of the standard model by the length of its run", head, rows, notes or [UNMEASURED.note])
+    if len(curve) < 2:
+        return Result("Too few lengths have finished.", [table], [], {"curve": {}})
+    rate, steps = exchange(list(curve), list(curve.values())), setting.preset.steps
+    worth = rate.saved(curve[steps] - 0.01, curve[steps]) if steps in curve else math.nan
+    worth_text = "not known yet" if math.isnan(worth) else f"worth {number(100 * worth, 1)} % of the steps"
+    if not math.isnan(worth) and rate.extrapolates(curve[steps] - 0.01):
+        worth_text += f", by a fit: no run was long enough for it, the longest had {max(curve):,}"
+    verdict = f"At {steps:,} steps a loss lower by 0.01 is {worth_text}."
+    line = Line("standard", rate.steps, rate.losses)
+    caption = "Held-out loss at the end of runs of different lengths, each with a whole schedule; mean over seeds."
+    chart = Curves("exchange", "Loss by length", caption, "steps", LOSS, {"": [line]}, log_x=True)
+    values = {
+        "curve": {str(n): loss for n, loss in curve.items()},
+        "worth_of_0.01": or_none(worth),
+    }
+    return Result(verdict, [table], [chart], values)
+
+
+STUDY = Design(
+    "exchange",
+    "How many steps is a gain worth?",
+    "The standard model trained for a quarter to twice the recipe's steps: every gain can then be read as steps saved.",
+    "modded-nanogpt counts 0.0045 nats for 100 steps of its setup; the paper claims 1.25 times the compute.",
+    arms,
+    analyse,
+)

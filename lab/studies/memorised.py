@@ -1,0 +1,271 @@
+"""Labels with a structure against labels to be memorised, with and without the norm, and at teachers' temperatures."""
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from attnres.figures.chart import Curves, Line
+from attnres.run_names import run_name
+from attnres.stats import or_none
+from attnres.text import UNKNOWN, listed
+from lab.analyses.noise import Verdict, as_ratio, beside
+from lab.design import Arm, Call, Computed, Design, Measured, Result, Setting, Table
+from lab.studies.mlp import Mlps
+
+WIDTH, SAMPLES = 32, 512
+ALPHAS = (0.0, 0.25, 0.5, 0.75, 1.0)
+RATES = (0.001, 0.003, 0.01, 0.03)
+TEMPERATURES = (0.01, 1.0, 100.0)
+MECHANISMS = ("standard", "rescaled", "full")
+OPERATIONS = 30
+"""Of PyTorch in a step, forward and backward, for a sublayer and its norm."""
+OPERATIONS_A_SOURCE = 3
+"""The same for each source of each read."""
+
+
+def mixture(residual: str, norm: bool, layers: int, steps: int, seed: int) -> list[dict[str, Any]]:
+    """Train on y = alpha (W x) + (1 - alpha) noise for each alpha, at each rate of Adam.
+
+    Returns:
+        Rows `loss/ALPHA`: the least training loss at the end over the rates (mean squared error over y's variance).
+    """
+    rows = []
+    for alpha in ALPHAS:
+        draw = torch.Generator().manual_seed(seed)
+        x = torch.randn(SAMPLES, WIDTH, generator=draw)
+        teacher = torch.randn(WIDTH, WIDTH, generator=draw) / math.sqrt(WIDTH)
+        y = alpha * (x @ teacher) + (1 - alpha) * torch.randn(SAMPLES, WIDTH, generator=draw)
+        losses = [_fit(residual, norm, layers, x, y, rate, steps, seed) for rate in RATES]
+        rows.append({"quantity": f"loss/{alpha:g}", "value": min(losses)})
+    return rows
+
+
+def taught(residual: str, layers: int, temperature: float, steps: int, seed: int) -> list[dict[str, Any]]:
+    """Train on what a random Full network with queries drawn at 1 / temperature gives, at each rate of Adam.
+
+    Returns:
+        Rows `loss/RATE`, as `mixture` has them; infinite of one that diverged.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    x = torch.randn(SAMPLES, WIDTH, generator=draw)
+    teacher = Mlps("full", layers, WIDTH, norm=True, generator=draw)
+    with torch.no_grad():
+        teacher.residual.query.normal_(0, 1 / temperature / math.sqrt(WIDTH), generator=draw)
+        y = teacher(x)
+    rates = {rate: _fit(residual, True, layers, x, y, rate, steps, seed) for rate in RATES}
+    return [{"quantity": f"loss/{rate:g}", "value": loss} for rate, loss in rates.items()]
+
+
+def _fit(
+    residual: str, norm: bool, layers: int, x: torch.Tensor, y: torch.Tensor, rate: float, steps: int, seed: int
+) -> float:
+    """The training loss at the end of full batches, relative to the variance of y."""
+    net = Mlps(residual, layers, WIDTH, norm=norm, generator=torch.Generator().manual_seed(seed + 1))
+    head = torch.nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    optimizer = torch.optim.Adam([*net.parameters(), head], lr=rate)
+    scale = float(y.var())
+    loss = torch.tensor(math.inf)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * 0.5 * (1 + math.cos(math.pi * step / steps))
+        loss = F.mse_loss(net(x) @ head, y) / scale
+        if not torch.isfinite(loss):
+            return math.inf
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return float(loss.detach())
+
+
+def arms(setting: Setting, measured: Measured) -> list[Arm]:
+    """Mixtures of labels at three depths with and without the norm; teachers at three temperatures."""
+    steps = max(2, round(20_000 * setting.preset.small))
+    small = setting.preset.small < 0.01
+    depths, mechanisms = ((2,), MECHANISMS[:2]) if small else ((4, 10, 30), MECHANISMS)
+    mixtures = {
+        run_name(f"{residual}, {layers} layers, {'norm' if norm else 'no norm'}", seed): _call(
+            len(ALPHAS),
+            {"residual": residual, "norm": norm, "layers": layers, "steps": steps, "seed": seed},
+        )
+        for seed in range(setting.seeds)
+        for layers in depths
+        for norm in (True, False)
+        for residual in mechanisms
+    }
+    teachers = {
+        run_name(f"{residual}, T {temperature:g}", seed): _call(
+            1,
+            {"residual": residual, "layers": depths[-1], "temperature": temperature, "steps": steps, "seed": seed},
+        )
+        for seed in range(setting.seeds)
+        for temperature in TEMPERATURES
+        for residual in MECHANISMS
+    }
+    return [
+        Arm("mixtures", computed=Computed(f"{__name__}:mixture", mixtures)),
+        Arm("teachers", computed=Computed(f"{__name__}:taught", teachers)),
+    ]
+
+
+def _call(fits: int, arguments: dict[str, Any]) -> Call:
+    """A run of so many fits at each rate."""
+    layers, steps = arguments["layers"], fits * len(RATES) * arguments["steps"]
+    sources = layers * (layers + 1) / 2 if arguments["residual"] == "full" else 0
+    calls = OPERATIONS * layers + OPERATIONS_A_SOURCE * sources
+    return Call(arguments, 6.0 * 2 * WIDTH**2 * SAMPLES * layers * steps, float(calls * steps))
+
+
+def analyse(setting: Setting, measured: Measured) -> Result:
+    """Full and rescaled against standard: at each alpha and depth, whether structure or memorisation favours either;
+    beside a teacher, at each rate."""
+    kinds = list(dict.fromkeys(label.partition(", ")[2] for label in measured.labels("mixtures")))
+    panels = {"norm": dict[str, list[Line]](), "no norm": dict[str, list[Line]]()}
+    for kind in kinds:
+        lines = []
+        for name in MECHANISMS:
+            each = [_logs(measured, "mixtures", f"{name}, {kind}", f"{alpha:g}") for alpha in ALPHAS]
+            if all(each):
+                lines.append(Line(name, ALPHAS, [math.exp(statistics.fmean(many)) for many in each]))
+        if lines:
+            panels[kind.partition(", ")[2]][kind] = lines
+    caption = (
+        "Training loss at the end over the variance of the labels, best of four rates; mean over seeds of its log."
+    )
+    charts = [
+        Curves(f"mixtures-{norm}".replace(" ", "-"), title, caption, "alpha", "loss", drawn, log_y=True)
+        for (norm, drawn), title in zip(
+            panels.items(), ("Structure to memorisation", "The same without norms"), strict=True
+        )
+        if drawn
+    ]
+    taught_rows = []
+    for label in measured.labels("teachers"):
+        taught_rows.append([label, *(_taught_cell(measured, label, rate) for rate in RATES)])
+    tables, sentences, values = [], [], {}
+    for arm, (title, first, unit, places) in QUESTIONS.items():
+        cells = list(_cells(measured, arm, places))
+        head = [first, "residual", *(f"{unit}{place:g}" for place in places)]
+        tables.append(Table(title, head, _rows(cells, places), [NOTE]))
+        for name in dict.fromkeys(one.name for one in cells):
+            sentences.append(_sentence(arm, name, [one for one in cells if one.name == name]))
+        values |= {
+            f"{one.name}, {one.kind}/{one.place:g}": {"ratio": or_none(one.ratio), "verdict": one.verdict}
+            for one in cells
+        }
+    tables.insert(1, Table("Taught by a random Full network", ["student, teacher's T", *map(str, RATES)], taught_rows))
+    return Result(" ".join(sentences) or "Nothing has run yet.", tables, charts, values)
+
+
+QUESTIONS = {
+    "mixtures": (
+        "Loss over standard's by alpha (1: structure, 0: memorisation), best of four rates",
+        "network",
+        "alpha ",
+        ALPHAS,
+    ),
+    "teachers": ("Loss of students over standard's by rate", "teacher", "", RATES),
+}
+"""Of an arm: the title of its table, the heads of its first column and of the others, and what these are of."""
+NOTE = (
+    "In brackets the ratio that a verdict has to exceed, in that direction, by the noise of seeds there. Networks that "
+    "diverged are left out; a mechanism of which more did than of standard is not called better, nor worse where more "
+    "of standard did."
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A mechanism beside the baseline in one network (`kind`) at one place, an alpha or a rate.
+
+    Attributes:
+        ratio: of their losses. needed: the logarithm of the ratio that a verdict has to exceed.
+        diverged: how many of the mechanism's networks did, which are left out.
+    """
+
+    kind: str
+    name: str
+    place: float
+    ratio: float
+    needed: float
+    verdict: Verdict
+    diverged: int
+
+    def __str__(self) -> str:
+        bound = f" ({needed})" if (needed := as_ratio(self.needed)) else ""
+        lost = f", {self.diverged} diverged" if self.diverged else ""
+        if math.isnan(self.ratio):
+            return lost.removeprefix(", ")
+        return f"{self.ratio:.2g}{bound}{f' {self.verdict}' * (self.verdict != 'undecided')}{lost}"
+
+
+def _cells(measured: Measured, arm: str, places: Sequence[float]) -> Iterator[Cell]:
+    """Every mechanism beside the baseline, wherever both have run."""
+    baseline = MECHANISMS[0]
+    asked = [label.partition(", ") for label in measured.asked_for(arm)]
+    tested = len(places) * sum(name != baseline for name, _, _ in asked)
+    for kind, place in itertools.product(dict.fromkeys(kind for _, _, kind in asked), places):
+        labels = {name: f"{name}, {kind}" for name in MECHANISMS}
+        logs = {name: _logs(measured, arm, label, f"{place:g}") for name, label in labels.items()}
+        lost = {name: len(measured.diverged(arm, label, f"loss/{place:g}")) for name, label in labels.items()}
+        judged = beside(logs, baseline, tested)
+        for name in MECHANISMS:
+            if (one := judged.get(name)) is not None:
+                # Those that are left of what diverged more are the lucky ones.
+                lucky = {"better": lost[name] > lost[baseline], "worse": lost[baseline] > lost[name]}
+                verdict = "undecided" if lucky.get(one.verdict) else one.verdict
+                needed = math.copysign(one.threshold, one.difference)
+                yield Cell(kind, name, place, math.exp(one.difference), needed, verdict, lost[name])
+            elif name != baseline and lost[name]:
+                yield Cell(kind, name, place, math.nan, math.nan, "undecided", lost[name])
+
+
+def _rows(cells: Sequence[Cell], places: Sequence[float]) -> list[list[str]]:
+    """One of the table for each network and mechanism."""
+    by_place = {(one.kind, one.name, one.place): str(one) for one in cells}
+    names = dict.fromkeys((one.kind, one.name) for one in cells)
+    return [[*name, *(by_place.get((*name, place), UNKNOWN) for place in places)] for name in names]
+
+
+def _sentence(arm: str, name: str, cells: Sequence[Cell]) -> str:
+    """What may be said of a mechanism by its cells."""
+    parts = []
+    for verdict in ("better", "worse"):
+        places = dict[str, list[str]]()
+        for one in cells:
+            if one.verdict == verdict:
+                places.setdefault(one.kind, []).append(f"{one.place:g}")
+        where = [f"{kind} ({', '.join(each)})" for kind, each in places.items()]
+        parts.append(f"{verdict} at {listed(where) if where else 'none'}")
+    left = sum(one.verdict == "undecided" for one in cells)
+    return f"{name} beside {MECHANISMS[0]}, {arm}: {'; '.join(parts)}; undecided at {left} of {len(cells)}."
+
+
+def _taught_cell(measured: Measured, label: str, rate: float) -> str:
+    """The mean loss of the students that did not diverge, and how many did."""
+    logs = _logs(measured, "teachers", label, f"{rate:g}")
+    lost = len(measured.diverged("teachers", label, f"loss/{rate:g}"))
+    mean = f"{math.exp(statistics.fmean(logs)):.2g}" if logs else ""
+    return ", ".join(filter(None, (mean, f"{lost} of {lost + len(logs)} diverged" * bool(lost)))) or UNKNOWN
+
+
+def _logs(measured: Measured, arm: str, label: str, place: str) -> list[float]:
+    """Logarithms of a loss over the seeds that did not diverge."""
+    return [math.log(max(row.value, 1e-12)) for row in measured.of(arm, label, f"loss/{place}")]
+
+
+STUDY = Design(
+    "structured-vs-memorised",
+    "Does depth attention fit structure and fail to memorise?",
+    "Networks of MLPs on labels between a linear teacher and noise, with and without the norm before each sublayer, "
+    "the best of four rates; and students of a random Full network at three temperatures of its queries, at each rate.",
+    "Ziming Liu's posts: the first claimed that memorisation favours standard residuals; he withdrew it (his network "
+    "had no pre-norm) and found the rescaled residual competitive and steadier at high rates.",
+    arms,
+    analyse,
+)

@@ -1,0 +1,99 @@
+"""What annealing and the penalty do to learned block boundaries by themselves: gates that no loss depends on.
+
+The gates are those of `adaptive` over 12 layers, trained as the nanoGPT study trained its own (10,000 steps of AdamW at
+6e-4, betas 0.9 and 0.95, 2,000 steps of warm-up, a cosine down to 6e-5, gradients clipped at 1), without a network:
+their gradient is the penalty's, in some variants with noise of mean zero where a loss's would be. Whatever the sum of
+the gates does here, no model asked for it.
+
+Source: github.com/aupadhyay/attnres-exp, whose reading of its run is that the model eliminates all boundaries.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from attnres.residuals.mechanisms.adaptive import Adaptive
+from attnres.run_names import run_name
+from attnres.training.schedule import fraction_of_peak
+from lab.design import Call
+
+LAYERS = 12
+"""Of the network that is not there: a gate after each but the last."""
+STEPS, RATE = 10_000, 6e-4
+WARMUP, FLOOR, BETAS, CLIP = 0.2, 0.1, (0.9, 0.95), 1.0
+"""Of the study's optimizer: fractions of the steps and of the peak rate, AdamW's rates, the largest gradient norm."""
+OPERATIONS = 80
+"""Of PyTorch in a step, about."""
+QUANTITIES = ("count", "logit", "temperature", "penalty")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train the gates.
+
+    Attributes:
+        settings: of `adaptive`; the defaults are the study's.
+        rate: the gates' learning rate as a multiple of the study's.
+        noise: standard deviation of the normal noise in each gate's gradient.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    rate: float = 1.0
+    noise: float = 0.0
+
+
+VARIANTS = {
+    "as published": Variant(),
+    "without the penalty": Variant({"target_weight": 0.0}),
+    "without annealing": Variant({"schedule": "none"}),
+    "ten times the rate": Variant(rate=10.0),
+    "biased open": Variant({"gate_init": 2.0}),
+    "at least two": Variant({"least_count": 2.0}),
+    "cosine": Variant({"schedule": "cosine"}),
+    "exponential": Variant({"schedule": "exponential"}),
+    "noise of 0.001": Variant(noise=1e-3),
+    "noise of 0.01": Variant(noise=1e-2),
+}
+
+
+def runs(steps: int, seeds: int) -> dict[str, Call]:
+    """Calls of `simulate` by the run's name: noise at each seed, what has none once."""
+    every = max(1, steps // 100)
+    return {
+        run_name(label, seed): Call(
+            {"label": label, "steps": steps, "every": every, "seed": seed}, 0.0, float(OPERATIONS * steps)
+        )
+        for label, variant in VARIANTS.items()
+        for seed in range(seeds if variant.noise else 1)
+    }
+
+
+def simulate(label: str, steps: int, every: int, seed: int = 0, lr: float = RATE) -> list[dict[str, Any]]:
+    """Train gates on their penalty and noise alone; the rows are `count` (the sum of the gates), `logit` (their mean),
+    `temperature` and `penalty`, at step 0 and every so many steps."""
+    variant = VARIANTS[label]
+    residual = Adaptive(2 * LAYERS, 1, **variant.settings)
+    gates, generator = residual.logit, torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW([gates], lr=lr, betas=BETAS, weight_decay=0.0, fused=True)
+    rows: list[dict[str, Any]] = []
+
+    def record(step: int) -> None:
+        now = residual.learned()
+        values = (now["boundaries"].values, gates.mean(), now["temperature"].values, residual.penalty())
+        for name, value in zip(QUANTITIES, values, strict=True):
+            rows.append({"quantity": name, "step": step, "value": float(f"{value.item():.5g}")})
+
+    record(0)
+    for step in range(1, steps + 1):
+        residual.set_progress(step / steps)
+        share = fraction_of_peak(step, steps, warmup=WARMUP, floor=FLOOR)
+        optimizer.param_groups[0]["lr"] = variant.rate * lr * share
+        (gradient,) = torch.autograd.grad(residual.penalty(), gates)
+        if variant.noise:
+            gradient = gradient + variant.noise * torch.randn(gradient.shape, generator=generator)
+        gates.grad = gradient * min(1.0, CLIP / (gradient.norm().item() + 1e-6))
+        optimizer.step()
+        if step % every == 0 or step == steps:
+            record(step)
+    return rows

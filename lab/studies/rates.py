@@ -1,0 +1,205 @@
+"""Which learning rates: the residual's own parameters', the standard model's; what else keeps reads from settling."""
+
+import math
+from collections.abc import Mapping
+
+from attnres.comparison.variants import label_of
+from attnres.figures.chart import Curves, Line
+from attnres.figures.plot import DIFFERENCE, LOSS, TOKENS
+from attnres.text import number
+from attnres.training.config import READ_RATE
+from lab.analyses.halving import survivors
+from lab.contrast import contrast
+from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.presets import shape
+from lab.studies.rate_search import SEARCHES, at_rate, searched
+
+OWN = (READ_RATE, 1.0, 1 / 30, 1 / 3, 0.01)
+"""Of AdamW's rate, for the residual's own parameters, the default first; recipes/lasting_rates.yaml has the same."""
+
+
+def _own(setting: Setting, factor: float) -> str:
+    """Block with its own parameters at this multiple of AdamW's rate."""
+    if factor == READ_RATE:
+        return "block"
+    rate = setting.config().optim.lr * factor
+    digits = float(f"{rate:.3g}")
+    return f"block@residual_lr={digits:g}"
+
+
+def _also(variant: str, change: str) -> str:
+    """A variant that is trained in one more way of its own."""
+    return f"{variant}{',' if '@' in variant else '@'}{change}"
+
+
+def _best(setting: Setting, measured: Measured) -> list[str]:
+    """Block at the two of its own rates with the lowest losses at the coarse seed, the better one first."""
+    variants = setting.some([_own(setting, factor) for factor in OWN])
+    return survivors({one: measured.mean("own", label_of(one)) for one in variants}, 2) or variants[:1]
+
+
+def arms(setting: Setting, measured: Measured) -> list[Arm]:
+    """Coarse at one seed; the standard model up or down until it turns, with either optimizer; both residuals at its
+    best rate; the best own rates with all seeds, and what is near."""
+    recipe = setting.config()
+    variants = setting.some([_own(setting, factor) for factor in OWN])
+    coarse = setting.arm("own", ["standard", *variants], [0], of=recipe, depth=("sharpness", "entropy"))
+    muon, adamw = searched(setting, measured, "model"), searched(setting, measured, "adamw")
+    parts = [coarse, *muon.arms, *adamw.arms]
+    if adamw.ended:
+        tuned = [at_rate(setting, adamw.best, residual) for residual in ("standard", "block", "full")]
+        parts.append(setting.arm("tuned-adamw", tuned, of=setting.config(optim=SEARCHES["adamw"].optim)))
+    if muon.ended and muon.best != 1:
+        tuned = [at_rate(setting, muon.best, residual) for residual in ("standard", "block")]
+        parts.append(setting.arm("tuned", tuned, of=recipe))
+    if not measured.complete("own"):
+        return parts
+    best = _best(setting, measured)
+    rate = best[0].removeprefix("block")
+    whole = f"full@residual_lr={recipe.optim.lr:g}"
+    layers = setting.preset.depth
+    parts += [
+        setting.arm("best", ["standard", *best], of=recipe),
+        setting.arm("full", list(dict.fromkeys([f"full{rate}", whole])), range(min(2, setting.seeds)), of=recipe),
+        setting.arm(
+            "knobs",
+            setting.some(
+                [
+                    best[0],
+                    *(_also(best[0], f"residual_{knob}") for knob in ("warmup=0.05", "hold=0.05", "decay=0.01")),
+                    f"block:read_temperature=4{rate}",
+                ]
+            ),
+            [0],
+            of=recipe,
+        ),
+        *(
+            setting.arm(
+                f"layers{depth}",
+                ["standard", best[0]],
+                range(min(2, setting.seeds)),
+                of=setting.config(model={"size": shape(depth, setting.preset.layer_parameters)}),
+            )
+            for depth in (2 * layers, 4 * layers)
+        ),
+    ]
+    return parts
+
+
+def analyse(setting: Setting, measured: Measured) -> Result:
+    """The loss by rate, the gap of the best over training, and what the rest changes."""
+    own = {factor: measured.mean("own", label_of(_own(setting, factor))) for factor in sorted(OWN)}
+    own = {factor: loss for factor, loss in own.items() if math.isfinite(loss)}
+    searches = {name: searched(setting, measured, name) for name in SEARCHES}
+    losses = {"own": own} | {name: search.finite for name, search in searches.items()}
+    values: dict = {name: {f"{factor:.4g}": loss for factor, loss in those.items()} for name, those in losses.items()}
+    sentences = []
+    if own:
+        values["best_own"] = min(own, key=own.__getitem__)
+        sentences.append(f"Of the own rates {values['best_own']:.3g} times AdamW's is best at one seed.")
+    for name, search in searches.items():
+        if search.ended and search.finite:
+            values[f"best_{name}"], values[f"turned_{name}"] = search.best, search.turned
+            kind = SEARCHES[name]
+            where = search.where(measured.noise(kind.judged))
+            sentences.append(f"{kind.subject} is best at {search.best:g} times the recipe's rate at one seed, {where}.")
+    tables = [_loss_table(measured, losses)]
+    for arm, (title, baseline) in {
+        "tuned": ("Both at the best rate of the standard model", _tuned_baseline(measured, "tuned")),
+        "tuned-adamw": (
+            "With AdamW alone, all at the best rate of the standard model",
+            _tuned_baseline(measured, "tuned-adamw"),
+        ),
+        "best": ("The best rates with all seeds", "standard"),
+        "knobs": ("What else holds queries back", label_of(_best(setting, measured)[0])),
+    }.items():
+        if measured.labels(arm):
+            one = contrast(measured, arm, baseline, comparisons=len(OWN) if arm == "best" else 0)
+            tables.append(one.table(title))
+            values[arm] = one.values()
+            if arm == "best":
+                tables[-1].notes.append(
+                    f"The best two of {len(OWN)} own rates by seed 0, which counts here too: where they are level that "
+                    "flatters them. The standard model is at the recipe's rate."
+                )
+            if arm.startswith("tuned"):
+                tables[-1].notes.append(
+                    "The rate is the standard model's best of those tried by seed 0, which counts here too: that "
+                    "flatters the standard model."
+                )
+            if arm != "knobs":
+                sentences.append(("With AdamW alone: " if arm == "tuned-adamw" else "") + one.sentence())
+    tables += _other_losses(measured)
+    charts = [chart for chart in (_by_rate(losses), _over_training(setting, measured)) if chart]
+    return Result(" ".join(sentences) or "Nothing has finished yet.", tables, charts, values)
+
+
+def _loss_table(measured: Measured, losses: Mapping[str, Mapping[float, float]]) -> Table:
+    """The loss at each multiple of a rate: of Block's own parameters', and of the standard model's."""
+    which = {"own": "block, own parameters", "model": "standard, all", "adamw": "standard, AdamW alone"}
+    rows = [
+        [f"{factor:.3g}", number(loss, 4), which[name]]
+        for name, those in losses.items()
+        for factor, loss in those.items()
+    ]
+    head = ["multiple of the recipe's rate", "loss", "which"]
+    notes = [measured.noise("own").note]
+    if losses["adamw"]:
+        notes.append(f"With AdamW alone: {measured.noise(SEARCHES['adamw'].judged).note}")
+    return Table("Loss by rate, seed 0", head, rows, notes)
+
+
+def _other_losses(measured: Measured) -> list[Table]:
+    """Losses of the arms in which nothing is held against anything, if any has finished."""
+    arms = [arm for arm in measured.planned if (arm.startswith("layers") or arm == "full") and measured.labels(arm)]
+    rows = [
+        [arm, label, number(measured.mean(arm, label), 4), str(len(measured.finals(arm, label)))]
+        for arm in arms
+        for label in measured.labels(arm)
+    ]
+    notes = [f"Of {arm}. {measured.noise(arm).note}" for arm in arms]
+    return [Table("Depth, Full", ["arm", "variant", "loss", "seeds"], rows, notes)] if rows else []
+
+
+def _by_rate(losses: Mapping[str, Mapping[float, float]]) -> Curves | None:
+    """The loss at the end by rate."""
+    if not (losses["own"] and losses["model"]):
+        return None
+    which = {"own": "block, own parameters", "model": "standard, all parameters", "adamw": "standard, AdamW alone"}
+    lines = [Line(which[name], list(those), list(those.values())) for name, those in losses.items() if those]
+    caption = "Held-out loss at the end by the rate as a multiple of the recipe's, one seed."
+    return Curves("rates", "Loss by rate", caption, "multiple of the recipe's rate", LOSS, {"": lines}, log_x=True)
+
+
+def _tuned_baseline(measured: Measured, arm: str) -> str:
+    """The standard model at the rate at which both are."""
+    return next((label for label in measured.asked_for(arm) if label.startswith("standard")), "standard")
+
+
+def _over_training(setting: Setting, measured: Measured) -> Curves | None:
+    """The gap of each own rate to the standard model of the same seed over training."""
+    base = {row.step: row.value for row in measured.of("own", "standard")}
+    lines = []
+    for factor in sorted(OWN):
+        label = label_of(_own(setting, factor))
+        points = [(row.tokens, row.value - base[row.step]) for row in measured.of("own", label) if row.step in base]
+        if points:
+            lines.append(Line.through(f"{factor:.3g}", points))
+    if not lines:
+        return None
+    caption = "Block minus standard, seed 0, by the own parameters' rate as a multiple of AdamW's."
+    return Curves("rates-gap", "The gap over training", caption, TOKENS, DIFFERENCE, {"": lines}, zero=True)
+
+
+STUDY = Design(
+    "rates",
+    "Which learning rates make an advantage that lasts?",
+    "Block with its queries and gains at 1 to 1/100 of the rate, the standard model at rates up or down until it "
+    "turns, both at that one's best, the best with all seeds; the same with AdamW alone; warm-up, hold, decay and "
+    "temperature of the queries; deeper models. "
+    "--adopt takes the runs of recipes/lasting_rates.yaml and of docs/data/lasting_runs.",
+    "Nobody has published a rate of the queries' own; the paper gives one rate a size, open-attention-residuals decays "
+    "queries with the weights.",
+    arms,
+    analyse,
+)

@@ -1,0 +1,207 @@
+"""Several mechanisms at the recipe's rates, and then each at its own best: all seeds, one, and all again."""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attnres.comparison.variants import label_of, parse_variant
+from attnres.residuals import make_residual
+from attnres.text import listed, number
+from attnres.training.config import READ_RATE
+from lab.analyses.halving import at_best
+from lab.contrast import Contrast, contrast
+from lab.design import Arm, Design, Measured, Result, Setting, Table
+
+RECIPE, COARSE, BEST = "recipe", "coarse", "best"
+WAYS = ("recipe's", "half", "twice", "own parameters at the other")
+"""What `candidates` tries, as a table has it."""
+FLATTERED = 1.0
+"""Standard deviations by which the best of three or four level draws is better than their mean: 0.85 and 1.03."""
+
+
+def candidates(setting: Setting, variant: str) -> list[str]:
+    """The ways to train a mechanism: at the recipe's rates, at half of them and at twice, and one with parameters of
+    its own with these at the other of AdamW's rate and a tenth of it, which is the default of queries and gains."""
+    lr, parsed = setting.config().optim.lr, parse_variant(variant)
+    residual = make_residual(parsed.residual, 4, 16, **_small(parsed.settings))
+    ways = [variant, f"{variant}@lr={lr / 2:g}", f"{variant}@lr={2 * lr:g}"]
+    other = lr if residual.slow else READ_RATE * lr
+    return [*ways, f"{variant}@residual_lr={other:g}"] if list(residual.parameters()) else ways
+
+
+def _small(settings: dict) -> dict:
+    """Settings that fit four sublayers of width 16: whether there are parameters does not depend on these."""
+    return {
+        name: value for name, value in settings.items() if name not in ("num_blocks", "block_size", "heads", "window")
+    }
+
+
+def tuned_study(
+    name: str, question: str, about: str, source: str, published: Mapping[str, str], title: str, best_title: str
+) -> Design:
+    """A study of variants: all at the recipe's rates with all seeds, then their other rates at one seed, then each at
+    the best of its rates with all seeds. A run that two of these ask for is made once.
+
+    Args:
+        published: variant -> what others have for it, "" for nothing.
+        title, best_title: of the tables at the recipe's rates and at their best.
+    """
+
+    def arms(setting: Setting, measured: Measured) -> list[Arm]:
+        variants, config = setting.some(list(published)), setting.config(steps=setting.preset.many)
+        recipe = setting.arm(RECIPE, variants, of=config, timed=True)
+        if not measured.complete(RECIPE) and COARSE not in measured.begun:
+            return [recipe]
+        # All of a mechanism's ways before another's, the one that leads first: what is stopped can still be compared.
+        ways = [way for variant in _by_loss(measured, variants) for way in candidates(setting, variant)]
+        coarse = setting.arm(COARSE, ways, [0], of=config)
+        best = chosen_rates(setting, measured, variants)
+        if "standard" not in best:
+            return [recipe, coarse]
+        return [recipe, coarse, setting.arm(BEST, list(best.values()), of=config)]
+
+    def analyse(setting: Setting, measured: Measured) -> Result:
+        variants = setting.some(list(published))
+        if "standard" not in measured.labels(RECIPE):
+            return Result("Too few runs have finished.")
+        plain = _held_beside(measured, RECIPE, {variant: variant for variant in variants}, title, published)
+        plain.tables[0].notes.append(
+            "Queries of depth reads and their keys' gains train at a tenth of AdamW's rate, which was chosen for "
+            "Block; everything else that a mechanism has of its own at the whole rate, matrices too."
+        )
+        best = chosen_rates(setting, measured, variants)
+        values, sentence = {RECIPE: plain.values, "rates": best}, f"At the recipe's rates: {plain.verdict}"
+        ended = [one for one in variants if _all_finished(measured, candidates(setting, one))]
+        searched = [_search_table(setting, measured, ended)] if best else []
+        judged = {variant: way for variant, way in best.items() if _is_judged(setting, measured, way)}
+        if "standard" not in judged:
+            plain.tables[0].notes.append("No mechanism has been given a rate of its own with all seeds yet.")
+            return Result(sentence, [*plain.tables, *searched], [plain.contrasts[0].chart(name, title)], values)
+        own = _held_beside(timed_at_best(measured, judged), BEST, judged, best_title, published, plain.comparisons)
+        finals = [measured.finals(BEST, label_of(way)) for way in judged.values()]
+        fewest = min((len(seeds) for seeds in finals if seeds), default=1)
+        own.tables[0].notes.append(
+            "Each mechanism is at the best of its rates by seed 0, which counts here too: where they are level that "
+            f"flatters it, the standard model as well, by {FLATTERED / fewest:.1f} sigma or so. One with "
+            "parameters of its own had four to choose from, one without three."
+        )
+        if waiting := [label_of(way) for variant, way in best.items() if variant not in judged]:
+            own.tables[0].notes.append(f"Not compared before a second seed has finished: {listed(waiting)}.")
+        if edge := [label_of(chosen) for chosen in judged.values() if "@lr=" in chosen]:
+            own.tables[0].notes.append(
+                f"Best at an end of the rates that were tried, and maybe better beyond: {listed(edge)}."
+            )
+        lost = [variant for variant in ended if variant not in best]
+        sentence = f"At their own best rates: {own.verdict} {sentence}"
+        sentence += f" Diverged at every rate: {listed(lost)}." if lost else ""
+        chart = own.contrasts[0].chart(name, best_title)
+        return Result(sentence, [*own.tables, *searched, *plain.tables], [chart], values | {BEST: own.values})
+
+    return Design(name, question, about, source, arms, analyse)
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """All variants of an arm beside the standard model, and those with settings beside their mechanism without.
+
+    Attributes:
+        comparisons: how many were to be made in all.
+    """
+
+    contrasts: list[Contrast]
+    tables: list[Table]
+    comparisons: int
+
+    @property
+    def verdict(self) -> str:
+        return " ".join(one.sentence() for one in self.contrasts)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {one.baseline: one.values() for one in self.contrasts}
+
+
+def _held_beside(
+    measured: Measured,
+    arm: str,
+    ways: Mapping[str, str],
+    title: str,
+    published: Mapping[str, str],
+    comparisons: int = 0,
+) -> _Beside:
+    """Contrasts, the standard model's first, and their tables.
+
+    Args:
+        ways: how each variant was trained in this arm.
+        comparisons: how many are to be made in all; 0 where all variants are among `ways`.
+    """
+    groups = {"standard": [variant for variant in ways if variant != "standard"]}
+    for variant in ways:
+        if (base := parse_variant(variant).residual) != variant and base in ways:
+            groups.setdefault(base, []).append(variant)
+    comparisons = comparisons or sum(map(len, groups.values()))
+    texts = {label_of(way): published[variant] for variant, way in ways.items()}
+    contrasts, tables = [], []
+    for base, members in groups.items():
+        labels = [label_of(ways[variant]) for variant in members]
+        one = contrast(measured, arm, label_of(ways[base]), labels, comparisons=comparisons)
+        if one.others or base == "standard":
+            contrasts.append(one)
+            tables.append(one.table(title if base == "standard" else f"{title}, beside {base}", texts))
+    return _Beside(contrasts, tables, comparisons)
+
+
+def _by_loss(measured: Measured, variants: Sequence[str]) -> list[str]:
+    """The standard model, then the others by their loss at the recipe's rates, lowest first, unknown ones last."""
+    losses = {variant: measured.mean(RECIPE, label_of(variant)) for variant in variants}
+    return sorted(variants, key=lambda one: (one != "standard", math.isnan(losses[one]), losses[one]))
+
+
+def timed_at_best(measured: Measured, best: Mapping[str, str]) -> Measured:
+    """With the step times of the recipe's rates for the best ones: a rate changes no time."""
+    times = {
+        (BEST, label_of(way)): measured.step_times[RECIPE, label_of(variant)]
+        for variant, way in best.items()
+        if (RECIPE, label_of(variant)) in measured.step_times
+    }
+    return dataclasses.replace(measured, step_times=measured.step_times | times)
+
+
+def _search_table(setting: Setting, measured: Measured, variants: Sequence[str]) -> Table:
+    """The loss of each way to train mechanisms of which all ways have finished at the coarse seed."""
+    rows = []
+    for variant in _by_loss(measured, variants):
+        ways = candidates(setting, variant)
+        losses = [measured.mean(COARSE, label_of(way)) for way in ways]
+        cells = ["diverged" if math.isnan(loss) else number(loss, 4) for loss in losses]
+        lowest = min((loss for loss in losses if not math.isnan(loss)), default=math.nan)
+        gain = number(lowest - losses[0], 4, signed=True)  # unknown where the recipe's diverged
+        rows.append([label_of(variant), *cells, *[""] * (len(WAYS) - len(ways)), gain])
+    notes = [
+        "One seed each; of parameters of its own: the whole of AdamW's rate or a tenth, whichever the recipe has not."
+    ]
+    return Table(
+        "Losses by rate, seed 0", ["variant", *WAYS, "best minus recipe's"], rows, [*notes, measured.noise(RECIPE).note]
+    )
+
+
+def chosen_rates(setting: Setting, measured: Measured, variants: Sequence[str]) -> dict[str, str]:
+    """Variant -> its candidate with the lowest loss at the coarse seed; one with a candidate that has not finished is
+    left out."""
+    ways = {variant: candidates(setting, variant) for variant in variants}
+    mechanism = {one: v for v, those in ways.items() if _all_finished(measured, those) for one in those}
+    losses = {one: measured.mean(COARSE, label_of(one)) for one in mechanism}
+    return at_best(losses, mechanism)
+
+
+def _is_judged(setting: Setting, measured: Measured, way: str) -> bool:
+    """Whether more than the seed that chose a rate has been trained at it, diverged or not, if more are asked for."""
+    label = label_of(way)
+    return len({*measured.finals(BEST, label), *measured.diverged(BEST, label)}) >= min(2, setting.seeds)
+
+
+def _all_finished(measured: Measured, ways: Sequence[str]) -> bool:
+    """Whether each way to train a mechanism has finished at the coarse seed, diverged or not."""
+    return {label_of(way) for way in ways} <= set(measured.labels(COARSE))

@@ -1,0 +1,359 @@
+"""What studies say of runs with known answers: finished in part, diverged, of one function, wild."""
+
+import dataclasses
+import math
+import re
+from functools import partial
+
+import pytest
+
+from attnres.files import write_json
+from lab.analyses.noise import Noise
+from lab.design import Measured, Result, Row
+from lab.outcome import Outcome, at_sizes, survey
+from lab.studies import STUDIES
+from lab.studies.depth_tasks import documents_for
+from tests.lab.simulated import at, chance, draw, simulated
+
+KNOWN = {steps: Noise(0.01, 7, "the study of noise") for steps in (500, 1000, 2000, 4000, 5000)}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+@pytest.mark.parametrize("preset", ["seconds", "micro"])
+def test_a_study_speaks_of_whatever_has_finished(name, preset):
+    """Nothing to all of it, some diverged: no analysis fails, no sentence holds a number that is none."""
+    for world, share in enumerate((0.0, 0.2, 0.6, 0.9, 1.0)):
+        noises = KNOWN if world % 2 else {}
+
+        def finished(arm, run, world=world, share=share):
+            return draw(world, arm, run).uniform() < share
+
+        def loss(arm, label, seed, world=world):
+            return math.inf if draw(world, arm.name, label, seed).uniform() < 0.1 else chance(arm, label, seed, world)
+
+        measured = simulated(STUDIES[name], at(preset, 1 + world % 3), loss, finished, noises=noises)
+        result = STUDIES[name].analyse(at(preset, 1 + world % 3), measured)
+        assert result.verdict and not re.search(r"nan|\binf\b", result.verdict, flags=re.IGNORECASE)
+
+
+def test_a_gap_that_changes_its_sign_is_said():
+    def loss(arm, label, seed):
+        budget = float(arm.name.removeprefix("x"))
+        return 3 + 0.001 * seed + (label == "block") * (0.03 - 0.03 * math.log2(2 * budget))
+
+    setting = at("micro")
+    result = STUDIES["budgets"].analyse(setting, simulated(STUDIES["budgets"], setting, loss))
+    assert "The gap changes its sign as training goes on" in result.verdict
+
+
+def test_a_further_seed_does_not_hide_what_the_first_one_gave():
+    setting, done = at("micro", 2), {"standard-seed0", "block-seed0", "standard-seed1"}
+    measured = simulated(STUDIES["budgets"], setting, finished=lambda arm, run: run in done)
+    assert {arm: len(names) for arm, names in measured.planned.items()} == {"x4": 4, "x0.5": 2, "x1": 2, "x2": 2}
+    assert set(STUDIES["budgets"].analyse(setting, measured).values["gaps"]) == {"0.5", "1", "2", "4"}
+
+
+def test_a_further_seed_does_not_hide_the_rates_that_were_found():
+    first, design = at("micro", 1), STUDIES["ablations"]
+    done = simulated(design, first)
+    assert set(done.planned) == {"recipe", "coarse", "best"}
+    setting = dataclasses.replace(first, seeds=2)
+    finished = {(arm, run) for arm, runs in done.planned.items() for run in runs}
+    measured = simulated(
+        design, setting, finished=lambda arm, run: (arm, run) in finished, begun=frozenset(done.planned)
+    )
+    assert {arm: len(names) for arm, names in measured.planned.items()}["best"] == 2 * len(done.planned["best"])
+    before, after = design.analyse(first, done), design.analyse(setting, measured)
+    assert "best" in before.values and after.values["rates"] == before.values["rates"] != {}
+    assert "Losses by rate, seed 0" in {table.title for table in after.tables}
+    assert "best" not in after.values  # a seed that chose a rate does not judge it alone
+    second = simulated(
+        design,
+        setting,
+        finished=lambda arm, run: (arm, run) in finished or arm == "best",
+        begun=frozenset(done.planned),
+    )
+    assert "best" in design.analyse(setting, second).values
+    assert set(simulated(design, setting, finished=lambda arm, run: run.endswith("seed0")).planned) == {"recipe"}
+
+
+def test_what_was_not_tried_at_every_rate_has_no_best_one_and_has_not_diverged():
+    design, setting, gate = STUDIES["ablations"], at("micro", 1), "block-gatescalar"
+
+    def finished(arm, run):
+        return arm != "coarse" or gate not in run or run == f"{gate}-seed0"
+
+    measured = simulated(design, setting, finished=finished, begun=frozenset({"recipe", "coarse", "best"}))
+    assert not [run for run in measured.planned["best"] if gate in run]
+    assert "Diverged at every rate" not in design.analyse(setting, measured).verdict
+    lost = simulated(design, setting, lambda arm, label, seed: math.inf if gate in label else chance(arm, label, seed))
+    both = "block:gate=scalar and block:gate=scalar,gate_init=2"
+    assert f"Diverged at every rate: {both}." in design.analyse(setting, lost).verdict
+
+
+def test_what_one_seed_says_of_a_trend_has_to_exceed_three_standard_errors():
+    """The committed pair at micro, 2.5 of them."""
+    gaps = {"x0.5": -0.027, "x1": -0.0857, "x2": -0.0791, "x4": -0.074}
+
+    def loss(arm, label, seed):
+        return 4 + (label == "block") * gaps[arm.name]
+
+    setting = at("micro", 1)
+    noises = {2000: Noise(0.0083, 14, "")}
+    measured = simulated(STUDIES["budgets"], setting, loss, noises=noises)
+    assert "is undecided" in STUDIES["budgets"].analyse(setting, measured).verdict
+
+
+def test_a_size_that_diverged_decides_nothing_about_scaling():
+    setting = at("micro", 2)
+
+    def loss(arm, label, seed, lost=("full",)):
+        width = int(arm.name.partition("-")[0].removeprefix("d"))
+        broken = label in lost and width == 48
+        return math.inf if broken else 3 + 20 / width + 0.001 * draw(arm.name, label, seed).standard_normal()
+
+    design = STUDIES["scaling"]
+    result = design.analyse(setting, simulated(design, setting, loss))
+    assert "full: " in result.verdict and "0.000 to 0.000" not in result.verdict
+    assert all("nan" not in cell for table in result.tables for row in table.rows for cell in row)
+    measured = simulated(design, setting, lambda arm, label, seed: loss(arm, label, seed, ("standard",)))
+    sentences = design.analyse(setting, measured).verdict.split(". ")
+    assert all("does not exclude 1" in one or "not decided" in one for one in sentences), sentences
+
+
+def test_scaling_finds_a_planted_multiplier_and_none_where_there_is_none():
+    setting, design, decided = at("micro", 2), STUDIES["scaling"], {"block": 0, "full": 0}
+    for world in range(12):
+
+        def loss(arm, label, seed, world=world):
+            width = int(arm.name.partition("-")[0].removeprefix("d"))
+            return 2 + 40 / width - 0.06 * (label == "block") + 0.004 * draw(world, arm.name, label, seed).normal()
+
+        for sentence in design.analyse(setting, simulated(design, setting, loss)).verdict.split(". "):
+            decided[sentence.partition(":")[0]] += "not" not in sentence
+    assert decided["block"] >= 11 and decided["full"] <= 1
+
+
+def test_rates_hold_each_arm_against_what_it_is_named_for():
+    design, setting = STUDIES["rates"], at("micro")
+
+    def loss(arm, label, seed):
+        muon, adamw = {"standard-lr0.008": 0.2}, {"standard-lr0.002": 0.2, "standard-lr0.001": 0.4}
+        gains = adamw if arm.compare.base.optim.optimizer == "adamw" else muon
+        return chance(arm, label, seed) - gains.get(label, 0.0) - 0.2 * (label == "block")
+
+    measured = simulated(design, setting, loss)
+    values = design.analyse(setting, measured).values
+    assert values["knobs"]["baseline"] == "block" and len(values["knobs"]["variants"]) == 4
+    assert values["best"]["baseline"] == "standard"
+    assert values["tuned"]["baseline"] == "standard-lr0.008"
+    assert values["tuned-adamw"]["baseline"] == "standard-lr0.001" and len(values["adamw"]) == 5
+    assert (values["best_model"], values["best_adamw"], values["turned_adamw"]) == (2.0, 0.25, True)
+    without = simulated(design, setting, loss, lambda arm, run: arm != "tuned" or not run.startswith("standard"))
+    assert design.analyse(setting, without).values["tuned"]["variants"] == {}
+    runs = [(arm, run) for arm in ("own", "model") for run in measured.planned[arm]]
+    assert len({run for _, run in runs}) == len(runs) and ("model", "standard-lr0.004-seed0") not in runs
+
+
+@pytest.mark.parametrize(
+    ("fast", "says"),
+    [
+        (math.inf, "at one seed, and lower and higher ones are worse beyond the noise."),
+        (0.001, "at one seed, and lower and higher ones are worse, not both beyond the noise."),
+    ],
+)
+def test_a_search_of_rates_says_how_it_ended(fast, says):
+    design, setting = STUDIES["rates"], at("micro")
+    worse = {"standard-lr0.002": 0.5, "standard-lr0.008": fast}
+
+    def loss(arm, label, seed):
+        return 3.0 + worse.get(label, 0.0) + 0.001 * seed
+
+    result = design.analyse(setting, simulated(design, setting, loss, noises=KNOWN))
+    assert result.values["turned_model"] is True and result.values["best_model"] == 1.0
+    assert f"The standard model is best at 1 times the recipe's rate {says}" in result.verdict
+    unfinished = simulated(design, setting, loss, lambda arm, run: not run.startswith("standard-lr0.008"))
+    assert "best_model" not in design.analyse(setting, unfinished).values
+
+
+def test_block_sizes_of_one_function_are_told_apart_seldom_even_if_one_is_wild():
+    design, setting, apart = STUDIES["block-size"], at("micro"), 0
+    for world in range(60):
+
+        def loss(arm, label, seed, world=world):
+            wild = 6 if label == "block-block_size4" else 1
+            return 3 + 0.01 * wild * draw(world, label, seed).standard_normal()
+
+        apart += "differ beyond the noise" in design.analyse(setting, simulated(design, setting, loss)).verdict
+    assert apart <= 12  # of 33 if all are judged by the noise that the others share
+
+
+def test_a_mechanism_whose_lucky_seeds_are_left_is_not_better():
+    design, setting = STUDIES["block-size"], at("micro")
+
+    def loss(arm, label, seed):
+        lost = label == "block-block_size2" and seed > 0
+        return math.inf if lost else chance(arm, label, seed) - 0.2 * (label != "standard")
+
+    result = design.analyse(setting, simulated(design, setting, loss, noises=KNOWN))
+    verdicts = {label: one["verdict"] for label, one in result.values["sizes"]["variants"].items()}
+    assert verdicts["block-block_size2"] == "undecided" and verdicts["block-block_size4"] == "better"
+    assert "diverged: block-block_size2 (2 seeds)" in result.verdict
+
+    def unlucky(arm, label, seed):
+        lost = label == "standard" and seed > 0
+        return math.inf if lost else chance(arm, label, seed) + 0.2 * (label != "standard")
+
+    result = design.analyse(setting, simulated(design, setting, unlucky, noises=KNOWN))
+    assert {one["verdict"] for one in result.values["sizes"]["variants"].values()} == {"undecided"}
+
+    design = STUDIES["nanogpt"]
+    lost = simulated(design, setting, lambda *run: math.inf if run[1] == "standard" else chance(*run))
+    assert "Nothing can be compared; diverged: standard (3 seeds)" in design.analyse(setting, lost).verdict
+
+
+def test_depth_reads_in_a_resnet_are_held_against_the_same_network_without_them():
+    design, setting = STUDIES["resnet"], at("micro")
+    result = design.analyse(setting, simulated(design, setting))
+    reads = result.values["20, reads"]
+    assert reads["baseline"] == "standard-20" and list(reads["variants"]) == ["full-20"]
+    assert "of 8 compared" in result.verdict, "four kinds at two depths, and depth reads against two of them"
+
+
+def test_a_retrofit_of_a_model_that_diverged_ends():
+    design, setting = STUDIES["retrofit"], at("micro")
+    measured = simulated(design, setting, lambda arm, label, seed: math.inf)
+    assert set(measured.planned) == {"pretrained"}
+    assert "diverged" in design.analyse(setting, measured).verdict
+
+
+def test_structure_that_favours_a_mechanism_is_seen_and_nothing_else():
+    """Full planted at half of standard's loss where alpha is 1, at twice where it is 0, and a student at the highest
+    rate; the control nowhere."""
+    design, setting = STUDIES["structured-vs-memorised"], at("micro")
+    ratios = {"loss/1": 0.5, "loss/0": 2.0, "loss/0.03": 3.0}
+
+    def planted(row):
+        ratio = ratios.get(row.quantity, 1.0) if row.label.startswith("full") else 1.0
+        chance = math.exp(0.05 * draw(row.arm, row.label, row.seed, row.quantity).standard_normal())
+        return dataclasses.replace(row, value=ratio * chance)
+
+    measured = simulated(design, setting)
+    measured = dataclasses.replace(measured, rows=[planted(row) for row in measured.rows])
+    values = design.analyse(setting, measured).values
+    expected = {"1": "better", "0": "worse", "0.03": "worse"}
+    for where, one in values.items():
+        name, place = where.split(", ")[0], where.rpartition("/")[2]
+        assert one["verdict"] == (expected.get(place, "undecided") if name == "full" else "undecided"), where
+    assert len(values) == 2 * (6 * 5 + 3 * 4)
+
+
+def test_a_student_that_diverged_is_counted_and_not_averaged():
+    """Of each mechanism's three at one rate: with one of standard's and of the control's lost, Full is judged by those
+    that are left; with one of Full's own lost it is not called better, with one of standard's not worse, with all of
+    its own it is said."""
+    design, setting = STUDIES["structured-vs-memorised"], at("micro")
+    for lost, seeds, ratio, expected in (
+        (("standard", "rescaled"), 1, 0.1, "better"),
+        (("full",), 1, 0.1, "undecided"),
+        (("full",), 1, 10.0, "worse"),
+        (("standard",), 1, 10.0, "undecided"),
+        (("full",), 3, 0.1, "undecided"),
+    ):
+
+        def planted(row, lost=lost, seeds=seeds, ratio=ratio):
+            if row.quantity == "loss/0.01" and row.seed < seeds and row.label.startswith(lost):
+                return dataclasses.replace(row, value=math.inf)
+            chance = math.exp(0.05 * draw(row.arm, row.label, row.seed, row.quantity).standard_normal())
+            return dataclasses.replace(row, value=chance * (ratio if row.label.startswith("full") else 1.0))
+
+        measured = simulated(design, setting)
+        measured = dataclasses.replace(measured, rows=[planted(row) for row in measured.rows])
+        result = design.analyse(setting, measured)
+        verdicts = {place: one["verdict"] for place, one in result.values.items() if place.startswith("full, T")}
+        assert len(verdicts) == 12
+        assert {one for place, one in verdicts.items() if place.endswith("/0.01")} == {expected}
+        elsewhere = {one for place, one in verdicts.items() if not place.endswith("/0.01")}
+        assert elsewhere == {"better" if ratio < 1 else "worse"}
+        cells = [cell for table in result.tables for row in table.rows for cell in row]
+        assert any(f"{seeds} diverged" in cell for cell in cells) == (lost != ("standard",))
+
+
+@pytest.mark.parametrize("name", ["nanogpt", pytest.param("ablations", marks=pytest.mark.long)])
+def test_whole_studies_of_one_function_find_nothing(name):
+    """With rates that are chosen by the lowest loss, if the study does that."""
+    design, setting, claims = STUDIES[name], at("micro"), 0
+    for world in range(100):
+        said = verdicts(design.analyse(setting, simulated(design, setting, partial(chance, world=world))).values)
+        claims += any(one != "undecided" for one in said)
+        assert len(said) > 3
+    assert claims <= 7
+
+
+def verdicts(values):
+    """All of them, however deep in a study's values they lie."""
+    if not isinstance(values, dict):
+        return []
+    own = [values["verdict"]] if "verdict" in values else []
+    return own + [verdict for value in values.values() for verdict in verdicts(value)]
+
+
+def test_regimes_are_asked_for_when_their_layouts_can_be_taken():
+    design, setting = STUDIES["retrofit"], at("micro")
+    planned = simulated(design, setting, finished=lambda arm, run: arm == "pretrained").planned
+    assert set(planned) == {"pretrained", "layouts"}
+    arms = design.arms(setting, simulated(design, setting))
+    assert [arm.name for arm in arms] == ["pretrained", "layouts", "regimes"]
+    begun = simulated(design, setting, finished=lambda arm, run: arm == "pretrained", begun=frozenset({"regimes"}))
+    assert set(begun.planned) == set(planned) | {"regimes"}, "a further seed hides nothing"
+
+
+def test_a_control_outside_the_noise_is_said_wherever_that_noise_is_used(tmp_path):
+    setting = dataclasses.replace(at("micro"), out=tmp_path)
+    values = {"by_steps": {"2000": {"sigma": 0.01, "degrees": 7}}, "control_inside": False}
+    write_json(setting.folder("noise") / "result.json", {"source": None, "column": None, "values": values})
+    measured = survey(STUDIES["ablations"], setting)[1]
+    assert "OUTSIDE" in measured.noises[2000].note
+
+
+def test_two_presets_of_one_model_are_one_size():
+    def outcome(preset, difference):
+        variants = {"block": {"difference": difference, "seeds": 3, "verdict": "better"}}
+        values = {"recipe": {"standard": {"baseline": "standard", "base": 3.0, "variants": variants}}}
+        return Outcome(STUDIES["ablations"], at(preset), Measured(), Result("", values=values))
+
+    assert at_sizes([outcome("demo", -0.2), outcome("nano", -0.06)]) == []
+    (table,) = at_sizes([outcome("demo", -0.2), outcome("nano", -0.06), outcome("micro", -0.04)])
+    assert "better at 2 sizes" in table.rows[0] and "demo" not in table.head
+
+
+def test_no_text_of_a_task_is_learned_by_heart():
+    for name in ("composition", "arithmetic"):
+        assert documents_for(name, 1_000_000) == 40_000
+        long = documents_for(name, 655_360_000)
+        assert 2_000_000 < long < 10_000_000
+
+
+def test_outputs_that_stay_are_told_from_outputs_that_grow():
+    """Standard's and its control's grow fourfold along the depth, Full's twofold, Block's not; seeds differ by 2 %.
+    That the first sublayer's is far from the others in these two, as in trained models, makes no difference."""
+    design, setting = STUDIES["dynamics"], at("micro", 2)
+    measured = simulated(design, setting)
+    rate = {"standard": math.log(4) / 24, "rescaled": math.log(4) / 24, "block": 0.0, "full": math.log(2) / 24}
+    rows = [row for row in measured.rows if "/" not in row.quantity]
+    for arm, label, seed in {(row.arm, row.label, row.seed) for row in rows}:
+        luck = 0.001 * draw(arm, label, seed).standard_normal()
+        rows += [
+            Row(arm, label, seed, 10, 0, 0.0, f"output_rms/{place}", math.exp((rate[label] + luck) * place))
+            for place in range(1, 24)
+        ]
+        first = 0.05 if label in ("standard", "rescaled") else 1.0
+        rows.append(Row(arm, label, seed, 10, 0, 0.0, "output_rms/0", first))
+    result = design.analyse(setting, dataclasses.replace(measured, rows=rows))
+    for arm in ("recipe", "deep"):
+        assert result.values[f"{arm}/standard/output_rms"]["ratio"] == pytest.approx(4 ** (18 / 24), rel=0.1)
+        said = {label: result.values[f"{arm}/{label}/output_rms"]["verdict"] for label in rate}
+        assert said == {"standard": "", "rescaled": "undecided", "block": "less", "full": "less"}
+    one = [row for row in rows if row.seed == 0]
+    alone = design.analyse(setting, dataclasses.replace(measured, rows=one)).values
+    assert {value["verdict"] for value in alone.values()} == {"", "undecided"}, "one seed decides nothing"
