@@ -33,8 +33,8 @@ from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.ops import plain, registered
-from attnres.ops.backend import Backend, MergeSaved
-from attnres.ops.dispatch import backend_for
+from attnres.ops.backend import Backend, MergeGradInputs, MergeInputs, MergeSaved, ReadGradInputs, ReadInputs
+from attnres.ops.dispatch import KERNELS, backend_for
 from attnres.ops.norms import Norm, norm_kind
 from attnres.ops.precision import compute_dtype, full_precision
 from attnres.ops.sharded import settled
@@ -162,7 +162,7 @@ class _ReadSealed(torch.autograd.Function):
             _check_shapes(sources, sources[0].shape)
             _check_shapes((queries,), (len(queries), sources[0].shape[-1]))
         vectors = sources if backend.BY_ADDRESS else _flat(sources)
-        outputs, top, total, logits, inv_rms = backend.read_sealed(queries, vectors, form.eps, form.dtype)
+        outputs, top, total, logits, inv_rms = backend.read_sealed(ReadInputs(queries, vectors, form.eps, form.dtype))
         if not backend.BY_ADDRESS:
             outputs = _viewed(outputs, sources[0].shape)
         ctx.save_for_backward(queries, logits, inv_rms, *sources)
@@ -185,12 +185,12 @@ class _ReadSealed(torch.autograd.Function):
         carried = grads[-len(sources) :]
         if form.backend.BY_ADDRESS:
             dqueries, dsources = form.backend.read_sealed_backward(
-                queries, sources, inv_rms, logits, outputs, tops, carried
+                ReadGradInputs(queries, sources, inv_rms, logits, outputs, tops, carried)
             )
             return (None, dqueries, *dsources)
         with full_precision(queries):  # a backward may be called under autocast too
             dqueries, dsources = form.backend.read_sealed_backward(
-                queries, _flat(sources), inv_rms, logits, _flat(outputs), tops, _flat(carried)
+                ReadGradInputs(queries, _flat(sources), inv_rms, logits, _flat(outputs), tops, _flat(carried))
             )
         return (None, dqueries, *_viewed(dsources, shape))
 
@@ -211,7 +211,7 @@ class _Merge(torch.autograd.Function):
         """What `forward` returns, of operations that autograd itself differentiates."""
         norm = form.norm(weight, bias)
         x, h, sealed, weights, opens = plain.merge(
-            rest[: form.k], added, query, form.eps, output, top, total, norm, form.dtype
+            MergeInputs(rest[: form.k], added, query, form.eps, output, top, total, norm, form.dtype)
         )
         return (x, *opens, h, sealed.reshape(-1), weights.reshape(sealed.numel(), weights.shape[-1]))
 
@@ -234,14 +234,16 @@ class _Merge(torch.autograd.Function):
         opens = rest[:k]
         norm = form.norm(weight, bias)
         if backend.BY_ADDRESS:
-            x, saved, partial = backend.merge(opens, added, query, form.eps, output, top, total, norm, form.dtype)
+            x, saved, partial = backend.merge(
+                MergeInputs(opens, added, query, form.eps, output, top, total, norm, form.dtype)
+            )
         else:
             shape = opens[0].shape if output is None else output.shape
             _check_shapes((added, *opens), shape)
             _check_shapes((query,), shape[-1:])
             flat_output, flat_added, *flat = _flat((output, added, *opens))
             x, saved, partial = backend.merge(
-                flat, flat_added, query, form.eps, flat_output, top, total, norm, form.dtype
+                MergeInputs(flat, flat_added, query, form.eps, flat_output, top, total, norm, form.dtype)
             )
             (x,) = _viewed([x.clone() if x is flat_output else x], shape)
             partial = None if partial is None else _viewed([partial], shape)[0]
@@ -284,14 +286,14 @@ class _Merge(torch.autograd.Function):
         norm = form.norm(weight, bias)
         if backend.BY_ADDRESS:
             output, top, dopens, dquery, dweight, dbias = backend.merge_backward(
-                grad, carried, opens, query, norm, saved
+                MergeGradInputs(grad, carried, opens, query, norm, saved)
             )
         else:
             grad, h, *flat = _flat((grad, saved.h, *opens, *carried))
             saved = saved._replace(h=h)
             with full_precision(grad):
                 output, top, dopens, dquery, dweight, dbias = backend.merge_backward(
-                    grad, flat[k:], flat[:k], query, norm, saved
+                    MergeGradInputs(grad, flat[k:], flat[:k], query, norm, saved)
                 )
             dopens = _viewed(dopens, shape)
             output = None if output is None else _viewed([output], shape)[0]
@@ -377,13 +379,14 @@ def read_sealed(
         sources: n tensors (..., d), of any floating dtypes.
         queries: (S, d), each pseudo-query times its key gain.
         eps: of the key norm.
-        dtype: outputs are stored in it. None is the compute dtype on a CPU, where they stay in the cache, and the first
-            source's own elsewhere.
+        dtype: outputs are stored in it. None is the compute dtype where they stay in a cache (`Kernels.cached`), and
+            the first source's own elsewhere.
     """
     first = sources[0]
     compute = compute_dtype(first.dtype)
     if dtype is None:
-        dtype = compute if first.device.type == "cpu" else first.dtype
+        kernels = KERNELS.get(first.device.type)
+        dtype = compute if kernels is not None and kernels.cached else first.dtype
     reads, n = queries.shape[0], len(sources)
     backend = _backend(_settled(sources), (queries,), compute, dtype, reads=reads)
     out = _run(_ReadSealed, _Form(backend, 0, eps, dtype, phase=1), queries.to(compute), *sources)
@@ -467,7 +470,7 @@ def apply_norm(h: Tensor, norm: Norm) -> Tensor:
     weight, bias, eps, _, out_dtype = norm
     dtype = h.dtype
     out_dtype = out_dtype or dtype
-    if torch.compiler.is_compiling() and h.device.type in ("cpu", "cuda"):  # which fuses it with what is around it
+    if torch.compiler.is_compiling() and h.device.type in KERNELS:  # which fuses it with what is around it
         return plain.apply(h.to(compute_dtype(dtype)), norm).to(out_dtype)
     backend = _backend(_settled((h,)), (weight, bias), compute_dtype(dtype), dtype, out_dtype)
     form = _Form(backend, 0, 0.0, dtype, norm_kind(norm), eps, out_dtype)

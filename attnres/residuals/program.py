@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as modules
 
 from attnres.ops import cpu, plain
+from attnres.ops.backend import Call
 from attnres.ops.bank import Bank, Group, Program, Step
 from attnres.ops.precision import compute_dtype
 from attnres.residuals.layout import Source
@@ -73,7 +74,7 @@ def why_no_bank(residual: "Residual", embedding: Tensor, *, training: bool) -> s
     if not embedding.numel():
         return "there are no tokens"
     normed = (torch.get_autocast_dtype("cpu"),) if torch.is_autocast_enabled("cpu") else ()
-    return cpu.why_not((embedding,), compute_dtype(embedding.dtype), normed)
+    return cpu.why_not(Call((embedding,), compute_dtype(embedding.dtype), normed))
 
 
 def take_bank(residual: "Residual", embedding: Tensor) -> Bank | None:

@@ -6,7 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from attnres import Norm, depth_read, make_residual
-from attnres.ops import dispatch, eager, gpu
+from attnres.ops import dispatch, eager
+from attnres.ops.gpu import kernels as gpu
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

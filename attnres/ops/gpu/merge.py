@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnres.ops.backend import MAX_ONE_PASS, MergeGrads, MergeSaved
+from attnres.ops.backend import MAX_ONE_PASS, MergeGradInputs, MergeGrads, MergeInputs, MergeSaved
 from attnres.ops.gpu.launch import (
     DTYPES,
     REGISTERS,
@@ -24,7 +24,6 @@ from attnres.ops.gpu.launch import (
     warps_for,
 )
 from attnres.ops.gpu.merge_kernels import WIDE, merge_row, merge_rows_backward, mix_row
-from attnres.ops.norms import Norm
 
 PROGRAM_WARPS = 16  # of the backward on each multiprocessor, all its programs together
 
@@ -42,18 +41,9 @@ def _check_opens(count: int) -> None:
         )
 
 
-def plan_merge(
-    opens: Sequence[Tensor],
-    added: Tensor | None,
-    query: Tensor | None,
-    eps: float,
-    output: Tensor | None,
-    top: Tensor | None,
-    total: Tensor | None,
-    norm: Norm | None,
-    dtype: torch.dtype,
-) -> tuple[Launch, tuple[Tensor, MergeSaved, Tensor | None]]:
+def plan_merge(m: MergeInputs) -> tuple[Launch, tuple[Tensor, MergeSaved, Tensor | None]]:
     """The launch, and what `merge` returns once it has run."""
+    opens, added, query, eps, output, top, total, norm, dtype = m
     first = opens[0] if opens else output
     assert first is not None
     tokens, width = first.shape
@@ -122,27 +112,17 @@ def plan_merge(
     return Launch(merge_row, tokens, arguments, constants, options), (x, saved, partial)
 
 
-def merge(
-    opens: Sequence[Tensor],
-    added: Tensor | None,
-    query: Tensor | None,
-    eps: float,
-    output: Tensor | None,
-    top: Tensor | None,
-    total: Tensor | None,
-    norm: Norm | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, MergeSaved, Tensor | None]:
+def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     """Phase 2 and the norm in one launch: see eager.merge.
 
     Raises:
         ValueError: more than 32 open sources.
     """
-    _check_opens(len(opens))
-    if not opens and norm is None:
-        assert output is not None
-        return output.to(dtype), MergeSaved(output), None
-    launch, results = plan_merge(opens, added, query, eps, output, top, total, norm, dtype)
+    _check_opens(len(m.opens))
+    if not m.opens and m.norm is None:
+        assert m.output is not None
+        return m.output.to(m.dtype), MergeSaved(m.output), None
+    launch, results = plan_merge(m)
     if launch.programs:
         launch.run(results[0].device)
     return results
@@ -161,15 +141,9 @@ def _residents(warps: int, row_bytes: int, shared: int, scratch: int = 4096) -> 
     return most, 1
 
 
-def plan_backward(
-    grad: Tensor,
-    carried: Sequence[Tensor | None],
-    opens: Sequence[Tensor],
-    query: Tensor | None,
-    norm: Norm | None,
-    saved: MergeSaved,
-) -> tuple[Launch, MergeGrads]:
+def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads]:
     """The launch, and the gradients once it has run: those of query, weight and bias as one row a program."""
+    grad, carried, opens, query, norm, saved = m
     tokens, width = grad.shape
     k, block = len(opens), power_of_two(width)
     warps = warps_for(block, per_thread=8)  # eight rows or so are in registers at once
@@ -237,25 +211,18 @@ def plan_backward(
     return Launch(merge_rows_backward, programs, arguments, constants, options), grads
 
 
-def merge_backward(
-    grad: Tensor,
-    carried: Sequence[Tensor | None],
-    opens: Sequence[Tensor],
-    query: Tensor | None,
-    norm: Norm | None,
-    saved: MergeSaved,
-) -> MergeGrads:
+def merge_backward(m: MergeGradInputs) -> MergeGrads:
     """Gradients of a merge in one launch and a sum over programs: see eager.merge_backward.
 
     Raises:
         ValueError: more than 32 open sources.
     """
-    _check_opens(len(opens))
-    launch, grads = plan_backward(grad, carried, opens, query, norm, saved)
+    _check_opens(len(m.opens))
+    launch, grads = plan_backward(m)
     if launch.programs:
-        launch.run(grad.device)
+        launch.run(m.grad.device)
     sums = [None if shares is None else shares.sum(0) for shares in (grads.query, grads.weight, grads.bias)]
-    output = grad if not opens and norm is None else grads.output
+    output = m.grad if not m.opens and m.norm is None else grads.output
     return MergeGrads(output, grads.top, grads.opens, *sums)
 
 

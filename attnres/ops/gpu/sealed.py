@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnres.ops.backend import MAX_SHARED, Sealed
+from attnres.ops.backend import MAX_SHARED, ReadGradInputs, ReadInputs, Sealed
 from attnres.ops.gpu.launch import INTERPRETED, REGISTERS, Launch, cdiv, multiprocessors, power_of_two, rows
 from attnres.ops.gpu.sealed_kernels import dqueries, read, read_backward
 from attnres.ops.gpu.token_kernels import read_token, read_token_backward
@@ -122,7 +122,8 @@ def _pieces(of_bf16: bool, *outputs: Tensor) -> dict[str, int]:
     return {"PIECES": 3 if of_bf16 else 0, "OUT_PIECES": (3 if fine else 2) if of_bf16 else 0}
 
 
-def plan_read(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> tuple[Launch, Sealed]:
+def plan_read(r: ReadInputs) -> tuple[Launch, Sealed]:
+    queries, sources, eps, dtype = r
     (tokens, width), n, reads = sources[0].shape, len(sources), queries.shape[0]
     bunch = _bunch(sources)
 
@@ -164,29 +165,22 @@ def plan_read(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: tor
     return Launch(read, programs, arguments, constants, {"num_warps": warps, "num_stages": 3}), result
 
 
-def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> Sealed:
+def read_sealed(r: ReadInputs) -> Sealed:
     """Phase 1 in one launch: see eager.read_sealed.
 
     Raises:
         ValueError: more than 256 sources or reads.
     """
-    _check(len(sources), queries.shape[0])
-    launch, result = plan_read(queries, sources, eps, dtype)
+    _check(len(r.sources), r.queries.shape[0])
+    launch, result = plan_read(r)
     if launch.programs:
-        launch.run(queries.device)
+        launch.run(r.queries.device)
     return result
 
 
-def plan_backward(
-    queries: Tensor,
-    sources: Sequence[Tensor],
-    inv_rms: Tensor,
-    logits: Tensor,
-    grads: Sequence[Tensor],
-    dtop: Sequence[Tensor],
-    carried: Sequence[Tensor | None],
-) -> tuple[list[Launch], Tensor, tuple[Tensor, ...]]:
+def plan_backward(r: ReadGradInputs) -> tuple[list[Launch], Tensor, tuple[Tensor, ...]]:
     """One or two launches, the partial sums of dqueries, and the gradients of the sources."""
+    queries, sources, inv_rms, logits, grads, dtop, carried = r
     (tokens, width), n, reads = sources[0].shape, len(sources), queries.shape[0]
     bunch = _bunch(sources)
     upstream = _bunch(grads)
@@ -260,24 +254,17 @@ def plan_backward(
     return launches, partials, dsources
 
 
-def read_sealed_backward(
-    queries: Tensor,
-    sources: Sequence[Tensor],
-    inv_rms: Tensor,
-    logits: Tensor,
-    grads: Sequence[Tensor],
-    dtop: Sequence[Tensor],
-    carried: Sequence[Tensor | None],
-) -> tuple[Tensor, list[Tensor]]:
+def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
     """Gradients in one or two launches, and a sum over programs: see eager.read_sealed_backward.
 
     Raises:
         ValueError: more than 256 sources or reads.
     """
+    queries, sources = r.queries, r.sources
     _check(len(sources), queries.shape[0])
     if not sources[0].shape[0]:
         return torch.zeros_like(queries), [source.new_empty(source.shape) for source in sources]
-    launches, partials, dsources = plan_backward(queries, sources, inv_rms, logits, grads, dtop, carried)
+    launches, partials, dsources = plan_backward(r)
     for launch in launches:
         launch.run(queries.device)
     return partials.sum(0), [grad.to(source.dtype) for grad, source in zip(dsources, sources, strict=True)]
