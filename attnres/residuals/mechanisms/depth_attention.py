@@ -100,9 +100,9 @@ class DepthAttention(Residual):
     ) -> None:
         super().__init__(num_sublayers, width)
         self.bounds, self.read_scale = (0, *accumulate(groups)), mean_or_sum(read_scale)
-        groups_of_reads = [bounds for bounds in pairwise(self.bounds) for _ in range(*bounds)]
-        self._groups = (*groups_of_reads, (num_sublayers, num_sublayers + self.output_read))
-        """The first read of the group of each read, and the one after its last; the output's has one of its own."""
+        groups = [*pairwise(self.bounds[:-1]), (self.bounds[-2], num_sublayers + self.output_read)]
+        self._groups = [bounds for bounds in groups for _ in range(*bounds)]
+        """The first read of the group of each read, and the one after its last; the output's read is in the last."""
         self.window = None if window is None else whole("window", window)
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
         reads = num_sublayers + self.output_read
@@ -145,15 +145,16 @@ class DepthAttention(Residual):
     def general_plan(self, embedding: Tensor, *, training: bool) -> Plan:
         if self.special is not None:
             return Plan("eager", "one pass", (f"no kernel has {self.special}",))
-        start = self.bounds[-2]
+        start, stop = self._groups[-1]
         if self.window is not None:
             count = len(self.sources(self.num_sublayers))
             plan = explain([embedding] * count, training=training)
             return dataclasses.replace(
                 plan, reasons=(*plan.reasons, f"with window={self.window} reads share no sealed sources")
             )
-        reads = self.num_sublayers - start
-        return explain([embedding] * len(self.sealed(start)), reads=reads, opens=self.max_open, training=training)
+        return explain(
+            [embedding] * len(self.sealed(start)), reads=stop - start, opens=self.max_open, training=training
+        )
 
     def opened(self, state: DepthState, output: Tensor) -> DepthState:
         """The state with one more output among, or to be added to, the group's open sources."""
@@ -187,14 +188,15 @@ class DepthAttention(Residual):
         return (*sources, NULL) if self.weighting.null_source and len(sources) > 1 else sources
 
     def group_start(self, index: int) -> int:
-        """Return the first read of the group of read `index`."""
-        return self._groups[index][0]
+        """Return how many outputs are finished sources of read `index`: all of the output's read, although it shares
+        the pass over sealed sources with the last group."""
+        return index if index == self.num_sublayers else self._groups[index][0]
 
     def _begin(
         self, sealed: tuple[Tensor, ...], opens: tuple[Tensor, ...], index: int, groups: tuple[Tensor, ...]
     ) -> DepthState:
         """Return the state before read `index`, with phase 1 of what its group has still to read done if that pays."""
-        start, stop = self._groups[index]
+        start, stop = self._groups[min(index, len(self._groups) - 1)]
         queries = groups[0].unbind(0) if groups else ()
         # A read of the embedding alone is the embedding.
         first = index + (len(sealed) + len(opens) == 1)
@@ -221,8 +223,7 @@ class DepthAttention(Residual):
         """Return the rows of `bank_queries` group by group; none where plain torch makes the reads."""
         if self.special is not None:
             return ()
-        sizes = [stop - start for start, stop in pairwise(self.bounds)]
-        return self.bank_queries().split([*sizes, 1] if self.output_read else sizes)
+        return self.bank_queries().split([stop - start for start, stop in dict.fromkeys(self._groups)])
 
     def read(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
         embedding, count = state.sealed[0], len(state.sealed) + len(state.open)
@@ -286,7 +287,7 @@ class DepthAttention(Residual):
             return f"no kernel has {self.special}"
         sources = [self.sources(index) for index in range(self.num_sublayers + 1)]
         queries = [index if len(mixed) > 1 else None for index, mixed in enumerate(sources)]
-        groups = list(pairwise(self.bounds))
+        groups = list(dict.fromkeys(self._groups))
         return BankReads(sources, queries, self.key_norm_eps, groups, self.read_scale == "sum")
 
     def bank_queries(self) -> Tensor:
@@ -329,7 +330,7 @@ class DepthAttention(Residual):
 
     def write(self, state: DepthState, index: int, output: Tensor) -> DepthState:
         state = self.opened(state, output)
-        if index + 1 not in self.bounds:
+        if index + 1 not in self.bounds[:-1]:  # nothing is sealed after the last group: the output's read is in it
             return state
         sealed = state.sealed + self._finished(state)
         return self._begin(sealed, self._reopened(sealed), index + 1, state.groups[1:])
@@ -370,12 +371,13 @@ class DepthAttention(Residual):
         return () if index == self.group_start(index) else self.opens(index)
 
     def pack(self, state: DepthState, index: int) -> tuple[Tensor, ...]:
-        return state.sealed + (self._finished(state) if self._crossing(index) else ())
+        whole = self._crossing(index) or index == self.num_sublayers
+        return state.sealed + (self._finished(state) if whole else ())
 
     def unpack(self, tensors: Sequence[Tensor], index: int) -> DepthState:
-        count = len(self.sealed(index))
+        count = len(self.sealed(self.bounds[-2] if index == self.num_sublayers else index))
         sealed, opens = tuple(tensors[:count]), tuple(tensors[count:])
-        finished = sum(stop <= index for stop in self.bounds[1:])
+        finished = sum(stop <= index for stop in self.bounds[1:-1])
         return self._begin(sealed, opens or self._reopened(sealed), index, self._queries_by_group()[finished:])
 
     def hidden_state(self, state: DepthState) -> Tensor:
