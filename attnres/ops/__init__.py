@@ -1,6 +1,6 @@
 """A depth read as a function: the oracle, and the two-phase block schedule with its own backward."""
 
-from attnres.ops.dispatch import Plan, explain, in_two_phases
+from attnres.ops.dispatch import Plan, explain, in_two_phases, stored_dtype
 from attnres.ops.norms import Norm, inverse_rms
 from attnres.ops.one_read import depth_read
 from attnres.ops.plain import plain_torch
@@ -27,4 +27,5 @@ __all__ = [
     "read_sealed",
     "rounded_sum",
     "scaled_query",
+    "stored_dtype",
 ]

@@ -4,7 +4,7 @@ Shapes: T tokens, n sealed sources, k open sources, S reads, d width. `eager` is
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -79,6 +79,8 @@ class MergeInputs(NamedTuple):
         output, top, total: (T, d) and (T,) of the read's phase 1, or None without sealed sources.
         norm: that consumes the read, or None.
         dtype: the sum and the read are rounded to it.
+        saves: "nothing" if no backward follows; "least" leaves out an h that this backend's backward makes again from
+            what there is; "h" has it in any case, for those who watch.
     """
 
     opens: Sequence[Tensor]
@@ -90,20 +92,21 @@ class MergeInputs(NamedTuple):
     total: Tensor | None
     norm: Norm | None
     dtype: torch.dtype
+    saves: Literal["nothing", "least", "h"] = "h"
 
 
 class MergeSaved(NamedTuple):
     """What the backward of a merge needs.
 
     Attributes:
-        h: (T, d), the read before its norm.
+        h: (T, d), the read before its norm; None where the backward makes it again from `output` and the open sources.
         rstd: (T,), 1 / its deviation, if a norm follows.
         weights, scores, inv_rms: (T, k), the open sources' weights, logits and 1/rms, if k > 0.
         sealed: (T,), the weight of the sealed sources together, if there are both kinds.
         scalars: all but h in one tensor, which a backend BY_ADDRESS keeps in their place; see `named`.
     """
 
-    h: Tensor
+    h: Tensor | None
     rstd: Tensor | None = None
     weights: Tensor | None = None
     sealed: Tensor | None = None
@@ -131,7 +134,10 @@ class MergeGradInputs(NamedTuple):
         grad: (T, d), of x.
         carried: for each open source the gradient that it already has from later reads, or None: it is added.
         opens: the k sources that were scored, the last with `added` in it.
-        query, norm: as the merge had them. saved: what it kept.
+        query, norm, dtype: as the merge had them. saved: what it kept.
+        output: phase 1's, where `saved` has no h.
+        output_dtype, last_dtype, added_dtype: of phase 1's output, of the last open source before `added` was in it and
+            of `added`: a backend may hand back gradients in them, where None says nothing.
     """
 
     grad: Tensor
@@ -140,10 +146,18 @@ class MergeGradInputs(NamedTuple):
     query: Tensor | None
     norm: Norm | None
     saved: MergeSaved
+    dtype: torch.dtype | None = None
+    output: Tensor | None = None
+    output_dtype: torch.dtype | None = None
+    last_dtype: torch.dtype | None = None
+    added_dtype: torch.dtype | None = None
 
 
 class MergeGrads(NamedTuple):
-    """Gradients of a merge: of phase 1's output and top, of the open sources, of the query and the norm."""
+    """Gradients of a merge: of phase 1's output and top, of the open sources, of the query and the norm.
+
+    That of `added` is the last open source's, but for a backend that gives it in another dtype.
+    """
 
     output: Tensor | None
     top: Tensor | None
@@ -151,6 +165,7 @@ class MergeGrads(NamedTuple):
     query: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
+    added: Tensor | None = None
 
 
 class Backend(Protocol):
@@ -197,6 +212,7 @@ class Kernels(NamedTuple):
         load: returns the backend, or why it cannot be had.
         why_not: returns why the backend cannot take a call, or None.
         turned_off: whether the user wanted none, so that nobody is told of the fallback.
+        narrow: under bf16 autocast finished sources, and what is made of them for the next product, are stored in bf16.
         cached: phase 1's outputs stay in a cache and are stored in the compute dtype; else in their sources'.
         few_compiled: by phase, the values of a source up to which a compiler is given torch operations; of larger ones
             our operators make faster reads and keep less for backward.
@@ -209,6 +225,7 @@ class Kernels(NamedTuple):
     load: Callable[[], Backend | str]
     why_not: Callable[[Call], str | None]
     turned_off: Callable[[], bool] = lambda: False
+    narrow: bool = False
     cached: bool = False
     few_compiled: dict[int, int] = {}  # noqa: RUF012
     most_open: int | None = None

@@ -302,7 +302,7 @@ def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
 
 def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     """As `eager.merge`, vectors of the sources' shape."""
-    opens, added, query, eps, output, top, total, norm, dtype = m
+    opens, added, query, eps, output, top, total, norm, dtype, _ = m
     k = len(opens)
     if not k and norm is None:
         assert output is not None
@@ -356,8 +356,9 @@ def _parts(scalars: Tensor, k: int) -> tuple[int, ...]:
 
 def merge_backward(m: MergeGradInputs) -> MergeGrads:
     """As `eager.merge_backward`."""
-    grad, carried, opens, query, norm, saved = m
+    grad, carried, opens, query, norm, saved, *_ = m
     h, rstd, weights, sealed, scores, inv_rms, scalars = saved
+    assert h is not None
     shape, d, k = h.shape, h.shape[-1], len(opens)
     if scalars is None:
         parts, both = (rstd, weights, sealed, scores, inv_rms), sealed is not None

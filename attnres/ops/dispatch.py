@@ -138,6 +138,15 @@ def bank_plan(*, in_common: bool) -> Plan:
     return Plan(cpu.KERNELS.name, schedule, ("no gradients are needed and nobody watches", why), "bank")
 
 
+def stored_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which finished sources of a stream of this dtype are stored: bf16 for one in fp32 where the
+    model computes in bf16 and the device's kernels are `narrow`, else the stream's own."""
+    narrow = device in KERNELS and KERNELS[device].narrow and torch.is_autocast_enabled(device)
+    if narrow and dtype == torch.float32 and torch.get_autocast_dtype(device) == torch.bfloat16:
+        return torch.bfloat16
+    return dtype
+
+
 def explain(sources: Sequence[Tensor], *, reads: int = 1, opens: int = 0, training: bool | None = None) -> Plan:
     """Which path `reads` reads over these sources take, and why.
 

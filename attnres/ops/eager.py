@@ -74,7 +74,7 @@ def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     and `total`) there are no sealed sources: a whole read in one pass. Without open sources it is a norm alone. `eps`
     is that of the key norm.
     """
-    opens, added, query, eps, output, top, total, norm, dtype = m
+    opens, added, query, eps, output, top, total, norm, dtype, _ = m
     compute = compute_dtype(dtype)
     partial = None
     if added is not None:
@@ -121,7 +121,8 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
     `opens` are the sources that were scored (the last with `added` in it); `carried[j]` is the gradient that open
     source j already has from later reads, which is added.
     """
-    grad, carried, opens, query, norm, saved = m
+    grad, carried, opens, query, norm, saved, *_ = m
+    assert saved.h is not None
     h = saved.h.to(compute_dtype(saved.h.dtype))
     d = h.shape[-1]
     if norm is None:

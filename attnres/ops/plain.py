@@ -106,7 +106,7 @@ def merge(m: MergeInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]
     any c. So the gradients that pass between the phases are those of the kernels, whichever of them makes either
     phase, and derivatives of any order are right.
     """
-    opens, added, query, eps, output, top, total, norm, dtype = m
+    opens, added, query, eps, output, top, total, norm, dtype, _ = m
     compute = compute_dtype(dtype)
     if added is not None:
         opens = [*opens[:-1], rounded_sum(opens[-1], added, dtype)]

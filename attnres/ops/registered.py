@@ -178,7 +178,7 @@ def _(
 
 def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     """As `eager.merge`."""
-    opens, added, query, eps, output, top, total, norm, dtype = m
+    opens, added, query, eps, output, top, total, norm, dtype, _ = m
     weight, bias, norm_eps, _, out_dtype = norm or Norm()
     x, *saved, partial = _merge(
         list(opens),
@@ -272,11 +272,12 @@ def _(
 
 def merge_backward(m: MergeGradInputs) -> MergeGrads:
     """As `eager.merge_backward`."""
-    grad, carried, opens, query, norm, saved = m
+    grad, carried, opens, query, norm, saved, *_ = m
+    assert saved.h is not None
     weight, bias, norm_eps, _, _ = norm or Norm()
     earlier = [_filled(g, grad) for g in carried]
     output, top, dquery, dweight, dbias, *dopens = _merge_backward(
-        grad, earlier, list(opens), query, norm_kind(norm), weight, bias, norm_eps, *saved[:6]
+        grad, earlier, list(opens), query, norm_kind(norm), weight, bias, norm_eps, saved.h, *saved[1:6]
     )
     none = _or_none
     return MergeGrads(none(output), none(top), dopens, none(dquery), none(dweight), none(dbias))

@@ -94,7 +94,7 @@ class Merged(NamedTuple):
 
 class _Form(NamedTuple):
     """What is fixed of a merge, or of phase 1: all but its tensors. kind: of a merge's norm, 0 for none, 1 for RMSNorm,
-    2 for LayerNorm. index: which of phase 1's reads it is."""
+    2 for LayerNorm. index: which of phase 1's reads it is. recorded: gradients are on."""
 
     backend: Backend
     k: int
@@ -106,6 +106,7 @@ class _Form(NamedTuple):
     index: int = 0
     recompute: bool = False
     watched: bool = False
+    recorded: bool = False
     phase: int = 2
 
     def norm(self, weight: Tensor | None, bias: Tensor | None) -> Norm | None:
@@ -232,10 +233,12 @@ class _Merge(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         backend, k = form.backend, form.k
         opens = rest[:k]
+        last = opens[-1].dtype if opens else None
         norm = form.norm(weight, bias)
+        saves: Any = "h" if form.watched else "least" if form.recorded else "nothing"
         if backend.BY_ADDRESS:
             x, saved, partial = backend.merge(
-                MergeInputs(opens, added, query, form.eps, output, top, total, norm, form.dtype)
+                MergeInputs(opens, added, query, form.eps, output, top, total, norm, form.dtype, saves)
             )
         else:
             shape = opens[0].shape if output is None else output.shape
@@ -243,7 +246,7 @@ class _Merge(torch.autograd.Function):
             _check_shapes((query,), shape[-1:])
             flat_output, flat_added, *flat = _flat((output, added, *opens))
             x, saved, partial = backend.merge(
-                MergeInputs(flat, flat_added, query, form.eps, flat_output, top, total, norm, form.dtype)
+                MergeInputs(flat, flat_added, query, form.eps, flat_output, top, total, norm, form.dtype, saves)
             )
             (x,) = _viewed([x.clone() if x is flat_output else x], shape)
             partial = None if partial is None else _viewed([partial], shape)[0]
@@ -252,9 +255,14 @@ class _Merge(torch.autograd.Function):
         if partial is not None:
             opens = (*opens[:-1], partial)
         h = None if form.recompute else saved.h
-        ctx.save_for_backward(weight, bias, query, h, *saved[1:], *opens, *rest[k:])
-        has = output is not None, top is not None, partial is not None
-        ctx.form = form, x.shape, x.dtype, saved.h.dtype, has
+        again = output if saved.h is None and not form.recompute else None
+        ctx.save_for_backward(weight, bias, query, again, h, *saved[1:], *opens, *rest[k:])
+        dtypes = (
+            None if output is None else output.dtype,
+            last,
+            None if partial is None or added is None else added.dtype,
+        )
+        ctx.form = form, x.shape, x.dtype, top is not None, dtypes
         results = [x]
         for source in opens:
             results.append(source.detach())
@@ -262,7 +270,7 @@ class _Merge(torch.autograd.Function):
             return tuple(results)
         # What is only looked at; empty where it is an input, x itself or known beforehand.
         none, saved = x.new_empty(0), saved.named(k, normed=form.kind > 0)
-        h = saved.h if k and norm is not None else none
+        h = none if saved.h is None or not k or norm is None else saved.h
         weights = none.clone() if saved.weights is None else saved.weights
         sealed = none.clone() if saved.sealed is None else saved.sealed
         ctx.mark_non_differentiable(h, sealed, weights)
@@ -271,9 +279,9 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plain.refuse_second_derivative()
-        form, shape, x_dtype, h_dtype, (has_output, has_top, has_added) = ctx.form
+        form, shape, x_dtype, has_top, dtypes = ctx.form
         backend, k, count = form.backend, form.k, len(MergeSaved._fields)
-        weight, bias, query, *rest = ctx.saved_tensors
+        weight, bias, query, again, *rest = ctx.saved_tensors
         saved, rest = MergeSaved(*rest[:count]), rest[count:]
         opens, recomputed, carried = rest[:k], rest[k:], grads[1 : 1 + k]
         grad = grads[0]
@@ -282,23 +290,27 @@ class _Merge(torch.autograd.Function):
                 shape, dtype=x_dtype
             )
         if form.recompute:
+            h_dtype = form.dtype if form.kind else compute_dtype(form.dtype)
             saved = saved._replace(h=_read_again(form, recomputed, opens, saved, h_dtype))
         norm = form.norm(weight, bias)
         if backend.BY_ADDRESS:
-            output, top, dopens, dquery, dweight, dbias = backend.merge_backward(
-                MergeGradInputs(grad, carried, opens, query, norm, saved)
+            output, top, dopens, dquery, dweight, dbias, added = backend.merge_backward(
+                MergeGradInputs(grad, carried, opens, query, norm, saved, form.dtype, again, *dtypes)
             )
         else:
-            grad, h, *flat = _flat((grad, saved.h, *opens, *carried))
+            grad, again, h, *flat = _flat((grad, again, saved.h, *opens, *carried))
             saved = saved._replace(h=h)
             with full_precision(grad):
-                output, top, dopens, dquery, dweight, dbias = backend.merge_backward(
-                    MergeGradInputs(grad, flat[k:], flat[:k], query, norm, saved)
+                output, top, dopens, dquery, dweight, dbias, added = backend.merge_backward(
+                    MergeGradInputs(grad, flat[k:], flat[:k], query, norm, saved, form.dtype, again, *dtypes)
                 )
             dopens = _viewed(dopens, shape)
             output = None if output is None else _viewed([output], shape)[0]
-        output, top = output if has_output else None, top if has_top else None
-        added = dopens[-1] if has_added else None
+            added = None if added is None else _viewed([added], shape)[0]
+        output_dtype, _, added_dtype = dtypes
+        output, top = None if output_dtype is None else output, top if has_top else None
+        if added_dtype is not None and added is None:
+            added = dopens[-1]
         return (None, dweight, dbias, dquery, output, top, None, added, *dopens, *(None,) * len(recomputed))
 
 
@@ -441,7 +453,8 @@ def merge(
     out_dtype = out_dtype or dtype
     compute = compute_dtype(dtype)
     backend = _backend(vectors, (weight, bias, query), compute, dtype, out_dtype, opens=k)
-    form = _Form(backend, k, eps, dtype, norm_kind(norm), norm_eps, out_dtype, index, recompute, watched)
+    recorded = torch.is_grad_enabled()
+    form = _Form(backend, k, eps, dtype, norm_kind(norm), norm_eps, out_dtype, index, recompute, watched, recorded)
     out = _run(_Merge, form, weight, bias, query, output, top, total, added, *opens, *recomputed)
     x, handed_on = out[0], out[1 : 1 + k]
     if not watched:
@@ -473,5 +486,6 @@ def apply_norm(h: Tensor, norm: Norm) -> Tensor:
     if torch.compiler.is_compiling() and h.device.type in KERNELS:  # which fuses it with what is around it
         return plain.apply(h.to(compute_dtype(dtype)), norm).to(out_dtype)
     backend = _backend(_settled((h,)), (weight, bias), compute_dtype(dtype), dtype, out_dtype)
-    form = _Form(backend, 0, 0.0, dtype, norm_kind(norm), eps, out_dtype)
+    recorded = torch.is_grad_enabled()
+    form = _Form(backend, 0, 0.0, dtype, norm_kind(norm), eps, out_dtype, recorded=recorded)
     return _run(_Merge, form, weight, bias, None, h, None, None, None)[0]

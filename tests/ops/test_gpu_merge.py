@@ -73,7 +73,8 @@ class Case:
         def to(v):
             return v if v is None or dtype is None else v.to(dtype)
 
-        opens, _, query, *_, norm, _ = self.arguments(dtype)
+        inputs = self.arguments(dtype)
+        opens, query, norm = inputs.opens, inputs.query, inputs.norm
         opens = opens if partial is None else [*opens[:-1], to(partial)]
         saved = eager.MergeSaved(*(to(v) for v in saved))
         return MergeGradInputs(to(self.grad), [to(v) for v in self.carried], opens, query, norm, saved)
@@ -157,6 +158,41 @@ def test_what_phase_1_subtracts_has_the_rounding_of_what_it_is_handed(k, norm):
     assert grads.output.dtype == torch.bfloat16
     expected = -(grads.output.double() * saved.h.double()).sum(-1)
     torch.testing.assert_close(grads.top.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["none", "rms", "layer"])
+@pytest.mark.parametrize("k,sealed", [(1, True), (3, True), (2, False), (9, True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_backward_makes_h_again_from_what_was_read(k, sealed, norm, dtype):
+    case = Case(k, 5, 40, sealed=sealed, norm=norm, dtype=dtype)
+    inputs = case.arguments()
+    x, whole, partial = gpu.merge(inputs)
+    least_x, least, _ = gpu.merge(inputs._replace(saves="least"))
+    only_x, nothing, _ = gpu.merge(inputs._replace(saves="nothing"))
+    assert torch.equal(x, least_x) and torch.equal(x, only_x)
+    assert (least.h is None) == (k <= 8) and not any(v is not None for v in nothing)
+    expected = case.backward_arguments(whole, partial)
+    output_dtype = None if case.output is None else dtype
+    ours = gpu.merge_backward(
+        expected._replace(saved=least, output=case.output, dtype=dtype, output_dtype=output_dtype)
+    )
+    for a, b in zip(flat(ours), flat(gpu.merge_backward(expected)), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            few = 1e-4 if dtype == torch.float32 or a.dtype == torch.float32 else 2e-2
+            assert (a.double() - b.double()).norm() <= few * (1 + b.double().norm())
+
+
+def test_gradients_come_in_the_dtypes_of_what_was_added_up():
+    case = Case(2, 3, 24, dtype=torch.float32)
+    inputs = case.arguments()
+    _, saved, partial = gpu.merge(inputs)
+    whole = gpu.merge_backward(case.backward_arguments(saved, partial))
+    backward = case.backward_arguments(saved, partial)
+    ours = gpu.merge_backward(backward._replace(last_dtype=torch.float32, added_dtype=torch.bfloat16))
+    assert torch.equal(ours.opens[-1], whole.opens[-1]) and torch.equal(ours.added, whole.opens[-1].bfloat16())
+    ours = gpu.merge_backward(backward._replace(last_dtype=torch.bfloat16, added_dtype=torch.bfloat16))
+    assert ours.added is None and torch.equal(ours.opens[-1], whole.opens[-1].bfloat16())
 
 
 @pytest.mark.parametrize("k", [9, 32])

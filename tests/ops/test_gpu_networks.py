@@ -1,13 +1,17 @@
 """Whole networks of depth reads on the Triton kernels: what plain torch makes of them, forward and backward."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
 from attnres import Norm, depth_read, make_residual
 from attnres.ops import dispatch, eager
 from attnres.ops.gpu import kernels as gpu
+from attnres.ops.gpu.launch import Launch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -67,3 +71,71 @@ def test_a_single_read_is_that_of_plain_torch(on, n):
 
     for a, b in zip(made(gpu), made(eager), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+
+
+class Moved(TorchDispatchMode):
+    """Bytes of vectors that are read or written, by our launches and by torch's operations, and how many of each."""
+
+    def __init__(self, tokens, width):
+        self.numel, self.bytes, self.counts, self.launches = tokens * width, 0, Counter(), []
+
+    def take(self, tensors):
+        places = {(t.data_ptr(), t.dtype): t for t in tensors if torch.is_tensor(t) and t.numel() == self.numel}
+        self.bytes += sum(t.nbytes for t in places.values())
+        return len(places)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        out = operation(*args, **(kwargs or {}))
+        if operation.is_view or operation._schema.name.startswith(("aten::empty", "aten::new_empty", "aten::_unsafe")):
+            return out
+        if operation._schema.name in ("aten::detach", "aten::is_same_size", "aten::ones_like", "aten::expand"):
+            return out
+        if self.take([*flat(args), *flat(out)]):
+            self.counts[operation._schema.name] += 1
+        return out
+
+    def launch(self, launch, device):
+        self.launches.append(launch)
+        self.counts["launch"] += 1
+        self.take(flat(list(launch.arguments.values())))
+
+
+def flat(nest):
+    return [leaf for part in nest for leaf in flat(part)] if isinstance(nest, (list, tuple)) else [nest]
+
+
+@pytest.fixture
+def triton_on_a_cpu(monkeypatch):
+    """The row of CUDA's kernels for a CPU: what depends on the device is as there."""
+    if not torch.cuda.is_available():
+        monkeypatch.setitem(dispatch.KERNELS, "cpu", dispatch.KERNELS["cuda"])
+
+
+def moved(name, settings, sublayers, monkeypatch):
+    """A step of identity sublayers under autocast, planned and not run: forward's and backward's counts."""
+    tokens, width = 512, 64
+    residual = make_residual(name, sublayers, width, **settings).to(DEVICE)
+    embedding = torch.zeros(tokens, width, device=DEVICE, requires_grad=True)
+    norm = Norm(torch.ones(width, device=DEVICE, requires_grad=True), out_dtype=torch.bfloat16)
+    ways = Moved(tokens, width), Moved(tokens, width)
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        monkeypatch.setattr(Launch, "run", lambda self, device: ways[0].launch(self, device))
+        with ways[0]:
+            state = residual.start(embedding)
+            for i in range(sublayers):
+                x, state = residual.read(state, i, norm)
+                state = residual.write(state, i, x)
+            out = residual.finish(state, norm)
+    grad = torch.ones_like(out)
+    monkeypatch.setattr(Launch, "run", lambda self, device: ways[1].launch(self, device))
+    with ways[1]:
+        out.backward(grad)
+    each = tokens * width * sublayers
+    return [(round(way.bytes / each, 1), way.counts, way.launches) for way in ways]
+
+
+def test_bytes_a_sublayer(triton_on_a_cpu, monkeypatch):
+    """Bytes for each element of a vector of a sublayer, at 24 sublayers under bf16 autocast, of reads, norms, sums."""
+    for name, settings in (("block", {"block_size": 3}), ("full", {})):
+        for way in moved(name, settings, 24, monkeypatch):
+            print(name, way[0], dict(way[1]))

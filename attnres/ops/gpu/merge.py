@@ -25,6 +25,9 @@ from attnres.ops.gpu.launch import (
 )
 from attnres.ops.gpu.merge_kernels import WIDE, merge_row, merge_rows_backward, mix_row
 
+MOST_AGAIN = 8
+"""Open sources of a merge up to which its backward makes h again from them: it holds their rows meanwhile."""
+
 PROGRAM_WARPS = 16  # of the backward on each multiprocessor, all its programs together
 
 
@@ -43,7 +46,7 @@ def _check_opens(count: int) -> None:
 
 def plan_merge(m: MergeInputs) -> tuple[Launch, tuple[Tensor, MergeSaved, Tensor | None]]:
     """The launch, and what `merge` returns once it has run."""
-    opens, added, query, eps, output, top, total, norm, dtype = m
+    opens, added, query, eps, output, top, total, norm, dtype, saves = m
     first = opens[0] if opens else output
     assert first is not None
     tokens, width = first.shape
@@ -55,23 +58,21 @@ def plan_merge(m: MergeInputs) -> tuple[Launch, tuple[Tensor, MergeSaved, Tensor
     opens = [rows(source) for source in opens]
     added, output = (None if v is None else rows(v) for v in (added, output))
     partial = None if added is None else first.new_empty((tokens, width), dtype=dtype)
-    if norm is None:  # h is kept unrounded
-        h = scalars(tokens, width)
-        x = h if dtype == torch.float32 else first.new_empty((tokens, width), dtype=dtype)
-        h_out, x_out = h, None if x is h else x
+    h = h_out = None
+    if output is not None and not opens and torch.promote_types(output.dtype, dtype) == dtype:
+        h = output  # which holds it exactly
+    elif saves == "h" or (saves == "least" and k > MOST_AGAIN) or not k:
+        h = h_out = first.new_empty((tokens, width), dtype=torch.float32 if norm is None else dtype)  # else unrounded
+    x = x_out = None
+    if norm is None and h is not None and h.dtype == dtype:
+        x = h
     else:
-        kept = not opens and output is not None and output.dtype == dtype
-        h = output if kept and output is not None else first.new_empty((tokens, width), dtype=dtype)
-        x = first.new_empty((tokens, width), dtype=norm.out_dtype or torch.float32)
-        h_out, x_out = None if kept else h, x
-    saved = MergeSaved(
-        h,
-        None if norm is None else scalars(tokens),
-        scalars(tokens, k) if k else None,
-        scalars(tokens) if k and output is not None else None,
-        scalars(tokens, k) if k else None,
-        scalars(tokens, k) if k else None,
-    )
+        x = x_out = first.new_empty((tokens, width), dtype=dtype if norm is None else norm.out_dtype or torch.float32)
+    saved = MergeSaved(h)
+    if saves != "nothing":
+        each = [scalars(tokens, k) if k else None for _ in range(3)]
+        sealed = scalars(tokens) if k and output is not None else None
+        saved = MergeSaved(h, None if norm is None else scalars(tokens), each[0], sealed, *each[1:])
     arguments = {
         "opens": tuple(opens),
         "open_strides": _strides(opens, width),
@@ -143,15 +144,16 @@ def _residents(warps: int, row_bytes: int, shared: int, scratch: int = 4096) -> 
 
 def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads]:
     """The launch, and the gradients once it has run: those of query, weight and bias as one row a program."""
-    grad, carried, opens, query, norm, saved = m
+    grad, carried, opens, query, norm, saved, dtype, output, output_dtype, last_dtype, added_dtype = m
     tokens, width = grad.shape
     k, block = len(opens), power_of_two(width)
     warps = warps_for(block, per_thread=8)  # eight rows or so are in registers at once
-    grad, h = rows(grad), rows(saved.h)
+    grad = rows(grad)
+    h, output = (None if v is None else rows(v) for v in (saved.h, output))
     opens = [rows(source) for source in opens]
     carried = [None if earlier is None else rows(earlier) for earlier in carried[:k]]
 
-    streams = [grad, h, *opens, *(earlier for earlier in carried if earlier is not None)]
+    streams = [v for v in (grad, h, output, *opens, *carried) if v is not None]
     sizes = [stream.element_size() for stream in streams]
     scratch = 4096 + (4 * block if len(set(sizes)) > 1 else 0)  # rows of unlike dtypes are dealt out unlike
     resident, stages = _residents(warps, block * sum(sizes), shared_memory(grad.device), scratch)
@@ -161,17 +163,23 @@ def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads]:
         return grad.new_empty((programs, width), dtype=torch.float32) if wanted else None
 
     has_sealed = not opens or saved.sealed is not None
-    output_dtype = grad.dtype if norm is None else saved.h.dtype
+    if output_dtype is None:
+        output_dtype = grad.dtype if norm is None or h is None else h.dtype
     copied = not opens and norm is None  # the gradient of the read is that of its output
     doutput = torch.empty_like(grad, dtype=output_dtype) if has_sealed and not copied else None
     grads = MergeGrads(
         doutput,
         grad.new_empty((tokens,), dtype=torch.float32) if has_sealed else None,
-        [source.new_empty((tokens, width)) for source in opens],
+        [source.new_empty((tokens, width)) for source in opens[: k - 1]],
         shares(k > 0),
         shares(norm is not None and norm.weight is not None),
         shares(norm is not None and norm.bias is not None),
     )
+    if opens:
+        last_dtype = last_dtype or opens[-1].dtype
+        grads.opens.append(opens[-1].new_empty((tokens, width), dtype=last_dtype))
+        if added_dtype is not None and added_dtype != last_dtype:
+            grads = grads._replace(added=opens[-1].new_empty((tokens, width), dtype=added_dtype))
     arguments = {
         "grad": grad,
         "grad_stride": _strides([grad], width),
@@ -183,12 +191,15 @@ def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads]:
         "weight": None if norm is None or norm.weight is None else norm.weight.contiguous(),
         "h": h,
         "h_stride": _strides([h], width),
+        "output": output,
+        "output_stride": _strides([output], width),
         "rstd": saved.rstd,
         "weights": saved.weights,
         "sealed": saved.sealed,
         "scores": saved.scores,
         "inv_rms": saved.inv_rms,
         "dopens": tuple(grads.opens),
+        "dadded": grads.added,
         "doutput": grads.output,
         "dtop": grads.top,
         "dquery": grads.query,
@@ -205,6 +216,7 @@ def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads]:
         "D": width,
         "BLOCK": block,
         "STAGES": stages,
+        "DTYPE": DTYPES[dtype or torch.float32],
         "ROUNDED": doutput is not None and doutput.dtype != torch.float32,
     }
     options = {"num_warps": warps, "num_stages": 1, "maxnreg": min(255, REGISTERS // (32 * warps * resident))}
@@ -223,7 +235,7 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
         launch.run(m.grad.device)
     sums = [None if shares is None else shares.sum(0) for shares in (grads.query, grads.weight, grads.bias)]
     output = m.grad if not m.opens and m.norm is None else grads.output
-    return MergeGrads(output, grads.top, grads.opens, *sums)
+    return MergeGrads(output, grads.top, grads.opens, *sums, grads.added)
 
 
 def plan_mix(sources: Sequence[Tensor], weights: Tensor, earlier: Tensor | None, dtype: torch.dtype) -> Launch:
