@@ -255,7 +255,7 @@ def of_merge() -> Iterator[Specimen]:
         launch, (x, saved, _) = plan_merge(MergeInputs(opens, added, query, 1e-6, *part, norm, dtype))
         yield specimen_of(launch, f"{name}, forward", width)
         carried = [vector(tokens, width, dtype=dtype) for _ in range(k)]
-        launch, _ = plan_backward(MergeGradInputs(x, carried, opens, query, norm, saved))
+        launch, *_ = plan_backward(MergeGradInputs(x, carried, opens, query, norm, saved))
         yield specimen_of(launch, f"{name}, backward", width)
 
     for width in (896, 1024, 1536, 2048, 2304, 4096, 7168):

@@ -6,7 +6,7 @@ from attnres.ops.one_read import depth_read
 from attnres.ops.plain import plain_torch
 from attnres.ops.precision import compute_dtype, full_precision, rounded_sum
 from attnres.ops.reference import depth_read_reference, scaled_query
-from attnres.ops.two_phase import Merged, SealedRead, SealedReads, apply_norm, merge, read_sealed
+from attnres.ops.two_phase import Merged, SealedRead, SealedReads, apply_norm, merge, read_sealed, sealed_sum
 
 __all__ = [
     "Merged",
@@ -27,5 +27,6 @@ __all__ = [
     "read_sealed",
     "rounded_sum",
     "scaled_query",
+    "sealed_sum",
     "stored_dtype",
 ]

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from attnres.errors import UserError
 from attnres.ops.norms import Norm
 
 MAX_ONE_PASS = 32
@@ -16,6 +17,13 @@ MAX_ONE_PASS = 32
 
 MAX_SHARED = 256
 """The most sources, and the most reads, of the Triton kernels' phase 1: those of a token are one tile."""
+
+
+def check_shapes(tensors: Sequence[Tensor | None], shape: tuple[int, ...]) -> None:
+    """Raise a UserError for one of another shape: the kernels would read past its end."""
+    for tensor in tensors:
+        if tensor is not None and tensor.shape != shape:
+            raise UserError(f"a depth read got a tensor of shape {tuple(tensor.shape)}: expected {tuple(shape)}")
 
 
 class ReadInputs(NamedTuple):

@@ -33,10 +33,18 @@ from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.ops import plain, registered
-from attnres.ops.backend import Backend, MergeGradInputs, MergeInputs, MergeSaved, ReadGradInputs, ReadInputs
+from attnres.ops.backend import (
+    Backend,
+    MergeGradInputs,
+    MergeInputs,
+    MergeSaved,
+    ReadGradInputs,
+    ReadInputs,
+    check_shapes,
+)
 from attnres.ops.dispatch import KERNELS, backend_for
 from attnres.ops.norms import Norm, norm_kind
-from attnres.ops.precision import compute_dtype, full_precision
+from attnres.ops.precision import compute_dtype, full_precision, rounded_sum
 from attnres.ops.sharded import settled
 
 
@@ -131,13 +139,6 @@ def _viewed(tensors: Sequence[Tensor], shape: torch.Size) -> list[Tensor]:
     return viewed
 
 
-def _check_shapes(tensors: Sequence[Tensor | None], shape: tuple[int, ...]) -> None:
-    """Raise a UserError for one of another shape: the kernels would read past its end."""
-    for tensor in tensors:
-        if tensor is not None and tensor.shape != shape:
-            raise UserError(f"a depth read got a tensor of shape {tuple(tensor.shape)}: expected {tuple(shape)}")
-
-
 class _Unrecorded:
     """Stands for a Function's context where no gradient is wanted."""
 
@@ -160,8 +161,8 @@ class _ReadSealed(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         backend = form.backend
         if not backend.BY_ADDRESS:
-            _check_shapes(sources, sources[0].shape)
-            _check_shapes((queries,), (len(queries), sources[0].shape[-1]))
+            check_shapes(sources, sources[0].shape)
+            check_shapes((queries,), (len(queries), sources[0].shape[-1]))
         vectors = sources if backend.BY_ADDRESS else _flat(sources)
         outputs, top, total, logits, inv_rms = backend.read_sealed(ReadInputs(queries, vectors, form.eps, form.dtype))
         if not backend.BY_ADDRESS:
@@ -242,8 +243,8 @@ class _Merge(torch.autograd.Function):
             )
         else:
             shape = opens[0].shape if output is None else output.shape
-            _check_shapes((added, *opens), shape)
-            _check_shapes((query,), shape[-1:])
+            check_shapes((added, *opens), shape)
+            check_shapes((query,), shape[-1:])
             flat_output, flat_added, *flat = _flat((output, added, *opens))
             x, saved, partial = backend.merge(
                 MergeInputs(flat, flat_added, query, form.eps, flat_output, top, total, norm, form.dtype, saves)
@@ -473,6 +474,28 @@ def _settled(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
         if type(tensor) is not Tensor:
             return [settled(tensor) for tensor in tensors]
     return tensors
+
+
+class _RoundedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtypes = x.dtype, y.dtype
+        return torch.add(x, y, out=torch.empty_like(x, dtype=dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, y = ctx.dtypes
+        return grads[0].to(x), grads[0].to(y), None
+
+
+def sealed_sum(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `precision.rounded_sum` of two tensors of one shape; in one pass where that narrows them, which a compiler
+    does by itself."""
+    wide = torch.promote_types(x.dtype, y.dtype)
+    narrows = dtype != wide == torch.promote_types(wide, dtype)
+    if narrows and type(x) is type(y) is Tensor and not torch.compiler.is_compiling() and not plain.is_needed():
+        return _RoundedSum.apply(x, y, dtype)
+    return rounded_sum(x, y, dtype)
 
 
 def apply_norm(h: Tensor, norm: Norm) -> Tensor:

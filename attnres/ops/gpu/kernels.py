@@ -5,4 +5,4 @@ from attnres.ops.gpu.sealed import read_sealed, read_sealed_backward
 
 __all__ = ["BY_ADDRESS", "merge", "merge_backward", "mix", "read_sealed", "read_sealed_backward"]
 
-BY_ADDRESS = False
+BY_ADDRESS = True

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnres.ops.backend import MAX_ONE_PASS, MergeGradInputs, MergeGrads, MergeInputs, MergeSaved
+from attnres.ops.backend import MAX_ONE_PASS, MergeGradInputs, MergeGrads, MergeInputs, MergeSaved, check_shapes
 from attnres.ops.gpu.launch import (
     DTYPES,
     REGISTERS,
     Launch,
     multiprocessors,
     power_of_two,
+    row_stride,
     rows,
     shared_memory,
     warps_for,
@@ -33,8 +34,12 @@ PROGRAM_WARPS = 16  # of the backward on each multiprocessor, all its programs t
 
 def _strides(tensors: Sequence[Tensor | None], width: int) -> tuple[int | None, ...] | None:
     """Elements from row to row of each tensor, or None if they are all contiguous."""
-    strides = tuple(None if tensor is None else tensor.stride(0) for tensor in tensors)
-    return None if all(stride is None or stride == width for stride in strides) else strides
+    strides, apart = list[int | None](), False
+    for tensor in tensors:
+        stride = None if tensor is None else row_stride(tensor)
+        apart = apart or (stride is not None and stride != width)
+        strides.append(stride)
+    return tuple(strides) if apart else None
 
 
 def _check_opens(count: int) -> None:
@@ -49,25 +54,27 @@ def plan_merge(m: MergeInputs) -> tuple[Launch, tuple[Tensor, MergeSaved, Tensor
     opens, added, query, eps, output, top, total, norm, dtype, saves = m
     first = opens[0] if opens else output
     assert first is not None
-    tokens, width = first.shape
-    k, block = len(opens), power_of_two(width)
+    shape, width = first.shape, first.shape[-1]
+    k, block, tokens = len(opens), power_of_two(width), first.numel() // width
+    if query is not None:
+        check_shapes((query,), (width,))
 
     def scalars(*shape: int) -> Tensor:
         return first.new_empty(shape, dtype=torch.float32)
 
-    opens = [rows(source) for source in opens]
-    added, output = (None if v is None else rows(v) for v in (added, output))
-    partial = None if added is None else first.new_empty((tokens, width), dtype=dtype)
+    opens = [rows(source, shape) for source in opens]
+    added, output = (None if v is None else rows(v, shape) for v in (added, output))
+    partial = None if added is None else first.new_empty(shape, dtype=dtype)
     h = h_out = None
     if output is not None and not opens and torch.promote_types(output.dtype, dtype) == dtype:
-        h = output  # which holds it exactly
+        h = m.output  # which holds it exactly
     elif saves == "h" or (saves == "least" and k > MOST_AGAIN) or not k:
-        h = h_out = first.new_empty((tokens, width), dtype=torch.float32 if norm is None else dtype)  # else unrounded
+        h = h_out = first.new_empty(shape, dtype=torch.float32 if norm is None else dtype)  # without a norm unrounded
     x = x_out = None
     if norm is None and h is not None and h.dtype == dtype:
         x = h
     else:
-        x = x_out = first.new_empty((tokens, width), dtype=dtype if norm is None else norm.out_dtype or torch.float32)
+        x = x_out = first.new_empty(shape, dtype=dtype if norm is None else norm.out_dtype or torch.float32)
     saved = MergeSaved(h)
     if saves != "nothing":
         each = [scalars(tokens, k) if k else None for _ in range(3)]
@@ -142,16 +149,17 @@ def _residents(warps: int, row_bytes: int, shared: int, scratch: int = 4096) -> 
     return most, 1
 
 
-def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads]:
-    """The launch, and the gradients once it has run: those of query, weight and bias as one row a program."""
+def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads, Tensor]:
+    """Return the launch, the gradients once it has run but those of query, weight and bias, and of these as many as
+    there are, in order, as one row (d,) a program: (count, programs, d)."""
     grad, carried, opens, query, norm, saved, dtype, output, output_dtype, last_dtype, added_dtype = m
-    tokens, width = grad.shape
-    k, block = len(opens), power_of_two(width)
+    shape, width = grad.shape, grad.shape[-1]
+    k, block, tokens = len(opens), power_of_two(width), grad.numel() // width
     warps = warps_for(block, per_thread=8)  # eight rows or so are in registers at once
-    grad = rows(grad)
-    h, output = (None if v is None else rows(v) for v in (saved.h, output))
-    opens = [rows(source) for source in opens]
-    carried = [None if earlier is None else rows(earlier) for earlier in carried[:k]]
+    grad = rows(grad, shape)
+    h, output = (None if v is None else rows(v, shape) for v in (saved.h, output))
+    opens = [rows(source, shape) for source in opens]
+    carried = [None if earlier is None else rows(earlier, shape) for earlier in carried[:k]]
 
     streams = [v for v in (grad, h, output, *opens, *carried) if v is not None]
     sizes = [stream.element_size() for stream in streams]
@@ -159,27 +167,28 @@ def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads]:
     resident, stages = _residents(warps, block * sum(sizes), shared_memory(grad.device), scratch)
     programs = min(tokens, resident * multiprocessors(grad.device))
 
-    def shares(wanted: bool) -> Tensor | None:
-        return grad.new_empty((programs, width), dtype=torch.float32) if wanted else None
-
+    weighted, biased = norm is not None and norm.weight is not None, norm is not None and norm.bias is not None
+    shares = grad.new_empty(((k > 0) + weighted + biased, programs, width), dtype=torch.float32)
+    each = iter(shares.unbind(0))
+    dquery, dweight, dbias = (next(each) if wanted else None for wanted in (k > 0, weighted, biased))
     has_sealed = not opens or saved.sealed is not None
     if output_dtype is None:
         output_dtype = grad.dtype if norm is None or h is None else h.dtype
     copied = not opens and norm is None  # the gradient of the read is that of its output
-    doutput = torch.empty_like(grad, dtype=output_dtype) if has_sealed and not copied else None
+    doutput = grad.new_empty(shape, dtype=output_dtype) if has_sealed and not copied else None
     grads = MergeGrads(
         doutput,
         grad.new_empty((tokens,), dtype=torch.float32) if has_sealed else None,
-        [source.new_empty((tokens, width)) for source in opens[: k - 1]],
-        shares(k > 0),
-        shares(norm is not None and norm.weight is not None),
-        shares(norm is not None and norm.bias is not None),
+        [source.new_empty(shape) for source in opens[: k - 1]],
+        None,
+        None,
+        None,
     )
     if opens:
         last_dtype = last_dtype or opens[-1].dtype
-        grads.opens.append(opens[-1].new_empty((tokens, width), dtype=last_dtype))
+        grads.opens.append(opens[-1].new_empty(shape, dtype=last_dtype))
         if added_dtype is not None and added_dtype != last_dtype:
-            grads = grads._replace(added=opens[-1].new_empty((tokens, width), dtype=added_dtype))
+            grads = grads._replace(added=opens[-1].new_empty(shape, dtype=added_dtype))
     arguments = {
         "grad": grad,
         "grad_stride": _strides([grad], width),
@@ -202,9 +211,9 @@ def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads]:
         "dadded": grads.added,
         "doutput": grads.output,
         "dtop": grads.top,
-        "dquery": grads.query,
-        "dweight": grads.weight,
-        "dbias": grads.bias,
+        "dquery": dquery,
+        "dweight": dweight,
+        "dbias": dbias,
         "tokens": tokens,
         "last": tokens - 1,
         "norm_eps": 0.0 if norm is None else float(norm.eps),
@@ -220,7 +229,7 @@ def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads]:
         "ROUNDED": doutput is not None and doutput.dtype != torch.float32,
     }
     options = {"num_warps": warps, "num_stages": 1, "maxnreg": min(255, REGISTERS // (32 * warps * resident))}
-    return Launch(merge_rows_backward, programs, arguments, constants, options), grads
+    return Launch(merge_rows_backward, programs, arguments, constants, options), grads, shares
 
 
 def merge_backward(m: MergeGradInputs) -> MergeGrads:
@@ -230,25 +239,28 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
         ValueError: more than 32 open sources.
     """
     _check_opens(len(m.opens))
-    launch, grads = plan_backward(m)
+    launch, grads, shares = plan_backward(m)
     if launch.programs:
         launch.run(m.grad.device)
-    sums = [None if shares is None else shares.sum(0) for shares in (grads.query, grads.weight, grads.bias)]
-    output = m.grad if not m.opens and m.norm is None else grads.output
-    return MergeGrads(output, grads.top, grads.opens, *sums, grads.added)
+    if not m.opens and m.norm is None:
+        return grads._replace(output=m.grad)
+    each = iter(shares.sum(1).unbind(0) if len(shares) else ())
+    given = (launch.arguments[name] is not None for name in ("dquery", "dweight", "dbias"))
+    dquery, dweight, dbias = (next(each) if wanted else None for wanted in given)
+    return grads._replace(query=dquery, weight=dweight, bias=dbias)
 
 
 def plan_mix(sources: Sequence[Tensor], weights: Tensor, earlier: Tensor | None, dtype: torch.dtype) -> Launch:
-    tokens, width = sources[0].shape
-    block = power_of_two(width)
-    sources = [rows(source) for source in sources]
+    shape, width = sources[0].shape, sources[0].shape[-1]
+    block, tokens = power_of_two(width), sources[0].numel() // width
+    sources = [rows(source, shape) for source in sources]
     arguments = {
         "sources": tuple(sources),
         "strides": _strides(sources, width),
         "weights": weights,
         "weights_stride": weights.stride(0),
         "earlier": earlier,
-        "out": sources[0].new_empty((tokens, width), dtype=dtype),
+        "out": sources[0].new_empty(shape, dtype=dtype),
     }
     constants = {"N": len(sources), "D": width, "BLOCK": block}
     return Launch(mix_row, tokens, arguments, constants, {"num_warps": warps_for(block), "num_stages": 1})
@@ -256,7 +268,7 @@ def plan_mix(sources: Sequence[Tensor], weights: Tensor, earlier: Tensor | None,
 
 def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
     """sum_j weights[:, j] v_j, (T, d) in `dtype`: a launch for every 32 sources, the sum so far in fp32."""
-    weights, out = rows(weights), None
+    weights, out = rows(weights, weights.shape), None
     for start in range(0, len(sources), MAX_ONE_PASS):
         group = sources[start : start + MAX_ONE_PASS]
         last = start + len(group) == len(sources)

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnres.ops.backend import MAX_SHARED, ReadGradInputs, ReadInputs, Sealed
-from attnres.ops.gpu.launch import INTERPRETED, REGISTERS, Launch, cdiv, multiprocessors, power_of_two, rows
+from attnres.ops.backend import MAX_SHARED, ReadGradInputs, ReadInputs, Sealed, check_shapes
+from attnres.ops.gpu.launch import INTERPRETED, REGISTERS, Launch, cdiv, multiprocessors, power_of_two, row_stride, rows
 from attnres.ops.gpu.sealed_kernels import dqueries, read, read_backward
 from attnres.ops.gpu.token_kernels import read_token, read_token_backward
 
@@ -40,19 +40,20 @@ class _Bunch(NamedTuple):
         """Whether all rows start at a multiple of 16 bytes."""
         starts = (t.data_ptr() if t.device.type != "meta" else 0 for t in self.tensors)
         return not any(start % 16 for start in starts) and not any(
-            t.stride(0) * t.element_size() % 16 for t in self.tensors
+            row_stride(t) * t.element_size() % 16 for t in self.tensors
         )
 
 
 def _bunch(tensors: Sequence[Tensor]) -> _Bunch:
-    tensors = [rows(t) for t in tensors]
+    shape = tensors[0].shape
+    tensors = [rows(t, shape) for t in tensors]
     first = tensors[0].dtype
     if len({t.dtype for t in tensors}) > 2:
         tensors = [t if t.dtype == first else t.float() for t in tensors]
-    strides = tuple(t.stride(0) for t in tensors)
+    strides = tuple(row_stride(t) for t in tensors)
     others = [j for j, t in enumerate(tensors) if t.dtype != first]
     if len(set(strides)) == 1:
-        strides = None if strides[0] == tensors[0].shape[1] else strides[:1]
+        strides = None if strides[0] == shape[-1] else strides[:1]
     return _Bunch(tuple(tensors), strides, sum(1 << j for j in others), (others or [0])[0])
 
 
@@ -124,14 +125,15 @@ def _pieces(of_bf16: bool, *outputs: Tensor) -> dict[str, int]:
 
 def plan_read(r: ReadInputs) -> tuple[Launch, Sealed]:
     queries, sources, eps, dtype = r
-    (tokens, width), n, reads = sources[0].shape, len(sources), queries.shape[0]
-    bunch = _bunch(sources)
+    shape, n, (reads, width) = sources[0].shape, len(sources), queries.shape
+    check_shapes((queries,), (reads, shape[-1]))
+    bunch, tokens = _bunch(sources), sources[0].numel() // width
 
     def scalars(*shape: int) -> Tensor:
         return queries.new_empty(shape, dtype=torch.float32)
 
     # Allocated one by one: what one read keeps must not keep the others alive.
-    outputs = [queries.new_empty((tokens, width), dtype=dtype) for _ in range(reads)]
+    outputs = [queries.new_empty(shape, dtype=dtype) for _ in range(reads)]
     result = Sealed(
         outputs, scalars(reads, tokens), scalars(reads, tokens), scalars(tokens, n, reads), scalars(tokens, n)
     )
@@ -181,15 +183,15 @@ def read_sealed(r: ReadInputs) -> Sealed:
 def plan_backward(r: ReadGradInputs) -> tuple[list[Launch], Tensor, tuple[Tensor, ...]]:
     """One or two launches, the partial sums of dqueries, and the gradients of the sources."""
     queries, sources, inv_rms, logits, grads, dtop, carried = r
-    (tokens, width), n, reads = sources[0].shape, len(sources), queries.shape[0]
-    bunch = _bunch(sources)
+    shape, n, (reads, width) = sources[0].shape, len(sources), queries.shape
+    bunch, tokens = _bunch(sources), sources[0].numel() // width
     upstream = _bunch(grads)
     if upstream.wide:
         upstream = _bunch([grad.float() for grad in grads])
     present = [grad for grad in carried if grad is not None]
     # In place of an absent one stands a present one, which is not read.
     earlier = _bunch([present[0] if grad is None else grad for grad in carried]) if present else None
-    dsources = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in bunch.tensors)
+    dsources = tuple(t.new_empty(shape) for t in bunch.tensors)
     processors = multiprocessors(queries.device)
     arguments: dict[str, Any] = {
         "queries": queries.float().contiguous(),
@@ -262,7 +264,7 @@ def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
     """
     queries, sources = r.queries, r.sources
     _check(len(sources), queries.shape[0])
-    if not sources[0].shape[0]:
+    if not sources[0].numel():
         return torch.zeros_like(queries), [source.new_empty(source.shape) for source in sources]
     launches, partials, dsources = plan_backward(r)
     for launch in launches:

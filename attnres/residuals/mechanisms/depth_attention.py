@@ -18,8 +18,8 @@ from attnres.ops import (
     in_two_phases,
     merge,
     read_sealed,
-    rounded_sum,
     scaled_query,
+    sealed_sum,
     stored_dtype,
 )
 from attnres.residuals.base import NormLike, Residual, Slot, slots_of, with_norm
@@ -103,8 +103,8 @@ class DepthAttention(Residual):
     ) -> None:
         super().__init__(num_sublayers, width)
         self.bounds, self.read_scale = (0, *accumulate(groups)), mean_or_sum(read_scale)
-        groups = [*pairwise(self.bounds[:-1]), (self.bounds[-2], num_sublayers + self.output_read)]
-        self._groups = [bounds for bounds in groups for _ in range(*bounds)]
+        shared = [*pairwise(self.bounds[:-1]), (self.bounds[-2], num_sublayers + self.output_read)]
+        self._groups = [bounds for bounds in shared for _ in range(*bounds)]
         """The first read of the group of each read, and the one after its last; the output's read is in the last."""
         self.window = None if window is None else whole("window", window)
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
@@ -278,8 +278,9 @@ class DepthAttention(Residual):
             n = len(state.sealed)
             rest = state._replace(sealed=every[:n], open=every[n:], added=())
         else:
-            later = {"outputs": state.outputs[1:], "top": state.top[1:], "total": state.total[1:]}
-            rest = state._replace(open=merged.opens, added=(), **later)
+            rest = state._replace(
+                open=merged.opens, added=(), outputs=state.outputs[1:], top=state.top[1:], total=state.total[1:]
+            )
         if self.observer is not None:
             weights = merged.weights
             assert weights is not None and merged.h is not None
@@ -357,7 +358,7 @@ class DepthAttention(Residual):
         """Return the open sources with nothing left to add; a sum is rounded to `dtype`, or else the stream's."""
         if not state.added:
             return state.open
-        return (*state.open[:-1], rounded_sum(state.open[-1], state.added[0], dtype or state.dtype))
+        return (*state.open[:-1], sealed_sum(state.open[-1], state.added[0], dtype or state.dtype))
 
     @torch.no_grad()
     def direction(self, index: int) -> Tensor | None:
