@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attnres.figures.style import MUTED, save, style
 from attnres.files import write_json
-from attnres.ops import plain
+from attnres.ops.dispatch import KERNELS
 from attnres.progress import Bar, Bars
 from attnres.timing import in_turn, spread
 from attnres.training.device import keep_freed_memory
@@ -275,7 +275,8 @@ def settle_compile(options: argparse.Namespace, parser: argparse.ArgumentParser)
     if options.torch_reads is not None:
         if not options.compile:
             parser.error("--torch-reads says what a compiler is shown: give --compile too")
-        plain.FEW_COMPILED |= {(device, phase): options.torch_reads for device in ("cpu", "cuda") for phase in (1, 2)}
+        for kernels in KERNELS.values():
+            kernels.few_compiled.update({1: options.torch_reads, 2: options.torch_reads})
     if options.compile:
         compile_many()
 

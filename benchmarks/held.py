@@ -29,15 +29,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 def measure(shape: str, copy: float) -> list[dict[str, Any]]:
     """Milliseconds and share of a copy's bandwidth of either way, and its relative error beside plain torch."""
-    from attnres.ops import gpu
-    from attnres.ops.gpu import sealed
+    from attnres.ops.gpu import kernels, sealed
 
     size, _, name = shape.partition(":")
     _, width, sources, reads = map(int, size.split("x"))
     dtype = DTYPES[name]
     rows: list[dict[str, Any]] = []
     in_torch = directions(size, eager, dtype)
-    for way, (call, moved) in directions(size, gpu, dtype).items():
+    for way, (call, moved) in directions(size, kernels, dtype).items():
         expected = in_torch[way][0]()
         held = sealed._held(sources, reads, width, dtype.itemsize, backward=way == "backward")
         for kind, most in (("tiles", 0), ("held", 1 << 20)):

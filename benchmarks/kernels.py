@@ -29,7 +29,7 @@ from torch import Tensor
 
 from attnres.models import traffic as counts
 from attnres.ops import Norm, depth_read, eager, explain, merge, read_sealed
-from attnres.ops.backend import Backend
+from attnres.ops.backend import Backend, MergeGradInputs, MergeInputs, ReadGradInputs, ReadInputs
 from attnres.ops.dispatch import backend_for
 
 
@@ -82,7 +82,7 @@ class Block:
         self.output_grads, self.tops = self.merges_backward()
 
     def phase_1(self) -> eager.Sealed:
-        return self.backend.read_sealed(self.queries, self.sources, EPS, self.dtype)
+        return self.backend.read_sealed(ReadInputs(self.queries, self.sources, EPS, self.dtype))
 
     def merges(self) -> list[tuple[list[Tensor], Tensor | None, eager.MergeSaved]]:
         """The S merges: what each scored, with which query, and what it keeps."""
@@ -91,7 +91,7 @@ class Block:
         for j, output in enumerate(self.outputs):
             query = self.queries[j] if opens else None
             phase_1 = (self.sealed.outputs[j], self.sealed.top[j], self.sealed.total[j])
-            _, kept, total = self.backend.merge(opens, added, query, EPS, *phase_1, self.norm, self.dtype)
+            _, kept, total = self.backend.merge(MergeInputs(opens, added, query, EPS, *phase_1, self.norm, self.dtype))
             opens = opens if total is None else [total]
             saved.append((opens, query, kept))
             opens, added = (opens, output) if opens else ([output], None)
@@ -101,7 +101,9 @@ class Block:
         """The S merges' backwards, last first: gradients of the phase-1 outputs and of their tops."""
         carried, results = [self.carried[-1]], []
         for (opens, query, kept), grad in zip(reversed(self.saved), reversed(self.grads), strict=True):
-            grads = self.backend.merge_backward(grad, carried[: len(opens)], opens, query, self.norm, kept)
+            grads = self.backend.merge_backward(
+                MergeGradInputs(grad, carried[: len(opens)], opens, query, self.norm, kept)
+            )
             carried = grads.opens
             results.append((grads.output, grads.top))
         return [output for output, _ in reversed(results)], [top for _, top in reversed(results)]
@@ -110,7 +112,7 @@ class Block:
         sealed = self.sealed
         grads, carried = (self.output_grads, self.tops), self.carried[:-1]
         return self.backend.read_sealed_backward(
-            self.queries, self.sources, sealed.inv_rms, sealed.logits, *grads, carried
+            ReadGradInputs(self.queries, self.sources, sealed.inv_rms, sealed.logits, *grads, carried)
         )
 
 

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attnres.ops.backend import MergeGradInputs, MergeInputs, ReadGradInputs, ReadInputs
 from attnres.ops.norms import Norm
 
 if TYPE_CHECKING:
@@ -251,10 +252,10 @@ def of_merge() -> Iterator[Specimen]:
         opens, query = [vector(tokens, width, dtype=dtype) for _ in range(k)], vector(width)
         part = (vector(tokens, width, dtype=dtype), vector(tokens), vector(tokens)) if sealed else (None, None, None)
         added = vector(tokens, width, dtype=dtype) if sealed else None
-        launch, (x, saved, _) = plan_merge(opens, added, query, 1e-6, *part, norm, dtype)
+        launch, (x, saved, _) = plan_merge(MergeInputs(opens, added, query, 1e-6, *part, norm, dtype))
         yield specimen_of(launch, f"{name}, forward", width)
         carried = [vector(tokens, width, dtype=dtype) for _ in range(k)]
-        launch, _ = plan_backward(x, carried, opens, query, norm, saved)
+        launch, *_ = plan_backward(MergeGradInputs(x, carried, opens, query, norm, saved))
         yield specimen_of(launch, f"{name}, backward", width)
 
     for width in (896, 1024, 1536, 2048, 2304, 4096, 7168):
@@ -288,11 +289,12 @@ def of_sealed() -> Iterator[Specimen]:
         name = f"{n} sources, {reads} reads{name}"
         sources = [vector(tokens, width, dtype=dtypes[min(j, len(dtypes) - 1)]) for j in range(n)]
         queries, grads = vector(reads, width), [vector(tokens, width, dtype=dtypes[-1]) for _ in range(reads)]
-        launch, result = plan_read(queries, sources, 1e-6, dtypes[-1])
+        launch, result = plan_read(ReadInputs(queries, sources, 1e-6, dtypes[-1]))
         yield specimen_of(launch, f"{name}, forward", width)
         dtop = [vector(tokens) for _ in range(reads)]
         earlier = [source if carried else None for source in sources]
-        launches, _, _ = plan_backward(queries, sources, result.inv_rms, result.logits, grads, dtop, earlier)
+        inputs = ReadGradInputs(queries, sources, result.inv_rms, result.logits, grads, dtop, earlier)
+        launches, _, _ = plan_backward(inputs)
         for launch, what in zip(launches, ("backward", "backward, queries"), strict=False):
             yield specimen_of(launch, f"{name}, {what}", width)
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from attnres.files import write_json
 from attnres.ops import eager
-from attnres.ops.backend import Backend
+from attnres.ops.backend import Backend, ReadGradInputs, ReadInputs
 
 SHAPES = ("32768x2048x4x4", "32768x2304x5x6", "16384x4096x4x6", "8192x7168x5x24")
 FEWER = 1024
@@ -87,13 +87,14 @@ def directions(
 
     vectors, grads, carried = ([draw(count, width).to(dtype) for _ in range(n)] for n in (sources, reads, sources))
     queries, dtop = draw(reads, width) / width**0.5, [draw(count) for _ in range(reads)]
-    kept = eager.read_sealed(queries, vectors, 1e-6, dtype)
+    kept = eager.read_sealed(ReadInputs(queries, vectors, 1e-6, dtype))
 
     def forward() -> list[Tensor]:
-        return list(backend.read_sealed(queries, vectors, 1e-6, dtype).outputs)
+        return list(backend.read_sealed(ReadInputs(queries, vectors, 1e-6, dtype)).outputs)
 
     def backward() -> list[Tensor]:
-        results = backend.read_sealed_backward(queries, vectors, kept.inv_rms, kept.logits, grads, dtop, carried)
+        inputs = ReadGradInputs(queries, vectors, kept.inv_rms, kept.logits, grads, dtop, carried)
+        results = backend.read_sealed_backward(inputs)
         return [results[0], *results[1]]
 
     vector = count * width * dtype.itemsize
@@ -102,11 +103,10 @@ def directions(
 
 def calls(shape: str, tokens: int | None = None) -> Iterator[tuple[dict[str, Any], Callable[[], list[Tensor]]]]:
     """Every tile of a shape, forward then backward: what it is, and the call."""
-    from attnres.ops import gpu
-    from attnres.ops.gpu import sealed
+    from attnres.ops.gpu import kernels, sealed
 
     _, _, sources, reads = map(int, shape.split("x"))
-    for way, (call, moved) in directions(shape, gpu, tokens=tokens).items():
+    for way, (call, moved) in directions(shape, kernels, tokens=tokens).items():
         for tile in tiles(sources, reads, way == "backward"):
             row = {"shape": shape, "backward": way == "backward", "tile": None if tile is None else vars(tile)}
             row["bytes"] = moved

@@ -1,21 +1,45 @@
-"""What a backend of depth reads is: five functions, and what they give.
+"""What a backend of depth reads is: five functions, what they take and give, and the row by which dispatch finds it.
 
 Shapes: T tokens, n sealed sources, k open sources, S reads, d width. `eager` is the specification of each function.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from attnres.errors import UserError
 from attnres.ops.norms import Norm
 
 MAX_ONE_PASS = 32
-"""Open sources of one pass, over which the Triton kernels' loops are unrolled: more are read in two phases."""
+"""Open sources of one pass, over which kernels' loops are unrolled: more are read in two phases."""
 
 MAX_SHARED = 256
 """The most sources, and the most reads, of the Triton kernels' phase 1: those of a token are one tile."""
+
+
+def check_shapes(tensors: Sequence[Tensor | None], shape: tuple[int, ...]) -> None:
+    """Raise a UserError for one of another shape: the kernels would read past its end."""
+    for tensor in tensors:
+        if tensor is not None and tensor.shape != shape:
+            raise UserError(f"a depth read got a tensor of shape {tuple(tensor.shape)}: expected {tuple(shape)}")
+
+
+class ReadInputs(NamedTuple):
+    """Inputs of phase 1.
+
+    Attributes:
+        queries: (S, d), pseudo-query times key gain, in the compute dtype.
+        sources: n tensors (T, d).
+        eps: of the key norm.
+        dtype: outputs are stored in it.
+    """
+
+    queries: Tensor
+    sources: Sequence[Tensor]
+    eps: float
+    dtype: torch.dtype
 
 
 class Sealed(NamedTuple):
@@ -36,18 +60,61 @@ class Sealed(NamedTuple):
     inv_rms: Tensor
 
 
+class ReadGradInputs(NamedTuple):
+    """Inputs of phase 1's backward.
+
+    Attributes:
+        queries, sources, inv_rms, logits: as phase 1 had and made them.
+        grads: S gradients (T, d) of its outputs. dtop: S gradients (T,) of its tops.
+        carried: for each source the gradient (T, d) that it already has from later reads, or None: it is added.
+    """
+
+    queries: Tensor
+    sources: Sequence[Tensor]
+    inv_rms: Tensor
+    logits: Tensor
+    grads: Sequence[Tensor]
+    dtop: Sequence[Tensor]
+    carried: Sequence[Tensor | None]
+
+
+class MergeInputs(NamedTuple):
+    """Inputs of phase 2 and the norm after it.
+
+    Attributes:
+        opens: k tensors (T, d). added: (T, d), to be added to the last of them, or None.
+        query: (d,), or None without open sources. eps: of the key norm.
+        output, top, total: (T, d) and (T,) of the read's phase 1, or None without sealed sources.
+        norm: that consumes the read, or None.
+        dtype: the sum and the read are rounded to it.
+        saves: "nothing" if no backward follows; "least" leaves out an h that this backend's backward makes again from
+            what there is; "h" has it in any case, for those who watch.
+    """
+
+    opens: Sequence[Tensor]
+    added: Tensor | None
+    query: Tensor | None
+    eps: float
+    output: Tensor | None
+    top: Tensor | None
+    total: Tensor | None
+    norm: Norm | None
+    dtype: torch.dtype
+    saves: Literal["nothing", "least", "h"] = "h"
+
+
 class MergeSaved(NamedTuple):
     """What the backward of a merge needs.
 
     Attributes:
-        h: (T, d), the read before its norm.
+        h: (T, d), the read before its norm; None where the backward makes it again from `output` and the open sources.
         rstd: (T,), 1 / its deviation, if a norm follows.
         weights, scores, inv_rms: (T, k), the open sources' weights, logits and 1/rms, if k > 0.
         sealed: (T,), the weight of the sealed sources together, if there are both kinds.
         scalars: all but h in one tensor, which a backend BY_ADDRESS keeps in their place; see `named`.
     """
 
-    h: Tensor
+    h: Tensor | None
     rstd: Tensor | None = None
     weights: Tensor | None = None
     sealed: Tensor | None = None
@@ -68,8 +135,37 @@ class MergeSaved(NamedTuple):
         return MergeSaved(self.h, rstd, weights, scalars[-1] if len(scalars) > 1 + 3 * k else None, scores, inv_rms)
 
 
+class MergeGradInputs(NamedTuple):
+    """Inputs of a merge's backward.
+
+    Attributes:
+        grad: (T, d), of x.
+        carried: for each open source the gradient that it already has from later reads, or None: it is added.
+        opens: the k sources that were scored, the last with `added` in it.
+        query, norm, dtype: as the merge had them. saved: what it kept.
+        output: phase 1's, where `saved` has no h.
+        output_dtype, last_dtype, added_dtype: of phase 1's output, of the last open source before `added` was in it and
+            of `added`: a backend may hand back gradients in them, where None says nothing.
+    """
+
+    grad: Tensor
+    carried: Sequence[Tensor | None]
+    opens: Sequence[Tensor]
+    query: Tensor | None
+    norm: Norm | None
+    saved: MergeSaved
+    dtype: torch.dtype | None = None
+    output: Tensor | None = None
+    output_dtype: torch.dtype | None = None
+    last_dtype: torch.dtype | None = None
+    added_dtype: torch.dtype | None = None
+
+
 class MergeGrads(NamedTuple):
-    """Gradients of a merge: of phase 1's output and top, of the open sources, of the query and the norm."""
+    """Gradients of a merge: of phase 1's output and top, of the open sources, of the query and the norm.
+
+    That of `added` is the last open source's, but for a backend that gives it in another dtype.
+    """
 
     output: Tensor | None
     top: Tensor | None
@@ -77,6 +173,7 @@ class MergeGrads(NamedTuple):
     query: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
+    added: Tensor | None = None
 
 
 class Backend(Protocol):
@@ -88,40 +185,55 @@ class Backend(Protocol):
         address and a width to it, and autocast does not concern it. Else vectors are (T, d)."""
         ...
 
-    def read_sealed(self, queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> Sealed: ...
+    def read_sealed(self, r: ReadInputs) -> Sealed: ...
 
-    def read_sealed_backward(
-        self,
-        queries: Tensor,
-        sources: Sequence[Tensor],
-        inv_rms: Tensor,
-        logits: Tensor,
-        grads: Sequence[Tensor],
-        dtop: Sequence[Tensor],
-        carried: Sequence[Tensor | None],
-    ) -> tuple[Tensor, list[Tensor]]: ...
+    def read_sealed_backward(self, r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]: ...
 
-    def merge(
-        self,
-        opens: Sequence[Tensor],
-        added: Tensor | None,
-        query: Tensor | None,
-        eps: float,
-        output: Tensor | None,
-        top: Tensor | None,
-        total: Tensor | None,
-        norm: Norm | None,
-        dtype: torch.dtype,
-    ) -> tuple[Tensor, MergeSaved, Tensor | None]: ...
+    def merge(self, m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]: ...
 
-    def merge_backward(
-        self,
-        grad: Tensor,
-        carried: Sequence[Tensor | None],
-        opens: Sequence[Tensor],
-        query: Tensor | None,
-        norm: Norm | None,
-        saved: MergeSaved,
-    ) -> MergeGrads: ...
+    def merge_backward(self, m: MergeGradInputs) -> MergeGrads: ...
 
     def mix(self, sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor: ...
+
+
+class Call(NamedTuple):
+    """What a backend is asked about before it is chosen.
+
+    Attributes:
+        tensors: (..., d), sources of phase 1 or all vectors of a merge.
+        compute: the dtype of the arithmetic. outputs: the dtypes of the vectors that are made.
+        reads: of phase 1. opens: how many of the tensors are a merge's open sources.
+    """
+
+    tensors: Sequence[Tensor]
+    compute: torch.dtype
+    outputs: Sequence[torch.dtype] = ()
+    reads: int = 1
+    opens: int = 0
+
+
+class Kernels(NamedTuple):
+    """A row of `dispatch.KERNELS`: the kernels of one device, and what else depends on that device.
+
+    Attributes:
+        name: as `Plan.backend` has it. title: in a sentence. found: why they are taken where they can be.
+        load: returns the backend, or why it cannot be had.
+        why_not: returns why the backend cannot take a call, or None.
+        turned_off: whether the user wanted none, so that nobody is told of the fallback.
+        narrow: under bf16 autocast finished sources, and what is made of them for the next product, are stored in bf16.
+        cached: phase 1's outputs stay in a cache and are stored in the compute dtype; else in their sources'.
+        few_compiled: by phase, the values of a source up to which a compiler is given torch operations; of larger ones
+            our operators make faster reads and keep less for backward.
+        most_open: open sources of a merge up to which it is; None for any number.
+    """
+
+    name: str
+    title: str
+    found: str
+    load: Callable[[], Backend | str]
+    why_not: Callable[[Call], str | None]
+    turned_off: Callable[[], bool] = lambda: False
+    narrow: bool = False
+    cached: bool = False
+    few_compiled: dict[int, int] = {}  # noqa: RUF012
+    most_open: int | None = None

@@ -7,6 +7,7 @@ import ctypes
 import functools
 import os
 import struct
+import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +17,20 @@ import torch
 from torch import Tensor
 
 from attnres.errors import UserError
-from attnres.ops.backend import MergeGrads, MergeSaved, Sealed
-from attnres.ops.cpu_build import SWITCH, library
-from attnres.ops.norms import Norm, norm_kind
+from attnres.ops.backend import (
+    Backend,
+    Call,
+    Kernels,
+    MergeGradInputs,
+    MergeGrads,
+    MergeInputs,
+    MergeSaved,
+    ReadGradInputs,
+    ReadInputs,
+    Sealed,
+)
+from attnres.ops.cpu_build import SWITCH, library, turned_off
+from attnres.ops.norms import norm_kind
 from attnres.ops.sharded import PLAIN, settled
 
 LANES = 16
@@ -85,8 +97,18 @@ def _forget() -> None:
     loaded.cache_clear()
 
 
-def why_not(tensors: Sequence[Tensor], compute: torch.dtype, outputs: Sequence[torch.dtype] = ()) -> str | None:
-    """Why the kernels cannot take these (T, d) tensors or make vectors of these dtypes; None if they can."""
+def usable() -> Backend | str:
+    """Return this module, or why its kernels cannot be had."""
+    if load() is not None:
+        this: Any = sys.modules[__name__]
+        return this
+    kernels = loaded()
+    return kernels if isinstance(kernels, str) else "there are no C kernels"
+
+
+def why_not(call: Call) -> str | None:
+    """Return why the kernels cannot take a call, None if they can."""
+    tensors, compute, outputs, *_ = call
     if compute is not torch.float32:
         return f"the C kernels compute in fp32, this call in {_name(compute)}"
     for dtype in outputs:
@@ -101,10 +123,20 @@ def why_not(tensors: Sequence[Tensor], compute: torch.dtype, outputs: Sequence[t
             return f"the C kernels read fp32 and bf16 vectors, not {_name(t.dtype)}"
         if t.shape[-1] % LANES or not t.shape[-1]:
             return f"width {t.shape[-1]} is not a multiple of {LANES}"
-    if load() is None:
-        kernels = loaded()
-        return kernels if isinstance(kernels, str) else "there are no C kernels"
-    return None
+    backend = usable()
+    return backend if isinstance(backend, str) else None
+
+
+KERNELS = Kernels(
+    name="cpu",
+    title="the C kernels",
+    found="a CPU with a C compiler",
+    load=usable,
+    why_not=why_not,
+    turned_off=turned_off,
+    cached=True,
+    few_compiled={1: 1 << 17, 2: 1 << 17},
+)
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -224,8 +256,9 @@ def threads_for(tokens: int) -> int:
     return max(1, min(torch.get_num_threads(), tokens // 16))
 
 
-def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> Sealed:
+def read_sealed(r: ReadInputs) -> Sealed:
     """As `eager.read_sealed`, outputs of the sources' shape."""
+    queries, sources, eps, dtype = r
     shape, n, (reads, d) = sources[0].shape, len(sources), queries.shape
     tokens = sources[0].numel() // d
     if d != shape[-1]:
@@ -247,16 +280,9 @@ def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: t
     return Sealed(outputs, top, total, logits, inv_rms)
 
 
-def read_sealed_backward(
-    queries: Tensor,
-    sources: Sequence[Tensor],
-    inv_rms: Tensor,
-    logits: Tensor,
-    grads: Sequence[Tensor],
-    dtop: Sequence[Tensor],
-    carried: Sequence[Tensor | None],
-) -> tuple[Tensor, list[Tensor]]:
+def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
     """As `eager.read_sealed_backward`."""
+    queries, sources, inv_rms, logits, grads, dtop, carried = r
     shape, n, (reads, d) = sources[0].shape, len(sources), queries.shape
     dsources = list[Tensor]()
     for source in sources:
@@ -274,18 +300,9 @@ def read_sealed_backward(
     return dqueries, dsources
 
 
-def merge(
-    opens: Sequence[Tensor],
-    added: Tensor | None,
-    query: Tensor | None,
-    eps: float,
-    output: Tensor | None,
-    top: Tensor | None,
-    total: Tensor | None,
-    norm: Norm | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, MergeSaved, Tensor | None]:
+def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     """As `eager.merge`, vectors of the sources' shape."""
+    opens, added, query, eps, output, top, total, norm, dtype, _ = m
     k = len(opens)
     if not k and norm is None:
         assert output is not None
@@ -337,16 +354,11 @@ def _parts(scalars: Tensor, k: int) -> tuple[int, ...]:
     return start, weights, weights + 3 * each if rows > 1 + 3 * k else 0, weights + each, weights + 2 * each
 
 
-def merge_backward(
-    grad: Tensor,
-    carried: Sequence[Tensor | None],
-    opens: Sequence[Tensor],
-    query: Tensor | None,
-    norm: Norm | None,
-    saved: MergeSaved,
-) -> MergeGrads:
+def merge_backward(m: MergeGradInputs) -> MergeGrads:
     """As `eager.merge_backward`."""
+    grad, carried, opens, query, norm, saved, *_ = m
     h, rstd, weights, sealed, scores, inv_rms, scalars = saved
+    assert h is not None
     shape, d, k = h.shape, h.shape[-1], len(opens)
     if scalars is None:
         parts, both = (rstd, weights, sealed, scores, inv_rms), sealed is not None

@@ -1,12 +1,11 @@
 """Which implementation a read takes, and why: the one place that decides.
 
 Two decisions. The *schedule*: one pass over all sources of a read, or two phases that share the pass over the sealed
-ones among a block's reads; whichever moves less memory. The *backend*: C kernels on a CPU, Triton kernels on CUDA,
-plain torch everywhere. What a kernel cannot take goes to plain torch, and says so once.
+ones among a block's reads; whichever moves less memory. The *backend*: the kernels of the device, or plain torch. What
+a kernel cannot take goes to plain torch, and says so once.
 """
 
 import functools
-import importlib.util
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,15 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnres.errors import first_line
-from attnres.ops import cpu, eager
-from attnres.ops.backend import MAX_ONE_PASS, MAX_SHARED, Backend
-from attnres.ops.cpu_build import turned_off
+from attnres.ops import cpu, eager, gpu
+from attnres.ops.backend import MAX_ONE_PASS, Backend, Call
 from attnres.ops.precision import compute_dtype
 from attnres.ops.sharded import refuse_sharded
 
-MAX_WIDTH = 16384
-"""The widest vector of the Triton kernels, which hold a row in registers."""
+KERNELS = {"cpu": cpu.KERNELS, "cuda": gpu.KERNELS}
+"""The kernels of each device: those of another one are a folder, and a row here."""
 
 CACHED = 1 << 20
 """Bytes of sources that stay in a core's cache from one read to the next."""
@@ -36,7 +33,7 @@ class Plan:
     """How a call is made. `str(plan)` is a sentence.
 
     Attributes:
-        backend: "cpu" (C kernels), "gpu" (Triton kernels) or "eager" (plain torch).
+        backend: the name of a row of KERNELS, or "eager" (plain torch).
         schedule: "one pass" or "two phases".
         reasons: why this backend and why this schedule.
         path: "bank", where a pass has its sources in a bank (bank.py), else "general".
@@ -48,9 +45,9 @@ class Plan:
     path: str = "general"
 
     def __str__(self) -> str:
-        names = {"cpu": "the C kernels", "gpu": "the Triton kernels", "eager": "plain torch"}
+        title = next((row.title for row in KERNELS.values() if row.name == self.backend), "plain torch")
         where = " in a bank" if self.path == "bank" else ""
-        return f"{self.schedule}{where} on {names[self.backend]}: {'; '.join(self.reasons)}"
+        return f"{self.schedule}{where} on {title}: {'; '.join(self.reasons)}"
 
 
 def vectors_moved(sealed: int, reads: int, *, training: bool) -> tuple[int, int]:
@@ -77,47 +74,18 @@ def in_two_phases(sealed: int, reads: int, *, training: bool, opens: int = 1, nb
     return sealed > 0 and (two < one or sealed + opens > MAX_ONE_PASS)
 
 
-@functools.cache
-def _gpu() -> Backend | str:
-    """The Triton kernels, or why there are none."""
-    if torch.version.hip is not None:
-        return "the Triton kernels are for NVIDIA GPUs, and this torch is built for ROCm"
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
-    try:
-        from attnres.ops import gpu
-    except Exception as error:  # a Triton that does not fit this torch or driver
-        return f"the Triton kernels cannot be loaded ({type(error).__name__}: {first_line(error)})"
-    return gpu
-
-
-def _choose(
-    tensors: Sequence[Tensor], compute: torch.dtype, outputs: Sequence[torch.dtype], reads: int = 1, opens: int = 0
-) -> tuple[str, Backend, str, bool]:
-    """Backend, its module, the reason, and whether the fallback (if it is one) is worth a word to the user."""
-    device, width = tensors[0].device.type, tensors[0].shape[-1]
-    if compute != torch.float32:
-        return "eager", eager, f"the kernels compute in fp32, this call in {compute}", False
-    if device == "cpu":
-        reason = cpu.why_not(tensors, compute, outputs)
-        if reason is None:
-            return "cpu", cpu, "a CPU with a C compiler", False
-        return "eager", eager, reason, not turned_off()
-    if device != "cuda":
+def _choose(call: Call) -> tuple[str, Backend, str, bool]:
+    """Return the backend's name, the backend, the reason, and whether the fallback (if it is one) is worth a word."""
+    device = call.tensors[0].device.type
+    kernels = KERNELS.get(device)
+    if call.compute != torch.float32:
+        return "eager", eager, f"the kernels compute in fp32, this call in {call.compute}", False
+    if kernels is None:
         return "eager", eager, f"there are no kernels for device {device}", device != "meta"
-    module = _gpu()
-    if isinstance(module, str):
-        return "eager", eager, module, True
-    if width > MAX_WIDTH:
-        return "eager", eager, f"width {width} is more than {MAX_WIDTH}", True
-    for name, count, most in (
-        ("sources", len(tensors), MAX_SHARED),
-        ("reads", reads, MAX_SHARED),
-        ("open sources", opens, MAX_ONE_PASS),
-    ):
-        if count > most:
-            return "eager", eager, f"{count} {name} are more than {most}", True
-    return "gpu", module, "CUDA with Triton", False
+    reason, backend = kernels.why_not(call), kernels.load()
+    if reason is None and not isinstance(backend, str):
+        return kernels.name, backend, kernels.found, False
+    return "eager", eager, str(reason or backend), not kernels.turned_off()
 
 
 @functools.cache
@@ -145,11 +113,12 @@ def backend_for(
         kinds += (tensor.device, tensor.dtype, tensor.shape[-1], type(tensor))
     for tensor in parameters:
         kinds.append(type(tensor))
-    key = (_choose, cpu.load, cpu.loaded(), compute, outputs, reads, opens, *kinds)
+    kernels = KERNELS.get(tensors[0].device.type)
+    key = (_choose, kernels and kernels.load(), compute, outputs, reads, opens, *kinds)
     module = _CHOSEN.get(key)
     if module is None:
         refuse_sharded((*tensors, *parameters))
-        _, module, reason, loud = _choose(tensors, compute, outputs, reads, opens)
+        _, module, reason, loud = _choose(Call(tensors, compute, outputs, reads, opens))
         if loud:
             _say_once(reason)
         else:
@@ -166,7 +135,16 @@ def bank_plan(*, in_common: bool) -> Plan:
     """How the reads of a pass in a bank (bank.py) are made, whose groups share sources in two phases or do not."""
     schedule = "two phases" if in_common else "one pass"
     why = "a group's sources are more than a cache holds" if in_common else "its sources are few, or stay in a cache"
-    return Plan("cpu", schedule, ("no gradients are needed and nobody watches", why), "bank")
+    return Plan(cpu.KERNELS.name, schedule, ("no gradients are needed and nobody watches", why), "bank")
+
+
+def stored_dtype(device: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which finished sources of a stream of this dtype are stored: bf16 for one in fp32 where the
+    model computes in bf16 and the device's kernels are `narrow`, else the stream's own."""
+    narrow = device in KERNELS and KERNELS[device].narrow and torch.is_autocast_enabled(device)
+    if narrow and dtype == torch.float32 and torch.get_autocast_dtype(device) == torch.bfloat16:
+        return torch.bfloat16
+    return dtype
 
 
 def explain(sources: Sequence[Tensor], *, reads: int = 1, opens: int = 0, training: bool | None = None) -> Plan:
@@ -184,7 +162,7 @@ def explain(sources: Sequence[Tensor], *, reads: int = 1, opens: int = 0, traini
         'one pass'
     """
     training = torch.is_grad_enabled() if training is None else training
-    name, _, reason, _ = _choose(list(sources), compute_dtype(sources[0].dtype), (), reads, opens)
+    name, _, reason, _ = _choose(Call(list(sources), compute_dtype(sources[0].dtype), (), reads, opens))
     n = len(sources)
     two = in_two_phases(n, reads, training=training, opens=opens)
     moved = vectors_moved(n, reads, training=training)

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnres.ops.backend import MergeGrads, MergeSaved, Sealed
-from attnres.ops.norms import Norm, inverse_rms, normalise, normalise_backward
+from attnres.ops.backend import MergeGradInputs, MergeGrads, MergeInputs, MergeSaved, ReadGradInputs, ReadInputs, Sealed
+from attnres.ops.norms import inverse_rms, normalise, normalise_backward
 from attnres.ops.precision import compute_dtype, is_read_rounded, rounded_sum
 
 BY_ADDRESS = False
@@ -28,8 +28,9 @@ def _token_major(sources: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return values
 
 
-def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> Sealed:
+def read_sealed(r: ReadInputs) -> Sealed:
     """Phase 1. queries: (S, d), pseudo-query times key gain, in the compute dtype; outputs are stored in `dtype`."""
+    queries, sources, eps, dtype = r
     values = _token_major(sources, queries.dtype)
     inv_rms = inverse_rms(values, eps)
     logits = (values @ queries.t()).mul_(inv_rms.unsqueeze(-1))
@@ -41,19 +42,12 @@ def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: t
     return Sealed([o.contiguous() for o in outputs.unbind(1)], top.t(), total.t(), logits, inv_rms)
 
 
-def read_sealed_backward(
-    queries: Tensor,
-    sources: Sequence[Tensor],
-    inv_rms: Tensor,
-    logits: Tensor,
-    grads: Sequence[Tensor],
-    dtop: Sequence[Tensor],
-    carried: Sequence[Tensor | None],
-) -> tuple[Tensor, list[Tensor]]:
+def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
     """dqueries (S, d) and the gradient of each source, from S gradients (T, d) and (T,).
 
     `carried[j]` is the gradient that source j already has from later reads: it is added, in the same pass.
     """
+    queries, sources, inv_rms, logits, grads, dtop, carried = r
     d = queries.shape[1]
     values = _token_major(sources, queries.dtype)
     p = logits.softmax(1)
@@ -71,17 +65,7 @@ def read_sealed_backward(
     return dqueries, [grad.to(source.dtype) for grad, source in zip(dvalues.unbind(1), sources, strict=True)]
 
 
-def merge(
-    opens: Sequence[Tensor],
-    added: Tensor | None,
-    query: Tensor | None,
-    eps: float,
-    output: Tensor | None,
-    top: Tensor | None,
-    total: Tensor | None,
-    norm: Norm | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, MergeSaved, Tensor | None]:
+def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     """Phase 2 and the norm: x (T, d), what its backward needs, and the last open source once `added` is in it.
 
         v_k = opens[-1] + added (rounded to `dtype`);    h = sealed * output + sum_j p_j v_j;    x = norm(h)
@@ -90,6 +74,7 @@ def merge(
     `output` (and `top` and `total`) there are no sealed sources: a whole read in one pass. Without open sources it is a
     norm alone. `eps` is that of the key norm.
     """
+    opens, added, query, eps, output, top, total, norm, dtype, _ = m
     compute = compute_dtype(dtype)
     partial = None
     if added is not None:
@@ -131,19 +116,14 @@ def merge(
     return x, saved._replace(h=h, rstd=rstd), partial
 
 
-def merge_backward(
-    grad: Tensor,
-    carried: Sequence[Tensor | None],
-    opens: Sequence[Tensor],
-    query: Tensor | None,
-    norm: Norm | None,
-    saved: MergeSaved,
-) -> MergeGrads:
+def merge_backward(m: MergeGradInputs) -> MergeGrads:
     """Gradients of a merge; that of `top` follows the convention of two_phase.py.
 
     `opens` are the sources that were scored (the last with `added` in it); `carried[j]` is the gradient that open
     source j already has from later reads, which is added.
     """
+    grad, carried, opens, query, norm, saved, *_ = m
+    assert saved.h is not None
     h = saved.h.to(compute_dtype(saved.h.dtype))
     d = h.shape[-1]
     if norm is None:

@@ -17,19 +17,13 @@ from torch.autograd import forward_ad
 from torch.nn import functional as F
 
 from attnres.errors import UserError
+from attnres.ops.backend import MergeInputs
+from attnres.ops.dispatch import KERNELS
 from attnres.ops.norms import Norm
 from attnres.ops.precision import compute_dtype, is_read_rounded, rounded_sum
 
 MOST_COMPILED = 40
 """Tensors of a read that a compiler is given as torch operations; its work grows with their square."""
-
-FEW_COMPILED = {("cpu", 1): 1 << 17, ("cpu", 2): 1 << 17, ("cuda", 2): 1 << 24}
-"""Values of a source up to which it is, by device and phase: of larger ones our operators make faster reads and keep
-less for backward. On a GPU the host is behind it for so long; phase 1 of any size is an operator there."""
-
-MOST_OPEN = {"cuda": 6}
-"""Open sources of a merge up to which a compiler is given it as torch operations there: its kernel keeps all vectors of
-a token in registers, of which backward of nine spills most (docs/kernels.md)."""
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
 """Of `make_fx`, which records operations."""
@@ -71,8 +65,10 @@ def is_compiled(tensors: Sequence[Tensor | None], source: Tensor, *, phase: int,
     our operators are."""
     if not torch.compiler.is_compiling() or len(tensors) > MOST_COMPILED:
         return False
-    device = source.device.type
-    return opens <= MOST_OPEN.get(device, opens) and source.numel() <= FEW_COMPILED.get((device, phase), -1)
+    kernels = KERNELS.get(source.device.type)
+    if kernels is None or (kernels.most_open is not None and opens > kernels.most_open):
+        return False
+    return source.numel() <= kernels.few_compiled.get(phase, -1)
 
 
 def refuse_second_derivative() -> None:
@@ -102,17 +98,7 @@ def read_sealed(
     return list(outputs.unbind(-2)), tops, [torch.ones_like(one) for one in tops], logits.detach()
 
 
-def merge(
-    opens: Sequence[Tensor],
-    added: Tensor | None,
-    query: Tensor | None,
-    eps: float,
-    output: Tensor | None,
-    top: Tensor | None,
-    total: Tensor | None,
-    norm: Norm | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+def merge(m: MergeInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Return (x, h, sealed, weights, opens) of one read, as `eager.merge` computes them; vectors are (..., d).
 
     Phase 1 gives o = sum_j exp(s_j - c) v_j with c = log sum exp(s_j) held fixed, and here
@@ -120,6 +106,7 @@ def merge(
     any c. So the gradients that pass between the phases are those of the kernels, whichever of them makes either
     phase, and derivatives of any order are right.
     """
+    opens, added, query, eps, output, top, total, norm, dtype, _ = m
     compute = compute_dtype(dtype)
     if added is not None:
         opens = [*opens[:-1], rounded_sum(opens[-1], added, dtype)]

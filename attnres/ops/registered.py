@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnres.ops.backend import MergeGrads, MergeSaved, Sealed
-from attnres.ops.dispatch import backend_for
+from attnres.ops.backend import MergeGradInputs, MergeGrads, MergeInputs, MergeSaved, ReadGradInputs, ReadInputs, Sealed
+from attnres.ops.dispatch import KERNELS, backend_for
 from attnres.ops.norms import Norm, norm_kind
 from attnres.ops.precision import compute_dtype, is_read_rounded
 
@@ -53,7 +53,7 @@ def _apart(results: Sequence[Tensor], arguments: Sequence[Tensor]) -> list[Tenso
 @_operator
 def _read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> list[Tensor]:
     backend = backend_for(sources, queries.dtype, dtype, reads=len(queries))
-    outputs, *rest = backend.read_sealed(queries, sources, eps, dtype)
+    outputs, *rest = backend.read_sealed(ReadInputs(queries, sources, eps, dtype))
     return _apart([*outputs, *rest], sources)
 
 
@@ -64,8 +64,9 @@ def _(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype
     return [*outputs, new(reads, tokens), new(reads, tokens), new(tokens, n, reads), new(tokens, n)]
 
 
-def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> Sealed:
+def read_sealed(r: ReadInputs) -> Sealed:
     """As `eager.read_sealed`."""
+    queries, sources, eps, dtype = r
     out = _read_sealed(queries, list(sources), eps, dtype)
     return Sealed(out[:-4], *out[-4:])
 
@@ -82,7 +83,9 @@ def _read_sealed_backward(
 ) -> list[Tensor]:
     backend = backend_for(sources, queries.dtype, reads=len(queries))
     earlier = [_or_none(grad) for grad in carried]
-    dqueries, dsources = backend.read_sealed_backward(queries, sources, inv_rms, logits, grads, dtop, earlier)
+    dqueries, dsources = backend.read_sealed_backward(
+        ReadGradInputs(queries, sources, inv_rms, logits, grads, dtop, earlier)
+    )
     return _apart([dqueries, *dsources], [*grads, *carried])
 
 
@@ -99,16 +102,9 @@ def _(
     return [torch.empty_like(queries), *(source.new_empty(source.shape) for source in sources)]
 
 
-def read_sealed_backward(
-    queries: Tensor,
-    sources: Sequence[Tensor],
-    inv_rms: Tensor,
-    logits: Tensor,
-    grads: Sequence[Tensor],
-    dtop: Sequence[Tensor],
-    carried: Sequence[Tensor | None],
-) -> tuple[Tensor, list[Tensor]]:
+def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
     """As `eager.read_sealed_backward`."""
+    queries, sources, inv_rms, logits, grads, dtop, carried = r
     earlier = [_filled(grad, queries) for grad in carried]
     out = _read_sealed_backward(queries, list(sources), inv_rms, logits, list(grads), list(dtop), earlier)
     return out[0], out[1:]
@@ -139,7 +135,7 @@ def _merge(
     vectors = [t for t in (output, added, *opens) if t is not None]
     norm = _norm(kind, weight, bias, norm_eps, out_dtype)
     backend = backend_for(vectors, compute_dtype(dtype), dtype, out_dtype, opens=len(opens))
-    x, saved, partial = backend.merge(opens, added, query, eps, output, top, total, norm, dtype)
+    x, saved, partial = backend.merge(MergeInputs(opens, added, query, eps, output, top, total, norm, dtype))
     h = saved.h if opens else None  # without open sources it is the output itself
     saved = saved.named(len(opens), normed=norm is not None)
     return _apart([x, *(_filled(t, x) for t in (h, *saved[1:6], partial))], vectors)
@@ -180,18 +176,9 @@ def _(
     ]
 
 
-def merge(
-    opens: Sequence[Tensor],
-    added: Tensor | None,
-    query: Tensor | None,
-    eps: float,
-    output: Tensor | None,
-    top: Tensor | None,
-    total: Tensor | None,
-    norm: Norm | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, MergeSaved, Tensor | None]:
+def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     """As `eager.merge`."""
+    opens, added, query, eps, output, top, total, norm, dtype, _ = m
     weight, bias, norm_eps, _, out_dtype = norm or Norm()
     x, *saved, partial = _merge(
         list(opens),
@@ -220,7 +207,8 @@ def merge(
 
 def _dtype_of_phase1(h: Tensor, grad: Tensor, kind: int) -> torch.dtype:
     """The dtype of phase-1 outputs, and so of their gradients (see `two_phase.read_sealed`)."""
-    return compute_dtype(h.dtype) if h.device.type == "cpu" else h.dtype if kind else grad.dtype
+    kernels = KERNELS.get(h.device.type)
+    return compute_dtype(h.dtype) if kernels is not None and kernels.cached else h.dtype if kind else grad.dtype
 
 
 @_operator
@@ -243,7 +231,7 @@ def _merge_backward(
     saved = MergeSaved(h, rstd, weights, sealed, scores, inv_rms)
     norm = _norm(kind, weight, bias, norm_eps, None)
     backend = backend_for([h, grad, *opens], compute_dtype(h.dtype), opens=len(opens))
-    d = backend.merge_backward(grad, [_or_none(g) for g in carried], opens, query, norm, saved)
+    d = backend.merge_backward(MergeGradInputs(grad, [_or_none(g) for g in carried], opens, query, norm, saved))
     output = None if d.output is None else d.output.to(_dtype_of_phase1(h, grad, kind))
     grads = [*(_filled(t, grad) for t in (output, d.top, d.query, d.weight, d.bias)), *d.opens]
     return _apart(grads, [grad, h, *carried])
@@ -282,19 +270,14 @@ def _(
     ]
 
 
-def merge_backward(
-    grad: Tensor,
-    carried: Sequence[Tensor | None],
-    opens: Sequence[Tensor],
-    query: Tensor | None,
-    norm: Norm | None,
-    saved: MergeSaved,
-) -> MergeGrads:
+def merge_backward(m: MergeGradInputs) -> MergeGrads:
     """As `eager.merge_backward`."""
+    grad, carried, opens, query, norm, saved, *_ = m
+    assert saved.h is not None
     weight, bias, norm_eps, _, _ = norm or Norm()
     earlier = [_filled(g, grad) for g in carried]
     output, top, dquery, dweight, dbias, *dopens = _merge_backward(
-        grad, earlier, list(opens), query, norm_kind(norm), weight, bias, norm_eps, *saved[:6]
+        grad, earlier, list(opens), query, norm_kind(norm), weight, bias, norm_eps, saved.h, *saved[1:6]
     )
     none = _or_none
     return MergeGrads(none(output), none(top), dopens, none(dquery), none(dweight), none(dbias))

@@ -33,10 +33,18 @@ from torch import Tensor
 
 from attnres.errors import UserError
 from attnres.ops import plain, registered
-from attnres.ops.backend import Backend, MergeSaved
-from attnres.ops.dispatch import backend_for
+from attnres.ops.backend import (
+    Backend,
+    MergeGradInputs,
+    MergeInputs,
+    MergeSaved,
+    ReadGradInputs,
+    ReadInputs,
+    check_shapes,
+)
+from attnres.ops.dispatch import KERNELS, backend_for
 from attnres.ops.norms import Norm, norm_kind
-from attnres.ops.precision import compute_dtype, full_precision
+from attnres.ops.precision import compute_dtype, full_precision, rounded_sum
 from attnres.ops.sharded import settled
 
 
@@ -94,7 +102,7 @@ class Merged(NamedTuple):
 
 class _Form(NamedTuple):
     """What is fixed of a merge, or of phase 1: all but its tensors. kind: of a merge's norm, 0 for none, 1 for RMSNorm,
-    2 for LayerNorm. index: which of phase 1's reads it is."""
+    2 for LayerNorm. index: which of phase 1's reads it is. recorded: gradients are on."""
 
     backend: Backend
     k: int
@@ -106,6 +114,7 @@ class _Form(NamedTuple):
     index: int = 0
     recompute: bool = False
     watched: bool = False
+    recorded: bool = False
     phase: int = 2
 
     def norm(self, weight: Tensor | None, bias: Tensor | None) -> Norm | None:
@@ -130,13 +139,6 @@ def _viewed(tensors: Sequence[Tensor], shape: torch.Size) -> list[Tensor]:
     return viewed
 
 
-def _check_shapes(tensors: Sequence[Tensor | None], shape: tuple[int, ...]) -> None:
-    """Raise a UserError for one of another shape: the kernels would read past its end."""
-    for tensor in tensors:
-        if tensor is not None and tensor.shape != shape:
-            raise UserError(f"a depth read got a tensor of shape {tuple(tensor.shape)}: expected {tuple(shape)}")
-
-
 class _Unrecorded:
     """Stands for a Function's context where no gradient is wanted."""
 
@@ -159,10 +161,10 @@ class _ReadSealed(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         backend = form.backend
         if not backend.BY_ADDRESS:
-            _check_shapes(sources, sources[0].shape)
-            _check_shapes((queries,), (len(queries), sources[0].shape[-1]))
+            check_shapes(sources, sources[0].shape)
+            check_shapes((queries,), (len(queries), sources[0].shape[-1]))
         vectors = sources if backend.BY_ADDRESS else _flat(sources)
-        outputs, top, total, logits, inv_rms = backend.read_sealed(queries, vectors, form.eps, form.dtype)
+        outputs, top, total, logits, inv_rms = backend.read_sealed(ReadInputs(queries, vectors, form.eps, form.dtype))
         if not backend.BY_ADDRESS:
             outputs = _viewed(outputs, sources[0].shape)
         ctx.save_for_backward(queries, logits, inv_rms, *sources)
@@ -185,12 +187,12 @@ class _ReadSealed(torch.autograd.Function):
         carried = grads[-len(sources) :]
         if form.backend.BY_ADDRESS:
             dqueries, dsources = form.backend.read_sealed_backward(
-                queries, sources, inv_rms, logits, outputs, tops, carried
+                ReadGradInputs(queries, sources, inv_rms, logits, outputs, tops, carried)
             )
             return (None, dqueries, *dsources)
         with full_precision(queries):  # a backward may be called under autocast too
             dqueries, dsources = form.backend.read_sealed_backward(
-                queries, _flat(sources), inv_rms, logits, _flat(outputs), tops, _flat(carried)
+                ReadGradInputs(queries, _flat(sources), inv_rms, logits, _flat(outputs), tops, _flat(carried))
             )
         return (None, dqueries, *_viewed(dsources, shape))
 
@@ -211,7 +213,7 @@ class _Merge(torch.autograd.Function):
         """What `forward` returns, of operations that autograd itself differentiates."""
         norm = form.norm(weight, bias)
         x, h, sealed, weights, opens = plain.merge(
-            rest[: form.k], added, query, form.eps, output, top, total, norm, form.dtype
+            MergeInputs(rest[: form.k], added, query, form.eps, output, top, total, norm, form.dtype)
         )
         return (x, *opens, h, sealed.reshape(-1), weights.reshape(sealed.numel(), weights.shape[-1]))
 
@@ -232,16 +234,20 @@ class _Merge(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         backend, k = form.backend, form.k
         opens = rest[:k]
+        last = opens[-1].dtype if opens else None
         norm = form.norm(weight, bias)
+        saves: Any = "h" if form.watched else "least" if form.recorded else "nothing"
         if backend.BY_ADDRESS:
-            x, saved, partial = backend.merge(opens, added, query, form.eps, output, top, total, norm, form.dtype)
+            x, saved, partial = backend.merge(
+                MergeInputs(opens, added, query, form.eps, output, top, total, norm, form.dtype, saves)
+            )
         else:
             shape = opens[0].shape if output is None else output.shape
-            _check_shapes((added, *opens), shape)
-            _check_shapes((query,), shape[-1:])
+            check_shapes((added, *opens), shape)
+            check_shapes((query,), shape[-1:])
             flat_output, flat_added, *flat = _flat((output, added, *opens))
             x, saved, partial = backend.merge(
-                flat, flat_added, query, form.eps, flat_output, top, total, norm, form.dtype
+                MergeInputs(flat, flat_added, query, form.eps, flat_output, top, total, norm, form.dtype, saves)
             )
             (x,) = _viewed([x.clone() if x is flat_output else x], shape)
             partial = None if partial is None else _viewed([partial], shape)[0]
@@ -250,9 +256,14 @@ class _Merge(torch.autograd.Function):
         if partial is not None:
             opens = (*opens[:-1], partial)
         h = None if form.recompute else saved.h
-        ctx.save_for_backward(weight, bias, query, h, *saved[1:], *opens, *rest[k:])
-        has = output is not None, top is not None, partial is not None
-        ctx.form = form, x.shape, x.dtype, saved.h.dtype, has
+        again = output if saved.h is None and not form.recompute else None
+        ctx.save_for_backward(weight, bias, query, again, h, *saved[1:], *opens, *rest[k:])
+        dtypes = (
+            None if output is None else output.dtype,
+            last,
+            None if partial is None or added is None else added.dtype,
+        )
+        ctx.form = form, x.shape, x.dtype, top is not None, dtypes
         results = [x]
         for source in opens:
             results.append(source.detach())
@@ -260,7 +271,7 @@ class _Merge(torch.autograd.Function):
             return tuple(results)
         # What is only looked at; empty where it is an input, x itself or known beforehand.
         none, saved = x.new_empty(0), saved.named(k, normed=form.kind > 0)
-        h = saved.h.to(form.dtype) if k and norm is not None else none
+        h = none if saved.h is None or not k or norm is None else saved.h.to(form.dtype)
         weights = none.clone() if saved.weights is None else saved.weights
         sealed = none.clone() if saved.sealed is None else saved.sealed
         ctx.mark_non_differentiable(h, sealed, weights)
@@ -269,9 +280,9 @@ class _Merge(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         plain.refuse_second_derivative()
-        form, shape, x_dtype, h_dtype, (has_output, has_top, has_added) = ctx.form
+        form, shape, x_dtype, has_top, dtypes = ctx.form
         backend, k, count = form.backend, form.k, len(MergeSaved._fields)
-        weight, bias, query, *rest = ctx.saved_tensors
+        weight, bias, query, again, *rest = ctx.saved_tensors
         saved, rest = MergeSaved(*rest[:count]), rest[count:]
         opens, recomputed, carried = rest[:k], rest[k:], grads[1 : 1 + k]
         grad = grads[0]
@@ -280,23 +291,27 @@ class _Merge(torch.autograd.Function):
                 shape, dtype=x_dtype
             )
         if form.recompute:
+            h_dtype = form.dtype if form.kind else compute_dtype(form.dtype)
             saved = saved._replace(h=_read_again(form, recomputed, opens, saved, h_dtype))
         norm = form.norm(weight, bias)
         if backend.BY_ADDRESS:
-            output, top, dopens, dquery, dweight, dbias = backend.merge_backward(
-                grad, carried, opens, query, norm, saved
+            output, top, dopens, dquery, dweight, dbias, added = backend.merge_backward(
+                MergeGradInputs(grad, carried, opens, query, norm, saved, form.dtype, again, *dtypes)
             )
         else:
-            grad, h, *flat = _flat((grad, saved.h, *opens, *carried))
+            grad, again, h, *flat = _flat((grad, again, saved.h, *opens, *carried))
             saved = saved._replace(h=h)
             with full_precision(grad):
-                output, top, dopens, dquery, dweight, dbias = backend.merge_backward(
-                    grad, flat[k:], flat[:k], query, norm, saved
+                output, top, dopens, dquery, dweight, dbias, added = backend.merge_backward(
+                    MergeGradInputs(grad, flat[k:], flat[:k], query, norm, saved, form.dtype, again, *dtypes)
                 )
             dopens = _viewed(dopens, shape)
             output = None if output is None else _viewed([output], shape)[0]
-        output, top = output if has_output else None, top if has_top else None
-        added = dopens[-1] if has_added else None
+            added = None if added is None else _viewed([added], shape)[0]
+        output_dtype, _, added_dtype = dtypes
+        output, top = None if output_dtype is None else output, top if has_top else None
+        if added_dtype is not None and added is None:
+            added = dopens[-1]
         return (None, dweight, dbias, dquery, output, top, None, added, *dopens, *(None,) * len(recomputed))
 
 
@@ -377,13 +392,14 @@ def read_sealed(
         sources: n tensors (..., d), of any floating dtypes.
         queries: (S, d), each pseudo-query times its key gain.
         eps: of the key norm.
-        dtype: outputs are stored in it. None is the compute dtype on a CPU, where they stay in the cache, and the first
-            source's own elsewhere.
+        dtype: outputs are stored in it. None is the compute dtype where they stay in a cache (`Kernels.cached`), and
+            the first source's own elsewhere.
     """
     first = sources[0]
     compute = compute_dtype(first.dtype)
     if dtype is None:
-        dtype = compute if first.device.type == "cpu" else first.dtype
+        kernels = KERNELS.get(first.device.type)
+        dtype = compute if kernels is not None and kernels.cached else first.dtype
     reads, n = queries.shape[0], len(sources)
     backend = _backend(_settled(sources), (queries,), compute, dtype, reads=reads)
     out = _run(_ReadSealed, _Form(backend, 0, eps, dtype, phase=1), queries.to(compute), *sources)
@@ -438,7 +454,8 @@ def merge(
     out_dtype = out_dtype or dtype
     compute = compute_dtype(dtype)
     backend = _backend(vectors, (weight, bias, query), compute, dtype, out_dtype, opens=k)
-    form = _Form(backend, k, eps, dtype, norm_kind(norm), norm_eps, out_dtype, index, recompute, watched)
+    recorded = torch.is_grad_enabled()
+    form = _Form(backend, k, eps, dtype, norm_kind(norm), norm_eps, out_dtype, index, recompute, watched, recorded)
     out = _run(_Merge, form, weight, bias, query, output, top, total, added, *opens, *recomputed)
     x, handed_on = out[0], out[1 : 1 + k]
     if not watched:
@@ -459,6 +476,28 @@ def _settled(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     return tensors
 
 
+class _RoundedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtypes = x.dtype, y.dtype
+        return torch.add(x, y, out=torch.empty_like(x, dtype=dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, y = ctx.dtypes
+        return grads[0].to(x), grads[0].to(y), None
+
+
+def sealed_sum(x: Tensor, y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `precision.rounded_sum` of two tensors of one shape; in one pass where that narrows them, which a compiler
+    does by itself."""
+    wide = torch.promote_types(x.dtype, y.dtype)
+    narrows = dtype != wide == torch.promote_types(wide, dtype)
+    if narrows and type(x) is type(y) is Tensor and not torch.compiler.is_compiling() and not plain.is_needed():
+        return _RoundedSum.apply(x, y, dtype)
+    return rounded_sum(x, y, dtype)
+
+
 def apply_norm(h: Tensor, norm: Norm) -> Tensor:
     """norm(h) for h (..., d), with a backward of its own that saves h and one scalar a token.
 
@@ -467,8 +506,9 @@ def apply_norm(h: Tensor, norm: Norm) -> Tensor:
     weight, bias, eps, _, out_dtype = norm
     dtype = h.dtype
     out_dtype = out_dtype or dtype
-    if torch.compiler.is_compiling() and h.device.type in ("cpu", "cuda"):  # which fuses it with what is around it
+    if torch.compiler.is_compiling() and h.device.type in KERNELS:  # which fuses it with what is around it
         return plain.apply(h.to(compute_dtype(dtype)), norm).to(out_dtype)
     backend = _backend(_settled((h,)), (weight, bias), compute_dtype(dtype), dtype, out_dtype)
-    form = _Form(backend, 0, 0.0, dtype, norm_kind(norm), eps, out_dtype)
+    recorded = torch.is_grad_enabled()
+    form = _Form(backend, 0, 0.0, dtype, norm_kind(norm), eps, out_dtype, recorded=recorded)
     return _run(_Merge, form, weight, bias, None, h, None, None, None)[0]

@@ -13,6 +13,7 @@ from torch.nn.modules import module as modules
 
 from attnres.device import autocast_dtype
 from attnres.ops import cpu, plain
+from attnres.ops.backend import Call
 from attnres.ops.bank import Bank, Group, Program, Step
 from attnres.ops.precision import compute_dtype
 from attnres.residuals.layout import Source
@@ -74,7 +75,7 @@ def why_no_bank(residual: "Residual", embedding: Tensor, *, training: bool) -> s
     if not embedding.numel():
         return "there are no tokens"
     autocast = autocast_dtype("cpu")
-    return cpu.why_not((embedding,), compute_dtype(embedding.dtype), () if autocast is None else (autocast,))
+    return cpu.why_not(Call((embedding,), compute_dtype(embedding.dtype), () if autocast is None else (autocast,)))
 
 
 def take_bank(residual: "Residual", embedding: Tensor) -> Bank | None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from attnres import Norm
 from attnres.ops import cpu, eager
-from attnres.ops.backend import MergeSaved
+from attnres.ops.backend import Call, MergeGradInputs, MergeInputs, ReadGradInputs, ReadInputs
 
 FP32, BF16 = torch.float32, torch.bfloat16
 EPS = 1e-5
@@ -47,8 +47,8 @@ def doubled(value):
         return value.double() if value.is_floating_point() else value
     if isinstance(value, Norm):
         return value._replace(weight=doubled(value.weight), bias=doubled(value.bias), out_dtype=torch.float64)
-    if isinstance(value, MergeSaved):
-        return MergeSaved(*map(doubled, value))
+    if hasattr(value, "_fields"):
+        return type(value)(*map(doubled, value))
     if isinstance(value, (list, tuple)):
         return [doubled(v) for v in value]
     return torch.float64 if isinstance(value, torch.dtype) else value
@@ -88,18 +88,19 @@ def dtypes(*tensors):
 def test_phase_1_and_its_backward(n, reads, tokens, width, dtype, seed):
     draw = Draw(seed)
     sources, queries = draw.mixed(n, tokens, width), draw(reads, width) / width**0.5
-    sealed = cpu.read_sealed(queries, sources, EPS, dtype)
-    exact = eager.read_sealed(*doubled((queries, sources)), EPS, torch.float64)
+    inputs = ReadInputs(queries, sources, EPS, dtype)
+    sealed, exact = cpu.read_sealed(inputs), eager.read_sealed(doubled(inputs))
     assert dtypes(*sealed.outputs) == [dtype] * reads
     assert all(output.is_contiguous() for output in sealed.outputs)
     if tokens:
         agree(sealed, exact)
     grads, dtop = draw.mixed(reads, tokens, width), [draw(tokens) for _ in range(reads)]
-    arguments = (queries, sources, sealed.inv_rms, sealed.logits, grads, dtop, draw.some(n, tokens, width))
-    dqueries, dsources = cpu.read_sealed_backward(*arguments)
+    carried = draw.some(n, tokens, width)
+    inputs = ReadGradInputs(queries, sources, sealed.inv_rms, sealed.logits, grads, dtop, carried)
+    dqueries, dsources = cpu.read_sealed_backward(inputs)
     assert dtypes(*dsources) == dtypes(*sources)
     if tokens:
-        agree((dqueries, dsources), eager.read_sealed_backward(*doubled(arguments)), 4e-5)
+        agree((dqueries, dsources), eager.read_sealed_backward(doubled(inputs)), 4e-5)
     else:
         assert not dqueries.any()
 
@@ -125,31 +126,31 @@ def check_merge(k, tokens, width, kind, dtype, out_dtype, has_added, has_output,
     output = draw(tokens, width, dtype=(FP32, BF16)[seed // 2 % 2]) if has_output else None
     top, total = (draw(tokens), draw(tokens).abs() + 1) if has_output and k else (None, None)
     norm = make_norm(kind, draw, width, out_dtype)
-    arguments = (opens, added, query, EPS, output, top, total, norm, dtype)
-    x, kept, partial = cpu.merge(*arguments)
+    inputs = MergeInputs(opens, added, query, EPS, output, top, total, norm, dtype)
+    x, kept, partial = cpu.merge(inputs)
     saved = kept.named(k, normed=norm is not None)
     # What is rounded on the way is compared by itself, then given to the oracle: it takes it for exact.
     if partial is not None:
         assert partial.dtype == dtype
         agree(partial, opens[-1].double() + added.double())
-        arguments = ([*opens[:-1], partial], None, *arguments[2:])
-        opens = arguments[0]
-    _, exact, _ = eager.merge(*doubled(arguments))
+        opens = [*opens[:-1], partial]
+        inputs = inputs._replace(opens=opens, added=None)
+    _, exact, _ = eager.merge(doubled(inputs))
     agree(saved._replace(rstd=None), exact._replace(rstd=None))
-    like_x, like, _ = eager.merge(*arguments)
+    like_x, like, _ = eager.merge(inputs)
     assert dtypes(x, *saved) == dtypes(like_x, *like)
     if kind == "none":
         agree(x, saved.h.double())
     else:
         exact_x, merged, _ = eager.merge(
-            (), None, None, EPS, saved.h.double(), None, None, doubled(norm), torch.float64
+            MergeInputs((), None, None, EPS, saved.h.double(), None, None, doubled(norm), torch.float64)
         )
         agree((x, saved.rstd), (exact_x, merged.rstd))
     grad = draw(tokens, width, dtype=(FP32, BF16)[seed // 4 % 2])
-    backward = (grad, draw.some(k, tokens, width), opens, query, norm)
-    ours = cpu.merge_backward(*backward, kept)
-    agree(ours, cpu.merge_backward(*backward, saved), 0)
-    agree(ours, eager.merge_backward(*doubled((*backward, saved))), 4e-5)
+    backward = MergeGradInputs(grad, draw.some(k, tokens, width), opens, query, norm, kept)
+    ours, backward = cpu.merge_backward(backward), backward._replace(saved=saved)
+    agree(ours, cpu.merge_backward(backward), 0)
+    agree(ours, eager.merge_backward(doubled(backward)), 4e-5)
     assert dtypes(*ours.opens) == dtypes(*opens)
     assert ours.output is None or ours.output.dtype == FP32
 
@@ -196,16 +197,17 @@ def test_a_sum_is_rounded_once():
     """Of an output in fp32, as a norm after a sublayer makes, and one in the stream's bf16."""
     generator = torch.Generator().manual_seed(0)
     before, added = torch.randn(2, 64, 32, generator=generator).unbind()
-    partial = cpu.merge([before], added.to(BF16), torch.ones(32), EPS, None, None, None, None, BF16)[2]
+    partial = cpu.merge(MergeInputs([before], added.to(BF16), torch.ones(32), EPS, None, None, None, None, BF16))[2]
     assert torch.equal(partial, (before.double() + added.to(BF16).double()).to(BF16))
 
 
 def test_no_tokens():
     empty, query = torch.empty(0, 32), torch.ones(32)
     norm = Norm(torch.ones(32), torch.ones(32))
-    x, saved, partial = cpu.merge([empty], empty, query, EPS, empty, empty[:, 0], empty[:, 0], norm, FP32)
+    inputs = MergeInputs([empty], empty, query, EPS, empty, empty[:, 0], empty[:, 0], norm, FP32)
+    x, saved, partial = cpu.merge(inputs)
     assert x.shape == saved.h.shape == partial.shape == (0, 32)
-    grads = cpu.merge_backward(empty, [None], [partial], query, norm, saved)
+    grads = cpu.merge_backward(MergeGradInputs(empty, [None], [partial], query, norm, saved))
     assert not any(v.any() for v in (grads.query, grads.weight, grads.bias))
     assert cpu.mix([empty], torch.empty(0, 1), FP32).shape == (0, 32)
 
@@ -213,12 +215,12 @@ def test_no_tokens():
 def test_strided_and_foreign_gradients_are_copied_once():
     draw = Draw(0)
     sources, queries = [draw(8, 32).t().contiguous().t(), draw(8, 32)], draw(2, 32)
-    sealed = cpu.read_sealed(queries, sources, EPS, FP32)
+    sealed = cpu.read_sealed(ReadInputs(queries, sources, EPS, FP32))
     grads = [torch.ones(()).expand(8, 32), draw(8, 32, dtype=torch.float16)]
     carried = [draw(8, 64)[:, ::2], draw(8, 32, dtype=torch.float16)]
     dtop = [torch.ones(()).expand(8), draw(8, 2)[:, 0]]
-    arguments = (queries, sources, sealed.inv_rms, sealed.logits, grads, dtop, carried)
-    agree(cpu.read_sealed_backward(*arguments), eager.read_sealed_backward(*doubled(arguments)), 2e-5)
+    inputs = ReadGradInputs(queries, sources, sealed.inv_rms, sealed.logits, grads, dtop, carried)
+    agree(cpu.read_sealed_backward(inputs), eager.read_sealed_backward(doubled(inputs)), 2e-5)
 
 
 def test_results_repeat_bit_for_bit_and_do_not_depend_on_where_a_row_is():
@@ -226,13 +228,13 @@ def test_results_repeat_bit_for_bit_and_do_not_depend_on_where_a_row_is():
     sources, queries = [draw(257, 48) for _ in range(5)], draw(3, 48)
 
     def run(sources):
-        sealed = cpu.read_sealed(queries, sources, EPS, FP32)
+        sealed = cpu.read_sealed(ReadInputs(queries, sources, EPS, FP32))
         dtop = list(sealed.top)
         return flat(
             [
                 sealed,
                 cpu.read_sealed_backward(
-                    queries, sources, sealed.inv_rms, sealed.logits, sealed.outputs, dtop, [None] * 5
+                    ReadGradInputs(queries, sources, sealed.inv_rms, sealed.logits, sealed.outputs, dtop, [None] * 5)
                 ),
             ]
         )
@@ -245,19 +247,19 @@ def test_results_repeat_bit_for_bit_and_do_not_depend_on_where_a_row_is():
 def test_extreme_logits_and_nan_are_as_in_plain_torch():
     draw = Draw(0)
     sources, queries = [draw(6, 32) for _ in range(3)], draw(2, 32) * 80
-    exact = eager.read_sealed(*doubled((queries, sources)), EPS, torch.float64)
-    sealed = cpu.read_sealed(queries, sources, EPS, FP32)
+    exact = eager.read_sealed(ReadInputs(*doubled((queries, sources)), EPS, torch.float64))
+    sealed = cpu.read_sealed(ReadInputs(queries, sources, EPS, FP32))
     assert all((a - e).abs().max() < 1e-2 for a, e in zip(sealed.outputs, exact.outputs))
     sources[1][2, 5] = float("nan")
-    sealed = cpu.read_sealed(queries, sources, EPS, BF16)
-    x, _, _ = cpu.merge(sources, None, queries[0], EPS, None, None, None, None, BF16)
+    sealed = cpu.read_sealed(ReadInputs(queries, sources, EPS, BF16))
+    x, _, _ = cpu.merge(MergeInputs(sources, None, queries[0], EPS, None, None, None, None, BF16))
     for made in (*sealed.outputs, x):
         assert made[2].isnan().all() and made[[0, 1, 3, 4, 5]].isfinite().all()
 
 
 def test_what_the_kernels_cannot_take_has_a_reason(monkeypatch):
     fits = torch.zeros(2, 32)
-    assert cpu.why_not([fits, fits.bfloat16()], FP32, [BF16]) is None
+    assert cpu.why_not(Call([fits, fits.bfloat16()], FP32, [BF16])) is None
     for reason, call in {
         "this call in float64": ([fits.double()], torch.float64),
         "not float16": ([fits.half()], FP32),
@@ -265,9 +267,9 @@ def test_what_the_kernels_cannot_take_has_a_reason(monkeypatch):
         "width 40 is not a multiple of 16": ([fits, torch.zeros(2, 40)], FP32),
         "not on meta": ([fits.to("meta")], FP32),
     }.items():
-        assert reason in cpu.why_not(*call)
+        assert reason in cpu.why_not(Call(*call))
     monkeypatch.setattr(cpu, "load", lambda: None)
-    assert cpu.why_not([fits], FP32)
+    assert cpu.why_not(Call([fits], FP32))
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="instruction sets of x86-64")

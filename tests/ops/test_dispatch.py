@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from attnres import depth_read
-from attnres.ops import cpu, dispatch, explain, in_two_phases
+from attnres.ops import cpu, dispatch, eager, explain, gpu, in_two_phases
+from attnres.ops.backend import Kernels
 
 
 def test_two_phases_pay_from_three_sources_when_four_reads_share_them():
@@ -80,4 +81,32 @@ def test_a_read_made_again_keeps_no_vector_of_its_own(backend):
 
 def test_a_gpu_of_another_kind_takes_plain_torch(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert "ROCm" in dispatch._gpu.__wrapped__()
+    assert "ROCm" in gpu.load.__wrapped__()
+
+
+def test_kernels_for_another_device_are_a_backend_and_a_row(monkeypatch):
+    """Here for one whose calls are those of plain torch, counted."""
+    calls = []
+
+    class Counting:
+        BY_ADDRESS = False
+
+        def __getattr__(self, name):
+            calls.append(name)
+            return getattr(eager, name)
+
+    def why_not(call):
+        return f"{call.opens} open sources are more than 3" if call.opens > 3 else None
+
+    row = Kernels("other", "the kernels of another device", "such a device", Counting, why_not)
+    counting = Counting()
+    monkeypatch.setitem(dispatch.KERNELS, "cpu", row._replace(load=lambda: counting))
+    sources = [torch.randn(3, 16, requires_grad=True) for _ in range(4)]
+    depth_read(sources[:3], torch.randn(16)).sum().backward()
+    assert calls == ["merge", "merge_backward"]
+    plan = explain(sources[:3])
+    assert plan.backend == "other" and "on the kernels of another device: such a device" in str(plan)
+    assert explain(sources, opens=4).reasons[0] == "4 open sources are more than 3"
+    calls.clear()
+    depth_read(sources, torch.randn(16)).sum().backward()
+    assert not calls

@@ -8,7 +8,9 @@ pytest.importorskip("triton")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnres.ops import eager, gpu
+from attnres.ops import eager
+from attnres.ops.backend import MergeGradInputs, MergeInputs
+from attnres.ops.gpu import kernels as gpu
 from attnres.ops.gpu.launch import shared_memory
 from attnres.ops.gpu.merge import _residents
 from attnres.ops.norms import Norm
@@ -65,16 +67,17 @@ class Case:
             norm = norm._replace(weight=to(norm.weight), bias=to(norm.bias), out_dtype=dtype)
         opens = [to(v) for v in self.opens]
         scalars = (to(self.output), to(self.top), to(self.total))
-        return opens, to(self.added), to(self.query), EPS, *scalars, norm, dtype or self.dtype
+        return MergeInputs(opens, to(self.added), to(self.query), EPS, *scalars, norm, dtype or self.dtype)
 
     def backward_arguments(self, saved, partial, dtype=None):
         def to(v):
             return v if v is None or dtype is None else v.to(dtype)
 
-        opens, _, query, *_, norm, _ = self.arguments(dtype)
+        inputs = self.arguments(dtype)
+        opens, query, norm = inputs.opens, inputs.query, inputs.norm
         opens = opens if partial is None else [*opens[:-1], to(partial)]
         saved = eager.MergeSaved(*(to(v) for v in saved))
-        return to(self.grad), [to(v) for v in self.carried], opens, query, norm, saved
+        return MergeGradInputs(to(self.grad), [to(v) for v in self.carried], opens, query, norm, saved)
 
 
 def flat(results):
@@ -99,18 +102,18 @@ def assert_as_exact(ours, plain, exact, dtype):
 
 
 def check(case):
-    x, saved, partial = gpu.merge(*case.arguments())
-    plain = eager.merge(*case.arguments())
+    x, saved, partial = gpu.merge(case.arguments())
+    plain = eager.merge(case.arguments())
     if partial is not None:
         assert torch.equal(partial, plain[2])
         case.opens[-1], case.added = partial, None  # which is rounded: the exact results start from it
-    exact = eager.merge(*case.arguments(torch.float64))
+    exact = eager.merge(case.arguments(torch.float64))
     assert x.dtype == plain[0].dtype and saved.h.dtype == plain[1].h.dtype
     assert_as_exact((x, saved), plain[:2], exact[:2], case.dtype)
 
-    ours = gpu.merge_backward(*case.backward_arguments(plain[1], None))
-    expected = eager.merge_backward(*case.backward_arguments(plain[1], None))
-    exact = eager.merge_backward(*case.backward_arguments(plain[1], None, torch.float64))
+    ours = gpu.merge_backward(case.backward_arguments(plain[1], None))
+    expected = eager.merge_backward(case.backward_arguments(plain[1], None))
+    exact = eager.merge_backward(case.backward_arguments(plain[1], None, torch.float64))
     assert [v.dtype for v in ours.opens] == [v.dtype for v in case.opens]
     if ours.output is not None:
         assert ours.output.dtype == case.dtype
@@ -150,11 +153,46 @@ def test_each_combination(k, sealed, norm, dtype):
 def test_what_phase_1_subtracts_has_the_rounding_of_what_it_is_handed(k, norm):
     """<do, v> and <do, h> of one rounded do: of an exact one their difference, the query's gradient, is noise."""
     case = Case(k, 5, 40, norm=norm, dtype=torch.bfloat16)
-    _, saved, partial = gpu.merge(*case.arguments())
-    grads = gpu.merge_backward(*case.backward_arguments(saved, partial))
+    _, saved, partial = gpu.merge(case.arguments())
+    grads = gpu.merge_backward(case.backward_arguments(saved, partial))
     assert grads.output.dtype == torch.bfloat16
     expected = -(grads.output.double() * saved.h.double()).sum(-1)
     torch.testing.assert_close(grads.top.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("norm", ["none", "rms", "layer"])
+@pytest.mark.parametrize("k,sealed", [(1, True), (3, True), (2, False), (9, True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_backward_makes_h_again_from_what_was_read(k, sealed, norm, dtype):
+    case = Case(k, 5, 40, sealed=sealed, norm=norm, dtype=dtype)
+    inputs = case.arguments()
+    x, whole, partial = gpu.merge(inputs)
+    least_x, least, _ = gpu.merge(inputs._replace(saves="least"))
+    only_x, nothing, _ = gpu.merge(inputs._replace(saves="nothing"))
+    assert torch.equal(x, least_x) and torch.equal(x, only_x)
+    assert (least.h is None) == (k <= 8) and not any(v is not None for v in nothing)
+    expected = case.backward_arguments(whole, partial)
+    output_dtype = None if case.output is None else dtype
+    ours = gpu.merge_backward(
+        expected._replace(saved=least, output=case.output, dtype=dtype, output_dtype=output_dtype)
+    )
+    for a, b in zip(flat(ours), flat(gpu.merge_backward(expected)), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            few = 1e-4 if dtype == torch.float32 or a.dtype == torch.float32 else 2e-2
+            assert (a.double() - b.double()).norm() <= few * (1 + b.double().norm())
+
+
+def test_gradients_come_in_the_dtypes_of_what_was_added_up():
+    case = Case(2, 3, 24, dtype=torch.float32)
+    inputs = case.arguments()
+    _, saved, partial = gpu.merge(inputs)
+    whole = gpu.merge_backward(case.backward_arguments(saved, partial))
+    backward = case.backward_arguments(saved, partial)
+    ours = gpu.merge_backward(backward._replace(last_dtype=torch.float32, added_dtype=torch.bfloat16))
+    assert torch.equal(ours.opens[-1], whole.opens[-1]) and torch.equal(ours.added, whole.opens[-1].bfloat16())
+    ours = gpu.merge_backward(backward._replace(last_dtype=torch.bfloat16, added_dtype=torch.bfloat16))
+    assert ours.added is None and torch.equal(ours.opens[-1], whole.opens[-1].bfloat16())
 
 
 @pytest.mark.parametrize("k", [9, 32])
@@ -169,15 +207,15 @@ def test_rows_too_wide_for_query_and_weight_to_stay_in_registers(k, norm):
 
 def test_too_many_open_sources_are_refused():
     with pytest.raises(ValueError, match=r"33 open sources .* at most 32"):
-        gpu.merge(*Case(33, 2, 8, sealed=False, added=False).arguments())
+        gpu.merge(Case(33, 2, 8, sealed=False, added=False).arguments())
 
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_no_tokens(k):
     case = Case(k, 0, 24)
-    x, saved, _ = gpu.merge(*case.arguments())
+    x, saved, _ = gpu.merge(case.arguments())
     assert x.shape == (0, 24)
-    grads = gpu.merge_backward(*case.backward_arguments(saved, None))
+    grads = gpu.merge_backward(case.backward_arguments(saved, None))
     assert grads.top.shape == (0,) and grads.output.shape == (0, 24) and len(grads.opens) == k
     assert not grads.weight.any() and (not k or not grads.query.any())
 
@@ -185,7 +223,7 @@ def test_no_tokens(k):
 @pytest.mark.parametrize("k", [1, 3])
 def test_rows_may_lie_apart_or_be_turned(k):
     case = Case(k, 5, 24)
-    expected = gpu.merge(*case.arguments())
+    expected = gpu.merge(case.arguments())
 
     def apart(v):
         return torch.cat([v, v.new_full((len(v), 7), torch.nan)], 1)[:, : v.shape[1]]
@@ -201,23 +239,23 @@ def test_rows_may_lie_apart_or_be_turned(k):
             change(case.output),
         )
         other.top, other.total = (torch.stack([v, v], 1)[:, 0] for v in (case.top, case.total))
-        actual = gpu.merge(*other.arguments())
+        actual = gpu.merge(other.arguments())
         assert all(torch.equal(a, b) for a, b in zip(flat(actual), flat(expected)) if b is not None)
 
-        wanted = gpu.merge_backward(*case.backward_arguments(expected[1], expected[2]))
+        wanted = gpu.merge_backward(case.backward_arguments(expected[1], expected[2]))
         other.grad, other.carried = change(case.grad), [None if v is None else change(v) for v in case.carried]
         saved = expected[1]._replace(h=change(expected[1].h))
-        actual = gpu.merge_backward(*other.backward_arguments(saved, change(expected[2])))
+        actual = gpu.merge_backward(other.backward_arguments(saved, change(expected[2])))
         assert all(torch.equal(a, b) for a, b in zip(flat(actual), flat(wanted)) if b is not None)
 
 
 def test_an_expanded_gradient_is_copied():
     case = Case(1, 3, 24)
-    _, saved, partial = gpu.merge(*case.arguments())
+    _, saved, partial = gpu.merge(case.arguments())
     case.grad = case.grad[:1, :1].expand(3, 24)
-    actual = gpu.merge_backward(*case.backward_arguments(saved, partial))
+    actual = gpu.merge_backward(case.backward_arguments(saved, partial))
     case.grad = case.grad.contiguous()
-    wanted = gpu.merge_backward(*case.backward_arguments(saved, partial))
+    wanted = gpu.merge_backward(case.backward_arguments(saved, partial))
     assert all(torch.equal(a, b) for a, b in zip(flat(actual), flat(wanted)) if b is not None)
 
 
@@ -226,16 +264,16 @@ def test_results_repeat_bit_for_bit(norm):
     case = Case(2, 1000 if ON_GPU else 11, 40, norm=norm, dtype=torch.bfloat16)
     runs = []
     for _ in range(2):
-        _, saved, partial = results = gpu.merge(*case.arguments())
-        runs.append(flat([results, gpu.merge_backward(*case.backward_arguments(saved, partial))]))
+        _, saved, partial = results = gpu.merge(case.arguments())
+        runs.append(flat([results, gpu.merge_backward(case.backward_arguments(saved, partial))]))
     assert all(torch.equal(a, b) for a, b in zip(*runs) if a is not None)
 
 
 def test_a_read_of_one_source_returns_it_and_tells_the_query_nothing():
     case = Case(1, 4, 24, sealed=False, added=False, norm="none")
-    x, saved, _ = gpu.merge(*case.arguments())
+    x, saved, _ = gpu.merge(case.arguments())
     assert torch.equal(x, case.opens[0])
-    grads = gpu.merge_backward(*case.backward_arguments(saved, None))
+    grads = gpu.merge_backward(case.backward_arguments(saved, None))
     assert grads.query.abs().max() < 1e-4  # delta and <dh, v> are summed in one order
     torch.testing.assert_close(grads.opens[0], case.grad + case.carried[0])
 

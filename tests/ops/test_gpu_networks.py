@@ -1,12 +1,18 @@
 """Whole networks of depth reads on the Triton kernels: what plain torch makes of them, forward and backward."""
 
+from collections import Counter
+from contextlib import nullcontext
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("triton")
 
 from attnres import Norm, depth_read, make_residual
-from attnres.ops import dispatch, eager, gpu
+from attnres.ops import dispatch, eager, plain_torch
+from attnres.ops.gpu import kernels as gpu
+from attnres.ops.gpu.launch import Launch
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -66,3 +72,123 @@ def test_a_single_read_is_that_of_plain_torch(on, n):
 
     for a, b in zip(made(gpu), made(eager), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-4)
+
+
+class Moved(TorchDispatchMode):
+    """Bytes of vectors that are read or written, by our launches and by torch's operations, and how many of each."""
+
+    def __init__(self, tokens, width, sublayers):
+        self.numel, self.bytes, self.counts, self.launches = tokens * width, 0, Counter(), []
+        self.unit, self.operations = tokens * width * sublayers, 0
+
+    def take(self, tensors):
+        places = {(t.data_ptr(), t.dtype): t for t in tensors if torch.is_tensor(t) and t.numel() == self.numel}
+        self.bytes += sum(t.nbytes for t in places.values())
+        return len(places)
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        self.operations += 1
+        out = operation(*args, **(kwargs or {}))
+        if operation.is_view or operation._schema.name.startswith(("aten::empty", "aten::new_empty", "aten::_unsafe")):
+            return out
+        if operation._schema.name in ("aten::detach", "aten::is_same_size", "aten::ones_like", "aten::expand"):
+            return out
+        if self.take([*flat(args), *flat(out)]):
+            self.counts[operation._schema.name] += 1
+        return out
+
+    def launch(self, launch, device):
+        self.launches.append(launch)
+        self.counts["launch"] += 1
+        self.take(flat(list(launch.arguments.values())))
+
+
+def flat(nest):
+    return [leaf for part in nest for leaf in flat(part)] if isinstance(nest, (list, tuple)) else [nest]
+
+
+@pytest.fixture
+def triton_on_a_cpu(monkeypatch):
+    """The row of CUDA's kernels for a CPU: what depends on the device is as there."""
+    if not torch.cuda.is_available():
+        monkeypatch.setitem(dispatch.KERNELS, "cpu", dispatch.KERNELS["cuda"])
+
+
+def moved(name, settings, sublayers, monkeypatch):
+    """Plan a step of identity sublayers under autocast, and do not run it: what forward and backward move."""
+    tokens, width = 512, 64
+    residual = make_residual(name, sublayers, width, **settings).to(DEVICE)
+    embedding = torch.zeros(tokens, width, device=DEVICE, requires_grad=True)
+    norm = Norm(torch.ones(width, device=DEVICE, requires_grad=True), out_dtype=torch.bfloat16)
+    ways = [Moved(tokens, width, sublayers) for _ in range(2)]
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        monkeypatch.setattr(Launch, "run", lambda self, device: ways[0].launch(self, device))
+        with ways[0]:
+            state = residual.start(embedding)
+            for i in range(sublayers):
+                x, state = residual.read(state, i, norm)
+                state = residual.write(state, i, x)
+            out = residual.finish(state, norm)
+    grad = torch.ones_like(out)
+    monkeypatch.setattr(Launch, "run", lambda self, device: ways[1].launch(self, device))
+    with ways[1]:
+        out.backward(grad)
+    return ways
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "forward", "backward"),
+    [
+        ("block", {"block_size": 3}, (15.3, 32, 8, 350), (24.1, 34, 9, 320)),
+        ("full", {}, (14.8, 29, 1, 350), (32.7, 29, 2, 340)),
+    ],
+)
+def test_bytes_a_sublayer(name, settings, forward, backward, triton_on_a_cpu, monkeypatch):
+    """For each element of a vector, at 24 sublayers under bf16 autocast: reads, norms and additions; our launches,
+    torch's passes beside them, and all operations that the host makes. A norm and an addition alone, as of the standard
+    residual, are 12 and 16."""
+    for way, (most, launches, others, operations) in zip(
+        moved(name, settings, 24, monkeypatch), (forward, backward), strict=True
+    ):
+        assert way.bytes / way.unit <= most + 0.05 and way.operations <= operations
+        assert way.counts.pop("launch") <= launches and way.counts.total() <= others
+        for launch in way.launches:
+            if "queries" in launch.arguments:  # phase 1: bf16 alone, whose products are bf16's
+                assert not launch.constants["WIDE"] and not launch.constants.get("CARRIED_WIDE")
+                assert {source.dtype for source in launch.arguments["sources"]} == {torch.bfloat16}
+
+
+def errors(residual, reads):
+    """Return the rms distances from fp64 of a network's output and gradients, relative, over three draws."""
+    distances = []
+    for seed in range(3):
+        g = torch.Generator().manual_seed(seed)
+        shapes = (4, 32), (32,), *[(32, 32)] * residual.num_sublayers, (4, 32)
+        draws = [torch.randn(*shape, generator=g) for shape in shapes]
+        made = []
+        for exact in (True, False):
+            dtype = torch.float64 if exact else torch.float32
+            embedding, gain, *weights, upstream = (draw.to(DEVICE, dtype).requires_grad_() for draw in draws)
+            net = residual.to(DEVICE, dtype)
+            norm = Norm(gain, out_dtype=None if exact else torch.bfloat16)
+            with torch.autocast(DEVICE.type, torch.bfloat16, enabled=not exact), nullcontext() if exact else reads():
+                state = net.start(embedding)
+                for i, weight in enumerate(weights):
+                    x, state = net.read(state, i, norm)
+                    state = net.write(state, i, torch.tanh(x @ weight / 6))
+                out = net.finish(state, norm)
+            leaves = [embedding, gain, *weights, net.query, net.gain]
+            made.append([out, *torch.autograd.grad(out, leaves, upstream.to(out.dtype))])
+        distances.append([((a - e).norm() / e.norm()).item() for e, a in zip(*made, strict=True)])
+    return torch.tensor(distances).square().mean(0).sqrt()
+
+
+@pytest.mark.usefixtures("bf16_of_a_gpu")
+@pytest.mark.parametrize(("name", "settings"), [("block", {"block_size": 3}), ("full", {"group": 3})])
+def test_gradients_under_autocast_are_as_near_fp64_as_plain_torch_s_of_the_same_sources(
+    name, settings, triton_on_a_cpu
+):
+    residual = make_residual(name, 6, 32, **settings)
+    with torch.no_grad():
+        residual.query.copy_(torch.randn(7, 32, generator=torch.Generator().manual_seed(9)) / 2)
+    assert (errors(residual, nullcontext) / errors(residual, plain_torch)).max() < 1.1

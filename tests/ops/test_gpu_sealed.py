@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnres.ops import eager
+from attnres.ops.backend import ReadGradInputs, ReadInputs
 from attnres.ops.gpu import sealed
 
 ON_GPU = torch.cuda.is_available()
@@ -68,15 +69,17 @@ class Case:
             return v if v is None or dtype is None else v.to(dtype)
 
         queries, sources = to(self.queries), [to(v) for v in self.sources]
-        result = backend.read_sealed(queries, sources, EPS, dtype or self.dtype)
+        result = backend.read_sealed(ReadInputs(queries, sources, EPS, dtype or self.dtype))
         dqueries, dsources = backend.read_sealed_backward(
-            queries,
-            sources,
-            result.inv_rms,
-            result.logits,
-            [to(v) for v in self.grads],
-            [to(v) for v in self.dtop],
-            [to(v) for v in self.carried],
+            ReadGradInputs(
+                queries,
+                sources,
+                result.inv_rms,
+                result.logits,
+                [to(v) for v in self.grads],
+                [to(v) for v in self.dtop],
+                [to(v) for v in self.carried],
+            )
         )
         named = {f"output {i}": output for i, output in enumerate(result.outputs)}
         named |= result._asdict() | {"dqueries": dqueries}
@@ -146,13 +149,15 @@ def test_gradients_of_queries_are_summed_over_many_tiles(reads, tiles, monkeypat
     monkeypatch.setattr(sealed, "multiprocessors", lambda device: 2)
     case = Case(3, reads, 90 if reads == 2 else 20, 40)
     launches, _, _ = sealed.plan_backward(
-        case.queries,
-        case.sources,
-        torch.ones(len(case.dtop[0]), 3),
-        torch.ones(len(case.dtop[0]), 3, reads),
-        case.grads,
-        case.dtop,
-        case.carried,
+        ReadGradInputs(
+            case.queries,
+            case.sources,
+            torch.ones(len(case.dtop[0]), 3),
+            torch.ones(len(case.dtop[0]), 3, reads),
+            case.grads,
+            case.dtop,
+            case.carried,
+        )
     )
     assert len(launches) == (1 if reads == 2 else 2)
     assert launches[0].arguments["tiles"] > 4
@@ -163,9 +168,9 @@ def test_gradients_of_queries_are_summed_over_the_tokens_of_a_program(monkeypatc
     monkeypatch.setattr(sealed, "multiprocessors", lambda device: 1)
     monkeypatch.setattr(sealed, "TOKEN_WARPS", 4)
     case = Case(3, 3, 30, 40)
-    kept = sealed.read_sealed(case.queries, case.sources, EPS, FP32)
+    kept = sealed.read_sealed(ReadInputs(case.queries, case.sources, EPS, FP32))
     launches, _, _ = sealed.plan_backward(
-        case.queries, case.sources, kept.inv_rms, kept.logits, case.grads, case.dtop, case.carried
+        ReadGradInputs(case.queries, case.sources, kept.inv_rms, kept.logits, case.grads, case.dtop, case.carried)
     )
     assert [launch.programs for launch in launches] == [4]
     case.check()

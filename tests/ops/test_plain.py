@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from attnres import Norm, UserError, depth_read, depth_read_reference
-from attnres.ops import merge, plain, plain_torch, read_sealed
+from attnres.ops import cpu, dispatch, merge, plain_torch, read_sealed
 from attnres.residuals import make_residual
 from attnres.residuals.sinkhorn import sinkhorn
 
@@ -231,16 +231,16 @@ def test_either_phase_may_be_operators_or_operations(count, opens, recompute, no
 
 @pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")  # by Dynamo itself
 @pytest.mark.parametrize(
-    ("limits", "key", "operator"),
+    ("limits", "operator"),
     [
-        ("FEW_COMPILED", ("cpu", 1), "read_sealed"),
-        ("FEW_COMPILED", ("cpu", 2), "merge"),
-        ("MOST_OPEN", "cpu", "merge"),
+        ({"few_compiled": {1: 1, 2: 1 << 17}}, "read_sealed"),
+        ({"few_compiled": {1: 1 << 17, 2: 1}}, "merge"),
+        ({"most_open": 1}, "merge"),
     ],
 )
-def test_a_compiler_is_shown_one_phase_where_the_other_is_faster_as_an_operator(limits, key, operator, monkeypatch):
+def test_a_compiler_is_shown_one_phase_where_the_other_is_faster_as_an_operator(limits, operator, monkeypatch):
     """As on a GPU, where phase 1 is an operator, a short merge is not, and one of many open sources is."""
-    monkeypatch.setitem(getattr(plain, limits), key, 1)
+    monkeypatch.setitem(dispatch.KERNELS, "cpu", cpu.KERNELS._replace(**limits))
     names = set()
 
     def backend(graph, inputs):

@@ -5,6 +5,7 @@ import torch
 
 from attnres import Norm
 from attnres.ops import eager, registered
+from attnres.ops.backend import MergeGradInputs, MergeInputs, ReadGradInputs, ReadInputs
 from attnres.ops.norms import norm_kind
 
 CHECKS = ("test_schema", "test_faketensor")
@@ -19,8 +20,8 @@ def draw(*shape, dtype=torch.float32):
 def test_phase_1(backend, dtype):
     queries, sources = draw(3, WIDTH), [draw(TOKENS, WIDTH, dtype=dtype) + i for i in range(4)]
     torch.library.opcheck(registered._read_sealed, (queries, sources, 1e-6, torch.float32), test_utils=CHECKS)
-    ours = registered.read_sealed(queries, sources, 1e-6, torch.float32)
-    expected = eager.read_sealed(queries, sources, 1e-6, torch.float32)
+    ours = registered.read_sealed(ReadInputs(queries, sources, 1e-6, torch.float32))
+    expected = eager.read_sealed(ReadInputs(queries, sources, 1e-6, torch.float32))
     for a, b in zip([*ours.outputs, *ours[1:]], [*expected.outputs, *expected[1:]], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
     grads, dtop = [draw(TOKENS, WIDTH) * i for i in range(3)], [draw(TOKENS)] * 3
@@ -30,7 +31,7 @@ def test_phase_1(backend, dtype):
     filled = [empty if grad is None else grad for grad in carried]
     torch.library.opcheck(registered._read_sealed_backward, (*arguments, filled), test_utils=CHECKS)
     (dq, dsources), (dq_expected, expected) = (
-        module.read_sealed_backward(*arguments, carried) for module in (registered, eager)
+        module.read_sealed_backward(ReadGradInputs(*arguments, carried)) for module in (registered, eager)
     )
     torch.testing.assert_close(dq, dq_expected, rtol=1e-4, atol=1e-4)
     for a, b in zip(dsources, expected, strict=True):
@@ -51,8 +52,8 @@ def test_merge(backend, dtype, kind, opens, pending, sealed):
     w, b = (None, None) if norm is None else (norm.weight, norm.bias)
     flat = (values, added, query, 1e-6, *phase1, norm_kind(norm), w, b, norm.eps if norm else 0.0, dtype, dtype)
     torch.library.opcheck(registered._merge, flat, test_utils=CHECKS)
-    arguments = (values, added, query, 1e-6, *phase1, norm and norm._replace(out_dtype=dtype), dtype)
-    (x, saved, partial), expected = registered.merge(*arguments), eager.merge(*arguments)
+    arguments = MergeInputs(values, added, query, 1e-6, *phase1, norm and norm._replace(out_dtype=dtype), dtype)
+    (x, saved, partial), expected = registered.merge(arguments), eager.merge(arguments)
     tolerance = {"rtol": 2e-2, "atol": 1e-2} if dtype == torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
     for a, e in zip((x, *saved, partial), (expected[0], *expected[1], expected[2]), strict=True):
         assert (a is None) == (e is None)
@@ -61,7 +62,7 @@ def test_merge(backend, dtype, kind, opens, pending, sealed):
     scored = values if partial is None else [*values[:-1], partial]
     carried = [None if j else torch.ones(TOKENS, WIDTH, dtype=dtype) for j in range(opens)]
     back = [
-        m.merge_backward(draw(TOKENS, WIDTH, dtype=dtype), carried, scored, query, norm, saved)
+        m.merge_backward(MergeGradInputs(draw(TOKENS, WIDTH, dtype=dtype), carried, scored, query, norm, saved))
         for m in (registered, eager)
     ]
     for a, e in zip(*([g.output, g.top, *g.opens, g.query, g.weight, g.bias] for g in back), strict=True):

@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from attnres import Norm, UserError, depth_read_reference, make_residual
+from attnres import Norm, UserError, depth_read_reference, make_residual, ops
+from attnres.residuals.mechanisms import depth_attention
+from attnres.residuals.program import program_of
 
 WIDTH = 16
 
@@ -201,7 +203,7 @@ def test_block_keeps_at_most_one_extra_vector_a_sublayer_and_nothing_stacked(bac
 
 def test_full_keeps_memory_linear_in_depth(backend):
     per_sublayer = []
-    for sublayers in (16, 32, 64):
+    for sublayers in (15, 31, 63):
         # more tokens than reads: the scaled queries of a pass are one matrix (reads, width)
         kept, largest = saved_vectors(make_residual("full", sublayers, 512), sublayers, tokens=72, width=512)
         per_sublayer.append(kept / sublayers)
@@ -248,3 +250,27 @@ def test_an_odd_last_block_is_shorter():
     assert make_residual("block", 93 * 2, WIDTH, block_size=24).block_sizes == [24] * 7 + [18]
     assert make_residual("block", 12, WIDTH, num_blocks=4).block_sizes == [3] * 4
     assert make_residual("block", 24, WIDTH).block_sizes == [3] * 8  # eight blocks by default
+
+
+@pytest.mark.parametrize(("name", "settings", "opens"), [("block", {"block_size": 3}, 1), ("full", {"group": 3}, 3)])
+def test_the_output_s_read_shares_the_last_group_s_pass(name, settings, opens, monkeypatch):
+    """It moves phase 1's output and what is open, not every source again; in a bank it is in the last group too."""
+    reads, merges = [], []
+
+    def read_sealed(sources, queries, **options):
+        reads.append((len(sources), len(queries)))
+        return ops.read_sealed(sources, queries, **options)
+
+    def merge(read, sources, *arguments, **options):
+        merges.append((read is not None, len(sources)))
+        return ops.merge(read, sources, *arguments, **options)
+
+    residual = trained(name, 9, **settings)
+    expected = Network(9).gradients(residual)
+    monkeypatch.setattr(depth_attention, "read_sealed", read_sealed)
+    monkeypatch.setattr(depth_attention, "merge", merge)
+    for ours, theirs in zip(Network(9).gradients(residual), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert reads[-1] == (len(residual.sealed(6)), 4)
+    assert merges[-1] == (True, opens)
+    assert program_of(residual.bank_reads()).groups[-1][:2] == (6, 10)

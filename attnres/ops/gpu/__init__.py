@@ -1,8 +1,52 @@
-"""The Triton backend: the five functions of ops/eager.py in fp32 arithmetic on fp32, bf16 and fp16 vectors."""
+"""Triton kernels for NVIDIA GPUs: the row by which dispatch finds them. `kernels` is the backend and imports Triton."""
 
-from attnres.ops.gpu.merge import merge, merge_backward, mix
-from attnres.ops.gpu.sealed import read_sealed, read_sealed_backward
+import functools
+import importlib.util
 
-__all__ = ["BY_ADDRESS", "merge", "merge_backward", "mix", "read_sealed", "read_sealed_backward"]
+import torch
 
-BY_ADDRESS = False
+from attnres.errors import first_line
+from attnres.ops.backend import MAX_ONE_PASS, MAX_SHARED, Backend, Call, Kernels
+
+MAX_WIDTH = 16384
+"""The widest vector: a row is held in registers."""
+
+
+@functools.cache
+def load() -> Backend | str:
+    """Return the backend, or why there is none."""
+    if torch.version.hip is not None:
+        return "the Triton kernels are for NVIDIA GPUs, and this torch is built for ROCm"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    try:
+        from attnres.ops.gpu import kernels
+    except Exception as error:  # a Triton that does not fit this torch or driver
+        return f"the Triton kernels cannot be loaded ({type(error).__name__}: {first_line(error)})"
+    return kernels
+
+
+def why_not(call: Call) -> str | None:
+    """Return why the kernels cannot take a call, None if they can."""
+    backend, width = load(), call.tensors[0].shape[-1]
+    if isinstance(backend, str):
+        return backend
+    if width > MAX_WIDTH:
+        return f"width {width} is more than {MAX_WIDTH}"
+    counts = ("sources", len(call.tensors), MAX_SHARED), ("reads", call.reads, MAX_SHARED)
+    for name, count, most in (*counts, ("open sources", call.opens, MAX_ONE_PASS)):
+        if count > most:
+            return f"{count} {name} are more than {most}"
+    return None
+
+
+KERNELS = Kernels(
+    name="gpu",
+    title="the Triton kernels",
+    found="CUDA with Triton",
+    load=load,
+    why_not=why_not,
+    narrow=True,  # reads move memory: half the bytes, and phase 1 multiplies bf16 instead of TF32
+    few_compiled={2: 1 << 24},  # the host is behind the GPU for so long; phase 1 of any size is an operator
+    most_open=6,  # Inductor's kernel holds all vectors of a token in registers, of which backward of nine spills most
+)

@@ -9,6 +9,9 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from attnres.ops.backend import check_shapes
+from attnres.ops.sharded import settled
+
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 REGISTERS = 65536  # of a multiprocessor
 INTERPRETED = bool(knobs.runtime.interpret)
@@ -49,9 +52,26 @@ def shared_memory(device: torch.device) -> int:
     return _properties(torch.cuda.current_device() if device.index is None else device.index)[1]
 
 
-def rows(tensor: Tensor) -> Tensor:
-    """(T, d) with unit stride along d: the tensor itself, or one copy."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+def rows(tensor: Tensor, shape: torch.Size) -> Tensor:
+    """Return a tensor of this shape (..., d) as it lies if it is contiguous, else as (T, d) with unit stride along d: a
+    view or one copy. What a collective is still writing is waited for.
+
+    Raises:
+        UserError: it has another shape, and the kernels would read past its end.
+    """
+    if tensor.shape != shape:
+        check_shapes((tensor,), shape)
+    if type(tensor) is not Tensor:
+        tensor = settled(tensor)
+    if tensor.is_contiguous():
+        return tensor
+    tensor = tensor.reshape(-1, shape[-1])
+    return tensor if tensor.stride(1) == 1 or shape[-1] == 1 else tensor.contiguous()
+
+
+def row_stride(tensor: Tensor) -> int:
+    """Return the elements from row to row of what `rows` returned."""
+    return tensor.shape[-1] if tensor.is_contiguous() else tensor.stride(0)
 
 
 class Launch(NamedTuple):

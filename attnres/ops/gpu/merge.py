@@ -12,27 +12,34 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attnres.ops.backend import MAX_ONE_PASS, MergeGrads, MergeSaved
+from attnres.ops.backend import MAX_ONE_PASS, MergeGradInputs, MergeGrads, MergeInputs, MergeSaved, check_shapes
 from attnres.ops.gpu.launch import (
     DTYPES,
     REGISTERS,
     Launch,
     multiprocessors,
     power_of_two,
+    row_stride,
     rows,
     shared_memory,
     warps_for,
 )
 from attnres.ops.gpu.merge_kernels import WIDE, merge_row, merge_rows_backward, mix_row
-from attnres.ops.norms import Norm
+
+MOST_AGAIN = 8
+"""Open sources of a merge up to which its backward makes h again from them: it holds their rows meanwhile."""
 
 PROGRAM_WARPS = 16  # of the backward on each multiprocessor, all its programs together
 
 
 def _strides(tensors: Sequence[Tensor | None], width: int) -> tuple[int | None, ...] | None:
     """Elements from row to row of each tensor, or None if they are all contiguous."""
-    strides = tuple(None if tensor is None else tensor.stride(0) for tensor in tensors)
-    return None if all(stride is None or stride == width for stride in strides) else strides
+    strides, apart = list[int | None](), False
+    for tensor in tensors:
+        stride = None if tensor is None else row_stride(tensor)
+        apart = apart or (stride is not None and stride != width)
+        strides.append(stride)
+    return tuple(strides) if apart else None
 
 
 def _check_opens(count: int) -> None:
@@ -42,46 +49,37 @@ def _check_opens(count: int) -> None:
         )
 
 
-def plan_merge(
-    opens: Sequence[Tensor],
-    added: Tensor | None,
-    query: Tensor | None,
-    eps: float,
-    output: Tensor | None,
-    top: Tensor | None,
-    total: Tensor | None,
-    norm: Norm | None,
-    dtype: torch.dtype,
-) -> tuple[Launch, tuple[Tensor, MergeSaved, Tensor | None]]:
+def plan_merge(m: MergeInputs) -> tuple[Launch, tuple[Tensor, MergeSaved, Tensor | None]]:
     """The launch, and what `merge` returns once it has run."""
+    opens, added, query, eps, output, top, total, norm, dtype, saves = m
     first = opens[0] if opens else output
     assert first is not None
-    tokens, width = first.shape
-    k, block = len(opens), power_of_two(width)
+    shape, width = first.shape, first.shape[-1]
+    k, block, tokens = len(opens), power_of_two(width), first.numel() // width
+    if query is not None:
+        check_shapes((query,), (width,))
 
     def scalars(*shape: int) -> Tensor:
         return first.new_empty(shape, dtype=torch.float32)
 
-    opens = [rows(source) for source in opens]
-    added, output = (None if v is None else rows(v) for v in (added, output))
-    partial = None if added is None else first.new_empty((tokens, width), dtype=dtype)
-    if norm is None:  # h is kept unrounded
-        h = scalars(tokens, width)
-        x = h if dtype == torch.float32 else first.new_empty((tokens, width), dtype=dtype)
-        h_out, x_out = h, None if x is h else x
+    opens = [rows(source, shape) for source in opens]
+    added, output = (None if v is None else rows(v, shape) for v in (added, output))
+    partial = None if added is None else first.new_empty(shape, dtype=dtype)
+    h = h_out = None
+    if output is not None and not opens and torch.promote_types(output.dtype, dtype) == dtype:
+        h = m.output  # which holds it exactly
+    elif saves == "h" or (saves == "least" and k > MOST_AGAIN) or not k:
+        h = h_out = first.new_empty(shape, dtype=torch.float32 if norm is None else dtype)  # without a norm unrounded
+    x = x_out = None
+    if norm is None and h is not None and h.dtype == dtype:
+        x = h
     else:
-        kept = not opens and output is not None and output.dtype == dtype
-        h = output if kept and output is not None else first.new_empty((tokens, width), dtype=dtype)
-        x = first.new_empty((tokens, width), dtype=norm.out_dtype or torch.float32)
-        h_out, x_out = None if kept else h, x
-    saved = MergeSaved(
-        h,
-        None if norm is None else scalars(tokens),
-        scalars(tokens, k) if k else None,
-        scalars(tokens) if k and output is not None else None,
-        scalars(tokens, k) if k else None,
-        scalars(tokens, k) if k else None,
-    )
+        x = x_out = first.new_empty(shape, dtype=dtype if norm is None else norm.out_dtype or torch.float32)
+    saved = MergeSaved(h)
+    if saves != "nothing":
+        each = [scalars(tokens, k) if k else None for _ in range(3)]
+        sealed = scalars(tokens) if k and output is not None else None
+        saved = MergeSaved(h, None if norm is None else scalars(tokens), each[0], sealed, *each[1:])
     arguments = {
         "opens": tuple(opens),
         "open_strides": _strides(opens, width),
@@ -122,27 +120,17 @@ def plan_merge(
     return Launch(merge_row, tokens, arguments, constants, options), (x, saved, partial)
 
 
-def merge(
-    opens: Sequence[Tensor],
-    added: Tensor | None,
-    query: Tensor | None,
-    eps: float,
-    output: Tensor | None,
-    top: Tensor | None,
-    total: Tensor | None,
-    norm: Norm | None,
-    dtype: torch.dtype,
-) -> tuple[Tensor, MergeSaved, Tensor | None]:
+def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     """Phase 2 and the norm in one launch: see eager.merge.
 
     Raises:
         ValueError: more than 32 open sources.
     """
-    _check_opens(len(opens))
-    if not opens and norm is None:
-        assert output is not None
-        return output.to(dtype), MergeSaved(output), None
-    launch, results = plan_merge(opens, added, query, eps, output, top, total, norm, dtype)
+    _check_opens(len(m.opens))
+    if not m.opens and m.norm is None:
+        assert m.output is not None
+        return m.output.to(m.dtype), MergeSaved(m.output), None
+    launch, results = plan_merge(m)
     if launch.programs:
         launch.run(results[0].device)
     return results
@@ -161,43 +149,46 @@ def _residents(warps: int, row_bytes: int, shared: int, scratch: int = 4096) -> 
     return most, 1
 
 
-def plan_backward(
-    grad: Tensor,
-    carried: Sequence[Tensor | None],
-    opens: Sequence[Tensor],
-    query: Tensor | None,
-    norm: Norm | None,
-    saved: MergeSaved,
-) -> tuple[Launch, MergeGrads]:
-    """The launch, and the gradients once it has run: those of query, weight and bias as one row a program."""
-    tokens, width = grad.shape
-    k, block = len(opens), power_of_two(width)
+def plan_backward(m: MergeGradInputs) -> tuple[Launch, MergeGrads, Tensor]:
+    """Return the launch, the gradients once it has run but those of query, weight and bias, and of these as many as
+    there are, in order, as one row (d,) a program: (count, programs, d)."""
+    grad, carried, opens, query, norm, saved, dtype, output, output_dtype, last_dtype, added_dtype = m
+    shape, width = grad.shape, grad.shape[-1]
+    k, block, tokens = len(opens), power_of_two(width), grad.numel() // width
     warps = warps_for(block, per_thread=8)  # eight rows or so are in registers at once
-    grad, h = rows(grad), rows(saved.h)
-    opens = [rows(source) for source in opens]
-    carried = [None if earlier is None else rows(earlier) for earlier in carried[:k]]
+    grad = rows(grad, shape)
+    h, output = (None if v is None else rows(v, shape) for v in (saved.h, output))
+    opens = [rows(source, shape) for source in opens]
+    carried = [None if earlier is None else rows(earlier, shape) for earlier in carried[:k]]
 
-    streams = [grad, h, *opens, *(earlier for earlier in carried if earlier is not None)]
+    streams = [v for v in (grad, h, output, *opens, *carried) if v is not None]
     sizes = [stream.element_size() for stream in streams]
     scratch = 4096 + (4 * block if len(set(sizes)) > 1 else 0)  # rows of unlike dtypes are dealt out unlike
     resident, stages = _residents(warps, block * sum(sizes), shared_memory(grad.device), scratch)
     programs = min(tokens, resident * multiprocessors(grad.device))
 
-    def shares(wanted: bool) -> Tensor | None:
-        return grad.new_empty((programs, width), dtype=torch.float32) if wanted else None
-
+    weighted, biased = norm is not None and norm.weight is not None, norm is not None and norm.bias is not None
+    shares = grad.new_empty(((k > 0) + weighted + biased, programs, width), dtype=torch.float32)
+    each = iter(shares.unbind(0))
+    dquery, dweight, dbias = (next(each) if wanted else None for wanted in (k > 0, weighted, biased))
     has_sealed = not opens or saved.sealed is not None
-    output_dtype = grad.dtype if norm is None else saved.h.dtype
+    if output_dtype is None:
+        output_dtype = grad.dtype if norm is None or h is None else h.dtype
     copied = not opens and norm is None  # the gradient of the read is that of its output
-    doutput = torch.empty_like(grad, dtype=output_dtype) if has_sealed and not copied else None
+    doutput = grad.new_empty(shape, dtype=output_dtype) if has_sealed and not copied else None
     grads = MergeGrads(
         doutput,
         grad.new_empty((tokens,), dtype=torch.float32) if has_sealed else None,
-        [source.new_empty((tokens, width)) for source in opens],
-        shares(k > 0),
-        shares(norm is not None and norm.weight is not None),
-        shares(norm is not None and norm.bias is not None),
+        [source.new_empty(shape) for source in opens[: k - 1]],
+        None,
+        None,
+        None,
     )
+    if opens:
+        last_dtype = last_dtype or opens[-1].dtype
+        grads.opens.append(opens[-1].new_empty(shape, dtype=last_dtype))
+        if added_dtype is not None and added_dtype != last_dtype:
+            grads = grads._replace(added=opens[-1].new_empty(shape, dtype=added_dtype))
     arguments = {
         "grad": grad,
         "grad_stride": _strides([grad], width),
@@ -209,17 +200,20 @@ def plan_backward(
         "weight": None if norm is None or norm.weight is None else norm.weight.contiguous(),
         "h": h,
         "h_stride": _strides([h], width),
+        "output": output,
+        "output_stride": _strides([output], width),
         "rstd": saved.rstd,
         "weights": saved.weights,
         "sealed": saved.sealed,
         "scores": saved.scores,
         "inv_rms": saved.inv_rms,
         "dopens": tuple(grads.opens),
+        "dadded": grads.added,
         "doutput": grads.output,
         "dtop": grads.top,
-        "dquery": grads.query,
-        "dweight": grads.weight,
-        "dbias": grads.bias,
+        "dquery": dquery,
+        "dweight": dweight,
+        "dbias": dbias,
         "tokens": tokens,
         "last": tokens - 1,
         "norm_eps": 0.0 if norm is None else float(norm.eps),
@@ -231,45 +225,42 @@ def plan_backward(
         "D": width,
         "BLOCK": block,
         "STAGES": stages,
+        "DTYPE": DTYPES[dtype or torch.float32],
         "ROUNDED": doutput is not None and doutput.dtype != torch.float32,
     }
     options = {"num_warps": warps, "num_stages": 1, "maxnreg": min(255, REGISTERS // (32 * warps * resident))}
-    return Launch(merge_rows_backward, programs, arguments, constants, options), grads
+    return Launch(merge_rows_backward, programs, arguments, constants, options), grads, shares
 
 
-def merge_backward(
-    grad: Tensor,
-    carried: Sequence[Tensor | None],
-    opens: Sequence[Tensor],
-    query: Tensor | None,
-    norm: Norm | None,
-    saved: MergeSaved,
-) -> MergeGrads:
+def merge_backward(m: MergeGradInputs) -> MergeGrads:
     """Gradients of a merge in one launch and a sum over programs: see eager.merge_backward.
 
     Raises:
         ValueError: more than 32 open sources.
     """
-    _check_opens(len(opens))
-    launch, grads = plan_backward(grad, carried, opens, query, norm, saved)
+    _check_opens(len(m.opens))
+    launch, grads, shares = plan_backward(m)
     if launch.programs:
-        launch.run(grad.device)
-    sums = [None if shares is None else shares.sum(0) for shares in (grads.query, grads.weight, grads.bias)]
-    output = grad if not opens and norm is None else grads.output
-    return MergeGrads(output, grads.top, grads.opens, *sums)
+        launch.run(m.grad.device)
+    if not m.opens and m.norm is None:
+        return grads._replace(output=m.grad)
+    each = iter(shares.sum(1).unbind(0) if len(shares) else ())
+    given = (launch.arguments[name] is not None for name in ("dquery", "dweight", "dbias"))
+    dquery, dweight, dbias = (next(each) if wanted else None for wanted in given)
+    return grads._replace(query=dquery, weight=dweight, bias=dbias)
 
 
 def plan_mix(sources: Sequence[Tensor], weights: Tensor, earlier: Tensor | None, dtype: torch.dtype) -> Launch:
-    tokens, width = sources[0].shape
-    block = power_of_two(width)
-    sources = [rows(source) for source in sources]
+    shape, width = sources[0].shape, sources[0].shape[-1]
+    block, tokens = power_of_two(width), sources[0].numel() // width
+    sources = [rows(source, shape) for source in sources]
     arguments = {
         "sources": tuple(sources),
         "strides": _strides(sources, width),
         "weights": weights,
         "weights_stride": weights.stride(0),
         "earlier": earlier,
-        "out": sources[0].new_empty((tokens, width), dtype=dtype),
+        "out": sources[0].new_empty(shape, dtype=dtype),
     }
     constants = {"N": len(sources), "D": width, "BLOCK": block}
     return Launch(mix_row, tokens, arguments, constants, {"num_warps": warps_for(block), "num_stages": 1})
@@ -277,7 +268,7 @@ def plan_mix(sources: Sequence[Tensor], weights: Tensor, earlier: Tensor | None,
 
 def mix(sources: Sequence[Tensor], weights: Tensor, dtype: torch.dtype) -> Tensor:
     """sum_j weights[:, j] v_j, (T, d) in `dtype`: a launch for every 32 sources, the sum so far in fp32."""
-    weights, out = rows(weights), None
+    weights, out = rows(weights, weights.shape), None
     for start in range(0, len(sources), MAX_ONE_PASS):
         group = sources[start : start + MAX_ONE_PASS]
         last = start + len(group) == len(sources)

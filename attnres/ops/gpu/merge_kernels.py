@@ -133,14 +133,16 @@ def merge_row(
                 mass = mass * shrink + p
                 highest = higher
         acc = acc / mass
-        at = t * K + slots
-        tl.store(weights_out + at, tl.exp(scores - highest) / mass, mask=slots < K)
-        tl.store(scores_out + at, scores, mask=slots < K)
-        tl.store(inv_rms_out + at, inv_rms, mask=slots < K)
-        if output is not None:
+        if weights_out is not None:
+            at = t * K + slots
+            tl.store(weights_out + at, tl.exp(scores - highest) / mass, mask=slots < K)
+            tl.store(scores_out + at, scores, mask=slots < K)
+            tl.store(inv_rms_out + at, inv_rms, mask=slots < K)
+        if sealed_out is not None:
             tl.store(sealed_out + t, tl.exp(first_top - highest) * first_total / mass)
     if not NORM:
-        _store(h_out, t * D, acc, D, BLOCK)
+        if h_out is not None:
+            _store(h_out, t * D, acc, D, BLOCK)
         if x_out is not None:
             _store(x_out, t * D, acc, D, BLOCK)
     else:
@@ -153,7 +155,8 @@ def merge_row(
             if D != BLOCK:
                 h = tl.where(tl.arange(0, BLOCK) < D, h, 0.0)
         rstd = tl.rsqrt(tl.sum(h * h) / D + norm_eps)
-        tl.store(rstd_out + t, rstd)
+        if rstd_out is not None:
+            tl.store(rstd_out + t, rstd)
         x = h * rstd
         if weight is not None:
             x *= _load(weight, 0, D, BLOCK, True).to(tl.float32)
@@ -174,12 +177,15 @@ def merge_rows_backward(
     weight,
     h,
     h_stride,
+    output,
+    output_stride,
     rstd,
     weights,
     sealed,
     scores,
     inv_rms,
     dopens,
+    dadded,
     doutput,
     dtop,
     dquery,
@@ -194,10 +200,11 @@ def merge_rows_backward(
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
+    DTYPE: tl.constexpr,
     ROUNDED: tl.constexpr,
 ):
-    """A share of the tokens: their gradients, and this program's row of dquery, dweight, dbias. Absent ones are None.
-    ROUNDED: doutput is narrower than fp32.
+    """A share of the tokens: their gradients, and this program's row of dquery, dweight, dbias. Absent ones are None;
+    an absent h is made again, rounded to DTYPE before a norm. ROUNDED: doutput is narrower than fp32.
 
     ds_j = p_j (<dh, v_j> - delta),  dv_j = p_j dh + ds_j r_j (q - s_j r_j v_j / d),  delta = <dh, h>
     """
@@ -217,9 +224,23 @@ def merge_rows_backward(
         # Never more than `last`, which the compiler cannot know: else it keeps an address for every row in registers.
         t = tl.minimum(turn, last).to(tl.int64)
         dh = _load(grad, _start(grad_stride, 0, t, D), D, BLOCK, False).to(tl.float32)
-        hat = _load(h, _start(h_stride, 0, t, D), D, BLOCK, False).to(tl.float32)
-        if K > 0 and STAGES == 1:
-            following = _load(opens[0], _start(open_strides, 0, t, D), D, BLOCK, False)
+        if h is not None:
+            hat = _load(h, _start(h_stride, 0, t, D), D, BLOCK, False).to(tl.float32)
+            if K > 0 and STAGES == 1:
+                following = _load(opens[0], _start(open_strides, 0, t, D), D, BLOCK, False)
+        else:
+            held = ()
+            for j in tl.static_range(K):
+                held = held + (_load(opens[j], _start(open_strides, j, t, D), D, BLOCK, False),)
+            if output is not None:
+                hat = _load(output, _start(output_stride, 0, t, D), D, BLOCK, False).to(tl.float32)
+                hat *= tl.load(sealed + t)
+            else:
+                hat = tl.zeros([BLOCK], tl.float32)
+            for j in tl.static_range(K):
+                hat += held[j].to(tl.float32) * tl.load(weights + t * K + j)
+            if NORM:
+                hat = hat.to(DTYPE).to(tl.float32)
         if NORM:
             scale = tl.load(rstd + t)
             if CENTER:
@@ -266,7 +287,9 @@ def merge_rows_backward(
         if K > 0 and STAGES == 1:
             q = _load(query, 0, D, BLOCK, True).to(tl.float32)
         for j in tl.static_range(K):
-            if STAGES == 1:
+            if h is None:
+                current = held[j]
+            elif STAGES == 1:
                 current = following
                 if j + 1 < K:
                     following = _load(opens[j + 1], _start(open_strides, j + 1, t, D), D, BLOCK, False)
@@ -286,6 +309,8 @@ def merge_rows_backward(
             if carried[j] is not None:
                 dv += _load(carried[j], _start(carried_strides, j, t, D), D, BLOCK, False).to(tl.float32)
             _store(dopens[j], t * D, dv, D, BLOCK)
+            if (j + 1 == K) and (dadded is not None):
+                _store(dadded, t * D, dv, D, BLOCK)
         if dtop is not None:
             if not ROUNDED:
                 at_top = share * delta

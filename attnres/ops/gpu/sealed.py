@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attnres.ops.backend import MAX_SHARED, Sealed
-from attnres.ops.gpu.launch import INTERPRETED, REGISTERS, Launch, cdiv, multiprocessors, power_of_two, rows
+from attnres.ops.backend import MAX_SHARED, ReadGradInputs, ReadInputs, Sealed, check_shapes
+from attnres.ops.gpu.launch import INTERPRETED, REGISTERS, Launch, cdiv, multiprocessors, power_of_two, row_stride, rows
 from attnres.ops.gpu.sealed_kernels import dqueries, read, read_backward
 from attnres.ops.gpu.token_kernels import read_token, read_token_backward
 
@@ -40,19 +40,20 @@ class _Bunch(NamedTuple):
         """Whether all rows start at a multiple of 16 bytes."""
         starts = (t.data_ptr() if t.device.type != "meta" else 0 for t in self.tensors)
         return not any(start % 16 for start in starts) and not any(
-            t.stride(0) * t.element_size() % 16 for t in self.tensors
+            row_stride(t) * t.element_size() % 16 for t in self.tensors
         )
 
 
 def _bunch(tensors: Sequence[Tensor]) -> _Bunch:
-    tensors = [rows(t) for t in tensors]
+    shape = tensors[0].shape
+    tensors = [rows(t, shape) for t in tensors]
     first = tensors[0].dtype
     if len({t.dtype for t in tensors}) > 2:
         tensors = [t if t.dtype == first else t.float() for t in tensors]
-    strides = tuple(t.stride(0) for t in tensors)
+    strides = tuple(row_stride(t) for t in tensors)
     others = [j for j, t in enumerate(tensors) if t.dtype != first]
     if len(set(strides)) == 1:
-        strides = None if strides[0] == tensors[0].shape[1] else strides[:1]
+        strides = None if strides[0] == shape[-1] else strides[:1]
     return _Bunch(tuple(tensors), strides, sum(1 << j for j in others), (others or [0])[0])
 
 
@@ -122,15 +123,17 @@ def _pieces(of_bf16: bool, *outputs: Tensor) -> dict[str, int]:
     return {"PIECES": 3 if of_bf16 else 0, "OUT_PIECES": (3 if fine else 2) if of_bf16 else 0}
 
 
-def plan_read(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> tuple[Launch, Sealed]:
-    (tokens, width), n, reads = sources[0].shape, len(sources), queries.shape[0]
-    bunch = _bunch(sources)
+def plan_read(r: ReadInputs) -> tuple[Launch, Sealed]:
+    queries, sources, eps, dtype = r
+    shape, n, (reads, width) = sources[0].shape, len(sources), queries.shape
+    check_shapes((queries,), (reads, shape[-1]))
+    bunch, tokens = _bunch(sources), sources[0].numel() // width
 
     def scalars(*shape: int) -> Tensor:
         return queries.new_empty(shape, dtype=torch.float32)
 
     # Allocated one by one: what one read keeps must not keep the others alive.
-    outputs = [queries.new_empty((tokens, width), dtype=dtype) for _ in range(reads)]
+    outputs = [queries.new_empty(shape, dtype=dtype) for _ in range(reads)]
     result = Sealed(
         outputs, scalars(reads, tokens), scalars(reads, tokens), scalars(tokens, n, reads), scalars(tokens, n)
     )
@@ -164,38 +167,31 @@ def plan_read(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: tor
     return Launch(read, programs, arguments, constants, {"num_warps": warps, "num_stages": 3}), result
 
 
-def read_sealed(queries: Tensor, sources: Sequence[Tensor], eps: float, dtype: torch.dtype) -> Sealed:
+def read_sealed(r: ReadInputs) -> Sealed:
     """Phase 1 in one launch: see eager.read_sealed.
 
     Raises:
         ValueError: more than 256 sources or reads.
     """
-    _check(len(sources), queries.shape[0])
-    launch, result = plan_read(queries, sources, eps, dtype)
+    _check(len(r.sources), r.queries.shape[0])
+    launch, result = plan_read(r)
     if launch.programs:
-        launch.run(queries.device)
+        launch.run(r.queries.device)
     return result
 
 
-def plan_backward(
-    queries: Tensor,
-    sources: Sequence[Tensor],
-    inv_rms: Tensor,
-    logits: Tensor,
-    grads: Sequence[Tensor],
-    dtop: Sequence[Tensor],
-    carried: Sequence[Tensor | None],
-) -> tuple[list[Launch], Tensor, tuple[Tensor, ...]]:
+def plan_backward(r: ReadGradInputs) -> tuple[list[Launch], Tensor, tuple[Tensor, ...]]:
     """One or two launches, the partial sums of dqueries, and the gradients of the sources."""
-    (tokens, width), n, reads = sources[0].shape, len(sources), queries.shape[0]
-    bunch = _bunch(sources)
+    queries, sources, inv_rms, logits, grads, dtop, carried = r
+    shape, n, (reads, width) = sources[0].shape, len(sources), queries.shape
+    bunch, tokens = _bunch(sources), sources[0].numel() // width
     upstream = _bunch(grads)
     if upstream.wide:
         upstream = _bunch([grad.float() for grad in grads])
     present = [grad for grad in carried if grad is not None]
     # In place of an absent one stands a present one, which is not read.
     earlier = _bunch([present[0] if grad is None else grad for grad in carried]) if present else None
-    dsources = tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in bunch.tensors)
+    dsources = tuple(t.new_empty(shape) for t in bunch.tensors)
     processors = multiprocessors(queries.device)
     arguments: dict[str, Any] = {
         "queries": queries.float().contiguous(),
@@ -260,24 +256,17 @@ def plan_backward(
     return launches, partials, dsources
 
 
-def read_sealed_backward(
-    queries: Tensor,
-    sources: Sequence[Tensor],
-    inv_rms: Tensor,
-    logits: Tensor,
-    grads: Sequence[Tensor],
-    dtop: Sequence[Tensor],
-    carried: Sequence[Tensor | None],
-) -> tuple[Tensor, list[Tensor]]:
+def read_sealed_backward(r: ReadGradInputs) -> tuple[Tensor, list[Tensor]]:
     """Gradients in one or two launches, and a sum over programs: see eager.read_sealed_backward.
 
     Raises:
         ValueError: more than 256 sources or reads.
     """
+    queries, sources = r.queries, r.sources
     _check(len(sources), queries.shape[0])
-    if not sources[0].shape[0]:
+    if not sources[0].numel():
         return torch.zeros_like(queries), [source.new_empty(source.shape) for source in sources]
-    launches, partials, dsources = plan_backward(queries, sources, inv_rms, logits, grads, dtop, carried)
+    launches, partials, dsources = plan_backward(r)
     for launch in launches:
         launch.run(queries.device)
     return partials.sum(0), [grad.to(source.dtype) for grad, source in zip(dsources, sources, strict=True)]

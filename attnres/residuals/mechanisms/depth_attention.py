@@ -18,8 +18,9 @@ from attnres.ops import (
     in_two_phases,
     merge,
     read_sealed,
-    rounded_sum,
     scaled_query,
+    sealed_sum,
+    stored_dtype,
 )
 from attnres.residuals.base import NormLike, Residual, Slot, slots_of, with_norm
 from attnres.residuals.layout import Learned, Source, Traits
@@ -35,7 +36,8 @@ class DepthState(NamedTuple):
     """Sources of one forward pass, and phase 1 of the reads that the current group has still to make.
 
     Attributes:
-        sealed: finished sources (..., d).
+        sealed: finished sources (..., d), in the dtype that `stored_dtype` says.
+        dtype: the stream's, of the current group's partial sum and of reads before their norm.
         open: the current group's sources: its partial sum (Block) or its outputs so far (Full).
         added: nothing, or what the next read has still to add to the last open source.
         outputs, top, total: phase 1 of the coming reads, the next one first, as `SealedReads` has them. Empty where the
@@ -46,6 +48,7 @@ class DepthState(NamedTuple):
     """
 
     sealed: tuple[Tensor, ...]
+    dtype: torch.dtype
     open: tuple[Tensor, ...] = ()
     added: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
@@ -100,9 +103,9 @@ class DepthAttention(Residual):
     ) -> None:
         super().__init__(num_sublayers, width)
         self.bounds, self.read_scale = (0, *accumulate(groups)), mean_or_sum(read_scale)
-        groups_of_reads = [bounds for bounds in pairwise(self.bounds) for _ in range(*bounds)]
-        self._groups = (*groups_of_reads, (num_sublayers, num_sublayers + self.output_read))
-        """The first read of the group of each read, and the one after its last; the output's has one of its own."""
+        shared = [*pairwise(self.bounds[:-1]), (self.bounds[-2], num_sublayers + self.output_read)]
+        self._groups = [bounds for bounds in shared for _ in range(*bounds)]
+        """The first read of the group of each read, and the one after its last; the output's read is in the last."""
         self.window = None if window is None else whole("window", window)
         self.key_norm_eps = positive("key_norm_eps", key_norm_eps)
         reads = num_sublayers + self.output_read
@@ -145,15 +148,16 @@ class DepthAttention(Residual):
     def general_plan(self, embedding: Tensor, *, training: bool) -> Plan:
         if self.special is not None:
             return Plan("eager", "one pass", (f"no kernel has {self.special}",))
-        start = self.bounds[-2]
+        start, stop = self._groups[-1]
         if self.window is not None:
             count = len(self.sources(self.num_sublayers))
             plan = explain([embedding] * count, training=training)
             return dataclasses.replace(
                 plan, reasons=(*plan.reasons, f"with window={self.window} reads share no sealed sources")
             )
-        reads = self.num_sublayers - start
-        return explain([embedding] * len(self.sealed(start)), reads=reads, opens=self.max_open, training=training)
+        return explain(
+            [embedding] * len(self.sealed(start)), reads=stop - start, opens=self.max_open, training=training
+        )
 
     def opened(self, state: DepthState, output: Tensor) -> DepthState:
         """The state with one more output among, or to be added to, the group's open sources."""
@@ -187,14 +191,20 @@ class DepthAttention(Residual):
         return (*sources, NULL) if self.weighting.null_source and len(sources) > 1 else sources
 
     def group_start(self, index: int) -> int:
-        """Return the first read of the group of read `index`."""
-        return self._groups[index][0]
+        """Return how many outputs are finished sources of read `index`: all of the output's read, although it shares
+        the pass over sealed sources with the last group."""
+        return index if index == self.num_sublayers else self._groups[index][0]
 
     def _begin(
-        self, sealed: tuple[Tensor, ...], opens: tuple[Tensor, ...], index: int, groups: tuple[Tensor, ...]
+        self,
+        sealed: tuple[Tensor, ...],
+        dtype: torch.dtype,
+        opens: tuple[Tensor, ...],
+        index: int,
+        groups: tuple[Tensor, ...],
     ) -> DepthState:
         """Return the state before read `index`, with phase 1 of what its group has still to read done if that pays."""
-        start, stop = self._groups[index]
+        start, stop = self._groups[min(index, len(self._groups) - 1)]
         queries = groups[0].unbind(0) if groups else ()
         # A read of the embedding alone is the embedding.
         first = index + (len(sealed) + len(opens) == 1)
@@ -202,12 +212,12 @@ class DepthAttention(Residual):
         if not (
             two and in_two_phases(len(sealed), stop - first, training=torch.is_grad_enabled(), opens=self.max_open)
         ):
-            return DepthState(sealed, opens, groups=groups, queries=queries)
+            return DepthState(sealed, dtype, opens, groups=groups, queries=queries)
         group = groups[0] if first == start else groups[0][first - start :]
         sealed, outputs, top, total, logits = read_sealed(sealed, group, eps=self.key_norm_eps)
         if index == start:
             opens = self._reopened(sealed)
-        return DepthState(sealed, opens, (), outputs, top, total, (logits,), groups, queries)
+        return DepthState(sealed, dtype, opens, (), outputs, top, total, (logits,), groups, queries)
 
     def _reopened(self, sealed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the open sources that a group begins with. What was sealed goes on as a view: the compiler takes no
@@ -215,27 +225,32 @@ class DepthAttention(Residual):
         return (sealed[-1].view_as(sealed[-1]),) if self.carries else ()
 
     def start(self, embedding: Tensor) -> DepthState:
-        return self._begin((embedding,), self._reopened((embedding,)), 0, self._queries_by_group())
+        sealed = (embedding.to(self._stored(embedding.device, embedding.dtype)),)
+        return self._begin(sealed, embedding.dtype, self._reopened(sealed), 0, self._queries_by_group())
+
+    def _stored(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of finished sources. A stream that goes on from the last of them is not rounded."""
+        return dtype if self.carries or self.special is not None else stored_dtype(device.type, dtype)
 
     def _queries_by_group(self) -> tuple[Tensor, ...]:
         """Return the rows of `bank_queries` group by group; none where plain torch makes the reads."""
         if self.special is not None:
             return ()
-        sizes = [stop - start for start, stop in pairwise(self.bounds)]
-        return self.bank_queries().split([*sizes, 1] if self.output_read else sizes)
+        return self.bank_queries().split([stop - start for start, stop in dict.fromkeys(self._groups)])
 
     def read(self, state: DepthState, index: int, norm: NormLike) -> tuple[Tensor, DepthState]:
         embedding, count = state.sealed[0], len(state.sealed) + len(state.open)
         places = None if self.window is None else self._places(count)
         count = count if places is None else len(places)
         if count == 1:  # one source: itself, and exactly no gradient for the query
-            return self.normed(embedding, index, norm, values=[embedding]), state
+            h = embedding if isinstance(norm, Norm) else embedding.to(state.dtype)
+            return self.normed(h, index, norm, values=[h]), state
         if self.special is not None or self.editor is not None:
             return self._read_plainly(state, index, norm)
         fused = norm if isinstance(norm, Norm) else None
         if fused is not None:
             eps = fused.eps / count**2 if self.read_scale == "sum" else fused.eps
-            fused = fused._replace(eps=eps, out_dtype=fused.out_dtype or embedding.dtype)
+            fused = fused._replace(eps=eps, out_dtype=fused.out_dtype or state.dtype)
         phase1, opens = None, state.open
         if state.outputs:
             place = state.logits[0].shape[-1] - len(state.outputs)
@@ -250,7 +265,7 @@ class DepthAttention(Residual):
             state.queries[index - self._groups[index][0]] if opens else None,
             fused,
             eps=self.key_norm_eps,
-            dtype=embedding.dtype,
+            dtype=state.dtype,
             recompute=self.recompute_reads,
             watched=self.observer is not None,
         )
@@ -261,10 +276,11 @@ class DepthAttention(Residual):
                 handed_on = dict(zip(places, merged.opens, strict=True))
                 every = tuple(handed_on.get(place, source) for place, source in enumerate(state.sealed + state.open))
             n = len(state.sealed)
-            rest = DepthState(every[:n], every[n:], groups=state.groups, queries=state.queries)
+            rest = state._replace(sealed=every[:n], open=every[n:], added=())
         else:
-            later = state.outputs[1:], state.top[1:], state.total[1:]
-            rest = DepthState(state.sealed, merged.opens, (), *later, state.logits, state.groups, state.queries)
+            rest = state._replace(
+                open=merged.opens, added=(), outputs=state.outputs[1:], top=state.top[1:], total=state.total[1:]
+            )
         if self.observer is not None:
             weights = merged.weights
             assert weights is not None and merged.h is not None
@@ -286,7 +302,7 @@ class DepthAttention(Residual):
             return f"no kernel has {self.special}"
         sources = [self.sources(index) for index in range(self.num_sublayers + 1)]
         queries = [index if len(mixed) > 1 else None for index, mixed in enumerate(sources)]
-        groups = list(pairwise(self.bounds))
+        groups = list(dict.fromkeys(self._groups))
         return BankReads(sources, queries, self.key_norm_eps, groups, self.read_scale == "sum")
 
     def bank_queries(self) -> Tensor:
@@ -310,7 +326,7 @@ class DepthAttention(Residual):
             edit=None if editor is None else lambda weights: editor.edit(index, weights),
             exchange=None if editor is None else lambda values: editor.exchange(index, values),
         )
-        h = self.gates.hold(mixed.h, lambda: self._plain_stream(state), index).to(sources[0].dtype)
+        h = self.gates.hold(mixed.h, lambda: self._plain_stream(state), index).to(state.dtype)
         if editor is not None:
             h = editor.steer(index, h)
         if self.observer is not None:
@@ -329,16 +345,20 @@ class DepthAttention(Residual):
 
     def write(self, state: DepthState, index: int, output: Tensor) -> DepthState:
         state = self.opened(state, output)
-        if index + 1 not in self.bounds:
+        if index + 1 not in self.bounds[:-1]:  # nothing is sealed after the last group: the output's read is in it
             return state
-        sealed = state.sealed + self._finished(state)
-        return self._begin(sealed, self._reopened(sealed), index + 1, state.groups[1:])
+        stored = state.sealed[0].dtype
+        finished = self._finished(state, stored)
+        if stored != state.dtype:
+            finished = tuple(source.to(stored) for source in finished)
+        sealed = state.sealed + finished
+        return self._begin(sealed, state.dtype, self._reopened(sealed), index + 1, state.groups[1:])
 
-    def _finished(self, state: DepthState) -> tuple[Tensor, ...]:
-        """The open sources with nothing left to add."""
+    def _finished(self, state: DepthState, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+        """Return the open sources with nothing left to add; a sum is rounded to `dtype`, or else the stream's."""
         if not state.added:
             return state.open
-        return (*state.open[:-1], rounded_sum(state.open[-1], state.added[0], state.sealed[0].dtype))
+        return (*state.open[:-1], sealed_sum(state.open[-1], state.added[0], dtype or state.dtype))
 
     @torch.no_grad()
     def direction(self, index: int) -> Tensor | None:
@@ -370,16 +390,24 @@ class DepthAttention(Residual):
         return () if index == self.group_start(index) else self.opens(index)
 
     def pack(self, state: DepthState, index: int) -> tuple[Tensor, ...]:
-        return state.sealed + (self._finished(state) if self._crossing(index) else ())
+        whole = self._crossing(index) or index == self.num_sublayers
+        return state.sealed + (self._finished(state) if whole else ())
 
     def unpack(self, tensors: Sequence[Tensor], index: int) -> DepthState:
-        count = len(self.sealed(index))
+        count = len(self.sealed(self.bounds[-2] if index == self.num_sublayers else index))
         sealed, opens = tuple(tensors[:count]), tuple(tensors[count:])
-        finished = sum(stop <= index for stop in self.bounds[1:])
-        return self._begin(sealed, opens or self._reopened(sealed), index, self._queries_by_group()[finished:])
+        finished = sum(stop <= index for stop in self.bounds[1:-1])
+        device, dtype = sealed[0].device, sealed[0].dtype
+        if dtype == self._stored(device, torch.float32):  # of a stream in fp32 whose sources are stored in bf16
+            dtype = torch.float32
+        stored = self._stored(device, dtype)
+        if stored != dtype:
+            sealed = tuple(source.to(stored) for source in sealed)
+        groups = self._queries_by_group()[finished:]
+        return self._begin(sealed, dtype, opens or self._reopened(sealed), index, groups)
 
     def hidden_state(self, state: DepthState) -> Tensor:
-        total = state.sealed[0]
+        total = state.sealed[0].to(state.dtype)
         for source in state.sealed[1:] + state.open + state.added:
             total = total + source
         return total
