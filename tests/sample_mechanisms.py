@@ -1,5 +1,6 @@
 """Mechanisms that tests share, and the names of those of a kind."""
 
+import pytest
 import torch
 from torch import nn
 
@@ -23,6 +24,31 @@ class Scaled(Standard):
 
     def implied(self, index):
         return self.scale[index].detach().expand(index + 1)
+
+
+REPRESENTATIVES = (
+    "standard",
+    "postnorm",
+    "hybrid_norm",
+    "denseformer",
+    "block",
+    "full",
+    "boundary",
+    "hyper_connections",
+    "muddformer",
+    "ddl",
+    "laurel",
+    "adaptive",
+)
+"""One mechanism of each shape: the running sum, a norm of it, two norms in turn, learned weights, depth attention to
+blocks, to all outputs and at block ends alone, several streams, mixtures for queries, keys and values,
+a stream that is erased and written, weights in the residual connection, and learned block boundaries."""
+
+
+def crossed(names=RESIDUALS):
+    """Return these names for `parametrize`: of the representatives in `make test`, of the others in `make test-all`."""
+    assert set(REPRESENTATIVES) <= set(RESIDUALS)
+    return [name if name in REPRESENTATIVES else pytest.param(name, marks=pytest.mark.long) for name in sorted(names)]
 
 
 WEIGHED = sorted(name for name in RESIDUALS if make_residual(name, 6, 32).layout()[0].sources)

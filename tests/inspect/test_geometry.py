@@ -5,10 +5,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from sample_mechanisms import crossed
 from tiny import stir
 
 from attnres.inspect import geometry
-from attnres.residuals import RESIDUALS, make_residual
+from attnres.residuals import make_residual
 
 
 def drawn(name, scale=0.5, sublayers=6, width=16, **settings):
@@ -52,7 +53,7 @@ def test_cosines_are_one_on_the_diagonal_and_absent_without_a_query():
     assert cosine[2] == [None] * 7 and all(row[2] is None for row in cosine)
 
 
-@pytest.mark.parametrize("name", sorted(RESIDUALS))
+@pytest.mark.parametrize("name", crossed())
 def test_every_new_residual_is_described_or_left_out(name):
     residual = make_residual(name, 6, 16)
     assert geometry.query_cosine(residual) is None and geometry.query_pca(residual) is None

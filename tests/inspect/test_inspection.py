@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from sample_mechanisms import LINEAR, WEIGHED
+from sample_mechanisms import LINEAR, WEIGHED, crossed
 
 from attnres.errors import UserError
 from attnres.inspect.inspection import Inspection
@@ -96,7 +96,7 @@ def test_memory_does_not_grow_with_the_number_of_documents(model, tokenizer, doc
     assert ran[0] < 20 and max(b - a for a, b in pairwise(ran)) < 20
 
 
-@pytest.mark.parametrize("residual", sorted(RESIDUALS))
+@pytest.mark.parametrize("residual", crossed())
 def test_every_residual_is_inspected_as_far_as_it_goes(make_model, tokenizer, documents, residual, tmp_path):
     inspection = look(make_model(residual, scale=0.2), tokenizer, documents, example=documents[0])
     inspection.save(tmp_path / "inspection.json")

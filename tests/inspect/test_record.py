@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from sample_mechanisms import LINEAR, WEIGHED
+from sample_mechanisms import LINEAR, WEIGHED, crossed
 from tiny import SIZE, stir
 from torch import nn
 
@@ -28,7 +28,7 @@ def forward(model, **kwargs):
     return model(input_ids=some_ids(), use_cache=False, **kwargs).logits
 
 
-@pytest.mark.parametrize("residual", sorted(RESIDUALS))
+@pytest.mark.parametrize("residual", crossed())
 def test_recording_changes_no_logit_and_no_gradient(residual):
     model = make(residual)
     expected = forward(model)
@@ -42,7 +42,7 @@ def test_recording_changes_no_logit_and_no_gradient(residual):
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), grads))
 
 
-@pytest.mark.parametrize("residual", sorted(RESIDUALS))
+@pytest.mark.parametrize("residual", crossed())
 def test_magnitudes_are_there_for_every_depth(residual):
     with record(model := make(residual)) as trace:
         forward(model).square().mean().backward()
@@ -252,7 +252,7 @@ def test_the_mixing_matrix_makes_every_read_out_of_the_outputs(residual, setting
         torch.testing.assert_close(torch.tensor(trace.mixing[index]), rows.double().mean((0, 1)), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("residual", sorted(set(RESIDUALS) - set(LINEAR)))
+@pytest.mark.parametrize("residual", crossed(set(RESIDUALS) - set(LINEAR)))
 def test_what_is_no_sum_of_outputs_has_no_mixing_matrix(residual):
     model = make(residual, **SETTINGS.get(residual, {}))
     with record(model) as trace:

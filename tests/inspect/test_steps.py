@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from sample_mechanisms import crossed
 from tiny import NARROW
 
 from attnres import UserError
@@ -11,7 +12,7 @@ from attnres.files import write_json
 from attnres.inspect.steps import between, step_change
 from attnres.models import build
 from attnres.models.snapshot import LIGHT, residual_at, snapshots, tensors_of, write_snapshot
-from attnres.residuals import RESIDUALS, make_residual
+from attnres.residuals import make_residual
 
 
 def residual_of(width, *rows):
@@ -34,7 +35,7 @@ def test_a_query_turns_by_the_angle_that_it_was_turned_by_and_sharpens_by_its_le
     assert list(change.frame()["after"]) == change.after and "mlp 0" in change._repr_html_()
 
 
-@pytest.mark.parametrize("name", RESIDUALS)
+@pytest.mark.parametrize("name", crossed())
 def test_what_every_mechanism_learned_between_two_steps_is_told(name):
     first, last = make_residual(name, 4, 8), make_residual(name, 4, 8)
     with torch.no_grad():

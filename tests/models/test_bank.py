@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from sample_mechanisms import crossed
 from tiny import SIZE, stir
 
 from attnres.models import build
@@ -118,7 +119,7 @@ def test_memory_that_is_not_needed_any_more_may_hold_anything(residual, settings
     assert torch.equal(in_bank(model, ids), expected)
 
 
-@pytest.mark.parametrize("name", sorted(RESIDUALS))
+@pytest.mark.parametrize("name", crossed())
 @pytest.mark.parametrize("depth", [1, 2, 6, 11])
 def test_rows_hold_the_sums_that_the_layout_names(name, depth):
     """A program run on sets of outputs in place of vectors: what a read finds in its rows is what its sources are."""

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from sample_mechanisms import crossed
 from tiny import SIZE
 from transformers import (
     AutoConfig,
@@ -17,7 +18,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from attnres import RESIDUALS, UserError
+from attnres import UserError
 from attnres.models import SIZES, build, build_plain, load
 from lab.presets import PRESETS
 
@@ -49,7 +50,7 @@ PLAIN = {
 VOCAB = 61
 
 families = pytest.mark.parametrize("family", sorted(SMALL))
-mechanisms = pytest.mark.parametrize("residual", sorted(RESIDUALS))
+mechanisms = pytest.mark.parametrize("residual", crossed())
 
 
 def make(family="qwen3", residual="block", seed=0, **settings):

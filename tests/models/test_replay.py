@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from sample_mechanisms import crossed
 from test_families import IDS, families, stirred
 from tiny import SIZE
 
 from attnres.inspect import KnockOut, intervene, read_vectors
 from attnres.models import build
 from attnres.models.replay import Replay
-from attnres.residuals import RESIDUALS
 
 SETTINGS = {"block": {"block_size": 2}, "post_block": {"block_size": 2}}
 
@@ -47,7 +47,7 @@ def layers_of(model):
     return [layer.get_submodule(model.family.reads[0]) for layer in model.depth_layers]
 
 
-@pytest.mark.parametrize("residual", sorted(RESIDUALS))
+@pytest.mark.parametrize("residual", crossed())
 def test_every_mechanism(residual):
     model = build(SIZE, residual, vocab_size=50, max_positions=32, settings=SETTINGS.get(residual, {})).eval()
     if not all(read.sources for read in model.residual.layout()):

@@ -3,10 +3,11 @@
 import json
 
 import pytest
+from sample_mechanisms import crossed
 
-from attnres.residuals import RESIDUALS, Read, Source, columns, depths, layout_of, make_residual
+from attnres.residuals import Read, Source, columns, depths, layout_of, make_residual
 
-EVERY = pytest.mark.parametrize("name", sorted(RESIDUALS))
+EVERY = pytest.mark.parametrize("name", crossed())
 
 
 @EVERY

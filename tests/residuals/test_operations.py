@@ -2,18 +2,19 @@
 
 import pytest
 import torch
+from sample_mechanisms import crossed
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnres.ops import plain_torch
 from attnres.ops.norms import Norm
-from attnres.residuals import RESIDUALS, make_residual
+from attnres.residuals import make_residual
 from attnres.residuals.operations import operations
 
 LAYERS, WIDTH = 6, 64
 READS = 2 * LAYERS + 1
 
 
-@pytest.mark.parametrize("name", RESIDUALS)
+@pytest.mark.parametrize("name", crossed())
 def test_matrix_products_are_those_that_torch_counts(name):
     """They are a part of the count, elementwise arithmetic the rest: more than the running sum's in all but four."""
     residual = make_residual(name, 2 * LAYERS, WIDTH)

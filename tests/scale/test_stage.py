@@ -4,13 +4,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from sample_mechanisms import crossed
 from tiny import SIZE
 
 from attnres import UserError, make_residual
 from attnres.head import called_losses
 from attnres.models import build
 from attnres.models.stream import Stream
-from attnres.residuals import RESIDUALS
 from attnres.scale.cache import Collect, Lend, RankCache
 from attnres.scale.crossings import crossings
 from attnres.scale.cut import cut_of, placed
@@ -76,7 +76,7 @@ def cut_and_whole(residual, layers, size=FIVE, *, frozen=False, **settings):
     return set(ours) ^ set(wanted), max(errors).item()
 
 
-@pytest.mark.parametrize("residual", list(RESIDUALS))
+@pytest.mark.parametrize("residual", crossed())
 def test_every_mechanism_is_cut_without_a_trace(residual):
     missing, error = cut_and_whole(residual, (1, 2, 1, 1))
     assert not missing and error < 1e-10
@@ -193,7 +193,7 @@ def test_schedules_that_would_train_a_model_wrongly_are_refused():
     refuse_schedule(tied, ends["interleaved"], "interleaved", shards=2, loss="chunked")
 
 
-@pytest.mark.parametrize("residual", sorted(RESIDUALS))
+@pytest.mark.parametrize("residual", crossed())
 def test_states_have_shapes_without_memory(residual, caplog):
     """What a plan asks of a model that is shapes alone."""
     with torch.device("meta"):
