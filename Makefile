@@ -1,7 +1,8 @@
 # make demo    set up what the demo needs, then compare the standard residual, its control, Block and Full on the text
 #              Python ships with
 # make study   a study of the laboratory, e.g. ARGS="noise --preset micro"; without ARGS the studies there are
-# make test    set up the rest, lint, types, tests
+# make test    set up the rest, then the tests, with lint and types beside them
+# make test-all    the tests that make test leaves out because they take minutes together
 # make bench   the speed of a training step, beside the plain model, the standard residual and the naive read
 # make docs    the documentation site, into build/site
 # make peers   other people's kernels, into build/peers, for the benchmarks and tests that compare with them
@@ -11,7 +12,6 @@
 # make test-gpu    the tests that need a CUDA device
 # make test-scale  the tests that need four processes
 # make soak        KILLS=200 of processes of runs in two, of which each must go on bit for bit (an hour)
-# make test-long   the tests that make test leaves out because they take minutes together
 # make test-oldest the tests of what a compiler sees and of training, on the oldest PyTorch that is allowed (needs a network)
 # make fuzz    MINUTES=10 of kills, full disks, damaged files, hostile flags and requests; again goes on
 # make audit   known vulnerabilities of the locked versions (needs a network), and their licences into docs/licences.md
@@ -29,7 +29,7 @@ HASHED := --require-hashes --no-deps -r
 # torch and Transformers: 15 seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo study test lint types bench docs peers gpu gpu-pack test-gpu test-scale test-oldest soak test-long fuzz audit lock clean
+.PHONY: setup demo study test test-all lint types bench docs peers gpu gpu-pack test-gpu test-scale test-oldest soak fuzz audit lock clean
 .DELETE_ON_ERROR:
 
 setup: .venv/ready
@@ -72,8 +72,17 @@ lint: .venv/ready
 types: .venv/ready
 	$(BIN)/ty check
 
-test: lint types
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --dist loadfile
+# One process for each core: a file's tests are shared out too where one has nothing left to do.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --dist worksteal
+
+# Lint and types run beside the tests; where they fail, what they say follows pytest's closing line.
+test: .venv/ready
+	@mkdir -p build; { $(MAKE) --no-print-directory lint types >build/lint.txt 2>&1; } & beside=$$!; \
+	$(PYTEST); tests=$$?; wait $$beside; lint=$$?; \
+	[ $$lint = 0 ] || cat build/lint.txt; exit $$((tests ? tests : lint))
+
+test-all: .venv/ready
+	$(PYTEST) -m long
 
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -120,15 +129,12 @@ build/oldest/ready: .venv/ready
 	@touch $@
 
 test-oldest: build/oldest/ready
-	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n logical --dist loadfile tests/ops/test_plain.py \
+	OMP_NUM_THREADS=1 build/oldest/bin/python -m pytest -n logical --dist worksteal tests/ops/test_plain.py \
 		tests/residuals tests/models tests/training
 
 KILLS ?= 200
 soak: .venv/ready
 	PYTHONPATH=.:tests:tests/scale $(BIN)/python tests/scale/soak.py --kills $(KILLS)
-
-test-long: .venv/ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n logical --dist loadfile -m long
 
 MINUTES ?= 10
 fuzz: .venv/ready

@@ -1,11 +1,13 @@
 import contextlib
 import os
 import random
+import shutil
 
 import hypothesis
 import pytest
 import torch
 
+from attnres.locks import lock
 from attnres.ops import cpu
 from attnres.residuals import registry
 
@@ -51,6 +53,25 @@ def backend(request, monkeypatch):
 
 
 @pytest.fixture(scope="session")
+def once(tmp_path_factory):
+    """`once(name, make)` returns a folder that `make` filled, in one of the processes that share out the tests."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def folder(name, make):
+        place = shared / name
+        with lock(shared / f"{name}.lock", wait=True):
+            if not (place / "made").exists():
+                shutil.rmtree(place, ignore_errors=True)
+                place.mkdir()
+                make(place)
+                (place / "made").touch()
+        return place
+
+    return folder
+
+
+@pytest.fixture(scope="session")
 def save_tokenizer():
     """Writes a tokenizer of some vocabulary into a folder."""
     from saved import write_tokenizer
@@ -88,7 +109,7 @@ def corpus(tmp_path_factory):
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what has a target of its own unless it is asked for."""
-    for marker in ("scale", "long"):
+    for marker, target in (("scale", "test-scale"), ("long", "test-all")):
         for item in items:
             if item.get_closest_marker(marker) and marker not in config.getoption("markexpr", ""):
-                item.add_marker(pytest.mark.skip(reason=f"make test-{marker}"))
+                item.add_marker(pytest.mark.skip(reason=f"make {target}"))

@@ -40,7 +40,7 @@ SETTINGS = [
 
 WHOLE = ("block", "dca", "hyper_connections", "siamese_norm")
 """Depth attention, several inputs, several streams, two residuals: they pass every check here, the others compile in
-make test-long."""
+make test-all."""
 REST = [*((name, {}) for name in sorted(RESIDUALS) if name not in WHOLE), *SETTINGS]
 
 

@@ -90,9 +90,16 @@ STOPPED = {"shares": BESIDE, "stages": STAGES, "slices": {"tp": 2}, "tokens": {"
 
 
 @pytest.fixture(scope="module")
-def both(corpus, launched, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
+def both(corpus, launched, once) -> tuple[Path, dict[str, Any]]:
     """The folder of the runs and the results of all cases and runs."""
-    root = tmp_path_factory.mktemp("two")
+    root = once("two ranks", lambda root: launched(root, jobs_of(corpus, root)))
+    results = json.loads((root / "results.json").read_text())
+    cases, slices = (dict(zip(names, results[key])) for names, key in ((CASES, "cases"), (SLICES, "slices")))
+    return root, {**results, "cases": cases, "slices": slices}
+
+
+def jobs_of(corpus: Path, root: Path) -> dict[str, Any]:
+    """What two processes are to do in the folder `root`."""
 
     def run(name: str, out: str | None = None, until: int | None = None, **values: Any) -> list[Any]:
         return [name, configuration(corpus, root / (out or name), **values), until]
@@ -132,18 +139,20 @@ def both(corpus, launched, tmp_path_factory) -> tuple[Path, dict[str, Any]]:
         short, parts = {"parallel": parallel, "steps": 4, "save_every": 3}, f"{name} in parts"
         whole = run(f"{name} at once", **short)
         jobs["single"] += [whole, run(f"2 of 4 {name}", parts, 2, **short), run(parts, resume=True, **short)]
-    results = launched(root, jobs)
-    cases, slices = (dict(zip(names, results[key])) for names, key in ((CASES, "cases"), (SLICES, "slices")))
-    return root, {**results, "cases": cases, "slices": slices}
+    return jobs
 
 
 @pytest.fixture(scope="module")
-def alone(both) -> Path:
+def alone(both, once) -> Path:
     """The runs "one", "muon" and "adaptive" in this one process."""
     root, _ = both
     jobs = {name: values for name, values, _ in json.loads((root / "jobs.json").read_text())["runs"]}
-    for name, out in (("shares", "one"), ("muon", "one muon"), ("adaptive", "one adaptive")):
-        train_run({**jobs[name], "parallel": {}, "out": str(root / out)})
+
+    def train_alone(_: Path) -> None:
+        for name, out in (("shares", "one"), ("muon", "one muon"), ("adaptive", "one adaptive")):
+            train_run({**jobs[name], "parallel": {}, "out": str(root / out)})
+
+    once("one rank", train_alone)
     return root
 
 
