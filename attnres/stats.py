@@ -117,7 +117,6 @@ def plain(value: Any, digits: int = 6) -> Any:
     return [plain(part, digits) for part in value] if isinstance(value, list | tuple) else value
 
 
-
 # ------------------------------------------------------------------ distributions
 
 
@@ -207,7 +206,7 @@ ALPHA = 0.05
 QUESTIONS = (
     ("block", "standard"),
     ("full", "block"),
-    ("full", "static-mix"),
+    ("full", "static_mix"),
     ("block", "mhc"),
     ("rescaled", "standard"),
 )
@@ -219,8 +218,7 @@ class Effect(NamedTuple):
 
     Attributes:
         difference, error: and its standard error, NaN where no noise is known.
-        degrees: of freedom of the error. low, high: the interval at 1 - `level`.
-        p: the probability of a difference at least as large by chance.
+        degrees: of freedom of the error; 0 where no noise is known. level: the interval is one at 1 - `level`.
     """
 
     difference: float
@@ -243,13 +241,14 @@ class Effect(NamedTuple):
 
     @property
     def p(self) -> float:
+        """The probability of a difference at least as large by chance."""
         if not self.degrees > 0 or math.isnan(self.error):
             return math.nan
         return t_tail(self.difference / self.error, self.degrees) if self.error else float(self.difference == 0)
 
     def excludes(self, value: float = 0.0) -> bool:
         """Whether the interval leaves a value out, such as 0 or a published effect; without a noise it leaves none."""
-        return abs(self.difference - value) > self.margin
+        return self._replace(difference=self.difference - value).p < self.level
 
 
 def holm(p: Sequence[float], alpha: float = ALPHA) -> list[float]:
@@ -280,6 +279,10 @@ class Recipe:
     other mechanism has count too: fully where seeds carry nothing. Where variances differ by Bartlett's test at 5 %,
     a mechanism of several runs has its own, and a difference its degrees of freedom by Welch.
 
+    Attributes:
+        sigma, degrees: as above; NaN and 0 where nothing is known. seed_sd: of a seed's luck.
+        names, counts, means: mechanisms, and of each how many runs and their mean. p_equal: Bartlett's.
+
     Args:
         runs: (mechanism, seed, loss) of each, losses without NaN; a seed may come more than once.
         floor: sigma is no smaller, e.g. an accuracy's that so many problems can tell.
@@ -307,6 +310,7 @@ class Recipe:
         self.sigma = max(math.sqrt(squares / self.degrees), floor) if self.degrees else math.nan
         whitened = np.linalg.inv(np.eye(total) + share * z @ z.T)
         self._covariance = np.linalg.inv(m.T @ whitened @ m)  # of the means, over sigma squared
+        self.seed_sd = math.sqrt(share) * self.sigma
         self.means = dict(zip(self.names, (self._covariance @ m.T @ whitened @ y).tolist(), strict=True))
         self._own: dict[str, tuple[float, float]] = {}  # variance of a run and its degrees of freedom
         rest = whitened - whitened @ m @ self._covariance @ m.T @ whitened
@@ -319,6 +323,10 @@ class Recipe:
                     degrees = (len(of_it) - 1) * freed[0] / freed[1]  # what the seeds' own estimate has taken
                     self._own[name] = max(float(((of_it - of_it.mean()) ** 2).sum() / degrees), floor**2), degrees
         self.p_equal = bartlett(*zip(*self._own.values(), strict=True)) if len(self._own) > 1 else 1.0
+
+    def sd(self, name: str) -> float:
+        """The standard deviation of a mechanism's own runs, beside seeds' luck; of one run sigma."""
+        return math.sqrt(self._own[name][0]) if name in self._own else self.sigma
 
     def effect(self, name: str, other: str, level: float = ALPHA) -> Effect:
         """The difference of two mechanisms' means, `name` minus `other`."""
@@ -335,10 +343,11 @@ class Recipe:
         below = sum(term**2 / degrees for term, degrees in terms)
         return Effect(difference, math.sqrt(squared), squared**2 / below if below else float(self.degrees), level)
 
-    def effects(self, asked: Sequence[tuple[str, str]], planned: Sequence[tuple[str, str]] = QUESTIONS) -> list[Effect]:
-        """The differences that are asked for: those planned beforehand at 5 % each, all others together by Holm."""
-        found = [self.effect(*pair) for pair in asked]
-        rest = [index for index, pair in enumerate(asked) if pair not in planned]
-        for index, level in zip(rest, holm([found[index].p for index in rest]), strict=True):
-            found[index] = found[index]._replace(level=level)
-        return found
+
+def judged(effects: Sequence[Effect], planned: Sequence[bool]) -> list[Effect]:
+    """Effects at their levels: those that were planned beforehand at 5 % each, all others together by Holm."""
+    found = list(effects)
+    rest = [index for index, beforehand in enumerate(planned) if not beforehand]
+    for index, level in zip(rest, holm([found[index].p for index in rest]), strict=True):
+        found[index] = found[index]._replace(level=level)
+    return found
