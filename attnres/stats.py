@@ -203,6 +203,9 @@ def bartlett(variances: Sequence[float], degrees: Sequence[float]) -> float:
 
 ALPHA = 0.05
 
+LARGEST_SHARE = 1e4
+"""Of a seed's luck over the noise: beyond it nothing changes but rounding."""
+
 QUESTIONS = (
     ("block", "standard"),
     ("full", "block"),
@@ -304,7 +307,7 @@ class Recipe:
             trace, excess = float((within**2).sum()), float(alone @ alone) - squares
             sigma2 = squares / self.degrees
             if trace and sigma2:
-                share = max(0.0, (excess / sigma2 - (rank - groups)) / trace)
+                share = min(max(0.0, (excess / sigma2 - (rank - groups)) / trace), LARGEST_SHARE)
         else:
             self.degrees, squares = total - groups, float(alone @ alone)
         self.sigma = max(math.sqrt(squares / self.degrees), floor) if self.degrees else math.nan

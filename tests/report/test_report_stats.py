@@ -218,7 +218,7 @@ def test_a_seed_on_its_way_leaves_the_finished_ones_as_they_are(tmp_path):
     study, table = both(tmp_path)
     row, was = table.row("block"), before.row("block")
     assert row.paired is not None and was.paired is not None
-    assert (row.loss, row.paired.mean, row.paired.step) == (was.loss, was.paired.mean, 1000)
+    assert (row.loss, row.paired.per_seed, row.paired.step) == (was.loss, was.paired.per_seed, 1000)
     assert len(paired_curve(study, paired(study, "block", "standard"), "block", "standard")) == 10
     assert not row.complete and "ends below" not in verdict(study, table)
     assert "Unfinished, so preliminary: block (2 of 3 seeds finished, whose numbers these are)." in table.notes
