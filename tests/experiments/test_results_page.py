@@ -27,7 +27,7 @@ def test_every_file_that_the_page_names_is_there():
 
 
 def test_tokens_saved_are_constant_at_42m_and_grow_at_3m():
-    """At 42 M by straight lines between neighbouring measurements, which lie close."""
+    """At 42 M by straight lines in the logarithm of tokens between neighbouring measurements, which lie close."""
     curves = defaultdict(list)
     with (results_page.DATA / "one_gpu" / "curves.csv").open() as file:
         for row in csv.DictReader(file):
@@ -40,7 +40,7 @@ def test_tokens_saved_are_constant_at_42m_and_grow_at_3m():
                     continue
                 for (n0, l0), (n1, l1) in zip(curves["standard", seed], curves["standard", seed][1:], strict=False):
                     if l0 > loss >= l1:
-                        found.append((n0 + (n1 - n0) * (l0 - loss) / (l0 - l1)) / tokens)
+                        found.append(n0 * (n1 / n0) ** ((l0 - loss) / (l0 - l1)) / tokens)
         assert math.isclose(sum(found) / len(found), factor, abs_tol=0.015)
         assert 1.09 < factor < 1.14
     (_, first, *_), (_, second, *_), (_, third, far, _), (_, fourth, beyond, _) = results_page.saved_by_budget("nano")
