@@ -159,8 +159,8 @@ def print_table(table: Table, verdict: str, console: "Console | None" = None) ->
     console = console or Console()
     grid = Grid(header_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
     columns = shown(table)
-    if any(column.name == "tokens_saved" for column in columns):  # eighty columns: it takes perplexity's place
-        columns = [column for column in columns if column.name != "perplexity"]
+    if any(column.name == "tokens_saved" for column in columns):  # eighty columns: it takes others' place
+        columns = [column for column in columns if column.name not in ("perplexity", "extra_parameters")]
     for column in columns:
         first = column is columns[0]
         heading = column.short or column.title.replace(" ", "\n")
