@@ -1,7 +1,11 @@
-"""Means with their standard errors, of values and of ratios, Student's t and Fisher's F. NaN is what is not known."""
+"""Means with their standard errors, of values and of ratios; and how mechanisms are compared: one rule for all of them.
+
+A comparison fits loss = mechanism + seed to all runs of a recipe (`Recipe`) and gives an interval (`Effect`), which
+excludes 0 or does not, and a published effect or not. NaN is what is not known."""
 
 import functools
 import math
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -113,36 +117,240 @@ def plain(value: Any, digits: int = 6) -> Any:
     return [plain(part, digits) for part in value] if isinstance(value, list | tuple) else value
 
 
+# ------------------------------------------------------------------ distributions
+
+
+def _beta_share(x: float, a: float, b: float) -> float:
+    """The regularised incomplete beta function I_x(a, b), by its continued fraction (NIST DLMF 8.17.22)."""
+    if x <= 0 or x >= 1:
+        return float(x >= 1)
+    if x > (a + 1) / (a + b + 2):  # where the fraction converges slowly
+        return 1 - _beta_share(1 - x, b, a)
+    fraction = 1.0
+    for k in range(40 + 4 * math.isqrt(int(max(a, b))), 0, -1):  # from its end
+        m = k // 2
+        above = -(a + m) * (a + b + m) if k % 2 else m * (b - m)
+        fraction = 1 + above * x / ((a + k - 1) * (a + k)) / fraction
+    log = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    return math.exp(log) / a / fraction
+
+
+def t_tail(t: float, degrees: float) -> float:
+    """Student's t: the probability of a value at least as far from 0, on both sides together.
+
+    >>> round(t_tail(4.303, 2), 4)
+    0.05
+    """
+    if degrees <= 0:
+        raise ValueError(f"degrees of freedom must be positive, got {degrees}")
+    return _beta_share(degrees / (degrees + t * t), degrees / 2, 0.5)
+
+
 @functools.cache
-def _arcs(first: int, second: int) -> tuple[np.ndarray, np.ndarray]:
-    """Angles, and the share of the integral of sin^(first - 1) cos^(second - 1) up to each."""
-    grid = np.linspace(0, math.pi / 2, 20001)
-    density = np.sin(grid) ** (first - 1) * np.cos(grid) ** (second - 1)
-    area = np.concatenate([[0.0], np.cumsum((density[1:] + density[:-1]) / 2)])
-    return grid, area / area[-1]
-
-
-def t_quantile(probability: float, degrees: int) -> float:
-    """Student's t: the point below which it lies with a probability of at least one half.
-
-    From its distribution function, which with x = sqrt(degrees) tan(a) is an integral of cos^(degrees - 1) a.
+def t_quantile(probability: float, degrees: float) -> float:
+    """Student's t: the point below which it lies with a probability from one half to below 1; degrees may be broken.
 
     >>> round(t_quantile(0.975, 2), 3), round(t_quantile(0.5, 9), 3)
     (4.303, 0.0)
     """
-    if degrees < 1:
-        raise ValueError(f"degrees of freedom must be at least 1, got {degrees}")
-    grid, share = _arcs(1, degrees)
-    return math.sqrt(degrees) * math.tan(float(np.interp((probability - 0.5) * 2, share, grid)))
+    low, high, tail = 0.0, 1.0, 2 * (1 - probability)
+    while t_tail(high, degrees) > tail:
+        low, high = high, 2 * high
+    for _ in range(60):  # bisection, to the last digit
+        middle = (low + high) / 2
+        low, high = (middle, high) if t_tail(middle, degrees) > tail else (low, middle)
+    return low
 
 
 def f_tail(ratio: float, first: int, second: int) -> float:
     """Fisher's F: the probability that two variances of so many degrees of freedom have at least this ratio.
 
-    With ratio = second / first tan^2 a an integral of sin^(first - 1) a cos^(second - 1) a.
-
     >>> round(f_tail(4.46, 2, 8), 3)
     0.05
     """
-    grid, share = _arcs(first, second)
-    return 1 - float(np.interp(math.atan(math.sqrt(ratio * first / second)), grid, share))
+    return _beta_share(second / (second + first * ratio), second / 2, first / 2)
+
+
+def chi2_tail(value: float, degrees: int) -> float:
+    """Chi-squared: the probability of at least this value.
+
+    From Q(a + 1, x) = Q(a, x) + x^a e^-x / Gamma(a + 1), with Q(1/2, x) = erfc(sqrt(x)) and Q(1, x) = e^-x.
+
+    >>> round(chi2_tail(5.991, 2), 3)
+    0.05
+    """
+    x, a = value / 2, 0.5 if degrees % 2 else 1.0
+    if x <= 0:
+        return 1.0
+    tail = math.erfc(math.sqrt(x)) if degrees % 2 else math.exp(-x)
+    while a < degrees / 2:
+        tail += math.exp(a * math.log(x) - x - math.lgamma(a + 1))
+        a += 1
+    return min(tail, 1.0)
+
+
+def bartlett(variances: Sequence[float], degrees: Sequence[float]) -> float:
+    """Bartlett's test: the probability that equal variances, normally distributed, come out so different."""
+    s2, d = np.maximum(np.asarray(variances, dtype=float), 1e-300), np.asarray(degrees, dtype=float)
+    if len(s2) < 2:
+        return 1.0
+    statistic = d.sum() * math.log(float(d @ s2) / d.sum()) - float(d @ np.log(s2))
+    correction = 1 + float((1 / d).sum() - 1 / d.sum()) / (3 * (len(s2) - 1))
+    return chi2_tail(statistic / correction, len(s2) - 1)
+
+
+# ------------------------------------------------------------------ comparisons
+
+ALPHA = 0.05
+
+LARGEST_SHARE = 1e4
+"""Of a seed's luck over the noise: beyond it nothing changes but rounding."""
+
+QUESTIONS = (
+    ("block", "standard"),
+    ("full", "block"),
+    ("full", "static_mix"),
+    ("block", "mhc"),
+    ("rescaled", "standard"),
+)
+"""Asked before any run (the last is the control's): each is answered at 5 %, all others together by Holm."""
+
+
+class Effect(NamedTuple):
+    """The difference of two mechanisms' mean losses, in their unit; negative is better.
+
+    Attributes:
+        difference, error: and its standard error, NaN where no noise is known.
+        degrees: of freedom of the error; 0 where no noise is known. level: the interval is one at 1 - `level`.
+    """
+
+    difference: float
+    error: float
+    degrees: float
+    level: float = ALPHA
+
+    @property
+    def margin(self) -> float:
+        """Half of the interval; NaN where no noise is known."""
+        return t_quantile(1 - self.level / 2, self.degrees) * self.error if self.degrees > 0 else math.nan
+
+    @property
+    def low(self) -> float:
+        return self.difference - self.margin
+
+    @property
+    def high(self) -> float:
+        return self.difference + self.margin
+
+    @property
+    def p(self) -> float:
+        """The probability of a difference at least as large by chance."""
+        if not self.degrees > 0 or math.isnan(self.error):
+            return math.nan
+        return t_tail(self.difference / self.error, self.degrees) if self.error else float(self.difference == 0)
+
+    def excludes(self, value: float = 0.0) -> bool:
+        """Whether the interval leaves a value out, such as 0 or a published effect; without a noise it leaves none."""
+        return self._replace(difference=self.difference - value).p < self.level
+
+
+def holm(p: Sequence[float], alpha: float = ALPHA) -> list[float]:
+    """Levels at which Holm's procedure tests comparisons: an interval at 1 - level excludes 0 where it rejects.
+
+    The smallest p is held against alpha / m, the next against alpha / (m - 1), and so on; from the first that is not
+    below its level on, nothing is rejected and all have that level. NaN counts as 1.
+
+    >>> holm([0.04, 0.001, 0.03])
+    [0.025, 0.016666666666666666, 0.025]
+    """
+    known = [1.0 if math.isnan(value) else value for value in p]
+    levels, stopped = [alpha] * len(known), 0.0
+    for rank, which in enumerate(sorted(range(len(known)), key=known.__getitem__)):
+        levels[which] = stopped or alpha / (len(known) - rank)
+        if not stopped and not known[which] < levels[which]:
+            stopped = levels[which]
+    return levels
+
+
+class Recipe:
+    """All runs of one recipe, loss = mechanism + seed + noise, by least squares.
+
+    sigma is the residual's of that fit, with its degrees of freedom: runs that share a seed may share luck, and what
+    they share is in no difference. Where every seed belongs to one mechanism alone, or so many do that nothing is left
+    over, the two cannot be told apart: then sigma is that within mechanisms. How much of a seed's luck counts where
+    mechanisms have other seeds is estimated from the same fits (Henderson's third method), so that runs whose seed no
+    other mechanism has count too: fully where seeds carry nothing. Where variances differ by Bartlett's test at 5 %,
+    a mechanism of several runs has its own, and a difference its degrees of freedom by Welch.
+
+    Attributes:
+        sigma, degrees: as above; NaN and 0 where nothing is known. seed_sd: of a seed's luck.
+        names, counts, means: mechanisms, and of each how many runs and their mean. p_equal: Bartlett's.
+
+    Args:
+        runs: (mechanism, seed, loss) of each, losses without NaN; a seed may come more than once.
+        floor: sigma is no smaller, e.g. an accuracy's that so many problems can tell.
+    """
+
+    def __init__(self, runs: Iterable[tuple[str, Hashable, float]], floor: float = 0.0) -> None:
+        labels, seeds, losses = zip(*runs, strict=True)
+        self.names, y = list(dict.fromkeys(labels)), np.array(losses, dtype=float)
+        self.counts = {name: labels.count(name) for name in self.names}
+        total, groups = len(y), len(self.names)
+        m = np.array([[label == name for name in self.names] for label in labels], dtype=float)
+        z = np.array([[seed == name for name in dict.fromkeys(seeds)] for seed in seeds], dtype=float)
+        alone, both = y - m @ np.linalg.lstsq(m, y)[0], np.hstack([m, z])
+        left, rank = y - both @ np.linalg.lstsq(both, y)[0], int(np.linalg.matrix_rank(both))
+        self.degrees, squares = total - rank, float(left @ left)
+        share = 0.0  # variance of a seed's luck over sigma squared
+        if self.degrees:
+            within = z - m @ np.linalg.lstsq(m, z)[0]
+            trace, excess = float((within**2).sum()), float(alone @ alone) - squares
+            sigma2 = squares / self.degrees
+            if trace and sigma2:
+                share = min(max(0.0, (excess / sigma2 - (rank - groups)) / trace), LARGEST_SHARE)
+        else:
+            self.degrees, squares = total - groups, float(alone @ alone)
+        self.sigma = max(math.sqrt(squares / self.degrees), floor) if self.degrees else math.nan
+        whitened = np.linalg.inv(np.eye(total) + share * z @ z.T)
+        self._covariance = np.linalg.inv(m.T @ whitened @ m)  # of the means, over sigma squared
+        self.seed_sd = math.sqrt(share) * self.sigma
+        self.means = dict(zip(self.names, (self._covariance @ m.T @ whitened @ y).tolist(), strict=True))
+        self._own: dict[str, tuple[float, float]] = {}  # variance of a run and its degrees of freedom
+        rest = whitened - whitened @ m @ self._covariance @ m.T @ whitened
+        freed = np.array([total - groups - share * float(np.trace(z.T @ rest @ z)), total - groups])
+        if self.degrees and freed.all():
+            adjusted = y - share * z @ z.T @ rest @ y  # less each seed's luck
+            for index, name in enumerate(self.names):
+                of_it = adjusted[m[:, index] > 0]
+                if len(of_it) > 1:
+                    degrees = (len(of_it) - 1) * freed[0] / freed[1]  # what the seeds' own estimate has taken
+                    self._own[name] = max(float(((of_it - of_it.mean()) ** 2).sum() / degrees), floor**2), degrees
+        self.p_equal = bartlett(*zip(*self._own.values(), strict=True)) if len(self._own) > 1 else 1.0
+
+    def sd(self, name: str) -> float:
+        """The standard deviation of a mechanism's own runs, beside seeds' luck; of one run sigma."""
+        return math.sqrt(self._own[name][0]) if name in self._own else self.sigma
+
+    def effect(self, name: str, other: str, level: float = ALPHA) -> Effect:
+        """The difference of two mechanisms' means, `name` minus `other`."""
+        i, j = self.names.index(name), self.names.index(other)
+        c = self._covariance
+        scale, difference = c[i, i] + c[j, j] - 2 * c[i, j], self.means[name] - self.means[other]
+        if self.p_equal >= ALPHA or not self.degrees:
+            return Effect(difference, self.sigma * math.sqrt(scale), self.degrees, level)
+        pooled = self.sigma**2, float(self.degrees)
+        parts = [(*self._own.get(one, pooled), 1 / self.counts[one]) for one in (name, other)]
+        parts.append((*pooled, max(0.0, scale - sum(part[2] for part in parts))))  # of seeds that only one has
+        terms = [(variance * weight, degrees) for variance, degrees, weight in parts]
+        squared = sum(term for term, _ in terms)
+        below = sum(term**2 / degrees for term, degrees in terms)
+        return Effect(difference, math.sqrt(squared), squared**2 / below if below else float(self.degrees), level)
+
+
+def judged(effects: Sequence[Effect], planned: Sequence[bool]) -> list[Effect]:
+    """Effects at their levels: those that were planned beforehand at 5 % each, all others together by Holm."""
+    found = list(effects)
+    rest = [index for index, beforehand in enumerate(planned) if not beforehand]
+    for index, level in zip(rest, holm([found[index].p for index in rest]), strict=True):
+        found[index] = found[index]._replace(level=level)
+    return found

@@ -13,7 +13,7 @@ import attnres
 ROOT = Path(attnres.__file__).parent
 
 ORDER = """
-    errors locks loss_kernel paths
+    errors locks loss_kernel paths savings
     cache device files folders forward head hub imports lazy progress reading run_names stats terminal text timing typed
     ops
     residuals

@@ -5,14 +5,14 @@ import math
 import numpy as np
 import pytest
 
-from attnres.stats import RatioSums, ratio, standard_error, t_quantile
+from attnres.stats import Effect, RatioSums, Recipe, bartlett, holm, judged, ratio, standard_error, t_quantile
 
 
 def test_student_t():
     assert t_quantile(0.975, 1) == pytest.approx(12.706, rel=1e-3)
     assert t_quantile(0.975, 40) == pytest.approx(2.0211, abs=2e-4)
     assert t_quantile(0.975, 10_000) == pytest.approx(1.9602, abs=2e-4)
-    with pytest.raises(ValueError, match="at least 1"):
+    with pytest.raises(ValueError, match="positive"):
         t_quantile(0.975, 0)
 
 
@@ -57,3 +57,73 @@ def test_one_document_has_a_mean_and_no_error():
     sums = RatioSums(1, 1)
     sums.add(np.array([2.0]), np.array([[3.0]]))
     assert sums.ratio(0).mean[0] == 1.5 and np.isnan(sums.ratio(0).error[0])
+
+
+# ------------------------------------------------------------------ comparisons
+
+
+def test_quantiles_are_exact_and_take_broken_degrees():
+    """Student's t of one and of two degrees has a closed form; of 3.5 the integral of its density is taken."""
+    assert t_quantile(0.975, 1) == pytest.approx(math.tan(math.pi * 0.475), rel=1e-10)
+    assert t_quantile(0.99, 2) == pytest.approx(0.98 * math.sqrt(2 / (1 - 0.98**2)), rel=1e-10)
+    x = np.linspace(0, t_quantile(0.95, 3.5), 200_001)
+    density = (1 + x**2 / 3.5) ** -2.25 * math.exp(math.lgamma(2.25) - math.lgamma(1.75)) / math.sqrt(3.5 * math.pi)
+    assert np.trapezoid(density, x) == pytest.approx(0.45, abs=1e-9)
+
+
+def test_two_mechanisms_of_the_same_seeds_are_the_paired_t_test():
+    """By the formula of the paired test, however much the seeds have in common."""
+    base, other = np.array([0.3, -1.2, 0.8, 2.0]), np.array([0.1, -1.1, 0.4, 1.9])
+    runs = [*(("a", seed, value) for seed, value in enumerate(base)), *(("b", s, v) for s, v in enumerate(other))]
+    effect = Recipe(runs).effect("b", "a")
+    assert effect.difference == pytest.approx((other - base).mean())
+    assert (effect.error, effect.degrees) == (pytest.approx(standard_error(other - base)), 3)
+
+
+def test_seeds_that_carry_nothing_leave_the_means_of_all_runs():
+    """Then a difference is that of the plain means, by the residual's sigma; of least squares with numpy."""
+    a, b = [1.0, 2.0, 3.0, 2.5, 1.5, 2.0], [3.0, 2.0, 1.0]
+    recipe = Recipe([*(("a", seed, value) for seed, value in enumerate(a)), *(("b", s, v) for s, v in enumerate(b))])
+    effect = recipe.effect("b", "a")
+    assert effect.difference == pytest.approx(np.mean(b) - np.mean(a))
+    gaps = np.array(b) - np.array(a[:3])
+    assert recipe.degrees == 2 and recipe.sigma == pytest.approx(np.std(gaps, ddof=1) / math.sqrt(2))
+    assert effect.error == pytest.approx(recipe.sigma * math.sqrt(1 / 6 + 1 / 3))
+
+
+def test_unequal_variances_have_welchs_degrees():
+    rng = np.random.default_rng(0)
+    groups = {"a": rng.normal(0, 1, 12), "b": rng.normal(0, 30, 4), "c": rng.normal(0, 1, 12)}
+    seeds = iter(range(100))  # nothing is shared: the classical test
+    recipe = Recipe((name, next(seeds), value) for name, values in groups.items() for value in values)
+    a, b = groups["a"].var(ddof=1) / 12, groups["b"].var(ddof=1) / 4
+    effect = recipe.effect("b", "a")
+    assert recipe.p_equal < 0.05 and effect.error == pytest.approx(math.sqrt(a + b))
+    assert effect.degrees == pytest.approx((a + b) ** 2 / (a**2 / 11 + b**2 / 3))
+    assert bartlett([1.0, 1.0], [3, 5]) == 1
+
+
+def test_an_interval_excludes_0_where_holm_rejects():
+    """Against the procedure as its definition has it, for p drawn at random; what was planned keeps 5 %."""
+    rng = np.random.default_rng(1)
+    for _ in range(200):
+        p = rng.choice([0.2, 0.02, 0.004], 5) * rng.random(5)
+        rejected = set()
+        for rank, which in enumerate(np.argsort(p)):
+            if p[which] >= 0.05 / (5 - rank):
+                break
+            rejected.add(int(which))
+        assert {i for i, (value, level) in enumerate(zip(p, holm(p.tolist()))) if value < level} == rejected
+    effects = judged([Effect(1.0, 0.4, 9), Effect(1.0, 0.4, 9), Effect(0.1, 0.4, 9)], [True, False, False])
+    assert [one.level for one in effects] == [0.05, 0.025, 0.025]
+    assert [one.excludes() for one in effects] == [True, False, False]
+    assert effects[0].excludes(3.0) and not effects[0].excludes(0.5)
+
+
+def test_the_rule_is_wrong_in_one_of_twenty_null_studies():
+    rng, wrong = np.random.default_rng(3), 0
+    for _ in range(300):
+        luck = rng.normal(size=6)
+        runs = [(name, s, luck[s] + rng.normal()) for name, n in (("a", 6), ("b", 3), ("c", 3)) for s in range(n)]
+        wrong += Recipe(runs).effect("b", "a").excludes()
+    assert 5 <= wrong <= 27  # of 300 at 5 %: 15, standard deviation 3.8

@@ -87,7 +87,7 @@ def difference(comparison: Comparison) -> Plot:
     over = " or ".join(sorted({part.basis for one in comparison.variants for part in one.differences}))
     caption = (
         f"Held-out loss less that of {base}: below the line is better. Bands: interval of the paired difference, 95 % "
-        f"over all variants together, from {over}.{_cut_off(ax)}"
+        f"by the report's rule, from {over}.{_cut_off(ax)}"
     )
     if len(noise) > 1:
         caption += f" Grey: one standard deviation of the difference of two runs of {base} with other seeds."
@@ -131,7 +131,7 @@ def final_difference(comparison: Comparison) -> Plot:
     ax.set_xlabel(DIFFERENCE)
     caption = (
         f"Held-out loss less that of {comparison.baseline}: left of the line is better. Bars: interval of the paired "
-        "difference, 95 % over all variants together; hollow: within the error."
+        "difference, 95 %; hollow: within the error."
     )
     if bars != edges:
         caption += " Bars to the edge go on."

@@ -5,12 +5,12 @@ Only runs under equal conditions are paired: nothing but the residual and the le
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from attnres.report.runs import Run, Study
-from attnres.stats import standard_error, t_quantile
+from attnres.stats import ALPHA, QUESTIONS, Effect, Recipe, judged, standard_error
 from attnres.typed import leaves
 
 SEEDS_FOR_SEED_ERROR = 2
@@ -35,18 +35,19 @@ OWN = (
 
 @dataclass(frozen=True)
 class Paired:
-    """A variant's loss minus another's on the same held-out windows, in nats per token; negative is better.
+    """A variant's loss minus another's, in nats per token; negative is better.
 
-    `se` and the interval `mean +- margin` (Student's t, 95 % over all variants that are held against the baseline,
-    as Bonferroni has it) are over windows, and from two seeds on over seeds;
-    there the interval over windows is kept where it is the wider one, since a few seeds may agree by luck and all of
-    them were measured on the same windows. `basis` says which.
+    Attributes:
+        effect: the difference with its interval, by the one rule of `attnres.stats.Recipe` over all runs under equal
+            conditions, whose noise is that of seeds. Where each variant has one seed that is not known, and it is over
+            the same held-out windows; so it is where that interval is the wider one, since a few seeds may agree by
+            luck and all of them were measured on the same windows.
+        basis: which of the two, "seeds" or "windows". se_seeds, se_windows: both errors, NaN where not known.
+        per_seed: differences of those seeds that both have.
     """
 
-    mean: float
-    se: float
-    margin: float
-    basis: str  # "seeds" or "windows"
+    effect: Effect
+    basis: str
     se_windows: float
     se_seeds: float
     per_seed: tuple[float, ...]
@@ -54,14 +55,26 @@ class Paired:
     step: int
 
     @property
+    def mean(self) -> float:
+        return self.effect.difference
+
+    @property
+    def se(self) -> float:
+        return self.effect.error
+
+    @property
+    def margin(self) -> float:
+        return self.effect.margin
+
+    @property
     def decided(self) -> bool:
-        """Whether the interval excludes no difference (NaN, from a single window, excludes nothing)."""
-        return abs(self.mean) > self.margin
+        """Whether the interval excludes 0 (NaN, from a single window, excludes nothing)."""
+        return self.effect.excludes()
 
     @property
     def over_seeds(self) -> bool:
         """Whether there are seeds enough to say anything of another one."""
-        return len(self.per_seed) >= SEEDS_FOR_SEED_ERROR
+        return not math.isnan(self.se_seeds)
 
 
 def unequal(a: Run, b: Run) -> list[str]:
@@ -137,56 +150,68 @@ def common_steps(matched: list[tuple[Run, Run]]) -> list[int]:
     return [step for step in steps if len({run.windows[step].shape for pair in matched for run in pair}) == 1]
 
 
-def interval(
-    se_windows: float, windows: int, se_seeds: float, seeds: int, comparisons: int = 1
-) -> tuple[str, float, float]:
-    """What an error is over, it, and half of its interval, 95 % over so many comparisons together: over seeds from
-    two on, unless that over windows is the wider one."""
-    point = 1 - 0.025 / comparisons
-    margin = t_quantile(point, windows - 1) * se_windows if windows > 1 else math.nan
-    if seeds >= SEEDS_FOR_SEED_ERROR and not (by_seeds := t_quantile(point, seeds - 1) * se_seeds) < margin:
-        return "seeds", se_seeds, by_seeds
-    return "windows", se_windows, margin
+def is_planned(study: Study, label: str, other: str) -> bool:
+    """Whether the comparison is one of those written down beforehand, and is made once in this study."""
+    names = [study.of(one)[0].residual for one in study.labels]
+    asked = study.of(label)[0].residual, study.of(other)[0].residual
+    return asked in QUESTIONS and all(names.count(name) == 1 for name in asked)
 
 
-def compared(study: Study) -> int:
-    """How many variants a study holds against its baseline."""
-    return max(1, len(study.labels) - 1)
+def paired_at(matched: list[tuple[Run, Run]], step: int, level: float = ALPHA, study: Study | None = None) -> Paired:
+    """The difference of two variants at a step that all of these matched runs have, with its interval at 1 - `level`.
 
-
-def paired_at(matched: list[tuple[Run, Run]], step: int, comparisons: int = 1) -> Paired:
-    """The difference of matched runs at a step that all of them have, one of so many that are looked at together."""
+    The other runs of the `study` under equal conditions, and of the same two variants under other seeds, count by
+    their noise and their means.
+    """
     diffs = np.stack([a.windows[step] - b.windows[step] for a, b in matched])  # (seeds, windows)
-    per_seed = diffs.mean(axis=1)
-    se_windows, se_seeds = standard_error(diffs.mean(axis=0)), standard_error(per_seed)
-    seeds, windows = diffs.shape
-    basis, se, margin = interval(se_windows, windows, se_seeds, seeds, comparisons)
+    per_seed, windows = diffs.mean(axis=1), diffs.shape[1]
+    effect = Effect(float(diffs.mean()), standard_error(diffs.mean(axis=0)), windows - 1, level)
+    one, other = matched[0]
+    alike = [run for label in study.labels for run in study.counted(label)] if study else []
+    alike = [run for run in alike if len(run.windows.get(step, ())) == windows and not unequal(run, other)]
+    by_seeds = Effect(math.nan, math.nan, 0, level)
+    if {one.label, other.label} <= {run.label for run in alike}:
+        recipe = Recipe((run.label, run.seed, float(run.windows[step].mean())) for run in alike)
+        by_seeds = recipe.effect(one.label, other.label, level)
+    by_windows, basis = effect, "windows"
+    if by_seeds.degrees:
+        effect = by_windows._replace(difference=by_seeds.difference)
+        if not by_seeds.margin < by_windows.margin:
+            effect, basis = by_seeds, "seeds"
     return Paired(
-        mean=float(diffs.mean()),
-        se=se,
-        margin=margin,
+        effect=effect,
         basis=basis,
-        se_windows=se_windows,
-        se_seeds=se_seeds,
+        se_windows=by_windows.error,
+        se_seeds=by_seeds.error,
         per_seed=tuple(float(value) for value in per_seed),
         windows=windows,
         step=step,
     )
 
 
+def against(study: Study, other: str) -> dict[str, Paired]:
+    """Every variant minus `other` at the last step both have, without those that share no seed, step or windows.
+
+    Questions written down beforehand are answered at 5 %, all others together by Holm.
+    """
+    found: dict[str, Paired] = {}
+    for label in study.labels:
+        matched = pairs(study.of(label), study.of(other)) if label != other else []
+        if steps := common_steps(matched):
+            found[label] = paired_at(matched, steps[-1], study=study)
+    effects = judged([one.effect for one in found.values()], [is_planned(study, label, other) for label in found])
+    return {label: replace(one, effect=effect) for (label, one), effect in zip(found.items(), effects, strict=True)}
+
+
 def paired(study: Study, label: str, other: str) -> Paired | None:
-    """`label` minus `other` at the last step both have; None where they share no seed, step or windows."""
-    if label == other:
-        return None
-    matched = pairs(study.of(label), study.of(other))
-    steps = common_steps(matched)
-    return paired_at(matched, steps[-1], compared(study)) if steps else None
+    """`label` minus `other`; None where they share no seed, step or windows."""
+    return against(study, other).get(label)
 
 
-def paired_curve(study: Study, label: str, other: str) -> list[Paired]:
-    """The same at every step that both have."""
+def paired_curve(study: Study, last: Paired, label: str, other: str) -> list[Paired]:
+    """The same at every step that both have, each with an interval at the level of the last."""
     matched = pairs(study.of(label), study.of(other))
-    return [paired_at(matched, step, compared(study)) for step in common_steps(matched)]
+    return [paired_at(matched, step, last.effect.level, study) for step in common_steps(matched)]
 
 
 def final_loss(run: Run) -> float:

@@ -10,14 +10,15 @@ from attnres.report.runs import Run, Study
 from attnres.report.stats import (
     SEEDS_FOR_SEED_ERROR,
     Paired,
-    compared,
+    against,
+    is_planned,
     kind_name,
     mean_loss,
-    paired,
     strongest_baseline,
     why_unpaired,
 )
 from attnres.residuals import Traits
+from attnres.savings import LossCurve, Saving, saving
 from attnres.stats import perplexity
 from attnres.text import listed, number
 from attnres.timing import spread
@@ -41,6 +42,12 @@ class Row:
     tokens_per_s: float
     step_ratio: float  # to the plain model's step where that was timed beside it, else to the baseline's
     step_quartiles: tuple[float, float] = (math.nan, math.nan)  # of that ratio over the rounds of a timing in turn
+    saving: Saving | None = None  # tokens beside the baseline's, from the curves
+
+    @property
+    def tokens_saved(self) -> float:
+        """How many times this row's tokens the baseline needs for the same loss; NaN where it is not known."""
+        return math.nan if self.saving is None else self.saving.tokens
 
     @property
     def decided(self) -> bool:
@@ -116,6 +123,8 @@ def build_table(study: Study) -> Table:
     interleaved = baseline is not None and not math.isnan(_timed(study, baseline))
     base_time = _median_of(study.counted(baseline), "step_s") if baseline else math.nan
     plain = _seconds((study.speed or {}).get("plain"))
+    pairs = against(study, baseline) if baseline else {}
+    curves = {label: _curve(study.counted(label)) for label in [*pairs, *([baseline] if pairs and baseline else [])]}
     rows = []
     for label in study.labels:
         runs, counted = study.of(label), study.counted(label)
@@ -125,8 +134,9 @@ def build_table(study: Study) -> Table:
         else:
             ratio = _median_of(counted, "step_s") / base_time
             speed = _median_of(counted, "tokens_per_s")
-        pair = paired(study, label, baseline) if baseline else None
-        rows.append(Row(label, runs, counted, *mean_loss(study, label), pair, speed, ratio, _quartiles(study, label)))
+        loss = mean_loss(study, label)
+        saved = saving(curves[label], curves[baseline]) if baseline and label in pairs else None
+        rows.append(Row(label, runs, counted, *loss, pairs.get(label), speed, ratio, _quartiles(study, label), saved))
     doubt = _doubt(study, rows) if interleaved else ""
     notes = _notes(study, rows, baseline, interleaved, doubt)
     rate = _tokens_a_step(study.runs[0]) / plain if study.runs else math.nan
@@ -139,6 +149,13 @@ def build_table(study: Study) -> Table:
 def _known(run: Run, key: str) -> float:
     value = (run.summary or {}).get(key)
     return math.nan if value is None else float(value)
+
+
+def _curve(runs: list[Run]) -> LossCurve:
+    """Mean over runs of the held-out loss at the steps that all of them have."""
+    losses = [{record["step"]: float(record["loss"]) for record in run.val} for run in runs]
+    steps = set.intersection(*map(set, losses))
+    return LossCurve((runs[0].tokens_at(step), float(np.mean([one[step] for one in losses]))) for step in steps)
 
 
 def _median_of(runs: list[Run], key: str) -> float:
@@ -203,11 +220,16 @@ def _notes(study: Study, rows: list[Row], baseline: str | None, interleaved: boo
     notes = _what_the_losses_error_is(rows)
     pairs = [row.paired for row in rows if row.paired is not None]
     if pairs:
-        notes.append(_what_the_error_is(pairs, baseline or "", compared(study)))
+        notes.append(_what_the_error_is(study, {row.label: row.paired for row in rows if row.paired}, baseline or ""))
         early = [row for row in rows if row.paired and row.paired.step < max(row.step, _last(study, baseline))]
         if early:
             steps = ", ".join(f"{row.label} at step {row.paired.step:,}" for row in early if row.paired)
             notes.append(f"Differences are taken at the last step that both runs have: {steps}.")
+    if any(not math.isnan(row.tokens_saved) for row in rows):
+        notes.append(
+            f"Tokens saved: how many times a variant's tokens {baseline} needs for the lowest loss that both have "
+            "reached, between measured points of the curves; within one schedule a lower bound."
+        )
     if baseline and baseline != study.baseline:
         notes.append(f"The baseline is {baseline}: the best of the {kind_name(study, baseline)} runs.")
     reasons: dict[str, list[str]] = {}
@@ -271,20 +293,21 @@ def _what_the_losses_error_is(rows: list[Row]) -> list[str]:
     return [f"Held-out loss: ± is its standard error over {over}{shared}."]
 
 
-def _what_the_error_is(pairs: list[Paired], baseline: str, comparisons: int) -> str:
-    together = f", over {comparisons} comparisons together" if comparisons > 1 else ""
-    windows = listed([str(count) for count in sorted({pair.windows for pair in pairs})])
-    what = f"Difference: loss minus that of {baseline} on the same {windows} held-out windows, seed by seed. "
-    seeds = sorted({len(pair.per_seed) for pair in pairs})
-    if seeds[-1] < SEEDS_FOR_SEED_ERROR:
+def _what_the_error_is(study: Study, found: dict[str, Paired], baseline: str) -> str:
+    """Of which rule the intervals are, and over what the errors."""
+    pairs = list(found.values())
+    windows = listed([f"{count:,}" for count in sorted({pair.windows for pair in pairs})])
+    what = f"Difference: loss minus that of {baseline} on the same {windows} held-out windows. "
+    others = [label for label in found if not is_planned(study, label, baseline)]
+    holm = f" ({listed(others)} held together by Holm's procedure)" if len(others) > 1 else ""
+    if not any(pair.over_seeds for pair in pairs):
         return what + (
             "± is its standard error over windows; it does not include what other seeds would change "
-            f"(that takes {SEEDS_FOR_SEED_ERROR} seeds); bold is beyond its 95 % interval{together}."
+            f"(that takes {SEEDS_FOR_SEED_ERROR} seeds); bold is beyond its 95 % interval{holm}."
         )
-    counts = listed([str(count) for count in seeds])
-    by_windows = [pair for pair in pairs if pair.basis == "windows"]
-    if len(by_windows) == len(pairs):
-        what += f"± is its standard error over windows, wider here than that over {counts} seeds; "
-        return what + f"95 % intervals by Student's t{together}."
-    exception = " (over windows where that interval is wider, or there is one seed)" if by_windows else ""
-    return what + f"± is its standard error over {counts} seeds{exception}; 95 % intervals by Student's t{together}."
+    by_windows = [label for label, pair in found.items() if pair.basis == "windows"]
+    over = "over windows, wider here than that over seeds"
+    if len(by_windows) < len(pairs):
+        over = "from all runs under equal conditions (loss = variant + seed)"
+        over += f", for {listed(by_windows)} over windows, where that is wider" if by_windows else ""
+    return what + f"± is its standard error {over}; 95 % intervals by Student's t{holm}."

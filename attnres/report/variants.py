@@ -7,25 +7,34 @@ from attnres.figures.comparison import Comparison, Difference, Points, Variant
 from attnres.figures.plot import STEP, TOKENS
 from attnres.inspect.measures import dynamics
 from attnres.report.runs import Run, Study
-from attnres.report.stats import equal_conditions, final_loss, kind_name, paired_curve, strongest_baseline
+from attnres.report.stats import (
+    Paired,
+    against,
+    equal_conditions,
+    final_loss,
+    kind_name,
+    paired_curve,
+    strongest_baseline,
+)
 
 
 def comparison_of(study: Study) -> Comparison:
     """Everything that the figures draw of a study, each label's runs as one variant."""
     baseline = strongest_baseline(study)
+    last = against(study, baseline) if baseline else {}
     counted = any(record.get("tokens") for run in study.runs for record in run.train[-1:])
     return Comparison(
-        [_variant(study, label, baseline) for label in study.labels],
+        [_variant(study, label, baseline, last.get(label)) for label in study.labels],
         baseline=baseline,
         unit=TOKENS if counted else STEP,
         equal=len(study.labels) > 1 and equal_conditions(study),
     )
 
 
-def _variant(study: Study, label: str, baseline: str | None) -> Variant:
+def _variant(study: Study, label: str, baseline: str | None, last: Paired | None) -> Variant:
     runs, counted = study.of(label), study.counted(label)
     recorded = {run.seed: dynamics(run.depth) for run in counted}
-    pairs = paired_curve(study, label, baseline) if baseline and label != baseline else []
+    pairs = paired_curve(study, last, label, baseline) if baseline and last else []
     return Variant(
         label,
         runs[0].residual,

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -16,10 +17,11 @@ from attnres.report import load_study
 from attnres.report.columns import COLUMNS, plain_cells, print_table, shown, to_csv
 from attnres.report.curves import curves_csv
 from attnres.report.page import write_report
-from attnres.report.stats import paired, paired_curve, strongest_baseline
+from attnres.report.stats import is_planned, paired, paired_curve, strongest_baseline
 from attnres.report.table import build_table
 from attnres.report.verdict import verdict
-from attnres.stats import standard_error, t_quantile
+from attnres.savings import LossCurve, saving
+from attnres.stats import Recipe, standard_error, t_quantile
 
 
 def both(folder):
@@ -69,13 +71,20 @@ def test_two_seeds_that_disagree_decide_nothing(tmp_path):
     assert pair.se == pytest.approx(0.036)
 
 
-def test_what_is_said_of_three_seeds_is_held_against_all_that_were_compared(tmp_path):
-    """The interval is 95 % over all three variants, not over each."""
+def test_what_was_asked_beforehand_is_at_5_percent_and_the_rest_together(tmp_path):
     study, table = both(write_study(tmp_path, ("standard", "block", "full", "rescaled"), seeds=3, noise=0.0001))
     assert verdict(study, table).startswith("full beats standard by")
-    pair = paired(study, "block", "standard")
-    assert pair is not None and pair.margin == pytest.approx(7.649 * pair.se, rel=1e-3)  # t at 1 - 0.025 / 3, NIST
-    assert any("over 3 comparisons together" in note for note in table.notes)
+    recipe = Recipe((run.label, run.seed, run.windows[1000].mean()) for run in study.runs)
+    assert recipe.degrees == 6, "four variants of three seeds"
+    planned = {"block": True, "rescaled": True, "full": False}
+    for label, beforehand in planned.items():
+        pair = paired(study, label, "standard")
+        assert pair is not None and is_planned(study, label, "standard") == beforehand
+        assert pair.basis == "windows" or pair.margin == pytest.approx(recipe.effect(label, "standard").margin)
+    for folder in tmp_path.glob("block-seed*"):
+        shutil.copytree(folder, tmp_path / folder.name.replace("block", "other"))
+    again = paired(load_study(*tmp_path.glob("*-seed*")), "block", "standard")
+    assert again is not None and again.effect.level < 0.05, "two of Block are no longer one question"
 
 
 def test_seeds_that_agree_by_luck_do_not_hide_the_error_over_windows(tmp_path):
@@ -194,7 +203,7 @@ def test_an_unfinished_run_is_paired_at_the_last_common_step_and_claims_nothing(
     pair = table.row("block").paired
     assert pair is not None
     assert pair.step == 400
-    assert len(paired_curve(study, "block", "standard")) == 4
+    assert len(paired_curve(study, paired(study, "block", "standard"), "block", "standard")) == 4
     assert "ends below" not in verdict(study, table)
     assert any("block at step 430 of 1,000" in note for note in table.notes)
 
@@ -209,8 +218,8 @@ def test_a_seed_on_its_way_leaves_the_finished_ones_as_they_are(tmp_path):
     study, table = both(tmp_path)
     row, was = table.row("block"), before.row("block")
     assert row.paired is not None and was.paired is not None
-    assert (row.loss, row.paired.mean, row.paired.step) == (was.loss, was.paired.mean, 1000)
-    assert len(paired_curve(study, "block", "standard")) == 10
+    assert (row.loss, row.paired.per_seed, row.paired.step) == (was.loss, was.paired.per_seed, 1000)
+    assert len(paired_curve(study, paired(study, "block", "standard"), "block", "standard")) == 10
     assert not row.complete and "ends below" not in verdict(study, table)
     assert "Unfinished, so preliminary: block (2 of 3 seeds finished, whose numbers these are)." in table.notes
 
@@ -250,9 +259,9 @@ def test_a_control_that_is_another_function_is_judged_as_others_are(tmp_path):
 def test_what_chance_does_is_said_of_the_runs_that_have_a_partner(tmp_path):
     for residual, seed in (("standard", 0), ("rescaled", 0), ("rescaled", 1)):
         write_run(tmp_path, residual, seed)
-    assert "is what chance does to a run, which" in verdict(*both(tmp_path))
+    assert "is what chance does to a run" in verdict(*both(tmp_path))
     write_run(tmp_path, "standard", 1)
-    assert "is what chance does to the mean of 2 runs, which" in verdict(*both(tmp_path))
+    assert "is what chance does to the mean of 2 runs" in verdict(*both(tmp_path))
 
 
 def test_no_win_is_claimed_inside_the_error(tmp_path):
@@ -359,12 +368,12 @@ def test_a_variant_worse_than_the_control_is_called_that(tmp_path):
     assert "nothing beyond the error" not in text
 
 
-def test_the_better_of_two_is_the_one_that_pairs_better(tmp_path):
+def test_a_seed_that_only_one_of_two_has_shows_the_noise_and_decides_nothing(tmp_path):
     for residual, gain in (("standard", 0.0), ("full", -0.2), ("block", -0.3)):
         write_run(tmp_path, residual, gain=gain)
-    write_run(tmp_path, "full", 1, gain=-1.0)  # full's mean is lower, by a seed that block does not have
+    write_run(tmp_path, "full", 1, gain=-1.0)
     text = verdict(*both(tmp_path))
-    assert "block is ahead of full by 0." in text
+    assert "is ahead of" not in text and "beats" not in text
 
 
 def test_an_interval_has_the_digits_of_its_error(tmp_path):
@@ -472,15 +481,20 @@ def test_the_footer_says_which_error_it_is(tmp_path):
     assert one[0].startswith("Held-out loss: ± is its standard error over windows, some of it common")
     assert "over windows; it does not include what other seeds would change" in one[1]
     assert three[0].startswith("Held-out loss: ± is its standard error over seeds, some of it common")
-    assert "over 3 seeds; 95 % intervals by Student's t" in three[1]
+    assert "95 % intervals by Student's t" in three[1] and "all runs" in three[1]
 
 
 def test_csv_has_a_line_a_variant_and_plain_numbers(tmp_path):
-    _, table = both(write_study(tmp_path))
+    study, table = both(write_study(tmp_path))
     rows = list(csv.DictReader(io.StringIO(to_csv(table))))
     assert [row["label"] for row in rows] == ["standard", "rescaled", "block", "full"]
     block = rows[2]
     assert float(block["difference_low95"]) < float(block["difference"]) < float(block["difference_high95"]) < 0
+    base, own = (
+        LossCurve((line["step"], line["loss"]) for line in study.of(name)[0].val) for name in ("standard", "block")
+    )
+    assert float(block["tokens_saved"]) == pytest.approx(saving(own, base).tokens)
+    assert float(block["time_saved"]) == pytest.approx(saving(own, base).tokens / 1.08)
     assert (block["se_basis"], block["decided"], rows[0]["difference"]) == ("windows", "true", "")
 
 
@@ -528,7 +542,7 @@ def test_the_share_of_the_device_is_shown_where_it_is_known(tmp_path):
     (column,) = [column for column in shown(table) if column.title == "MFU"]
     rows = {row.label: column.text(row, table) for row in table.rows}
     assert rows == {"standard": "–", "block": f"{2048 / 0.43 * 1e6 / 1e10:.1%}"}
-    assert to_csv(table).splitlines()[1].endswith(f",{2048 / 0.4 * 1e6:.10g},,,,")
+    assert to_csv(table).splitlines()[1].endswith(f",{2048 / 0.4 * 1e6:.10g},,,,,,")
     assert "MFU" not in [column.title for column in shown(both(write_study(tmp_path / "other"))[1])]
 
 
