@@ -280,7 +280,8 @@ class Recipe:
     over, the two cannot be told apart: then sigma is that within mechanisms. How much of a seed's luck counts where
     mechanisms have other seeds is estimated from the same fits (Henderson's third method), so that runs whose seed no
     other mechanism has count too: fully where seeds carry nothing. Where variances differ by Bartlett's test at 5 %,
-    a mechanism of several runs has its own, and a difference its degrees of freedom by Welch.
+    a mechanism of several runs has its own, a small one drawn up to the others' (`moderated`: two or three runs that
+    lie close together by luck say little; a large one stays), and a difference its degrees of freedom by Welch.
 
     Attributes:
         sigma, degrees: as above; NaN and 0 where nothing is known. seed_sd: of a seed's luck.
@@ -326,6 +327,11 @@ class Recipe:
                     degrees = (len(of_it) - 1) * freed[0] / freed[1]  # what the seeds' own estimate has taken
                     self._own[name] = max(float(((of_it - of_it.mean()) ** 2).sum() / degrees), floor**2), degrees
         self.p_equal = bartlett(*zip(*self._own.values(), strict=True)) if len(self._own) > 1 else 1.0
+        self._moderated = {}
+        if self.p_equal < ALPHA:
+            drawn = moderated(*zip(*self._own.values(), strict=True))
+            pairs = zip(self._own.items(), drawn, strict=True)
+            self._moderated = {name: max(own, towards) for (name, own), towards in pairs}
 
     def sd(self, name: str) -> float:
         """The standard deviation of a mechanism's own runs, beside seeds' luck; of one run sigma."""
@@ -339,12 +345,53 @@ class Recipe:
         if self.p_equal >= ALPHA or not self.degrees:
             return Effect(difference, self.sigma * math.sqrt(scale), self.degrees, level)
         pooled = self.sigma**2, float(self.degrees)
-        parts = [(*self._own.get(one, pooled), 1 / self.counts[one]) for one in (name, other)]
+        parts = [(*self._moderated.get(one, pooled), 1 / self.counts[one]) for one in (name, other)]
         parts.append((*pooled, max(0.0, scale - sum(part[2] for part in parts))))  # of seeds that only one has
         terms = [(variance * weight, degrees) for variance, degrees, weight in parts]
         squared = sum(term for term, _ in terms)
         below = sum(term**2 / degrees for term, degrees in terms)
         return Effect(difference, math.sqrt(squared), squared**2 / below if below else float(self.degrees), level)
+
+
+def moderated(variances: Sequence[float], degrees: Sequence[float]) -> list[tuple[float, float]]:
+    """Variances drawn towards the prior that all of them suggest, and their degrees of freedom.
+
+    The prior is an inverse chi-squared of d0 degrees about s0^2; both come from the mean and variance of log s^2. A
+    variance becomes (d0 s0^2 + d s^2) / (d0 + d), of d0 + d degrees (Smyth 2004, Statistical Applications in Genetics
+    and Molecular Biology 3, 3).
+    """
+    d = np.array(degrees, dtype=float)
+    s2 = np.maximum(np.array(variances, dtype=float), np.finfo(float).tiny)
+    logs = np.log(s2) - np.array([_digamma(one / 2) for one in d]) + np.log(d / 2)
+    spread = float(logs.var(ddof=1)) - float(np.mean([_trigamma(one / 2) for one in d]))
+    if spread <= 0:  # no more than chance: one variance for all
+        return [(float(np.average(s2, weights=d)), float(d.sum()))] * len(d)
+    low, high = 1e-6, 1e9  # trigamma falls
+    while high / low > 1 + 1e-12:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if _trigamma(middle) > spread else (low, middle)
+    d0 = 2 * low
+    prior = math.exp(float(logs.mean()) + _digamma(low) - math.log(low))
+    most = float(d.sum())
+    return [((d0 * prior + own * one) / (d0 + one), min(d0 + one, most)) for own, one in zip(s2.tolist(), d.tolist())]
+
+
+def _digamma(x: float) -> float:
+    """The derivative of log gamma, for x > 0: moved up until its asymptotic series is exact to 1e-12."""
+    below = 0.0
+    while x < 12:
+        below, x = below + 1 / x, x + 1
+    y = 1 / (x * x)
+    return math.log(x) - 1 / (2 * x) - y * (1 / 12 - y * (1 / 120 - y * (1 / 252 - y / 240))) - below
+
+
+def _trigamma(x: float) -> float:
+    """The derivative of `_digamma`, in the same way."""
+    below = 0.0
+    while x < 12:
+        below, x = below + 1 / (x * x), x + 1
+    y = 1 / (x * x)
+    return 1 / x + y / 2 + y / x * (1 / 6 - y * (1 / 30 - y * (1 / 42 - y / 30))) + below
 
 
 def judged(effects: Sequence[Effect], planned: Sequence[bool]) -> list[Effect]:

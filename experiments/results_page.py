@@ -221,7 +221,8 @@ def page() -> str:
         f"**The rule**: loss = mechanism + seed over all runs of a recipe (0.9 M: {len(small)} runs, "
         f"sigma {recipe.sigma:.4f}, "
         f"{recipe.degrees} degrees), Student's t,",
-        "Welch where variances differ. The first table was asked beforehand, at 5 % each: of simulated studies without "
+        "Welch where variances differ, small ones drawn up to the others'. The first table was asked beforehand, at "
+        "5 % each: of simulated studies without "
         f"a difference {min(wrong):.2f} to {max(wrong):.2f} exclude 0; Holm's",
         f"list errs somewhere in {power['any false positive of the others, by Holm']:.2f}: read it as a hint "
         "(`docs/data/power_micro.json`).",

@@ -4,8 +4,20 @@ import math
 
 import numpy as np
 import pytest
+from scipy import optimize, special
 
-from attnres.stats import Effect, RatioSums, Recipe, bartlett, holm, judged, ratio, standard_error, t_quantile
+from attnres.stats import (
+    Effect,
+    RatioSums,
+    Recipe,
+    bartlett,
+    holm,
+    judged,
+    moderated,
+    ratio,
+    standard_error,
+    t_quantile,
+)
 
 
 def test_student_t():
@@ -96,11 +108,30 @@ def test_unequal_variances_have_welchs_degrees():
     groups = {"a": rng.normal(0, 1, 12), "b": rng.normal(0, 30, 4), "c": rng.normal(0, 1, 12)}
     seeds = iter(range(100))  # nothing is shared: the classical test
     recipe = Recipe((name, next(seeds), value) for name, values in groups.items() for value in values)
-    a, b = groups["a"].var(ddof=1) / 12, groups["b"].var(ddof=1) / 4
+    own = [(values.var(ddof=1), len(values) - 1) for values in groups.values()]
+    drawn = moderated(*zip(*own))
+    assert drawn[1] < own[1]  # a large variance stays as it is, a small one is drawn up
+    (a, of_a), (b, of_b) = max(own[0], drawn[0]), own[1]
+    a, b = a / 12, b / 4
     effect = recipe.effect("b", "a")
     assert recipe.p_equal < 0.05 and effect.error == pytest.approx(math.sqrt(a + b))
-    assert effect.degrees == pytest.approx((a + b) ** 2 / (a**2 / 11 + b**2 / 3))
+    assert effect.degrees == pytest.approx((a + b) ** 2 / (a**2 / of_a + b**2 / of_b))
     assert bartlett([1.0, 1.0], [3, 5]) == 1
+
+
+def test_variances_are_drawn_towards_what_all_suggest():
+    """Against the moments of log s^2 with SciPy's functions; where they scatter by chance alone, one for all."""
+    rng = np.random.default_rng(5)
+    d = rng.integers(1, 8, 60)
+    s2 = 0.5 * rng.chisquare(d) / d * 6 / rng.chisquare(6, 60)  # a prior of 6 degrees about 0.5
+    own = moderated(s2.tolist(), d.tolist())
+    e = np.log(s2) - special.digamma(d / 2) + np.log(d / 2)
+    target = e.var(ddof=1) - special.polygamma(1, d / 2).mean()
+    half = optimize.brentq(lambda x: special.polygamma(1, x) - target, 1e-3, 1e6)
+    s0 = np.exp(e.mean() + special.digamma(half) - np.log(half))
+    assert [one for one, _ in own] == pytest.approx((2 * half * s0 + d * s2) / (2 * half + d))
+    assert [one for _, one in own] == pytest.approx(2 * half + d) and 2 < 2 * half < 20
+    assert moderated([1.0, 1.0, 1.1], [4, 4, 4]) == [(pytest.approx(1.0333333), 12.0)] * 3
 
 
 def test_an_interval_excludes_0_where_holm_rejects():
