@@ -22,6 +22,12 @@ DTYPES = (torch.float32, torch.bfloat16)
 pytestmark = pytest.mark.usefixtures("bf16_of_a_gpu")
 
 
+@pytest.fixture(autouse=True)
+def plain_torch_as_on_a_gpu(monkeypatch):
+    """Where it rounds a read in fp16 before its norm, as the kernels do; on a CPU it does not."""
+    monkeypatch.setattr(eager, "is_read_rounded", lambda like, dtype: True)
+
+
 class Case:
     """Arguments of a merge, drawn in the dtypes it will be called with."""
 
