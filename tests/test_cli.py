@@ -129,7 +129,7 @@ def compared(monkeypatch):
         ),
         (["compare", "--timing-s", "-1"], "timing_s is -1.0: expected seconds, 0 or more"),
         (["compare", "--timing-s", "nan"], "timing_s is nan: expected seconds, 0 or more"),
-        (["study", "noise", "--seeds", "2"], "run python -m lab in a clone"),
+        (["study", "noise", "--seeds", "2"], "studies are in lab/ of the repository"),
         (["plan", "0.6b", "--gpus", "7", "--pp", "3"], "no layout of 7 GPUs has dp any, shard any, pp 3"),
         (["generate", "./absent", "--prompt", "a", "--seed", "-1"], "seed is -1: expected a whole number from 0 to"),
         (["plan", "--rows", "-1"], "rows is -1: expected a number, or 0 for all"),

@@ -20,6 +20,7 @@ from attnres.inspect.places import position_of
 from attnres.inspect.record import find_residual
 from attnres.inspect.vectors import read_vectors
 from attnres.models.known_norm import describe_norm
+from attnres.models.stream import FINISHED, note_progress
 from attnres.ops import Norm
 from attnres.residuals import outputs as outputs_of
 from attnres.text import short
@@ -205,7 +206,12 @@ def _predictions(model: Any, hidden: Tensor) -> Tensor:
     base = model.base_model
     before = base.__dict__.get("forward")
     output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden.unsqueeze(0))
-    base.forward = lambda *args, **kwargs: output
+
+    def forward(*args: Any, **kwargs: Any) -> BaseModelOutputWithPastAndCrossAttentions:
+        note_progress(FINISHED)  # no stream is begun
+        return output
+
+    base.forward = forward
     try:
         ids = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
         return log_probs(model(input_ids=ids, use_cache=False).logits[0])

@@ -308,7 +308,8 @@ def test_regimes_are_asked_for_when_their_layouts_can_be_taken():
     assert set(begun.planned) == set(planned) | {"regimes"}, "a further seed hides nothing"
 
 
-def test_a_control_outside_the_noise_is_said_wherever_that_noise_is_used(tmp_path):
+def test_a_control_outside_the_noise_is_said_wherever_that_noise_is_used(tmp_path, monkeypatch):
+    monkeypatch.setattr("lab.outcome.texts_of", lambda folder: {"the same text"})
     setting = dataclasses.replace(at("micro"), out=tmp_path)
     values = {"by_steps": {"2000": {"sigma": 0.01, "degrees": 7}}, "control_inside": False}
     write_json(setting.folder("noise") / "result.json", {"source": None, "column": None, "values": values})

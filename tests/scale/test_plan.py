@@ -181,4 +181,4 @@ def test_stages_are_balanced_by_measured_times(capsys, monkeypatch):
     assert (row.layers, even.layers) == ((7, 1), (4, 4))  # 11 seconds, and 1 with a head of 8
     main(["plan", json.dumps(size), "--vocab-size", "61", "--gpus", "2", "--pp", "2", "--context", "8", "--measure"])
     out = capsys.readouterr().out
-    assert "Measured here, forward: a layer" in out and "--pp 2: --pp-layers" in out
+    assert "Measured here, forward: a layer" in out and "--pp 2 --pp-schedule 1f1b: --pp-layers" in out

@@ -37,7 +37,6 @@ class DepthState(NamedTuple):
 
     Attributes:
         sealed: finished sources (..., d), in the dtype that `stored_dtype` says.
-        dtype: the stream's, of the current group's partial sum and of reads before their norm.
         open: the current group's sources: its partial sum (Block) or its outputs so far (Full).
         added: nothing, or what the next read has still to add to the last open source.
         outputs, top, total: phase 1 of the coming reads, the next one first, as `SealedReads` has them. Empty where the
@@ -48,7 +47,6 @@ class DepthState(NamedTuple):
     """
 
     sealed: tuple[Tensor, ...]
-    dtype: torch.dtype
     open: tuple[Tensor, ...] = ()
     added: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
@@ -198,7 +196,6 @@ class DepthAttention(Residual):
     def _begin(
         self,
         sealed: tuple[Tensor, ...],
-        dtype: torch.dtype,
         opens: tuple[Tensor, ...],
         index: int,
         groups: tuple[Tensor, ...],
@@ -212,12 +209,12 @@ class DepthAttention(Residual):
         if not (
             two and in_two_phases(len(sealed), stop - first, training=torch.is_grad_enabled(), opens=self.max_open)
         ):
-            return DepthState(sealed, dtype, opens, groups=groups, queries=queries)
+            return DepthState(sealed, opens, groups=groups, queries=queries)
         group = groups[0] if first == start else groups[0][first - start :]
         sealed, outputs, top, total, logits = read_sealed(sealed, group, eps=self.key_norm_eps)
         if index == start:
             opens = self._reopened(sealed)
-        return DepthState(sealed, dtype, opens, (), outputs, top, total, (logits,), groups, queries)
+        return DepthState(sealed, opens, (), outputs, top, total, (logits,), groups, queries)
 
     def _reopened(self, sealed: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the open sources that a group begins with. What was sealed goes on as a view: the compiler takes no
@@ -226,11 +223,19 @@ class DepthAttention(Residual):
 
     def start(self, embedding: Tensor) -> DepthState:
         sealed = (embedding.to(self._stored(embedding.device, embedding.dtype)),)
-        return self._begin(sealed, embedding.dtype, self._reopened(sealed), 0, self._queries_by_group())
+        return self._begin(sealed, self._reopened(sealed), 0, self._queries_by_group())
 
     def _stored(self, device: torch.device, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of finished sources. A stream that goes on from the last of them is not rounded."""
         return dtype if self.carries or self.special is not None else stored_dtype(device.type, dtype)
+
+    def _stream_dtype(self, sealed: tuple[Tensor, ...]) -> torch.dtype:
+        """Return the dtype of the partial sum and of reads before their norm: that of finished sources, but fp32 where
+        those of a stream in fp32 are stored in bf16."""
+        first = sealed[0]
+        if first.dtype != torch.bfloat16:
+            return first.dtype
+        return torch.float32 if self._stored(first.device, torch.float32) == first.dtype else first.dtype
 
     def _queries_by_group(self) -> tuple[Tensor, ...]:
         """Return the rows of `bank_queries` group by group; none where plain torch makes the reads."""
@@ -243,14 +248,14 @@ class DepthAttention(Residual):
         places = None if self.window is None else self._places(count)
         count = count if places is None else len(places)
         if count == 1:  # one source: itself, and exactly no gradient for the query
-            h = embedding if isinstance(norm, Norm) else embedding.to(state.dtype)
+            h = embedding if isinstance(norm, Norm) else embedding.to(self._stream_dtype(state.sealed))
             return self.normed(h, index, norm, values=[h]), state
         if self.special is not None or self.editor is not None:
             return self._read_plainly(state, index, norm)
         fused = norm if isinstance(norm, Norm) else None
         if fused is not None:
             eps = fused.eps / count**2 if self.read_scale == "sum" else fused.eps
-            fused = fused._replace(eps=eps, out_dtype=fused.out_dtype or state.dtype)
+            fused = fused._replace(eps=eps, out_dtype=fused.out_dtype or self._stream_dtype(state.sealed))
         phase1, opens = None, state.open
         if state.outputs:
             place = state.logits[0].shape[-1] - len(state.outputs)
@@ -265,7 +270,7 @@ class DepthAttention(Residual):
             state.queries[index - self._groups[index][0]] if opens else None,
             fused,
             eps=self.key_norm_eps,
-            dtype=state.dtype,
+            dtype=self._stream_dtype(state.sealed),
             recompute=self.recompute_reads,
             watched=self.observer is not None,
         )
@@ -326,7 +331,7 @@ class DepthAttention(Residual):
             edit=None if editor is None else lambda weights: editor.edit(index, weights),
             exchange=None if editor is None else lambda values: editor.exchange(index, values),
         )
-        h = self.gates.hold(mixed.h, lambda: self._plain_stream(state), index).to(state.dtype)
+        h = self.gates.hold(mixed.h, lambda: self._plain_stream(state), index).to(self._stream_dtype(state.sealed))
         if editor is not None:
             h = editor.steer(index, h)
         if self.observer is not None:
@@ -349,16 +354,16 @@ class DepthAttention(Residual):
             return state
         stored = state.sealed[0].dtype
         finished = self._finished(state, stored)
-        if stored != state.dtype:
+        if stored != self._stream_dtype(state.sealed):
             finished = tuple(source.to(stored) for source in finished)
         sealed = state.sealed + finished
-        return self._begin(sealed, state.dtype, self._reopened(sealed), index + 1, state.groups[1:])
+        return self._begin(sealed, self._reopened(sealed), index + 1, state.groups[1:])
 
     def _finished(self, state: DepthState, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
         """Return the open sources with nothing left to add; a sum is rounded to `dtype`, or else the stream's."""
         if not state.added:
             return state.open
-        return (*state.open[:-1], sealed_sum(state.open[-1], state.added[0], dtype or state.dtype))
+        return (*state.open[:-1], sealed_sum(state.open[-1], state.added[0], dtype or self._stream_dtype(state.sealed)))
 
     @torch.no_grad()
     def direction(self, index: int) -> Tensor | None:
@@ -397,17 +402,14 @@ class DepthAttention(Residual):
         count = len(self.sealed(self.bounds[-2] if index == self.num_sublayers else index))
         sealed, opens = tuple(tensors[:count]), tuple(tensors[count:])
         finished = sum(stop <= index for stop in self.bounds[1:-1])
-        device, dtype = sealed[0].device, sealed[0].dtype
-        if dtype == self._stored(device, torch.float32):  # of a stream in fp32 whose sources are stored in bf16
-            dtype = torch.float32
-        stored = self._stored(device, dtype)
-        if stored != dtype:
+        stored = self._stored(sealed[0].device, self._stream_dtype(sealed))
+        if stored != sealed[0].dtype:
             sealed = tuple(source.to(stored) for source in sealed)
         groups = self._queries_by_group()[finished:]
-        return self._begin(sealed, dtype, opens or self._reopened(sealed), index, groups)
+        return self._begin(sealed, opens or self._reopened(sealed), index, groups)
 
     def hidden_state(self, state: DepthState) -> Tensor:
-        total = state.sealed[0].to(state.dtype)
+        total = state.sealed[0].to(self._stream_dtype(state.sealed))
         for source in state.sealed[1:] + state.open + state.added:
             total = total + source
         return total
