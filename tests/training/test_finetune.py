@@ -124,7 +124,7 @@ def test_the_residual_and_the_length_of_a_start_model_stand_where_none_was_given
         "cpu",
     ]
     cli.main(["train", *flags, "--dtype", "fp32", "--no-progress", "--out", str(tmp_path / "more")])
-    said = capsys.readouterr().err.splitlines()
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("attnres: ")]
     assert [line.split(":")[1] for line in said] == [" model.residual is full", " data.seq_len is 32"]
     config = json.loads((tmp_path / "more" / "config.json").read_text())
     assert (config["model"]["residual"], config["data"]["seq_len"]) == ("full", 32)
