@@ -16,7 +16,7 @@ from attnres.inspect.inspection import Inspection
 from attnres.inspect.routing import By
 from attnres.paths import user_path
 from attnres.report.runs import load_study
-from attnres.report.variants import comparison_of
+from attnres.report.sections import comparison_of
 from attnres.terminal import say
 
 
