@@ -11,13 +11,13 @@ from transformers import AutoModel, AutoModelForTextEncoding, PreTrainedModel
 
 from attnres.errors import UserError
 from attnres.files import write_text
-from attnres.models.attach import attach_stream
 from attnres.models.card import model_card
 from attnres.models.families import Family
-from attnres.models.inputs import Fused, split
 from attnres.models.outputs import note_hidden_states, routing_forward, show_hidden_states
 from attnres.residuals import Residual
 from attnres.residuals.values import ValueResidual
+from attnres.streams.attach import attach_stream
+from attnres.streams.inputs import Fused, split
 
 HOME = "attnres.models.classes"
 """The module that the classes which are made say they are of."""

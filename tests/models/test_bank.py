@@ -11,11 +11,11 @@ from sample_mechanisms import crossed
 from tiny import SIZE, stir
 
 from attnres.models import build
-from attnres.models.stream import BankStream, Stream
 from attnres.ops import cpu, dispatch
 from attnres.ops.bank import KEPT, Bank, Banks, Program
 from attnres.residuals import RESIDUALS, make_residual
 from attnres.residuals.program import _program, why_no_bank
+from attnres.streams.stream import BankStream, Stream
 
 pytestmark = pytest.mark.skipif(cpu.load() is None, reason="no C compiler: the CPU kernels cannot be built")
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.models.readers import make_reading, make_taking, still_reads
-from attnres.models.stream import FINISHED, STARTED, WAITING, Stream, note_progress, passed_over, progress
 from attnres.residuals import Residual, make_residual, residual_class, settings_of
+from attnres.streams.readers import make_reading, make_taking, still_reads
+from attnres.streams.stream import FINISHED, STARTED, WAITING, Stream, note_progress, passed_over, progress
 
 _CAPTURES = "transformers.utils.output_capturing"
 """Where Transformers' hooks are from that collect hidden states."""

@@ -18,14 +18,14 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from attnres.errors import UserError
-from attnres.models.inputs import Inputs
-from attnres.models.known_norm import KnownNorm, describe_norm
 from attnres.ops.bank import Bank
 from attnres.ops.sharded import settled
 from attnres.residuals import Residual, Ways
 from attnres.residuals.base import as_it_is, verbs
 from attnres.residuals.program import take_bank
 from attnres.residuals.watch import unwatched
+from attnres.streams.inputs import Inputs
+from attnres.streams.known_norm import KnownNorm, describe_norm
 
 _ADDITIONS = frozenset(
     {

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.models.exchange import Exchanged, exchange, own_class
-from attnres.models.inputs import Inputs
-from attnres.models.known_norm import is_rms_norm
-from attnres.models.stream import FINISHED, Stream, note_progress, passed_over
+from attnres.streams.exchange import Exchanged, exchange, own_class
+from attnres.streams.inputs import Inputs
+from attnres.streams.known_norm import is_rms_norm
+from attnres.streams.stream import FINISHED, Stream, note_progress, passed_over
 
 
 class _Reading(Exchanged):

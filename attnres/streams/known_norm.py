@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from attnres.device import autocast_dtype
-from attnres.models.exchange import own_class
 from attnres.ops.bank import is_copied
 from attnres.ops.norms import Norm
 from attnres.residuals.base import NormLike, as_it_is
+from attnres.streams.exchange import own_class
 
 
 def _forward(module: nn.Module) -> Callable:
