@@ -21,7 +21,7 @@ from attnres.inspect.record import find_residual
 from attnres.inspect.vectors import read_vectors
 from attnres.ops import Norm
 from attnres.residuals import outputs as outputs_of
-from attnres.streams.known_norm import describe_norm
+from attnres.streams.known_norms import describe_norm
 from attnres.streams.stream import FINISHED, note_progress
 from attnres.text import short
 

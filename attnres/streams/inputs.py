@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.residuals import Ways
-from attnres.streams.exchange import Exchanged, exchange
+from attnres.streams.known_norms import Exchanged, exchange
 
 
 class _MisusedError(TypeError, AttributeError):

@@ -1,14 +1,16 @@
-"""Modules that read a stream when given one: norms before sublayers and the head, and sublayers without a norm."""
+"""Modules that read a stream when given one (norms before sublayers and the head, sublayers without a norm), and where
+they lie in a model."""
 
+import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.streams.exchange import Exchanged, exchange, own_class
 from attnres.streams.inputs import Inputs
-from attnres.streams.known_norm import is_rms_norm
+from attnres.streams.known_norms import Exchanged, exchange, is_rms_norm, own_class
 from attnres.streams.stream import FINISHED, Stream, note_progress, passed_over
 
 
@@ -75,3 +77,104 @@ def still_reads(part: nn.Module, *, last: bool = False) -> bool:
     head."""
     kind = _Finishing if last else _Reading
     return any(isinstance(m, kind) or _read_input in m._forward_pre_hooks.values() for m in part.modules())
+
+
+class Parts:
+    """Where the layers of `base`, what reads in them, and the final norm lie, and whether they still do.
+
+    What wraps one of them (adapters, checkpointing, sharding, compilers) is no change.
+
+    Args:
+        layers: in order. reads: paths in each of what is called on the stream. final_norm: path in `base`.
+    """
+
+    def __init__(
+        self, base: nn.Module, layers: Sequence[nn.Module], reads: Sequence[str], final_norm: str | None
+    ) -> None:
+        names = {id(module): name for name, module in base.named_modules()}
+        self.base, self.layers, self.reads, self.final_norm = base, list(layers), tuple(reads), final_norm
+        self.paths = [names[id(layer)] for layer in layers]
+        holders = {path.rpartition(".")[0]: None for path in self.paths}
+        self.counts = {path: len(base.get_submodule(path)._modules) for path in holders}
+        self._note()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Parts":
+        """A copy with the copy of `base`; of a layer that is copied alone the streams stay those of `base`."""
+        if id(self.base) not in memo:
+            return self
+        memo[id(self)] = new = object.__new__(Parts)
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
+
+    def _note(self) -> None:
+        """Take note of what lies on the ways to the final norm, the layers and their reads now."""
+        self.end = [] if self.final_norm is None else list(_links(self.base, self.final_norm))[-1:]
+        ways = [link for path in self.paths for link in _links(self.base, path)]
+        ways += [link for layer in self.layers for path in self.reads for link in _links(layer, path)]
+        self.links = list({(id(module), name): (module, name, part) for module, name, part in ways}.values())
+        self.links += self.end
+        self.sizes = [(self.base.get_submodule(path), count) for path, count in self.counts.items()]
+
+    def refuse_changes(self) -> None:
+        """Raise a UserError that names a layer or a norm that was replaced, added or taken out."""
+        compiling = torch.compiler.is_compiling()
+        # each link would be a compiler's guard: there only what nothing else notices
+        same = all(module._modules.get(name) is part for module, name, part in (self.end if compiling else self.links))
+        if same and (compiling or all(len(holder._modules) == count for holder, count in self.sizes)):
+            return
+        base, layers = type(self.base).__name__, []
+        for path, count in self.counts.items():
+            holder = _reach(self.base, path)
+            if isinstance(holder, nn.ModuleList) and len(holder) != count:
+                raise UserError(f"'{path}' of {base} has {len(holder)} layers, which had {count}: {REMEDY}")
+        for number, path in enumerate(self.paths):
+            found = _reach(self.base, path)
+            layer = None if found is None else next((m for m in found.modules() if self._is_layer(m, number)), None)
+            if layer is None:
+                raise self._changed(path, found)
+            layers.append(layer)
+            for read in self.reads:
+                norm = _reach(layer, read)
+                if norm is None or not still_reads(norm):
+                    raise self._changed(f"{path}.{read}", norm)
+        if self.final_norm is not None:
+            norm = _reach(self.base, self.final_norm)
+            if norm is None or not still_reads(norm, last=True):
+                raise self._changed(self.final_norm, norm)
+        if not compiling:
+            self.layers = layers
+            self._note()
+
+    def _is_layer(self, module: nn.Module, number: int) -> bool:
+        """Whether a module has the hook of this layer."""
+        return any(getattr(hook, "args", ())[:2] == (self, number) for hook in module._forward_pre_hooks.values())
+
+    def _changed(self, path: str, found: nn.Module | None) -> UserError:
+        base = type(self.base).__name__
+        if found is None:
+            return UserError(f"'{path}' of {base} is gone, which reads the depth stream: {REMEDY}")
+        return UserError(
+            f"'{path}' of {base} is a {type(found).__name__} that was put in place of what reads the depth stream: "
+            f"{REMEDY}"
+        )
+
+
+REMEDY = "keep the layers and norms that the depth reads were given to, or change the plain model and convert that"
+
+
+def _links(module: nn.Module, path: str) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """Give (module, name, its part of that name) on the way along a path, as far as no wrapper hides a part."""
+    for name in path.split("."):
+        part = module._modules.get(name)
+        if part is None:
+            return
+        yield module, name, part
+        module = part
+
+
+def _reach(module: nn.Module, path: str) -> nn.Module | None:
+    """The part of that path; None where it is missing."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return None
