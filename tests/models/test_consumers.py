@@ -117,7 +117,7 @@ for family, folder in json.loads(sys.argv[1]).items():
 
 
 def fresh(code, *arguments, **variables):
-    # Not the folders of scripts that other tests put there: benchmarks/kernels.py is not the package of that name.
+    # Not the folders of scripts that other tests put there.
     others = [place for place in sys.path[1:] if Path(place).parent != Path.cwd()]
     environment = {
         **os.environ,
