@@ -8,8 +8,8 @@ from typing import Any
 from attnres.app.explorer import Opened
 from attnres.app.reading import Reading
 from attnres.errors import UserError
+from attnres.models.model_files import residual_at, snapshots
 from attnres.models.open import Checkpoint
-from attnres.models.snapshot import residual_at, snapshots
 from attnres.residuals import Residual
 
 

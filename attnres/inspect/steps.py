@@ -15,8 +15,8 @@ from attnres.errors import UserError
 from attnres.inspect import notebook
 from attnres.inspect.geometry import directions, sharpness
 from attnres.inspect.routing import Named
+from attnres.models.model_files import residual_at, snapshots
 from attnres.models.open import Checkpoint, open_checkpoint
-from attnres.models.snapshot import residual_at, snapshots
 from attnres.residuals import Read, Residual
 from attnres.text import short
 
