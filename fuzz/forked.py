@@ -50,8 +50,8 @@ def preload() -> None:
     import attnres.analysis.draw
     import attnres.comparison.compare
     import attnres.evals.run
-    import attnres.report.page
     import attnres.models.export
+    import attnres.report.page
     import attnres.training.loop  # noqa: F401
 
     torch.set_num_threads(1)
