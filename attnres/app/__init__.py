@@ -34,10 +34,10 @@ def explore(
     check_port(host, port)
     if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
         raise UserError("the explorer needs Starlette and uvicorn: pip install 'attnres[app]'")
-    from attnres.analysis.texts import corpus_text
     from attnres.app.page import Page
     from attnres.app.steps import find_demo, open_models
     from attnres.app.threads import choose_threads
+    from attnres.inspect.texts import corpus_text
 
     searched = None if corpus is None else corpus_text(corpus, column)
     page = Page(open_models(models or find_demo(DEMO), trust_remote_code=trust_remote_code), searched)

@@ -19,13 +19,12 @@ from attnres.errors import UserError
 from attnres.inspect.attention import TokenAttention, token_attention
 from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.corpus import Search, search
-from attnres.inspect.edits import KnockOut
+from attnres.inspect.edits import KnockOut, intervene, source_names
 from attnres.inspect.effects import predict
 from attnres.inspect.geometry import query_cosine
-from attnres.inspect.intervene import intervene, source_names
-from attnres.inspect.pieces import characters, piece
-from attnres.inspect.record import find_residual, record
-from attnres.inspect.routing import By
+from attnres.inspect.inspection import By
+from attnres.inspect.recording import find_residual, record
+from attnres.models.encoding import characters, piece
 from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.residuals import Read, Residual
 

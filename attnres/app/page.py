@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from urllib.parse import parse_qsl
 
-from attnres.analysis.texts import LookText
 from attnres.app import differences, draw
 from attnres.app.actions import Actions
 from attnres.app.explorer import Opened
@@ -26,6 +25,7 @@ from attnres.app.works import Report
 from attnres.errors import UserError
 from attnres.inspect.corpus import Search
 from attnres.inspect.steps import step_change
+from attnres.inspect.texts import LookText
 
 SEARCHED = 20_000
 """Tokens of a corpus that a search looks at."""

@@ -10,8 +10,8 @@ from attnres.app.reading import Candidate, Effect, Reading
 from attnres.app.state import Cut
 from attnres.inspect.attention import TokenAttention
 from attnres.inspect.attribution import Attribution
+from attnres.inspect.inspection import By
 from attnres.inspect.notebook import FLOOR, end_of_scale
-from attnres.inspect.routing import By
 from attnres.residuals import Read
 from attnres.stats import or_none, plain
 

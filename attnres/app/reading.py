@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from attnres.inspect.routing import By, Named
+from attnres.inspect.inspection import By, Named
 from attnres.residuals import Read
 
 
@@ -20,7 +20,7 @@ class Reading(Named):
 
     Attributes:
         ids: of the T tokens; `pieces` what each says, in whole characters, and `names` what to call it
-            (`attnres.inspect.pieces.characters`).
+            (`attnres.models.encoding.characters`).
         layout: the reads and what they mix; `reads` and `sources` are their names.
         weights, contributions: for each read (T, sources); what each source is of the read, by projection on it.
         log_probs: (T, V): of the token after each.

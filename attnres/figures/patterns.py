@@ -10,8 +10,8 @@ from matplotlib.ticker import MaxNLocator
 from attnres.figures.cells import SIGNED_MAP, cell_numbers, cells, look_of, named, scale
 from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label, numbers_on, plain
 from attnres.inspect.colours import MORE
+from attnres.inspect.inspection import By, Routing, amounts
 from attnres.inspect.notebook import end_of_scale
-from attnres.inspect.routing import By, Routing, amounts
 
 if TYPE_CHECKING:
     from attnres.inspect.inspection import ByLabel, Inspection

@@ -365,7 +365,7 @@ def _lost_stream(layer: nn.Module) -> UserError:
     return UserError(
         f"a tensor came to or from {type(layer).__name__} where the depth stream goes on: a hook that changes what a "
         "layer puts out adds to it (`return output + change`), since a stream is more than one vector, and "
-        "attnres.inspect.intervene edits reads; a layer has to be pre-norm, x + f(norm(x))"
+        "attnres.inspect.edits edits reads; a layer has to be pre-norm, x + f(norm(x))"
     )
 
 

@@ -8,8 +8,8 @@ import numpy as np
 
 from attnres.figures.plot import NotShown, number
 from attnres.figures.tokens import example_columns
+from attnres.inspect.inspection import FIELD, amounts
 from attnres.inspect.notebook import end_of_scale
-from attnres.inspect.routing import FIELD, amounts
 from attnres.residuals import Source
 
 if TYPE_CHECKING:

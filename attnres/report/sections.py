@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 from attnres.figures import FIGURES, Comparison, NotShown, Plot
 from attnres.figures.patterns import differ
 from attnres.figures.write import noted
-from attnres.inspect.inspection import Inspection
-from attnres.inspect.routing import by_in
+from attnres.inspect.inspection import Inspection, by_in
 
 SECTIONS = {
     "Training": "",

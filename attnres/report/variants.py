@@ -5,7 +5,7 @@ from typing import Any
 
 from attnres.figures.comparison import Comparison, Difference, Points, Variant
 from attnres.figures.plot import STEP, TOKENS
-from attnres.inspect.measures import dynamics
+from attnres.inspect.inspection import dynamics
 from attnres.report.runs import Run, Study
 from attnres.report.stats import (
     Paired,

@@ -17,7 +17,6 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from attnres.analysis.texts import LookText
 from attnres.app import draw, explore
 from attnres.app.explorer import Opened
 from attnres.app.kept import KEPT, _bytes
@@ -29,6 +28,7 @@ from attnres.errors import UserError
 from attnres.inspect import attribute, token_attention
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import effect
+from attnres.inspect.texts import LookText
 from attnres.models.snapshot import tensors_of, write_snapshot
 from attnres.text import short
 

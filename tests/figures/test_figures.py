@@ -33,7 +33,7 @@ from attnres.figures.mixing import layer_shares, mixing
 from attnres.figures.patterns import at_boundaries, boundaries, by_kind, label_sources, patterns, shares
 from attnres.figures.plot import PAGE, canvas, from_zero, label, log_numbers, panels, thin_ticks
 from attnres.figures.tokens import _layout, drawable, stacked, token_map
-from attnres.inspect.routing import FIELD
+from attnres.inspect.inspection import FIELD
 from attnres.report.theme import to_svg
 from attnres.residuals import RESIDUALS, traits_of
 from attnres.residuals.mechanisms.muddformer import WAYS
