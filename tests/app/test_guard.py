@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from attnres.app.address import check_port
-from attnres.app.guard import MAX_BODY, Guard, is_loopback, own_names
+from attnres.app import check_port
+from attnres.app.server import MAX_BODY, Guard, is_loopback, own_names
 from attnres.errors import UserError
 
 
