@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from attnres.comparison.speed import TrainingStep, training_steps
 from attnres.files import write_json
-from attnres.models.flops import peak_flops, step_flops
+from attnres.models.step_cost import peak_flops, step_flops
 from attnres.timing import in_turn, seconds_of, spread
 from attnres.training import graphs
 from attnres.training.config import OptimConfig

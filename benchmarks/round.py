@@ -395,7 +395,7 @@ ROUNDS: dict[str, Any] = {
         "--device cpu --size nano --batches 1 --prefill 8 --context 6 --seconds 0",
     ),
     "held": Script(60, "held.py", "", None),
-    "kernels": Script(240, "kernels.py", "--device cuda --seconds 1", "--device cpu --seconds 0 --only read"),
+    "kernels": Script(240, "reads.py", "--device cuda --seconds 1", "--device cpu --seconds 0 --only read"),
     "loss": Script(
         60, "loss.py", "--device cuda --seconds 5", "--device cpu --seconds 0 --vocabulary 64 --tokens 16 --dtype fp32"
     ),

@@ -29,7 +29,7 @@ from peers import PEERS
 from attnres.comparison.speed import step_times
 from attnres.files import write_json
 from attnres.models import build, build_plain
-from attnres.models.sizes import SIZES as NAMED
+from attnres.models.build import SIZES as NAMED
 from attnres.ops import cpu
 from attnres.progress import Bar
 from attnres.timing import in_turn, seconds_of, spread

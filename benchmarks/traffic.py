@@ -1,7 +1,7 @@
 """Bytes that depth reads move, counted vector by vector, and the times that a memory bandwidth allows.
 
     python benchmarks/traffic.py                        # the tables, with times at 3,000 GB/s
-    python benchmarks/traffic.py --bandwidth 1.7e12     # ... at a bandwidth of yours (kernels.py measures a copy's)
+    python benchmarks/traffic.py --bandwidth 1.7e12     # ... at a bandwidth of yours (reads.py measures a copy's)
 
 The unit is one vector of width d, in the stream's dtype, per token: an fp32 vector beside a bf16 stream counts 2. What
 is scalar per token (logits, maxima, 1/rms) is left out, and so is the one read of the output. A range is what depends
@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from harness import table
 
-from attnres.models.traffic import ADD, STANDARD, group, merge, read_sealed
+from attnres.models.step_cost import ADD, STANDARD, group, merge, read_sealed
 
 
 class Range(NamedTuple):

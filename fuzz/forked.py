@@ -50,7 +50,7 @@ def preload() -> None:
     import attnres.comparison.compare
     import attnres.evals.run
     import attnres.figures.draw
-    import attnres.models.portable
+    import attnres.models.export
     import attnres.report.show
     import attnres.training.loop  # noqa: F401
 

@@ -17,6 +17,7 @@ ORDER = """
     cache device files folders forward head hub imports lazy progress reading run_names stats terminal text timing typed
     ops
     residuals
+    streams
     data
     models
     inspect

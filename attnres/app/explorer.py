@@ -24,8 +24,8 @@ from attnres.inspect.geometry import query_cosine
 from attnres.inspect.inspection import By
 from attnres.inspect.recording import find_residual, record
 from attnres.models.encoding import characters, piece
+from attnres.models.model_files import residual_at, snapshots
 from attnres.models.open import Checkpoint, open_checkpoint
-from attnres.models.snapshot import residual_at, snapshots
 from attnres.residuals import Read, Residual
 
 MAX_TOKENS = 512

@@ -38,6 +38,6 @@ def run(arguments: list[str]) -> None:
         print(export_weights(options.model, options.out, trust_remote_code=remote))
         return
 
-    from attnres.models.portable import export_graph
+    from attnres.models.export import export_graph
 
     print(export_graph(options.model, options.out, onnx=options.onnx, trust_remote_code=remote))

@@ -69,8 +69,7 @@ def _model(options: Plan, device: str) -> Any:
     import torch
 
     from attnres.models import build
-    from attnres.models.build import build_shapes
-    from attnres.models.sizes import SIZES
+    from attnres.models.build import SIZES, build_shapes
 
     size = options.model or "nano"
     if isinstance(size, str) and size not in SIZES:

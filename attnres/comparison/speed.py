@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnres.models.checkpointing import checkpoint_activations
+from attnres.models.bases import checkpoint_activations
 from attnres.timing import device_name, in_turn, seconds_of, spread
 from attnres.training.config import OptimConfig, TrainConfig
 from attnres.training.device import tune

@@ -17,7 +17,7 @@ from attnres.evals.depth import LEGEND, DepthReader, TokenDepth
 from attnres.evals.speaker import Speaker, open_speaker
 from attnres.evals.speed import beside, fitting
 from attnres.forward import evaluating
-from attnres.models.context import context_of
+from attnres.models.encoding import context_of
 
 LOWEST = 1e-6
 """A temperature that logits are divided by without becoming infinite."""

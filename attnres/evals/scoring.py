@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from attnres.errors import UserError
 from attnres.forward import POSITIONS, log_probs
-from attnres.models.context import text_config
+from attnres.models.encoding import text_config
 
 LOGIT_BYTES = 1 << 30
 """What the logits of one batch may take, unless it is a single sequence: a large vocabulary makes them the largest

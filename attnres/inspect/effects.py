@@ -11,8 +11,7 @@ from attnres.errors import UserError
 from attnres.forward import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.edits import Edit, intervene
-from attnres.models.context import stated_context
-from attnres.models.encoding import check_ids, check_length, encode_prompt, rows_of, tokenise
+from attnres.models.encoding import check_ids, check_length, encode_prompt, rows_of, stated_context, tokenise
 from attnres.stats import or_none, ratio
 from attnres.text import short, with_error
 

@@ -19,10 +19,10 @@ from attnres.inspect.edits import position_of
 from attnres.inspect.effects import Text, Token, prompt_ids, token_id
 from attnres.inspect.recording import find_residual
 from attnres.inspect.vectors import read_vectors
-from attnres.models.known_norm import describe_norm
-from attnres.models.stream import FINISHED, note_progress
 from attnres.ops import Norm
 from attnres.residuals import outputs as outputs_of
+from attnres.streams.known_norms import describe_norm
+from attnres.streams.stream import FINISHED, note_progress
 from attnres.text import short
 
 

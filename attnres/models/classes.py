@@ -23,9 +23,9 @@ from attnres.errors import UserError
 from attnres.models.bases import GENERATED, Depth, DepthBase, DepthMixin, class_of, model_class, plain_class
 from attnres.models.config import AUTOS, FIELDS, ResidualConfigMixin, auto_classes
 from attnres.models.families import FAMILIES, Family
-from attnres.models.neighbours import fit_fsdp1, keep_from_decay, share_defaults
 from attnres.residuals import residual_class
 from attnres.residuals.registry import is_known
+from attnres.streams.neighbours import fit_fsdp1, keep_from_decay, share_defaults
 
 
 def __getattr__(name: str) -> type:

@@ -18,7 +18,7 @@ from attnres.errors import UserError, first_line
 from attnres.forward import evaluating
 from attnres.models.exactness import fixed_inputs, logits
 from attnres.models.families import Family, layer_count
-from attnres.models.stream import is_addition
+from attnres.streams.stream import is_addition
 from attnres.text import listed
 
 _KINDS = {2: ("attention", "mlp"), 3: ("attention", "cross_attention", "mlp")}

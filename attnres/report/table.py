@@ -83,7 +83,7 @@ class Row:
 
     @property
     def flops_per_s(self) -> float:
-        """Operations of the plain model's work a second, see `attnres.models.flops`."""
+        """Operations of the plain model's work a second, see `attnres.models.step_cost`."""
         return self.tokens_per_s * self.largest("flops_per_token")
 
     @property

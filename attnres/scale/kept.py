@@ -22,7 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from attnres.errors import UserError
 from attnres.models import DepthMixin
-from attnres.models.checkpointing import checkpoint_activations
+from attnres.models.bases import checkpoint_activations
 from attnres.ops import cpu
 from attnres.progress import quiet_transformers
 

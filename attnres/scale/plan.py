@@ -15,8 +15,7 @@ import torch
 
 from attnres.errors import UserError, unknown
 from attnres.models import DepthMixin
-from attnres.models.flops import PEAKS, step_flops
-from attnres.models.traffic import step_vectors
+from attnres.models.step_cost import PEAKS, step_flops, step_vectors
 from attnres.scale.activations import Activations
 from attnres.scale.crossings import Cut, crossings, most_kept, vectors
 from attnres.scale.cut import layers_of

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.models import DepthMixin
-from attnres.models.stream import FINISHED, Stream, note_progress
 from attnres.residuals import Residual
 from attnres.scale.cache import Borrow, Collect, RankCache, lent
 from attnres.scale.crossings import Crossing, Cut
+from attnres.streams.stream import FINISHED, Stream, note_progress
 
 
 class Skipped(nn.Module):

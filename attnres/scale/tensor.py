@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from attnres.errors import UserError
 from attnres.models import DepthMixin
-from attnres.models.stream import Stream
+from attnres.streams.stream import Stream
 
 COLUMNS, ROWS, WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
 """Styles of a tp_plan that are carried out: others hand whole heads around, or share out experts."""

@@ -39,7 +39,7 @@ def check(config: TrainConfig, world_size: int = 1) -> None:
 
     Whether the residual's settings are possible is checked when the model is built, which knows its depth.
     """
-    from attnres.models.sizes import SIZES
+    from attnres.models.build import SIZES
     from attnres.residuals import check_settings, residual_class
 
     from_dict(dataclasses.asdict(config))  # which refuses values of a wrong type

@@ -20,9 +20,9 @@ import torch
 
 from attnres.errors import UserError
 from attnres.files import write_json
-from attnres.models.checkpointing import checkpoint_activations
-from attnres.models.flops import forward_flops, peak_flops, step_flops
-from attnres.models.snapshot import tensors_of, write_snapshot
+from attnres.models.bases import checkpoint_activations
+from attnres.models.model_files import tensors_of, write_snapshot
+from attnres.models.step_cost import forward_flops, peak_flops, step_flops
 from attnres.progress import STEPS, Bars
 from attnres.reading import read_json
 from attnres.stats import or_none, standard_error

@@ -5,7 +5,7 @@ from typing import Any
 
 from attnres.errors import UserError
 from attnres.folders import kind_of, refuse_other
-from attnres.models.snapshot import snapshots
+from attnres.models.model_files import snapshots
 from attnres.reading import read_json
 from attnres.training.records import ADVICE, Finished, RunConfig
 from attnres.training.sameness import same_configuration, same_text

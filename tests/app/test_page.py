@@ -27,7 +27,7 @@ from attnres.inspect import attribute, token_attention
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import effect
 from attnres.inspect.texts import LookText
-from attnres.models.snapshot import tensors_of, write_snapshot
+from attnres.models.model_files import tensors_of, write_snapshot
 from attnres.text import short
 
 CONTEXT = 512  # of the models in conftest.py

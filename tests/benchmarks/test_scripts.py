@@ -1,26 +1,38 @@
 """Each benchmark runs, small, and finds what it is there to find."""
 
 import argparse
+import importlib.metadata
 import json
+import re
+from pathlib import Path
 
 import decode
 import generate
 import harness
-import kernels
 import loss
 import muon
 import prepare
 import pytest
+import reads
 import stack
 import step
 import torch
 from naive import register_naive
+from transformers.utils import import_utils
 
 CPU = torch.device("cpu")
 
 
 def _quiet(_: str) -> None:
     pass
+
+
+def test_no_script_has_the_name_of_a_package():
+    """Python looks in a script's folder first: Transformers took our `kernels.py` for the package `kernels`."""
+    asked = Path(import_utils.__file__).read_text()
+    packages = {*re.findall(r'_is_package_available\("(\w+)"', asked), *importlib.metadata.packages_distributions()}
+    assert "kernels" in packages
+    assert not packages & {script.stem for script in Path(harness.__file__).parent.glob("*.py")}
 
 
 def test_candidates_take_turns_and_ratios_are_to_the_first():
@@ -47,25 +59,25 @@ def test_progress_says_how_much_is_left(capsys):
 
 
 def test_kernels_times_reads_and_each_stage_of_a_block(tmp_path):
-    shape, block = kernels.Shape(16, 24, 3), kernels.Shape(16, 24, 2, 3)
+    shape, block = reads.Shape(16, 24, 3), reads.Shape(16, 24, 2, 3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(harness, "copy_bandwidth", lambda device: 1e9)
-        result = kernels.run(CPU, torch.float32, (shape,), (block,), seconds=0.0, seed=0, compiled=False, say=_quiet)
+        result = reads.run(CPU, torch.float32, (shape,), (block,), seconds=0.0, seed=0, compiled=False, say=_quiet)
     ours = result["read"][0]["stages"]["forward"]["ours"]
     assert ours["bytes"] == 4 * 16 * 24 * 4
     assert ours["max_error"] < 1e-5
-    assert list(result["block"][0]["stages"]) == list(kernels.STAGES)
+    assert list(result["block"][0]["stages"]) == list(reads.STAGES)
     assert "ours (eager)" in result["block"][0]["stages"]["merges"]
     json.dumps(result, allow_nan=False)
-    harness.bar_chart(tmp_path / "k.svg", kernels.shares(result), "%", "title")
+    harness.bar_chart(tmp_path / "k.svg", reads.shares(result), "%", "title")
     assert (tmp_path / "k.svg").read_text().startswith("<?xml")
 
 
 def test_a_block_of_reads_is_the_same_in_two_phases_and_read_by_read():
-    inputs = kernels.Inputs(3, 8, 16, CPU, torch.float64)
+    inputs = reads.Inputs(3, 8, 16, CPU, torch.float64)
     queries = torch.randn(4, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     arguments = inputs.sources, queries, torch.ones(4, 16, dtype=torch.float64), 1e-6
-    torch.testing.assert_close(kernels.our_block(*arguments), kernels.naive_block(*arguments), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(reads.our_block(*arguments), reads.naive_block(*arguments), rtol=1e-9, atol=1e-9)
 
 
 def test_muon_times_stacks_beside_one_matrix_after_the_other():

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from attnres import UserError, convert, load
 from attnres.models.classes import CLASSES
 from attnres.models.exactness import fixed_inputs, logits
-from attnres.models.portable import export_graph
+from attnres.models.export import export_graph
 
 IDS = torch.arange(12).view(2, 6)
 VOCAB = 320
@@ -117,7 +117,7 @@ for family, folder in json.loads(sys.argv[1]).items():
 
 
 def fresh(code, *arguments, **variables):
-    # Not the folders of scripts that other tests put there: benchmarks/kernels.py is not the package of that name.
+    # Not the folders of scripts that other tests put there.
     others = [place for place in sys.path[1:] if Path(place).parent != Path.cwd()]
     environment = {
         **os.environ,

@@ -14,8 +14,8 @@ from tiny import SIZE, stir
 from attnres import UserError
 from attnres.models import build, load
 from attnres.models.convert import convert
-from attnres.models.inputs import Inputs
 from attnres.residuals import Ways
+from attnres.streams.inputs import Inputs
 
 IDS = torch.randint(0, VOCAB, (2, 9), generator=torch.Generator().manual_seed(1))
 SEVERAL = ["muddformer", "dca"]

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from attnres import UserError
 from attnres.head import called_losses
 from attnres.models import build
-from attnres.models.checkpointing import checkpoint_activations
+from attnres.models.bases import checkpoint_activations
 from attnres.scale.kept import kept_bytes, kept_of
 
 SIZE = {

@@ -117,7 +117,7 @@ def test_shapes_of_trillions_of_parameters_are_planned(layers, trillions, capsys
 def test_models_of_the_hub_are_planned_from_their_config_alone(layers, billions, tmp_path, monkeypatch, capsys):
     described: Any = KimiLinearConfig(num_hidden_layers=layers)
     described.save_pretrained(tmp_path)
-    monkeypatch.setattr("attnres.models.place.fetch", lambda name, patterns: tmp_path)
+    monkeypatch.setattr("attnres.models.model_files.fetch", lambda name, patterns: tmp_path)
     flags = ["--gpus", "64", "--context", "8192", "--settings", "block_size=6", "--rows", "1"]
     main(["plan", "moonshotai/Kimi-Linear-48B-A3B-Instruct", *flags])
     assert f"{billions} billion parameters on 64 h100, residual block" in capsys.readouterr().out

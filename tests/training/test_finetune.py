@@ -214,7 +214,7 @@ def test_the_tokenizer_of_a_model_of_the_hub_is_recorded_by_its_name(
 ) -> None:
     fetched = tmp_path / "hub" / "snapshots" / "0123"
     shutil.copytree(plain, fetched)
-    monkeypatch.setattr("attnres.models.place.fetch", lambda name, patterns: fetched)
+    monkeypatch.setattr("attnres.models.model_files.fetch", lambda name, patterns: fetched)
     (tmp_path / "text.txt").write_text("a few words " * 200)
     config = tune(finetune={"init_from": "someone/small"}, data={"source": str(tmp_path / "text.txt")})
     config = settle(resolve(config))
@@ -447,7 +447,7 @@ def test_a_pretrained_model_that_brings_code_is_refused_before_its_weights_are_l
     config = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "a.Model"}}
     (fetched / "config.json").write_text(json.dumps(config))
     (fetched / "model.safetensors").touch()
-    monkeypatch.setattr("attnres.models.place.fetch", lambda name, patterns: fetched)
+    monkeypatch.setattr("attnres.models.model_files.fetch", lambda name, patterns: fetched)
     refused(capsys, "which training does not run", tune(), tmp_path, "--init-from", "someone/own-model")
 
 

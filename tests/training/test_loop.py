@@ -30,7 +30,7 @@ from attnres.files import locked, write_json
 from attnres.flags import config_file
 from attnres.head import Sums
 from attnres.models import build, load
-from attnres.models.snapshot import snapshots
+from attnres.models.model_files import snapshots
 from attnres.residuals.check.interface import TAKEN
 from attnres.training import TrainConfig, checkpoint, environment, from_dict, loop, to_dict, train, validate
 from attnres.training.branch import branch, branch_step

@@ -6,8 +6,8 @@ from tiny import NARROW
 from torch.utils.flop_counter import FlopCounterMode
 
 from attnres.models import build
-from attnres.models.checkpointing import checkpoint_activations
-from attnres.models.flops import peak_flops, step_flops
+from attnres.models.bases import checkpoint_activations
+from attnres.models.step_cost import peak_flops, step_flops
 
 IDS = torch.randint(30, (2, 8), generator=torch.Generator().manual_seed(0))
 

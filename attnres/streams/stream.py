@@ -18,14 +18,11 @@ from torch.utils import _pytree
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from attnres.errors import UserError
-from attnres.models.inputs import Inputs
-from attnres.models.known_norm import KnownNorm, describe_norm
-from attnres.ops.bank import Bank
-from attnres.ops.sharded import settled
 from attnres.residuals import Residual, Ways
 from attnres.residuals.base import as_it_is, verbs
-from attnres.residuals.program import take_bank
 from attnres.residuals.watch import unwatched
+from attnres.streams.inputs import Inputs
+from attnres.streams.known_norms import describe_norm
 
 _ADDITIONS = frozenset(
     {
@@ -40,12 +37,12 @@ _ADDITIONS = frozenset(
 """What torch, or Dynamo when it exports, calls an addition."""
 
 
-_UNREAD = (
+UNREAD = (
     "sublayer {} wrote before it read: is each of its pre-norms named in its family? A tool that changes a layer's "
     "output before the layer's hooks run (nnsight) adds to its MLP's output instead"
 )
 
-_REENTRANT_IS_REFUSED = (
+REENTRANT_IS_REFUSED = (
     "reentrant checkpointing runs the layers of a depth stream, whose gradients it would drop: checkpoint them with "
     "use_reentrant=False"
 )
@@ -70,7 +67,7 @@ def progress() -> str | None:
     return _progress.get()
 
 
-def _reentrant(residual: nn.Module) -> Sequence[Any] | None:
+def reentrant(residual: nn.Module) -> Sequence[Any] | None:
     """What torch's reentrant checkpointing was given, where it runs layers of the module that has the residual, or a
     part of one: with gradients off, and passing on those of tensors alone. None where it runs all of that module, or
     nothing: then the gradients are made when it runs again."""
@@ -130,27 +127,6 @@ class Stream:
     """A sublayer of the layer that is at work has written: what writes next has to read first."""
 
     @classmethod
-    def start(cls, residual: nn.Module, embedding: Tensor, *, hooked: bool = False) -> "Stream":
-        """Begin a forward pass. `residual` is a `Residual`, or what wraps one: it is called for every verb, so that the
-        wrapper's parameters and hooks are those that count. `hooked`: streams between layers are looked at.
-
-        Raises:
-            UserError: reentrant checkpointing would drop gradients.
-        """
-        if torch.compiler.is_compiling():
-            return cls.plain(residual, embedding)
-        # a leaf may be there where nobody wants gradients: only a computed tensor says that somebody does
-        if not torch.is_grad_enabled() and any(
-            isinstance(one, Tensor) and one.grad_fn is not None for one in _reentrant(residual) or ()
-        ):
-            raise UserError(_REENTRANT_IS_REFUSED)
-        if isinstance(residual, Residual) and not hidden_states_wanted.get():
-            bank = None if hooked else take_bank(residual, embedding)
-            if bank is not None:
-                return BankStream(residual, bank, 0)
-        return cls.plain(residual, embedding)
-
-    @classmethod
     def plain(cls, residual: nn.Module, embedding: Tensor) -> "Stream":
         """Begin a forward pass whose state can be taken out anywhere, with gradients or without."""
         tracked = torch.is_grad_enabled()
@@ -174,8 +150,8 @@ class Stream:
 
     def read(self, norm: nn.Module | None) -> Tensor | Inputs:
         """The input of the coming sublayer, or of the head after the last one; normed unless `norm` is None."""
-        if self.tracked and not torch.is_grad_enabled() and _reentrant(self.residual) is not None:
-            raise UserError(_REENTRANT_IS_REFUSED)
+        if self.tracked and not torch.is_grad_enabled() and reentrant(self.residual) is not None:
+            raise UserError(REENTRANT_IS_REFUSED)
         spec = as_it_is if norm is None else describe_norm(norm, self.like)
         inner = self.residual if isinstance(self.residual, Residual) else self.residual("itself")
         call = self.residual if self.call is None else self.call
@@ -216,7 +192,7 @@ class Stream:
             return self.hidden_state() + output.hidden_state()
         state, self._after_read = self._after_read, None
         if state is None and (self.inside or self.output is None):
-            raise TypeError(_UNREAD.format(self.index))
+            raise TypeError(UNREAD.format(self.index))
         if state is None:  # no sublayer: what was put out last is changed
             return dataclasses.replace(self, output=(cast(Tensor, self.output) + output).to(self.dtype))
         inputs, self._inputs = self._inputs, None
@@ -312,72 +288,6 @@ class Stream:
 
     def dim(self) -> int:
         return self.like.ndim
-
-
-class BankStream(Stream):
-    """One forward pass without gradients, before sublayer `index`; its sources are in a bank, which goes on with the
-    pass. So only the latest stream of a pass can be asked, and an earlier one says that it is over."""
-
-    def __init__(self, residual: Residual, bank: Bank, index: int, values: Tensor | None = None) -> None:
-        self.residual, self.bank, self.index, self.values = residual, bank, index, values
-        self.number, self.like = bank.number, bank.embedding
-        self._inputs: Inputs | None = None
-
-    def _refusal(self) -> RuntimeError:
-        return RuntimeError(
-            f"the stream before sublayer {self.index} cannot be asked: a pass without gradients keeps its sources in "
-            "one place and goes on; pass output_hidden_states=True, or put an observer on the residual. If a norm's "
-            "forward was replaced, put back the one that reads the stream"
-        )
-
-    def read(self, norm: nn.Module | None) -> Tensor | Inputs:
-        bank, index = self.bank, self.index
-        residual = cast(Residual, self.residual)
-        if bank.index != index or bank.number != self.number:
-            raise self._refusal()
-        known = bank.norms[index]
-        if known is None or not known.holds(norm):
-            known = bank.norms[index] = KnownNorm(norm, self.like)
-            bank.set_norm(known.fused)
-        x = bank.read()
-        if known.fused is None:
-            scale = bank.scale()
-            x = known.apply(x if scale == 1.0 else x * scale)
-        if index == residual.num_sublayers:
-            residual.banks.put(bank)
-            return x
-        return x if residual.value_mix is None else self._with_values(x, residual)
-
-    def __add__(self, output: Tensor) -> "Stream":
-        bank, index = self.bank, self.index
-        if bank.index != index or bank.number != self.number:
-            raise self._refusal()
-        if not bank.was_read:
-            raise TypeError(_UNREAD.format(index))
-        if type(output) is not Tensor:
-            output = settled(output)
-        if output.requires_grad or not output.is_cpu or output.data_ptr() == 0 or output.shape != self.like.shape:
-            raise RuntimeError(
-                f"sublayer {index} gave a {type(output).__name__} of shape {tuple(output.shape)} on {output.device}, "
-                f"requires_grad={output.requires_grad}: expected {tuple(self.like.shape)} in memory of the CPU and "
-                "without gradients, as the pass began; begin it with gradients on"
-            )
-        bank.write(output)
-        values = self.values if self._inputs is None else self._inputs.first
-        after = BankStream(cast(Residual, self.residual), bank, index + 1, values)
-        after.inside = True
-        return after
-
-    __radd__ = __add__
-
-    def written(self) -> Any:
-        raise self._refusal()
-
-    def hidden_state(self) -> Tensor:
-        raise self._refusal()
-
-    def to(self, *args: Any, **kwargs: Any) -> "Stream":
-        return self
 
 
 def passed_over(stream: Stream, count: int) -> Stream:

@@ -1,4 +1,4 @@
-"""What is known of a norm's arithmetic from its module: the value that a read takes to norm what it gives."""
+"""Norm modules as values that a read is fused with, and the exchange of a module's class for one that reads."""
 
 import copy
 import functools
@@ -9,10 +9,40 @@ import torch
 from torch import Tensor, nn
 
 from attnres.device import autocast_dtype
-from attnres.models.exchange import own_class
-from attnres.ops.bank import is_copied
 from attnres.ops.norms import Norm
-from attnres.residuals.base import NormLike, as_it_is
+from attnres.residuals.base import NormLike
+
+
+class Exchanged(nn.Module):
+    """Mixed in front of a module's own class by `exchange`; copies and pickles of the module keep the exchange."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _empty, type(self).__bases__, self.__dict__
+
+
+def exchange(module: nn.Module, mixin: type[Exchanged]) -> None:
+    """Put `mixin` in front of the class of this one module, unless it is there already."""
+    if not isinstance(module, mixin):
+        module.__class__ = _exchanged(mixin, type(module))
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The class that a module had before an exchange."""
+    cls: Any = type(module)
+    return cls.__bases__[1] if isinstance(module, Exchanged) else cls
+
+
+@functools.cache
+def _exchanged(mixin: type[Exchanged], cls: type[nn.Module]) -> type[nn.Module]:
+    """Return the class, whose name ends in the mixin's: servers put a norm of their own in place of whatever is called
+    `...RMSNorm`, and with it the exchange would be gone."""
+    bases: tuple[type, ...] = (mixin, cls)
+    return type(f"{cls.__name__}{mixin.__name__.lstrip('_')}", bases, {"__module__": __name__})
+
+
+def _empty(mixin: type[Exchanged], cls: type[nn.Module]) -> nn.Module:
+    """Return an empty module of the exchanged class: what unpickling and copying fill."""
+    return object.__new__(_exchanged(mixin, cls))
 
 
 def _forward(module: nn.Module) -> Callable:
@@ -52,42 +82,3 @@ def is_rms_norm(module: nn.Module) -> bool:
             )
         except (RuntimeError, TypeError):
             return False
-
-
-class KnownNorm:
-    """A norm module as a bank's read knows it from one pass to the next.
-
-    Attributes:
-        fused: its arithmetic, where that is known; else None, and `apply` is the module's forward, or nothing.
-    """
-
-    def __init__(self, module: nn.Module | None, like: Tensor) -> None:
-        spec = as_it_is if module is None else describe_norm(module, like)
-        self.module, self.fused = module, spec if isinstance(spec, Norm) else None
-        self.apply = as_it_is if isinstance(spec, Norm) else spec
-        self.places = _places(self.fused)
-        self.is_copied = self.fused is not None and any(map(is_copied, (self.fused.weight, self.fused.bias)))
-        self.eps_name = "eps" if isinstance(module, nn.LayerNorm) else "variance_epsilon"
-
-    def holds(self, module: nn.Module | None) -> bool:
-        """Whether this is the module, and its weights, of which the bank has no copies, lie where they lay, with the
-        same eps and autocast."""
-        fused = self.fused
-        if module is not self.module or fused is None or module is None:
-            return module is self.module
-        if self.is_copied:
-            return False
-        vectors = module._parameters
-        return (
-            vectors.get("weight") is fused.weight
-            and vectors.get("bias") is fused.bias
-            and self.places == _places(fused)
-            and getattr(module, self.eps_name) == fused.eps
-            and autocast_dtype("cpu") is fused.out_dtype
-        )
-
-
-def _places(norm: Norm | None) -> tuple[int, int]:
-    """Where a norm's weight and bias lie."""
-    weight, bias = (None, None) if norm is None else (norm.weight, norm.bias)
-    return (0 if weight is None else weight.data_ptr()), (0 if bias is None else bias.data_ptr())

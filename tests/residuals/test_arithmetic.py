@@ -1,10 +1,10 @@
-"""Sinkhorn's normalisation against its definition on logarithms, step by step."""
+"""Products, sums and Sinkhorn's normalisation against their definitions."""
 
 import pytest
 import torch
 from formula import on_logarithms
 
-from attnres.residuals.sinkhorn import sinkhorn
+from attnres.residuals.arithmetic import sinkhorn
 
 
 def drawn(*shape, scale=1.0):

@@ -1,7 +1,7 @@
 """Depth reads on their own: one read, and one block call by call, beside naive torch, peers and a copy of the device.
 
-    python benchmarks/kernels.py                  # the device's own shapes; about a minute on a CPU, five on a GPU
-    python benchmarks/kernels.py --only block
+    python benchmarks/reads.py                  # the device's own shapes; about a minute on a CPU, five on a GPU
+    python benchmarks/reads.py --only block
 
 *Read*: `depth_read` of n sources, forward and backward, beside the same read by stack and einsum, that compiled, and
 the peers. All are credited with what a read must move (each source and the result once), so that GB/s compare.
@@ -27,7 +27,7 @@ from naive import EPS, naive_read
 from peers import able
 from torch import Tensor
 
-from attnres.models import traffic as counts
+from attnres.models import step_cost as counts
 from attnres.ops import Norm, depth_read, eager, explain, merge, read_sealed
 from attnres.ops.backend import Backend, MergeGradInputs, MergeInputs, ReadGradInputs, ReadInputs
 from attnres.ops.dispatch import backend_for

@@ -1,4 +1,4 @@
-"""Mixing that depends on no input (arXiv 2603.15031, Table 4)."""
+"""Static mixing (arXiv 2603.15031, Table 4) and DenseNet's concatenation (arXiv 1608.06993) against their formulas."""
 
 import pytest
 import torch
@@ -33,3 +33,26 @@ def test_the_start_is_the_mean_or_the_sum():
 def test_weights_of_no_kind():
     with pytest.raises(UserError, match="weights"):
         make_residual("static_mix", 4, 8, weights="sigmoid")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_read_projects_all_outputs_concatenated(shape):
+    def formula(network, p):
+        outputs, used = [network.embedding], 0
+        for index in range(network.sublayers + 1):
+            h = torch.cat(outputs, -1)
+            if index:
+                matrix = p["projection"][used : used + index + 1].reshape(-1, network.width)
+                used += index + 1
+                h = h @ matrix
+            if index == network.sublayers:
+                assert used == len(p["projection"])
+                return network.norm(index, h)
+            outputs.append(network.f(index, network.norm(index, h)))
+
+    check_formula("densenet", formula, shape)
+
+
+def test_every_matrix_starts_as_the_identity():
+    residual = make_residual("densenet", 4, 8)
+    assert torch.equal(residual.projection, torch.eye(8).expand(14, 8, 8))

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.models.exchange import Exchanged, exchange
 from attnres.residuals import Ways
+from attnres.streams.known_norms import Exchanged, exchange
 
 
 class _MisusedError(TypeError, AttributeError):
