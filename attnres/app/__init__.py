@@ -31,7 +31,7 @@ def explore(
     """
     if len(models) > 2:
         raise UserError(f"{len(models)} models were given: the explorer shows one, or two side by side")
-    check_port(host, port)
+    address = check_port(host, port)
     if importlib.util.find_spec("starlette") is None or importlib.util.find_spec("uvicorn") is None:
         raise UserError("the explorer needs Starlette and uvicorn: pip install 'attnres[app]'")
     from attnres.app.explorer import choose_threads, find_demo, open_models
@@ -43,7 +43,7 @@ def explore(
     choose_threads([model for model in page.models if model.is_loaded])
     from attnres.app.server import serve
 
-    serve(page, host=host, port=port, names=names, browser=browser)
+    serve(page, address, host=host, port=port, names=names, browser=browser)
 
 
 def check_port(host: str, port: int) -> str:

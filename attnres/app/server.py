@@ -21,7 +21,6 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from attnres.app import check_port
 from attnres.app.figures import without
 from attnres.app.page import EXAMPLES, Page
 from attnres.app.reading import Report
@@ -330,18 +329,16 @@ def _lines(work: Callable[[Report], dict[str, Any]]) -> Iterator[str]:
         left.set()
 
 
-def serve(
-    page: Page, *, host: str = "127.0.0.1", port: int = 7860, names: Sequence[str] = (), browser: bool = False
-) -> None:
+def serve(page: Page, address: str, *, host: str, port: int, names: Sequence[str] = (), browser: bool = False) -> None:
     """Serve the page until Ctrl-C.
 
     Args:
+        address: the numeric one that `host` stands for (`attnres.app.check_port`).
         names: by which others ask for it besides the machine's own, where `host` lets them.
 
     Raises:
-        UserError: a host that is not this machine's, or a port that is in use.
+        UserError: the port is in use.
     """
-    address = check_port(host, port)
     local = is_loopback(address)
     known = () if local else own_names(host, *names)
     served = application(page, local=local, names=known)
