@@ -51,7 +51,7 @@ def preload() -> None:
     import attnres.evals.run
     import attnres.figures.draw
     import attnres.models.export
-    import attnres.report.show
+    import attnres.report.page
     import attnres.training.loop  # noqa: F401
 
     torch.set_num_threads(1)

@@ -200,7 +200,7 @@ class Opened:
         def draw() -> str:
             from attnres.figures import NotShown, style
             from attnres.figures.edges import graph
-            from attnres.report.theme import to_svg
+            from attnres.figures.style import to_svg
 
             title = f"{self.name}: how the prediction after token {token} is made"
             try:

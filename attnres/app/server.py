@@ -26,8 +26,8 @@ from attnres.app.page import EXAMPLES, Page
 from attnres.app.reading import Report
 from attnres.app.state import MAX_CHARACTERS, View, from_json
 from attnres.errors import UserError, is_out_of_memory
+from attnres.figures.style import variables
 from attnres.reading import parse_json
-from attnres.report.theme import variables
 from attnres.text import listed, one_line
 from attnres.typed import Count, checked
 

@@ -15,7 +15,7 @@ from attnres.inspect.inspection import By, Inspection
 from attnres.inspect.look import look
 from attnres.paths import user_path
 from attnres.report.runs import load_study
-from attnres.report.variants import comparison_of
+from attnres.report.sections import comparison_of
 from attnres.terminal import say
 
 
