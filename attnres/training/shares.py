@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.files import copy_files, replaced_folder, write_json, writing
 from attnres.reading import read_json
+from attnres.residuals import settings_in_full
 from attnres.training.optim import empty_state, load_state_tensors, state_tensors
 
 if TYPE_CHECKING:
@@ -156,7 +157,8 @@ def check_residual(config: Any, state: dict[str, Any], path: Path) -> None:
     """Refuse the config of a model in `path` that has another residual than the run of `state`: UserError."""
     ours = state["config"]["model"]
     residual, settings = (getattr(config, name, None) for name in ("residual", "residual_settings"))
-    if (residual, settings or {}) != (ours["residual"], ours["settings"]):
+    same = residual == ours["residual"]
+    if not same or settings_in_full(residual, settings) != settings_in_full(residual, ours["settings"]):
         raise UserError(
             f"the model in {path} has the residual {residual} {settings}, expected {ours['residual']} "
             f"{ours['settings']}: {DAMAGED}"
