@@ -24,7 +24,7 @@ def export_weights(name: str, out: str, *, trust_remote_code: bool = False) -> s
     folder = path if (path / SHARES).is_dir() or finished else path / "checkpoint"
     if not (folder / SHARES).is_dir():
         return export_model(name, out, trust_remote_code=trust_remote_code)
-    from attnres.scale.state import load_shards
+    from attnres.scale.sharded_checkpoint import load_shards
 
     target = refuse_other(out)
     state = stored_state(folder)

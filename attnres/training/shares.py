@@ -1,6 +1,6 @@
 """A checkpoint of a model in shares, stages or slices: files of every process, which any layout of processes reads.
 
-    checkpoint/shares/                model.NAME and optimizer.PARAMETER::ENTRY (see attnres.scale.state)
+    checkpoint/shares/                model.NAME and optimizer.PARAMETER::ENTRY (see attnres.scale.sharded_checkpoint)
     checkpoint/model/                 what to build the model from, and its tokenizer
     checkpoint/state.json             as of a whole one (attnres.training.checkpoint), with a checksum of every file
 
@@ -52,7 +52,7 @@ class Saving:
         Raises:
             UserError: one of the processes could not write.
         """
-        from attnres.scale.state import begin_shards, file_sums, save_shards
+        from attnres.scale.sharded_checkpoint import begin_shards, file_sums, save_shards
 
         self.who, self.stack = layout.who, ExitStack()
         optimizer = {f"optimizer.{key}": value for key, value in state_tensors(optimizers).items()}
@@ -112,7 +112,7 @@ def fill(folder: Path, layout: "Layout", optimizers: list[torch.optim.Optimizer]
     Raises:
         UserError: it is damaged or does not fit.
     """
-    from attnres.scale.state import load_shards, shapes_in
+    from attnres.scale.sharded_checkpoint import load_shards, shapes_in
 
     here = folder / SHARES
     shapes = {key.removeprefix("optimizer."): size for key, size in shapes_in(here).items() if key[:10] == "optimizer."}
@@ -137,7 +137,7 @@ def unfilled(folder: Path, state: dict[str, Any]) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from attnres.models.classes import register_stored
-    from attnres.scale.state import check_files
+    from attnres.scale.sharded_checkpoint import check_files
 
     check_files(folder / SHARES, state["checksums"])
     path = folder / "model"

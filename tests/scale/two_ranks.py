@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from attnres.errors import Interrupted, UserError
 from attnres.head import called_losses
 from attnres.models import build
-from attnres.scale.crossings import vectors
+from attnres.scale.cut import vectors
 from attnres.scale.pipeline import Pipeline, check_schedule, plan_cut, schedule_named
 from attnres.scale.shard import local, mean_gradients, shard
 from attnres.training import device as tuning
