@@ -15,7 +15,7 @@ from attnres.training.config import TrainConfig, differences, to_dict
 from attnres.training.records import ADVICE, RunConfig
 from attnres.training.run_folder import DIVERGED, ended
 from attnres.typed import checked
-from lab.rows import MEASURES, Measures, measures_of
+from lab.measures import MEASURES, Measures, measures_of
 
 PLACES = ("images",)
 """Arguments of a computed run that say where something lies."""

@@ -26,7 +26,7 @@ from attnres.training.run_folder import DIVERGED
 from attnres.training.validate import read_windows, save_windows, windows_files
 from attnres.typed import checked
 from lab.adopt import PLACES, computed_in, runs_in
-from lab.rows import MEASURES, Measures
+from lab.measures import MEASURES, Measures
 
 ARCHIVE = "runs.jsonl"
 _FILES: dict[str, Any] = {

@@ -38,9 +38,9 @@ def write_inside(model: nn.Module, prepared: "Prepared", config: TrainConfig, ca
 
     from attnres.data import load_tokenizer
     from attnres.data.batches import held_out_starts
+    from attnres.inspect.inspection import dynamics
     from attnres.inspect.inspector import from_survey, show_example
     from attnres.inspect.kinds import KINDS, guess_language
-    from attnres.inspect.measures import dynamics
     from attnres.inspect.survey import Encoded, survey
     from attnres.training.records import read_metrics
 

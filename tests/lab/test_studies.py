@@ -36,14 +36,13 @@ from lab.conduct import ExecutionOptions, conduct, left_of
 from lab.contrast import contrast
 from lab.cost import CALL, Cost, Mechanism, Step, costs_of, flops_a_token, hours, on_gpu
 from lab.design import Design, Measured, Result, Row, Setting
+from lab.measures import Computation, compute, function, to_csv
 from lab.outcome import Outcome, at_sizes, command, names_of, outcome_in, report_page, survey
 from lab.presets import PRESETS, shape
-from lab.rows import to_csv
 from lab.slurm import Slurm
 from lab.studies import STUDIES
 from lab.studies.ablations import PUBLISHED
 from lab.tuning import label_of
-from lab.work import Computation, function, work
 
 QUIET = Console(quiet=True)
 
@@ -61,7 +60,7 @@ class Here:
             on_start(child)
             self.names.append(child.name)
             if isinstance(child, Computation):
-                work(child.config)
+                compute(child.config)
             else:
                 train(dataclasses.replace(from_dict(read_json(child.config)), resume=True), progress=False)
             on_end(child)

@@ -17,8 +17,7 @@ from transformers import LlamaForCausalLM
 
 from attnres import cli, head
 from attnres.comparison.compare import compare
-from attnres.comparison.plan import CompareConfig, make_plan
-from attnres.comparison.variants import parse_variants
+from attnres.comparison.plan import CompareConfig, make_plan, parse_variants
 from attnres.data import prepare
 from attnres.errors import UserError
 from attnres.flags import config_file

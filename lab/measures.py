@@ -1,14 +1,28 @@
-"""The measurements of a study's finished runs: read from the run folders, written as one CSV."""
+"""Measurements of a study's finished runs: computed, read from the run folders, written as one CSV.
 
+`python -m lab.measures RUN.json` computes one run in a process of its own: the file names a function of `lab.studies`
+and its arguments, and what that returns is stored in the run's folder.
+"""
+
+import importlib
 import math
+import os
+import signal
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
+from attnres.comparison.children import Child
+from attnres.errors import ERROR_FILE, UserError
+from attnres.files import write_json
 from attnres.reading import read_json
 from attnres.report.runs import load_run
 from attnres.residuals.registry import ships
 from attnres.run_names import label_and_seed
+from attnres.stats import plain
 from attnres.text import csv_text
 from attnres.training.records import ADVICE, TIMES, Finished, Timing
 from attnres.training.run_folder import DIVERGED
@@ -19,10 +33,8 @@ from lab.design import Arm, Row
 COLUMNS = ("arm", "label", "seed", "step", "tokens", "flops", "quantity", "value")
 MEASURES = "measures.json"
 """In a run's folder: what the study's own function made of it, or computed."""
-
-
-_FORMER_HOME, _HOME = "attnres.studies.lab.", "lab.studies."
-"""Where the functions of studies were when measurements were stored, and where they are."""
+HOME, _FORMER_HOME = "lab.studies.", "attnres.studies.lab."
+"""Where the functions of studies are (a file names no others), and where they were when measurements were stored."""
 
 
 class Measure(TypedDict):
@@ -91,7 +103,7 @@ def measures_of(folder: Path) -> Measures:
         return {"rows": []}
     measures = checked(read_json(path), Measures, path, "remove that run's folder and run it again")
     if (name := measures.get("function", "")).startswith(_FORMER_HOME):
-        measures["function"] = _HOME + name.removeprefix(_FORMER_HOME)
+        measures["function"] = HOME + name.removeprefix(_FORMER_HOME)
     return measures
 
 
@@ -117,3 +129,55 @@ def to_csv(rows: Sequence[Row]) -> str:
         for row in rows
     ]
     return csv_text(COLUMNS, sorted(lines))
+
+
+# ------------------------------------------------------------------ computed runs
+
+
+@dataclass
+class Computation(Child):
+    """A run that is one function call; its `config` names the function, its arguments and its folder."""
+
+    saves: bool = False
+
+    def variables(self) -> dict[str, str]:
+        """Return what the environment of its process has besides: this package too is the one of this process."""
+        variables = super().variables()
+        home = str(Path(__file__).parents[1])
+        return variables | {"PYTHONPATH": os.pathsep.join([home, variables["PYTHONPATH"]])}
+
+    def command(self, *, quiet: bool) -> list[str]:
+        """Return the words of the command that computes it."""
+        return [sys.executable, "-m", "lab.measures", str(self.config)]
+
+
+def function(name: str) -> Any:
+    """Return the function called "lab.studies.FILE:NAME". Raises UserError for any other."""
+    module, _, attribute = name.partition(":")
+    if not module.startswith(HOME) or not attribute.isidentifier():
+        raise UserError(f"'{name}' is no function of a study: expected {HOME}FILE:NAME")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def compute(path: Path) -> None:
+    """Compute the run that a file names and write RUN/measures.json. Raises UserError."""
+    run = read_json(path)
+    rows = plain(function(run["function"])(**run["arguments"]), digits=17)
+    write_json(Path(run["folder"]) / MEASURES, {key: run[key] for key in ("function", "arguments")} | {"rows": rows})
+
+
+def main() -> None:
+    """Carry out the command; a user's error goes to the study that started it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        compute(Path(sys.argv[1]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except UserError as error:
+        with suppress(KeyError, OSError):
+            Path(os.environ[ERROR_FILE]).write_text(str(error), encoding="utf-8")
+        sys.exit(f"error: {error}")
+
+
+if __name__ == "__main__":
+    main()
