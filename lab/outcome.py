@@ -14,10 +14,10 @@ from typing import Any, TypedDict
 
 from rich.console import Console
 
-from attnres.analysis.draw import write_drawn
 from attnres.comparison.plan import parse_variants
 from attnres.errors import UserError, unknown
 from attnres.figures import style
+from attnres.figures.draw import write_drawn
 from attnres.figures.write import Drawn, check_formats
 from attnres.files import write_json, write_text
 from attnres.folders import refuse_other

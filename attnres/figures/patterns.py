@@ -14,10 +14,9 @@ from attnres.figures import style
 from attnres.figures.cells import SIGNED_MAP, cell_numbers, cells, look_of, named, scale
 from attnres.figures.comparison import Comparison
 from attnres.figures.plot import COLUMN, PAGE, SMALL, NotShown, Plot, canvas, head, label, numbers_on, plain
-from attnres.inspect import measures
 from attnres.inspect.colours import MORE, source_colours
+from attnres.inspect.inspection import By, Routing, amounts, normalised
 from attnres.inspect.notebook import end_of_scale
-from attnres.inspect.routing import By, Routing, amounts
 from attnres.residuals import Source, depths, outputs
 
 if TYPE_CHECKING:
@@ -270,7 +269,7 @@ def matrix_of(inspection: "Inspection", by: By) -> tuple[np.ndarray, By]:
     if by == "contribution" and inspection.mixing_contribution is not None:
         values = np.array(inspection.mixing_contribution, dtype=float)
     else:
-        by, values = "weight", measures.normalised(np.array(inspection.mixing, dtype=float))
+        by, values = "weight", normalised(np.array(inspection.mixing, dtype=float))
     for row, written in zip(values, depths(inspection.layout), strict=True):
         row[written + 1 :] = np.nan
     return values, by

@@ -16,7 +16,7 @@ from attnres.figures.losses import difference, final_difference, held_out_loss, 
 from attnres.figures.patterns import at_boundaries, by_kind, by_prompt, label_sources, layers, mixing, patterns
 from attnres.figures.plot import COLUMN, NotShown, Plot
 from attnres.figures.tokens import stacked, token_map
-from attnres.inspect.routing import By
+from attnres.inspect.inspection import By
 from attnres.text import listed
 
 if TYPE_CHECKING:

@@ -15,10 +15,8 @@ from attnres.figures.patterns import differ
 from attnres.figures.plot import STEP, TOKENS, NotShown, number
 from attnres.figures.tokens import example_columns
 from attnres.figures.write import noted
-from attnres.inspect.inspection import Inspection
-from attnres.inspect.measures import dynamics
+from attnres.inspect.inspection import FIELD, Inspection, amounts, by_in, dynamics
 from attnres.inspect.notebook import end_of_scale
-from attnres.inspect.routing import FIELD, amounts, by_in
 from attnres.report.runs import Run, Study
 from attnres.report.stats import (
     Paired,

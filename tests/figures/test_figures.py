@@ -41,7 +41,7 @@ from attnres.figures.patterns import (
 from attnres.figures.plot import PAGE, canvas, from_zero, label, log_numbers, panels, thin_ticks
 from attnres.figures.style import to_svg
 from attnres.figures.tokens import _layout, drawable, stacked, token_map
-from attnres.inspect.routing import FIELD
+from attnres.inspect.inspection import FIELD
 from attnres.residuals import RESIDUALS, traits_of
 from attnres.residuals.mechanisms.muddformer import WAYS
 

@@ -25,9 +25,8 @@ from attnres.reading import read_json
 from attnres.stats import plain
 from attnres.training import from_dict, train
 from attnres.training.checkpoint import kept
-from attnres.training.config import to_dict
+from attnres.training.config import differences, to_dict
 from attnres.training.records import TIMES
-from attnres.training.sameness import differences
 from lab import __main__ as laboratory
 from lab.analyses.noise import Noise
 from lab.conduct import ExecutionOptions, conduct, left_of
@@ -97,7 +96,7 @@ def images(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnres.training.ending.write_inside", lambda *_: None)  # which studies do not look at
+        patch.setattr("attnres.training.loop.write_inside", lambda *_: None)  # which studies do not look at
         patch.setenv("ATTNRES_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("OMP_NUM_THREADS", "1")
         yield

@@ -9,37 +9,33 @@ from typing import Any
 
 from rich.console import Console
 
-from attnres.analysis.ablations import (
-    attribution_table,
-    find_knock_out,
-    knock_out_table,
-    last_window,
-    next_token_table,
-    prune_table,
-    source_and_read,
-)
-from attnres.analysis.changes import change_since, since_table
-from attnres.analysis.config import InspectConfig
-from attnres.analysis.texts import LookText, batch_size_of, context_of, open_residual, text_of
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.files import write_json
 from attnres.folders import refuse_other
 from attnres.inspect.attribution import Attribution
-from attnres.inspect.edits import KnockOut
-from attnres.inspect.inspection import Inspection
+from attnres.inspect.config import InspectConfig
+from attnres.inspect.edits import KnockOut, find_knock_out, intervene, source_and_read
+from attnres.inspect.inspection import Inspection, dynamics
 from attnres.inspect.inspector import inspect_model
-from attnres.inspect.intervene import intervene
-from attnres.inspect.measures import dynamics
 from attnres.inspect.prune import check_prunable, prune_report
+from attnres.inspect.steps import change_since, since_table
 from attnres.inspect.survey import Survey, encode, survey
-from attnres.inspect.tables import show
+from attnres.inspect.tables import (
+    attribution_table,
+    knock_out_table,
+    last_window,
+    next_token_table,
+    prune_table,
+    show,
+)
+from attnres.inspect.texts import LookText, batch_size_of, context_of, open_residual, text_of
 from attnres.models.encoding import token_in_front
 from attnres.models.open import Checkpoint
 from attnres.progress import counting
 from attnres.residuals import traits_of
 from attnres.terminal import say, wide
-from attnres.training.metrics import read as read_metrics
+from attnres.training.records import read_metrics
 
 
 @dataclass(frozen=True)

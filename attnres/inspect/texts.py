@@ -6,12 +6,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from attnres.analysis.config import LookConfig
 from attnres.data.decode import decoded
 from attnres.data.shards import prepared_folder, read_header
 from attnres.data.sources import open_source
 from attnres.errors import UserError
 from attnres.evals.scoring import LOGIT_BYTES
+from attnres.inspect.config import LookConfig
 from attnres.models.encoding import check_text
 from attnres.models.open import Checkpoint, open_checkpoint
 from attnres.paths import user_path
