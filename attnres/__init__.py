@@ -23,6 +23,7 @@ HOMES = {
     "Residual": "attnres.residuals",
     "make_residual": "attnres.residuals",
     "register": "attnres.residuals",
+    "regroup": "attnres.residuals.regroup",
     "attach": "attnres.models",
     "build": "attnres.models",
     "convert": "attnres.models",
@@ -51,6 +52,7 @@ if TYPE_CHECKING:  # the same for type checkers and editors, and the subpackages
     from attnres.models import attach, build, convert, load
     from attnres.ops import Norm, depth_read, depth_read_reference
     from attnres.residuals import RESIDUALS, Residual, make_residual, register
+    from attnres.residuals.regroup import regroup
     from attnres.streams.depth_reads import DepthReads
     from attnres.training.config import TrainConfig
     from attnres.training.loop import train
@@ -81,5 +83,6 @@ __all__ = [
     "make_residual",
     "record",
     "register",
+    "regroup",
     "train",
 ]

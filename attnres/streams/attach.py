@@ -37,7 +37,8 @@ def attach(
 
     Args:
         module: it has the parameters as `module.residual` from now on.
-        residual: a mechanism's name, or FILE.py:CLASS; `settings` are its settings.
+        residual: a mechanism's name, or FILE.py:CLASS; `settings` are its settings. `query_lr` is 0.1 unless given:
+            queries and gains move at a tenth of the rate that your optimizer has.
         layers: path in `module` of the list of layers.
         norms: paths in a layer of the norms that read the stream, in the order of the calls.
         final_norm: path in `module` of the norm after the last layer; None where the layers' output is used as it is.
@@ -72,6 +73,7 @@ def attach(
     width = width or _width(first)
     name = residual_class(residual).name
     scale = {"read_scale": read_scale} if "read_scale" in settings_of(name) else {}
+    settings.setdefault("query_lr", None)
     parameter = next(stack[0].parameters())
     with torch.device(parameter.device):
         depth = len(stack) * len(norms)
