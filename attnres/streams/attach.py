@@ -254,7 +254,8 @@ class _Example:
             ) from error
 
     def run(self) -> Any:
-        return self.module(*self.args, **self.kwargs)
+        args, kwargs = _pytree.tree_map_only(Tensor, Tensor.clone, (self.args, self.kwargs))  # it may change them
+        return self.module(*args, **kwargs)
 
     def _tensors(self) -> list[Tensor]:
         """Return the floating-point tensors of a pass in evaluation mode, with the same random numbers each time."""
