@@ -36,10 +36,9 @@ from attnres.data.build import Prepared
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.forward import next_token_losses
-from attnres.inspect.edits import KnockOut
-from attnres.inspect.intervene import intervene
+from attnres.inspect.edits import KnockOut, intervene
 from attnres.inspect.kinds import INSIDE, KINDS, guess_language, kinds_of
-from attnres.inspect.record import record
+from attnres.inspect.recording import record
 from attnres.models.open import open_checkpoint
 from attnres.report.runs import Run, load_study
 from attnres.stats import plain, standard_error

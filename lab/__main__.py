@@ -201,7 +201,7 @@ def _carry_out(designs: "list[Design]", setting: "Setting", options: Study) -> N
                 open_source(options.source)  # a name that is wrong is refused here as it would be in earnest
             return print_estimate(designs, setting, execution, adopted=adopted)
         if setting.images is not None and any(design.name == "resnet" for design in designs):
-            from lab.studies.images import load_images
+            from lab.studies.resnet import load_images
 
             load_images(setting.images)  # what is wrong with them is said before anything is written
         _conduct(designs, setting, execution, adopted)

@@ -11,12 +11,11 @@ from attnres.errors import UserError
 from attnres.files import is_half_written, locked, replaced_folder
 from attnres.reading import read_json
 from attnres.training.checkpoint import kept, reconfigure
-from attnres.training.config import TrainConfig, to_dict
+from attnres.training.config import TrainConfig, differences, to_dict
 from attnres.training.records import ADVICE, RunConfig
 from attnres.training.run_folder import DIVERGED, ended
-from attnres.training.sameness import differences
 from attnres.typed import checked
-from lab.rows import MEASURES, Measures, measures_of
+from lab.measures import MEASURES, Measures, measures_of
 
 PLACES = ("images",)
 """Arguments of a computed run that say where something lies."""

@@ -21,13 +21,12 @@ from attnres.errors import UserError
 from attnres.files import write_json, write_text
 from attnres.reading import parse_json, read_json, read_text
 from attnres.run_names import label_and_seed
-from attnres.training import metrics
-from attnres.training.records import TIMES, Environment, RunConfig, RunData, Summary, Timing
+from attnres.training.records import TIMES, Environment, RunConfig, RunData, Summary, Timing, line_of, read_metrics
 from attnres.training.run_folder import DIVERGED
 from attnres.training.validate import read_windows, save_windows, windows_files
 from attnres.typed import checked
 from lab.adopt import PLACES, computed_in, runs_in
-from lab.rows import MEASURES, Measures
+from lab.measures import MEASURES, Measures
 
 ARCHIVE = "runs.jsonl"
 _FILES: dict[str, Any] = {
@@ -94,7 +93,7 @@ def _archived(folder: Path, arm: str) -> Archived:
         arguments |= {key: Path(arguments[key]).name for key in PLACES if arguments.get(key)}
     if config := files.get("config.json"):
         config |= {"out": None, "data": config["data"] | {"source": title_of(config["data"]["source"])}}
-        lines = metrics.read(folder / "metrics.jsonl")
+        lines = read_metrics(folder / "metrics.jsonl")
         last = {line["kind"]: line for line in lines}
         run["metrics"] = [line for line in lines if line["kind"] == "val" or line is last[line["kind"]]]
         if windows := windows_files(folder):
@@ -163,7 +162,7 @@ def archived_in(path: Path) -> list[Archived]:
         for name in set(line["files"]) & set(_FILES):
             checked(line["files"][name], _FILES[name], f"{name} in {where}", _ADVICE)
         for one in line.get("metrics", []):
-            metrics.line_of(one, f"a measurement in {where}", _ADVICE)
+            line_of(one, f"a measurement in {where}", _ADVICE)
         if "run" not in line and set(line["files"]) != {TIMES}:
             raise UserError(f"{where} has no run: expected LABEL-seedK, or none and {TIMES} alone; {_ADVICE}")
         if "run" in line and label_and_seed(line["run"]) is None:

@@ -14,7 +14,7 @@ from attnres.typed import checked
 from lab.adopt import same_name
 from lab.archive import ARCHIVE, is_alone
 from lab.design import Design, Measured, Setting
-from lab.rows import MEASURES
+from lab.measures import MEASURES
 
 RECORD = "study.json"
 VERSION = 1

@@ -40,9 +40,8 @@ from lab.begin import Begin, asked, begun, nothing_lost, same_material
 from lab.cost import Cost, Step, costs_of, hours, measured_speeds, on_gpu
 from lab.design import Arm, Design, Measured, Setting
 from lab.elsewhere import Elsewhere, archived_alone, elsewhere
+from lab.measures import MEASURES, Computation, function, measures_of
 from lab.outcome import Outcome, names_of, survey, write
-from lab.rows import MEASURES, measures_of
-from lab.work import Computation, function
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attnres.comparison.variants import parse_variants
+from attnres.comparison.plan import parse_variants
 from attnres.device import pick_device
 from attnres.errors import UserError
 from attnres.residuals.operations import operations

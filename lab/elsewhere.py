@@ -11,7 +11,7 @@ from lab.adopt import computed_in, runs_in, same_computation
 from lab.archive import ARCHIVE, archived_in, unpacked
 from lab.begin import RECORD
 from lab.design import Arm, Computed
-from lab.rows import MEASURES, Measures
+from lab.measures import MEASURES, Measures
 
 
 @dataclass(frozen=True)

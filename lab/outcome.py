@@ -14,10 +14,10 @@ from typing import Any, TypedDict
 
 from rich.console import Console
 
-from attnres.analysis.draw import write_drawn
-from attnres.comparison.variants import parse_variants
+from attnres.comparison.plan import parse_variants
 from attnres.errors import UserError, unknown
 from attnres.figures import style
+from attnres.figures.draw import write_drawn
 from attnres.figures.write import Drawn, check_formats
 from attnres.files import write_json, write_text
 from attnres.folders import refuse_other
@@ -33,8 +33,8 @@ from lab.analyses.noise import Noise
 from lab.archive import ARCHIVE, archive, restored, texts_of
 from lab.begin import RECORD, asked, asked_in
 from lab.design import Arm, Design, Measured, Result, Setting, Table
+from lab.measures import MEASURES, rows_of, step_times, to_csv
 from lab.presets import PRESETS
-from lab.rows import MEASURES, rows_of, step_times, to_csv
 from lab.studies import STUDIES
 
 FOOTER = (

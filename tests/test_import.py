@@ -69,9 +69,9 @@ def test_every_public_name_is_what_it_says(name):
     assert name in dir(attnres)
 
 
-PACKAGES = ["analysis", "app", "cli", "comparison", "data", "evals", "inspect", "models", "ops", "report", "residuals"]
+PACKAGES = ["app", "cli", "comparison", "data", "evals", "inspect", "models", "ops", "report", "residuals"]
 NAMES = (
-    "import attnres.training, attnres.training.run, attnres.inspect.record, attnres.models.convert, attnres; "
+    "import attnres.training, attnres.training.run, attnres.inspect.recording, attnres.models.convert, attnres; "
     "print([type(getattr(attnres, n)).__name__ for n in ('train', 'record', 'convert')])"
 )
 SUBMODULES = f"import attnres; print([getattr(attnres, n).__name__ for n in {PACKAGES}])"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 from urllib.parse import urlencode
 
 from attnres.errors import UserError
-from attnres.inspect.routing import By
+from attnres.inspect.inspection import By
 from attnres.typed import Count, Misfit, fit
 
 MAX_CHARACTERS = 4000

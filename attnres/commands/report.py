@@ -33,6 +33,6 @@ def run(arguments: list[str]) -> None:
     folders = tuple(user_path(folder) for folder in options.dirs)
     out = user_path(options.out) if options.out else folders[0] if len(folders) == 1 else Path("report")
 
-    from attnres.report.show import show
+    from attnres.report.page import show
 
     show(*folders, out=out, images=options.images)

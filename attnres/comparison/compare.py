@@ -17,9 +17,8 @@ from rich.console import Console
 
 from attnres import terminal
 from attnres.comparison.children import Child
-from attnres.comparison.plan import CompareConfig, Plan, make_plan
+from attnres.comparison.plan import CompareConfig, Plan, Variant, make_plan
 from attnres.comparison.speed import step_times
-from attnres.comparison.variants import Variant
 from attnres.comparison.watch import Ended, RunStatus, train_all
 from attnres.device import cores
 from attnres.errors import Interrupted, UserError
@@ -27,9 +26,8 @@ from attnres.files import locked, write_json
 from attnres.folders import refuse_other
 from attnres.ops import cpu
 from attnres.reading import read_json
-from attnres.report.page import write_report
+from attnres.report.page import show, write_report
 from attnres.report.runs import Study, load_study
-from attnres.report.show import show
 from attnres.text import duration
 from attnres.training.config import size_or_default, to_dict
 from attnres.training.data import data_record, held_out, prepare_from

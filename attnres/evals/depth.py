@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from attnres.errors import UserError
 from attnres.inspect.contribution import Contributions
-from attnres.inspect.pieces import piece
-from attnres.inspect.record import find_residual
+from attnres.inspect.recording import find_residual
+from attnres.models.encoding import piece
 from attnres.residuals import Observer, Source, depths, watched_by
 
 TOP = 3

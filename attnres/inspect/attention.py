@@ -16,8 +16,8 @@ from torch import Tensor
 from attnres.errors import UserError
 from attnres.forward import evaluating
 from attnres.inspect import notebook
+from attnres.inspect.edits import position_of
 from attnres.inspect.effects import Text, prompt_ids
-from attnres.inspect.places import position_of
 
 ATTENDING = ("attention", "full_attention", "sliding_attention", "chunked_attention")
 """Kinds of layers, as a config names them, whose attention has weights."""

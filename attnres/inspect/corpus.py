@@ -6,21 +6,29 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from rich.console import Console
 from torch import nn
 
+from attnres.device import pick_device
 from attnres.errors import UserError, unknown
+from attnres.files import write_json
+from attnres.folders import refuse_other_file
 from attnres.forward import evaluating
 from attnres.inspect import notebook
-from attnres.inspect.pieces import pieces
-from attnres.inspect.places import choose_reads
-from attnres.inspect.record import find_residual, record
-from attnres.inspect.routing import FIELD, By
+from attnres.inspect.config import SearchConfig
+from attnres.inspect.edits import choose_reads, source_and_read
+from attnres.inspect.inspection import FIELD, By
+from attnres.inspect.recording import find_residual, record
 from attnres.inspect.survey import batches, check_documents, encode
-from attnres.models.encoding import check_ids, rows_of, token_in_front
-from attnres.text import short
+from attnres.inspect.texts import batch_size_of, context_of, open_residual, text_of
+from attnres.models.encoding import check_ids, pieces, rows_of, spelled, token_in_front
+from attnres.progress import counting
+from attnres.terminal import grid, say, wide
+from attnres.text import counted, short
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
 
 CONTEXT = 60
 """Characters of text on either side of a token that is shown."""
@@ -225,3 +233,60 @@ def _hit(tokenizer: "PreTrainedTokenizerBase", window: _Window, place: int, weig
         text, at, token, rest = "".join(words), len("".join(words[:place])), words[place], "".join(words[place + 1 :])
     before, after = text[:at][-CONTEXT:], rest[:CONTEXT]
     return Hit(token, before, after, contribution, weight, window.document, window.start + place, text, at)
+
+
+SHOWN = 30
+"""Characters of the text on either side of a token."""
+
+
+def find_tokens(config: SearchConfig, console: Console | None = None) -> Search:
+    """Search and print what is found.
+
+    Raises:
+        UserError: no model with a residual of this package, no such edge, no text, options that do not fit, or `out`
+            is the place of something else.
+    """
+    console = wide(console)
+    out = None if config.out is None else refuse_other_file(config.out, {"model", "text", "read", "hits"})
+    checkpoint, _ = open_residual(config, config.model)
+    text = text_of(config, checkpoint.run)
+    context = context_of(config, checkpoint)
+    source, read = source_and_read(config.edge)
+    if read is None:
+        raise UserError(f"'{config.edge}' names a source and no read: expected SOURCE@READ, such as embedding@mlp3")
+    batch_size = batch_size_of(config.batch_tokens, checkpoint, context)
+    model = checkpoint.load(config.dtype, str(pick_device(config.device)))
+    find_edge(model, source, read)  # says what is wrong before the text is read
+    with counting("searching", config.limit, "tokens", shown=config.progress) as on_tokens:
+        result = search(
+            model,
+            checkpoint.tokenizer,
+            text.read(),
+            source,
+            read,
+            context=context,
+            by=config.by,
+            least=config.least,
+            top=config.top,
+            limit=config.limit,
+            batch_size=batch_size,
+            on_tokens=on_tokens,
+        )
+    say(
+        console,
+        f"{checkpoint.title()}: where {result.source} is {'least' if result.least else 'most'} of the read of "
+        f"{result.read}, by {result.by}; {text.name}, {counted(result.tokens, 'token')} of "
+        f"{counted(result.documents, 'document')}, mean {short(result.mean)}",
+    )
+    table = grid(right=("contribution", "weight", "document", "token", "before"))
+    for title in ("it", "after"):
+        table.add_column(title)
+    for hit in result.hits:
+        before, after = spelled(hit.before)[-SHOWN:], spelled(hit.after)[:SHOWN]
+        numbers = (short(hit.contribution), short(hit.weight), str(hit.document), str(hit.position))
+        table.add_row(*numbers, before, f"[{spelled(hit.token)}]", after)
+    console.print(table)
+    if out is not None:
+        write_json(out, {"format": 1, "model": checkpoint.title(), "text": text.name} | result.to_dict())
+        say(console, f"wrote {config.out}")
+    return result

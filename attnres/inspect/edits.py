@@ -1,18 +1,138 @@
 """Edits of reads: of their weights (knock a source out, pin, swap, add to a logit), or of the vectors that they mix."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from attnres.errors import UserError
-from attnres.inspect.places import Reads, Tokens, check_sources, choose_reads, position_of, source_names_of, with_choice
-from attnres.inspect.record import Trace
-from attnres.residuals import Residual, Source
+from attnres.errors import UserError, unknown
+from attnres.inspect.recording import Trace, find_residual
+from attnres.residuals import Editor, Residual, Source, depths, outputs, watched_by
+
+Reads = str | int | Collection[str | int] | None
+"""Which reads: names ("mlp 3", "attention 2 key", "output"), all of a kind ("mlp") or of a sublayer ("attention 2"),
+numbers from 0 (negative ones count from the end), a range; None is all."""
+Tokens = Tensor | int | Sequence[int] | None
+"""Which tokens: a bool mask (B, T) or (T,), or positions in each row (negative ones from the end); None is all."""
+
+
+def with_choice(sources: Sequence[str], reads: Sequence[int], residual: Residual) -> list[int]:
+    """Those of the reads that have one of the sources and another one too; all of them where none does."""
+    layout = residual.layout()
+    rows = {index: [source.name for source in layout[index].sources] for index in reads}
+    return [index for index, row in rows.items() if len(row) > 1 and set(sources) & set(row)] or list(reads)
+
+
+def choose_reads(reads: Reads, names: Sequence[str]) -> list[int]:
+    """The numbers of the reads meant by `reads`, out of those called `names`.
+
+    Raises:
+        UserError: there is no such read, one is given twice, or none at all.
+    """
+    if reads is None:
+        return list(range(len(names)))
+    numbers = []
+    members: Any = [reads] if isinstance(reads, str | int | Integral) else reads
+    for read in members:
+        if isinstance(read, str):
+            of_kind = [index for index, name in enumerate(names) if read in (name, *_groups(name))]
+            if not of_kind:
+                raise unknown("read", read, {*names, *(group for name in names for group in _groups(name))})
+            numbers += of_kind
+        elif _is_number(read) and -len(names) <= read < len(names):
+            numbers.append(int(read) % len(names))
+        else:
+            raise UserError(f"read {read!r}: expected a name such as 'mlp 0', or a number from 0 to {len(names) - 1}")
+    if not numbers:
+        raise UserError("no reads are given: name one, or pass None for all")
+    if len(set(numbers)) < len(numbers):
+        raise UserError(f"a read is given twice in {', '.join(names[index] for index in numbers)}: name each once")
+    return numbers
+
+
+def _groups(name: str) -> list[str]:
+    """What a read of that name is one of: "mlp" of "mlp 3"; "attention" and "attention 2" of "attention 2 key"."""
+    parts = name.split(" ")
+    return [" ".join(parts[:count]) for count in range(1, len(parts))]
+
+
+def token_mask(tokens: Tokens, shape: Sequence[int], device: torch.device) -> Tensor | None:
+    """(B, T) or (T,) bool: which of a pass's tokens are meant; None is all.
+
+    Raises:
+        UserError: a mask of another shape, or a position that is not in the pass.
+    """
+    if tokens is None:
+        return None
+    length = shape[1]
+    if isinstance(tokens, Tensor) and tokens.dtype == torch.bool:
+        if tuple(tokens.shape) not in ((length,), tuple(shape)):
+            raise UserError(
+                f"the edit's mask of tokens has shape {tuple(tokens.shape)}, the forward pass {tuple(shape)}: give one "
+                "of the pass's shape"
+            )
+        return tokens.to(device)
+    positions = tokens.flatten().tolist() if isinstance(tokens, Tensor) else tokens
+    mask = torch.zeros(length, dtype=torch.bool)
+    for position in [positions] if isinstance(positions, int | Integral) else positions:
+        mask[position_of(position, length)] = True
+    return mask.to(device)
+
+
+def _is_number(value: Any) -> bool:
+    """Whether it is a whole number, numpy's included."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def position_of(position: Any, length: int) -> int:
+    """The number of a token, from 0 on, in a pass of `length`. Raises UserError."""
+    if not _is_number(position) or not -length <= position < length:
+        raise UserError(
+            f"position {position!r} in a text of {length} tokens: expected 0 to {length - 1}, or -1, the last"
+        )
+    return int(position) % length
+
+
+def source_names_of(source: str | Sequence[str]) -> Sequence[str]:
+    """One name or several as a sequence. Raises UserError."""
+    names = (source,) if isinstance(source, str) else source
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise UserError(f"the source is {source!r}: expected a name such as 'embedding', or several")
+    return names
+
+
+def check_sources(names: Sequence[str], reads: Sequence[int], residual: Residual) -> None:
+    """Raise a UserError unless each source is among those of at least one of the reads."""
+    layout = residual.layout()
+    rows = [[source.name for source in read.sources] for read in layout]
+    if not names:
+        raise UserError("no source is given: name one, such as 'embedding'")
+    for name in names:
+        if any(name in rows[index] for index in reads):
+            continue
+        last = max(reads)
+        has = f"'{layout[last].name}' reads {', '.join(rows[last])}"
+        written = [output.name for output in outputs(residual.num_sublayers + 1, residual.sublayers)]
+        if name in written:
+            number = written.index(name)
+            if number > depths(layout)[last]:
+                raise UserError(f"source '{name}' is written after read '{layout[last].name}': choose a later read")
+            holders = [f"'{s.name}'" for s in layout[last].sources if s.span is not None and number in s.span]
+            where = f"inside {' and '.join(holders)}" if holders else "inside other sources"
+            raise UserError(f"'{name}' is no source of its own but {where}: {has}; give one of these")
+        first = next((index for index, row in enumerate(rows) if name in row), None)
+        if first is not None:
+            raise UserError(
+                f"no selected read has the source '{name}': '{layout[first].name}' is the first that has it; {has}"
+            )
+        raise unknown("source", name, {name for index in reads for name in rows[index]})
+
 
 LARGEST_DELTA = 80.0
 """exp of more than this is no fp32 number."""
@@ -322,3 +442,162 @@ def pin_from(trace: Trace, reads: Reads = None, *, each_token: bool = False) -> 
     if not trace.tokens or any(not trace.sources[index] for index in numbers):
         raise UserError(f"this recording of residual '{trace.residual}' holds no weights to pin: run a text first")
     return Pin([rows[index] for index in numbers], numbers)
+
+
+def source_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of what each read mixes.
+
+    Raises:
+        UserError: the residual mixes by no weights (DeepNorm).
+    """
+    return [[source.name for source in row] for row in _rows(find_residual(model))]
+
+
+def _rows(residual: Residual) -> list[tuple[Source, ...]]:
+    rows = [read.sources for read in residual.layout()]
+    if not all(rows):
+        raise UserError(f"residual '{residual.name}' mixes its sources by no weights: there is nothing to edit")
+    return rows
+
+
+@contextmanager
+def intervene(model: nn.Module, *edits: Edit) -> Generator[None]:
+    """Make `edits`, one after the other, in every forward pass inside the block; the model itself stays as it is.
+
+    Recording (`record`) shows the edited weights, gradients flow, and generation works; with a KV cache a pass holds
+    the new tokens only, so that edits of some tokens are refused there.
+
+    >>> with intervene(model, KnockOut("embedding", reads="output")):  # doctest: +SKIP
+    ...     logits = model(input_ids=ids).logits
+
+    With activation checkpointing the backward pass runs the layers again: it must be inside the block, too.
+
+    Raises:
+        UserError: an edit of reads, sources or tokens that are not there; a residual that mixes by no weights; a model
+            that is being edited already.
+    """
+    residual = find_residual(model)
+    if residual.editor is not None:
+        raise UserError("this model is being edited already: give all edits to one `intervene`")
+    editor = _Edits(residual, edits)
+    base: Any = getattr(model, "depth_base", model)  # which a head calls, and users may
+    hook = base.register_forward_pre_hook(editor.see_cache, with_kwargs=True)
+    try:
+        with watched_by(residual, editor=editor):
+            yield
+    finally:
+        hook.remove()
+
+
+class Watch(Editor):
+    """An editor that changes nothing: it keeps a running pass's outputs, as every editor must."""
+
+    def __init__(self, residual: Residual) -> None:
+        self.residual = residual
+        self.outputs: Sequence[Tensor] = []
+        self.shape = torch.Size()
+
+    def on_start(self, embedding: Tensor) -> None:
+        self.outputs = [embedding]
+        self.shape = embedding.shape[:-1]
+
+    def on_write(self, index: int, output: Tensor) -> None:
+        self.outputs = [*self.outputs[: index + 1], output]  # a checkpointed layer writes again
+
+    def edit(self, index: int, weights: Tensor) -> Tensor:
+        return weights
+
+
+class _Edits(Watch):
+    """The edits of one `intervene`."""
+
+    def __init__(self, residual: Residual, edits: Iterable[Edit]) -> None:
+        super().__init__(residual)
+        self.rows, names = _rows(residual), [read.name for read in residual.layout()]
+        self.by_read: dict[int, list[tuple[Edit, int]]] = {}
+        self.positional, self.cached = False, False
+        for edit in edits:
+            if not isinstance(edit, Edit):
+                raise UserError(
+                    f"{edit!r} is no edit: expected KnockOut, Uniform, Recency, Pin, Swap, AddLogit, Patch or Steer"
+                )
+            reads = choose_reads(edit.of_reads, names)
+            edit.check(reads, residual)
+            reads = edit.meant(reads, residual)
+            self.positional |= edit.positional
+            for place, index in enumerate(reads):
+                self.by_read.setdefault(index, []).append((edit, place))
+
+    def see_cache(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        caches = [one for one in (*args, *kwargs.values()) if hasattr(one, "get_seq_length")]
+        self.cached = any(int(cache.get_seq_length()) > 0 for cache in caches)
+
+    def on_start(self, embedding: Tensor) -> None:
+        super().on_start(embedding)
+        if self.cached and self.positional:
+            raise UserError(
+                "an edit of some tokens in a pass that continues from a KV cache and so holds new tokens only: pass "
+                "use_cache=False, or edit all tokens"
+            )
+
+    def edit(self, index: int, weights: Tensor) -> Tensor:
+        if index not in self.by_read:
+            return weights
+        edited = weights.view(*self.shape, -1)
+        for edit, place in self.by_read[index]:
+            if edit.changes_values:
+                continue
+            new = edit.rewrite(edited, self.rows[index], place, self.residual.traits.sums_to_one)
+            mask = token_mask(edit.of_tokens, self.shape, weights.device)
+            edited = new if mask is None else torch.where(mask.unsqueeze(-1), new, edited)
+        return edited.reshape(weights.shape)
+
+    def exchange(self, index: int, values: Sequence[Tensor]) -> Sequence[Tensor]:
+        for edit, _ in self.by_read.get(index, ()):
+            if edit.changes_values:
+                names = [source.name for source in self.rows[index]]
+                values = [
+                    self._where(edit, edit.exchange(value), value) if edit.exchanges(name) else value
+                    for name, value in zip(names, values)
+                ] + list(values[len(names) :])
+        return values
+
+    def steer(self, index: int, h: Tensor) -> Tensor:
+        for edit, _ in self.by_read.get(index, ()):
+            if edit.changes_values and edit.exchanges(None):
+                h = self._where(edit, edit.exchange(h), h)
+        return h
+
+    def _where(self, edit: Edit, new: Tensor, old: Tensor) -> Tensor:
+        """The changed vectors (B, T, d) at the edit's tokens, the others as they were."""
+        mask = token_mask(edit.of_tokens, self.shape, old.device)
+        return new.to(old.dtype) if mask is None else torch.where(mask.unsqueeze(-1), new.to(old.dtype), old)
+
+
+def source_and_read(text: str) -> tuple[str, str | None]:
+    """What SOURCE or SOURCE@READ names. Raises UserError."""
+    source, at, where = text.partition("@")
+    if not source.strip() or (at and not where.strip()):
+        raise UserError(f"'{text}' names no edge: expected SOURCE or SOURCE@READ, such as embedding@mlp3")
+    return _spaced(source), _spaced(where) if at else None
+
+
+def find_knock_out(source: str, where: str | None, model: Any) -> KnockOut:
+    """At one read; or, of all reads, of those of a sublayer or of a kind of sublayer, at those with a choice.
+
+    Raises:
+        UserError: no such read, or none of them has the source.
+    """
+    residual = find_residual(model)
+    names = [read.name for read in residual.layout()]
+    reads = choose_reads(where, names)
+    if where not in names:  # a read without its only source has no input at all
+        reads = with_choice((source,), reads, residual)
+    edit = KnockOut(source, reads=reads)
+    with intervene(model, edit):  # says what is wrong with it
+        return edit
+
+
+def _spaced(name: str) -> str:
+    """ "mlp3", "mlp_3", "mlp-3" and "MLP 3" as "mlp 3"; "attention2key" as "attention 2 key"."""
+    return re.sub(r"^([a-z]+)[ _-]*(\d+)[ _-]*([a-z]*)$", r"\1 \2 \3", name.strip().lower()).strip()

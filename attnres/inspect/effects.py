@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from attnres.errors import UserError
 from attnres.forward import evaluating, log_probs
 from attnres.inspect import notebook
-from attnres.inspect.edits import Edit
-from attnres.inspect.intervene import intervene
+from attnres.inspect.edits import Edit, intervene
 from attnres.models.encoding import check_ids, check_length, encode_prompt, rows_of, stated_context, tokenise
 from attnres.stats import or_none, ratio
 from attnres.text import short, with_error

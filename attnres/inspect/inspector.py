@@ -16,13 +16,12 @@ from torch import nn
 
 from attnres.errors import UserError
 from attnres.forward import evaluating, next_token_losses
-from attnres.inspect import geometry, measures
-from attnres.inspect.inspection import ByLabel, Example, Inspection, Weights
+from attnres.inspect import geometry
+from attnres.inspect.inspection import ByLabel, Example, Inspection, Weights, depth_distance, embedding_persistence
 from attnres.inspect.kinds import KINDS, guess_language, kinds_of
-from attnres.inspect.pieces import pieces
-from attnres.inspect.record import Trace, find_residual, record
+from attnres.inspect.recording import Trace, find_residual, record
 from attnres.inspect.survey import Encoded, Survey, check_documents, encode, survey
-from attnres.models.encoding import check_ids, rows_of, token_in_front
+from attnres.models.encoding import check_ids, pieces, rows_of, token_in_front
 from attnres.progress import counting
 from attnres.residuals import depths
 from attnres.stats import or_none
@@ -146,8 +145,8 @@ def from_trace(model: Any, trace: Trace, *, name: str | None = None, source: str
         },
         mixing=None if mixing is None else mixing.tolist(),
         mixing_contribution=None if trace.mixing_contribution is None else trace.mixing_contribution.tolist(),
-        distance=None if mixing is None else measures.depth_distance(mixing, depths(trace.layout)).tolist(),
-        persistence=None if mixing is None else measures.embedding_persistence(mixing).tolist(),
+        distance=None if mixing is None else depth_distance(mixing, depths(trace.layout)).tolist(),
+        persistence=None if mixing is None else embedding_persistence(mixing).tolist(),
         sharpness=geometry.sharpness(residual),
         query_cosine=geometry.query_cosine(residual),
         query_pca=geometry.query_pca(residual),

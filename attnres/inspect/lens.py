@@ -15,9 +15,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttenti
 from attnres.errors import UserError
 from attnres.forward import evaluating, log_probs
 from attnres.inspect import notebook
+from attnres.inspect.edits import position_of
 from attnres.inspect.effects import Text, Token, prompt_ids, token_id
-from attnres.inspect.places import position_of
-from attnres.inspect.record import find_residual
+from attnres.inspect.recording import find_residual
 from attnres.inspect.vectors import read_vectors
 from attnres.ops import Norm
 from attnres.residuals import outputs as outputs_of

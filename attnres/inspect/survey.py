@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError
 from attnres.forward import evaluating, next_token_losses
+from attnres.inspect.edits import intervene
 from attnres.inspect.effects import Edits, prompt_ids, several
-from attnres.inspect.intervene import intervene
-from attnres.inspect.record import Trace, record
+from attnres.inspect.recording import Trace, record
 from attnres.models.encoding import check_ids, encode_document, rows_of
 from attnres.stats import Ratio, RatioSums, ratio
 

@@ -10,7 +10,7 @@ from torch.utils import _pytree
 
 from attnres.errors import UserError, first_line
 from attnres.forward import evaluating
-from attnres.residuals import RESIDUALS, Residual, make_residual, residual_class, settings_of
+from attnres.residuals import Residual, make_residual, residual_class, settings_of
 from attnres.streams.find import Found, NoFitError, find_layers, find_reads
 from attnres.streams.known_norms import Exchanged, exchange, own_class
 from attnres.streams.layers import attach_stream, kinds_of
@@ -57,8 +57,8 @@ def attach(
 
     Args:
         module: it has the parameters as `module.residual` from now on.
-        residual: a mechanism's name, or FILE.py:CLASS; `settings` are its settings. "standard" ignores those of others,
-            so that one word of a config switches depth reads off.
+        residual: a mechanism's name, or FILE.py:CLASS; `settings` are its settings. "standard" ignores those of
+            "block", so that one word of a config switches depth reads off.
         example: arguments of one forward pass, a tuple or, by name, a mapping. Layers, norms, final norm and width are
             found by it where they are not given; what is attached is run with it and compared with what was before.
         layers: path in `module` of the list (or dict) of layers; without an example "layers".
@@ -82,9 +82,6 @@ def attach(
     _refuse_taken(module)
     name = residual_class(residual).name
     own = settings_of(name)
-    if name == "standard":
-        others = {key for other in RESIDUALS for key in settings_of(other)}
-        settings = {key: value for key, value in settings.items() if key in own or key not in others}
     defaults = {"read_scale": read_scale, "query_lr": QUERY_RATE}
     settings = {key: value for key, value in defaults.items() if key in own} | settings
     run = None if example is None else _Example(module, example)

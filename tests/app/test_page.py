@@ -17,18 +17,16 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from attnres.analysis.texts import LookText
 from attnres.app import draw, explore
-from attnres.app.explorer import Opened
-from attnres.app.kept import KEPT, _bytes
+from attnres.app.explorer import Opened, choose_threads, find_demo, open_models
 from attnres.app.page import Page
+from attnres.app.reading import KEPT, _bytes
 from attnres.app.state import ATTENDED, LARGEST, LOSS, MAX_CHARACTERS, Cut, View, decode, encode
-from attnres.app.steps import find_demo, open_models
-from attnres.app.threads import choose_threads
 from attnres.errors import UserError
 from attnres.inspect import attribute, token_attention
 from attnres.inspect.edits import KnockOut
 from attnres.inspect.effects import effect
+from attnres.inspect.texts import LookText
 from attnres.models.model_files import tensors_of, write_snapshot
 from attnres.text import short
 
@@ -607,7 +605,7 @@ def test_threads_are_those_of_the_faster_pass(block, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     monkeypatch.setattr(torch, "set_num_threads", tried.append)
     monkeypatch.setattr(block, "read_ids", lambda ids, pieces, names: spent.append(0.002 if tried[-1] == 2 else 0.02))
-    monkeypatch.setattr("attnres.app.threads.time.perf_counter", lambda: sum(spent))
+    monkeypatch.setattr("attnres.app.explorer.time.perf_counter", lambda: sum(spent))
     choose_threads([block])
     assert tried == [1, 2, 2]
 
@@ -617,7 +615,7 @@ def test_few_analyses_are_kept_of_a_large_vocabulary(folders, monkeypatch):
     for i in range(20):
         model.read(f"text {i}")
     assert len(model.kept) == KEPT
-    monkeypatch.setattr("attnres.app.kept.KEPT_BYTES", 1.0)
+    monkeypatch.setattr("attnres.app.reading.KEPT_BYTES", 1.0)
     model.kept.make("scores", lambda: "what took long and has no tensors")
     for i in range(3):
         model.read(f"one more {i}")

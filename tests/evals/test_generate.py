@@ -14,8 +14,8 @@ from attnres.evals.generate import generate, speak
 from attnres.evals.speaker import Speaker, open_speaker
 from attnres.evals.speed import beside
 from attnres.inspect import record
-from attnres.inspect.pieces import piece
 from attnres.models import build
+from attnres.models.encoding import piece
 
 PROMPT = "the quick brown fox"
 

@@ -10,9 +10,8 @@ from tiny import SIZE
 
 from attnres import UserError
 from attnres.inspect.attribution import agreement, attribute, spearman
-from attnres.inspect.edits import Edit, KnockOut
-from attnres.inspect.intervene import intervene, source_names
-from attnres.inspect.record import record
+from attnres.inspect.edits import Edit, KnockOut, intervene, source_names
+from attnres.inspect.recording import record
 from attnres.models import build
 
 LAYOUTS = ["block", "full", "cumulative", "boundary", "standard", "rescaled", "denseformer", "hyper_connections"]

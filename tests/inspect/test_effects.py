@@ -12,9 +12,8 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from attnres import UserError
-from attnres.inspect.edits import KnockOut, Uniform
+from attnres.inspect.edits import KnockOut, Uniform, intervene
 from attnres.inspect.effects import effect, predict, token_id
-from attnres.inspect.intervene import intervene
 from attnres.inspect.survey import corpus_effect
 from attnres.models import build
 

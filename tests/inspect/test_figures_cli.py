@@ -5,7 +5,7 @@ import json
 import pytest
 
 from attnres import cli
-from attnres.analysis import draw
+from attnres.figures import draw
 from attnres.figures import patterns as drawings
 from attnres.figures.write import Drawn
 from attnres.inspect.inspection import Inspection

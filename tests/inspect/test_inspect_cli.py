@@ -9,14 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 from attnres import cli
-from attnres.analysis.ablations import find_knock_out, source_and_read
-from attnres.analysis.config import InspectConfig
-from attnres.analysis.look import look
 from attnres.data.build import prepare
 from attnres.data.decode import decoded
 from attnres.errors import UserError
+from attnres.inspect.config import InspectConfig
+from attnres.inspect.edits import find_knock_out, source_and_read
 from attnres.inspect.inspection import Inspection
-from attnres.inspect.record import find_residual
+from attnres.inspect.look import look
+from attnres.inspect.recording import find_residual
 from attnres.terminal import wide
 
 TEXT = "The quick brown fox jumps over a lazy dog while seven wizards box up jugs of liquid zinc."

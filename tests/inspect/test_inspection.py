@@ -12,7 +12,7 @@ from attnres.errors import UserError
 from attnres.inspect.inspection import Inspection
 from attnres.inspect.inspector import inspect_model, show_example
 from attnres.inspect.kinds import KINDS, kinds_of
-from attnres.inspect.record import record
+from attnres.inspect.recording import record
 from attnres.inspect.survey import encode, loss_change, survey
 from attnres.residuals import RESIDUALS, make_residual
 

@@ -12,9 +12,8 @@ from tiny import SIZE
 from torch.utils._pytree import tree_leaves
 
 from attnres import UserError
-from attnres.inspect.edits import AddLogit, KnockOut, Pin, Recency, Swap, Uniform, pin_from
-from attnres.inspect.intervene import intervene, source_names
-from attnres.inspect.record import record
+from attnres.inspect.edits import AddLogit, KnockOut, Pin, Recency, Swap, Uniform, intervene, pin_from, source_names
+from attnres.inspect.recording import record
 from attnres.models import build
 
 SOFTMAX = ("block", "full", "cumulative", "boundary")

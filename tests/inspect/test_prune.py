@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from attnres.errors import UserError
-from attnres.inspect.edits import Pin
+from attnres.inspect.edits import Pin, intervene
 from attnres.inspect.inspector import inspect_model
-from attnres.inspect.intervene import intervene
 from attnres.inspect.prune import prune_report
 from attnres.inspect.survey import encode, loss_change, survey
 

@@ -25,9 +25,8 @@ from attnres.reading import read_json
 from attnres.stats import plain
 from attnres.training import from_dict, train
 from attnres.training.checkpoint import kept
-from attnres.training.config import to_dict
+from attnres.training.config import differences, to_dict
 from attnres.training.records import TIMES
-from attnres.training.sameness import differences
 from lab import __main__ as laboratory
 from lab.adopt import alike, computed_in, runs_in, same_computation
 from lab.analyses.noise import Noise
@@ -37,14 +36,13 @@ from lab.conduct import ExecutionOptions, conduct, left_of
 from lab.contrast import contrast
 from lab.cost import CALL, Cost, Mechanism, Step, costs_of, flops_a_token, hours, on_gpu
 from lab.design import Design, Measured, Result, Row, Setting
+from lab.measures import Computation, compute, function, to_csv
 from lab.outcome import Outcome, at_sizes, command, names_of, outcome_in, report_page, survey
 from lab.presets import PRESETS, shape
-from lab.rows import to_csv
 from lab.slurm import Slurm
 from lab.studies import STUDIES
 from lab.studies.ablations import PUBLISHED
 from lab.tuning import label_of
-from lab.work import Computation, function, work
 
 QUIET = Console(quiet=True)
 
@@ -62,7 +60,7 @@ class Here:
             on_start(child)
             self.names.append(child.name)
             if isinstance(child, Computation):
-                work(child.config)
+                compute(child.config)
             else:
                 train(dataclasses.replace(from_dict(read_json(child.config)), resume=True), progress=False)
             on_end(child)
@@ -91,7 +89,7 @@ def images(tmp_path_factory):
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("attnres.training.ending.write_inside", lambda *_: None)  # which studies do not look at
+        patch.setattr("attnres.training.loop.write_inside", lambda *_: None)  # which studies do not look at
         patch.setenv("ATTNRES_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("OMP_NUM_THREADS", "1")
         yield

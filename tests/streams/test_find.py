@@ -33,6 +33,7 @@ def torch_layers(kind, layers=3, norm=None, **options):
 
 GPT2 = {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 32}
 X = torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(0))
+# Gemma-2 norms what sublayers put out too, OLMo-2 that alone; Phi has one norm before attention and MLP side by side.
 MODELS = {
     "gpt2": (lambda: transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=50, **GPT2)), (IDS,), 2),
     "llama": (hugging_face("Llama"), {"input_ids": IDS}, 2),
@@ -40,9 +41,9 @@ MODELS = {
         hugging_face("Gemma2", head_dim=8, num_key_value_heads=4),
         (IDS,),
         2,
-    ),  # norms what sublayers put out too
-    "olmo2": (hugging_face("Olmo2"), (IDS,), 2),  # norms nothing else
-    "phi": (hugging_face("Phi"), (IDS,), 1),  # one norm before an attention and an MLP side by side
+    ),
+    "olmo2": (hugging_face("Olmo2"), (IDS,), 2),
+    "phi": (hugging_face("Phi"), (IDS,), 1),
     "neox": (hugging_face("GPTNeoX"), (IDS,), "read, read, write"),
     "bert": (hugging_face("Bert", "Model"), (IDS,), "a norm or a gate follows"),
     "encoder": (torch_layers("Encoder", norm_first=True, norm=nn.LayerNorm(32)), (X,), 2),
