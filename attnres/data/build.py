@@ -14,11 +14,9 @@ from rich.progress import DownloadColumn
 from tokenizers import Tokenizer
 
 from attnres.cache import cache_dir
-from attnres.data.encode import Encoder, hash_of
-from attnres.data.parts import encoded_in_parts
+from attnres.data.encode import Encoder, encoded_in_parts, hash_of, spooled
 from attnres.data.shards import VERSION, SplitWriter, Tokens, open_tokens, prepared_folder, read_header
 from attnres.data.sources import Rows, Source, open_source
-from attnres.data.spool import spooled
 from attnres.data.tokenizer import (
     bpe_size,
     file_sha256,

@@ -10,7 +10,7 @@ import datasets
 import pytest
 from corpora import document, write_jsonl
 
-from attnres.data import hub, prepare, spool
+from attnres.data import encode, hub, prepare
 from attnres.data.sources import open_source
 from attnres.errors import UserError
 
@@ -19,8 +19,8 @@ TEXTS[30] = " " * 50
 LIMIT = sum(map(len, TEXTS)) - 100
 KILLED = """
 import sys, time
-from attnres.data import hub, prepare, spool
-spool.AHEAD = 2000
+from attnres.data import encode, hub, prepare
+encode.AHEAD = 2000
 plain = hub.field_of
 hub.field_of = lambda *row: time.sleep(0.01) or plain(*row)
 prepare(sys.argv[1], "bpe:300", out=sys.argv[2], limit=int(sys.argv[3]), progress=False)
@@ -48,7 +48,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             yield text
 
     monkeypatch.setattr(hub, "field_of", counted)
-    monkeypatch.setattr(spool, "AHEAD", 2000)
+    monkeypatch.setattr(encode, "AHEAD", 2000)
     return read
 
 
@@ -119,7 +119,7 @@ def test_a_limit_goes_on_where_it_was_left(spec: str):
 
 def test_a_note_that_is_damaged_is_a_sentence(spec: str, tmp_path: Path):
     folder = tmp_path / "spooled"
-    spool.spooled(open_source(spec, limit=LIMIT), folder)
+    encode.spooled(open_source(spec, limit=LIMIT), folder)
     (folder / "read.json").write_text('{"size": -1}')
     with pytest.raises(UserError, match=r"read\.json is damaged .*: remove"):
-        spool.spooled(open_source(spec, limit=LIMIT), folder)
+        encode.spooled(open_source(spec, limit=LIMIT), folder)
