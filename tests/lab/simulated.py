@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from attnres.data.tasks import STEPS
+from attnres.data.sources import STEPS
 from attnres.run_names import label_and_seed
 from lab.cost import costs_of
 from lab.design import Arm, Design, Measured, Row, Setting
