@@ -6,8 +6,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from attnres.data.decode import decoded
-from attnres.data.shards import prepared_folder, read_header
+from attnres.data.shards import decoded, prepared_folder, read_header
 from attnres.data.sources import open_source
 from attnres.errors import UserError
 from attnres.evals.scoring import LOGIT_BYTES

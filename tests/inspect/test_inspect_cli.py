@@ -10,7 +10,7 @@ from rich.table import Table
 
 from attnres import cli
 from attnres.data.build import prepare
-from attnres.data.decode import decoded
+from attnres.data.shards import decoded
 from attnres.errors import UserError
 from attnres.inspect.config import InspectConfig
 from attnres.inspect.edits import find_knock_out, source_and_read
