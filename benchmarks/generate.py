@@ -18,7 +18,7 @@ import torch
 from harness import DTYPES
 
 from attnres import UserError, convert
-from attnres.evals.speed import decode_rate
+from attnres.evals.speaker import decode_rate
 from attnres.models import SIZES, build_plain
 from attnres.models.open import open_checkpoint
 from attnres.timing import Spread, in_turn, spread

@@ -14,8 +14,7 @@ from transformers.generation.streamers import BaseStreamer
 from attnres.errors import UserError, foreign
 from attnres.evals.config import GenerateConfig
 from attnres.evals.depth import LEGEND, DepthReader, TokenDepth
-from attnres.evals.speaker import Speaker, open_speaker
-from attnres.evals.speed import beside, fitting
+from attnres.evals.speaker import Speaker, beside, fitting, open_speaker
 from attnres.forward import evaluating
 from attnres.models.encoding import context_of
 
