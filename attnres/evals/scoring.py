@@ -198,3 +198,26 @@ def _score_row(logits: Tensor, continuations: list[Sequence[int]]) -> list[Score
         Scored(scores[i, -len(continuation) :].numpy(), greedy[i, -len(continuation) :].numpy())
         for i, continuation in enumerate(continuations)
     ]
+
+
+def windows(ids: Sequence[int], width: int, stride: int, bos: Sequence[int] = ()) -> list[Request]:
+    """Requests that score each token of `ids` (that can be) once, in order; `stride` = `width` does not overlap.
+
+    >>> [(list(r.context), list(r.continuation)) for r in windows(range(6), width=4, stride=4)]
+    [([0], [1, 2, 3]), ([4], [5])]
+    >>> [(list(r.context), list(r.continuation)) for r in windows(range(6), width=4, stride=2)]
+    [([0], [1, 2, 3]), ([2, 3], [4, 5])]
+    """
+    room = width - len(bos)
+    # A stride of the whole width leaves no token in common, with or without a token in front.
+    step = min(stride, room)
+    requests, scored = [], 0
+    for begin in range(0, len(ids), step):
+        end = min(begin + room, len(ids))
+        start = max(scored, begin + (0 if bos else 1))
+        if start < end:
+            requests.append(Request([*bos, *ids[begin:start]], list(ids[start:end])))
+        scored = end
+        if end == len(ids):
+            break
+    return requests

@@ -5,9 +5,8 @@ import math
 import pytest
 import torch
 
-from attnres.evals.scoring import score
+from attnres.evals.scoring import score, windows
 from attnres.evals.tasks import wikitext
-from attnres.evals.windows import windows
 from attnres.models import open_checkpoint
 
 
