@@ -17,8 +17,7 @@ from attnres.errors import UserError
 from attnres.evals import harness
 from attnres.evals.config import EvalConfig
 from attnres.evals.figures import Asked, ask, figures
-from attnres.evals.measures import Measure, difference
-from attnres.evals.scoring import Scored, cost, score
+from attnres.evals.scoring import Measure, Scored, cost, difference, score
 from attnres.evals.tasks import LM_EVAL, TASKS, Task, read_task
 from attnres.files import write_json, write_text
 from attnres.folders import refuse_other_file

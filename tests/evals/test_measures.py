@@ -5,8 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from attnres.evals.measures import NO_ITEMS, OTHER_PLACES, OTHER_TOKENS, Measure, difference, tokens_digest
-from attnres.evals.scoring import Request
+from attnres.evals.scoring import NO_ITEMS, OTHER_PLACES, OTHER_TOKENS, Measure, Request, difference, tokens_digest
 
 rng = np.random.default_rng(0)
 
