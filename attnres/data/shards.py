@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 import numpy as np
 
 from attnres.data.sources import NO_PATHS
-from attnres.data.tokenizer import load_tokenizer
+from attnres.data.tokenizer import file_sha256, load_tokenizer
 from attnres.errors import UserError
 from attnres.paths import user_path
 from attnres.reading import read_json
@@ -199,8 +199,6 @@ def open_tokens(
     Raises:
         UserError: no such folder or split, files missing, truncated, changed, or of another tokenizer.
     """
-    from attnres.data.tokenizer import file_sha256
-
     folder = Path(folder)
     header = read_header(folder)
     if split not in header["splits"]:

@@ -1,4 +1,4 @@
-"""Log-probabilities of continuations: the one computation behind perplexity and every task.
+"""Log-probabilities of continuations, and means of them with standard errors and paired differences of two models.
 
 A context and its continuation are encoded together and cut after as many tokens as the context alone has, white space
 at the context's end moved to the continuation; this is lm-eval's rule (0.4.13, `TemplateLM.loglikelihood`,
@@ -7,6 +7,11 @@ the boundary and nothing is left to score, the continuation is encoded on its ow
 
 Inputs too long for the model lose tokens on the left. They are padded on the right: a causal model's numbers at real
 positions do not see the padding, so no mask is needed. Logits become fp32 before the softmax.
+
+Every figure is a ratio of sums over items, m = sum(a) / sum(b): accuracy with a = right or wrong and b = 1, perplexity
+exp(m) with a = -log p and b = tokens of a window. The standard error of m is that of a ratio estimate
+(`attnres.stats`), for b = 1 lm-eval's; that of exp(m) is exp(m) se. Windows of one text are not quite independent, so
+perplexity's is a little too small. A difference is taken item by item, in m (nats for a perplexity), with a = a2 - a1.
 """
 
 import hashlib
@@ -205,7 +210,15 @@ def _score_row(logits: Tensor, continuations: list[Sequence[int]]) -> list[Score
 
 
 def windows(ids: Sequence[int], width: int, stride: int, bos: Sequence[int] = ()) -> list[Request]:
-    """Requests that score each token of `ids` (that can be) once, in order; `stride` = `width` does not overlap.
+    """Cut a text into windows for perplexity: requests that score each token of `ids` at most once, in order.
+
+        stride = width  non-overlapping: each window is seen alone, its first token has no context and is not scored
+        stride < width  sliding: each token but the text's first is scored in the first window that holds it, with
+                        width - stride tokens or more before it after the first window
+
+    The second is Transformers' "perplexity of fixed-length models"; neither is lm-eval's perplexity per word. A
+    tokenizer that puts tokens in front of a text (`bos`) has them in front of every window, where they take places of
+    it; then no token goes unscored.
 
     >>> [(list(r.context), list(r.continuation)) for r in windows(range(6), width=4, stride=4)]
     [([0], [1, 2, 3]), ([4], [5])]

@@ -1,4 +1,4 @@
-"""A loaded model with its tokenizer, which encodes prompts."""
+"""A loaded model with its tokenizer, which encodes prompts; and the decoding speed of two, interleaved."""
 
 import time
 from collections.abc import Sequence
@@ -17,6 +17,46 @@ from attnres.evals.config import Dtype
 from attnres.models.encoding import encode_prompt, rows_of
 from attnres.models.open import open_checkpoint
 from attnres.timing import device_name, in_turn, spread
+
+
+@dataclass(frozen=True)
+class Speaker:
+    """A loaded model with its tokenizer."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    context: int
+
+    def encode(self, prompt: str, *, chat: bool = False) -> Tensor:
+        """Token ids (1, T) of a prompt, or of a user's turn in the model's chat template.
+
+        Raises:
+            UserError: as `encode_prompt`; no room for a token more.
+        """
+        ids, _ = encode_prompt(
+            self.tokenizer,
+            prompt,
+            rows=rows_of(self.model),
+            context=self.context,
+            room=1,
+            chat=chat,
+            name=self.name,
+            what="the prompt",
+        )
+        return torch.tensor([ids], device=self.model.device)
+
+
+def open_speaker(
+    name: str | Path, *, dtype: Dtype = "auto", device: str = "auto", trust_remote_code: bool = False
+) -> Speaker:
+    """Load a run folder, a model folder or a hub model with its tokenizer. Raises UserError."""
+    checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
+    model = checkpoint.load(dtype, str(pick_device(device)))
+    if not model.can_generate():
+        raise UserError(f"{name} is a {type(model).__name__}, which generates no text: give a causal language model")
+    return Speaker(checkpoint.name, model, checkpoint.tokenizer, checkpoint.context)
+
 
 ROUNDS = 7
 """Timed rounds, after one that is not: an odd number, for the median and quartiles of the rounds' ratios."""
@@ -108,42 +148,3 @@ def decode_rate(model: PreTrainedModel, ids: Tensor, tokens: int) -> float:
             ids, attention_mask=torch.ones_like(ids), generation_config=settings, streamer=clock
         )
     return (tokens - 1) / (clock.times[-1] - clock.times[1])
-
-
-@dataclass(frozen=True)
-class Speaker:
-    """A loaded model with its tokenizer."""
-
-    name: str
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    context: int
-
-    def encode(self, prompt: str, *, chat: bool = False) -> Tensor:
-        """Token ids (1, T) of a prompt, or of a user's turn in the model's chat template.
-
-        Raises:
-            UserError: as `encode_prompt`; no room for a token more.
-        """
-        ids, _ = encode_prompt(
-            self.tokenizer,
-            prompt,
-            rows=rows_of(self.model),
-            context=self.context,
-            room=1,
-            chat=chat,
-            name=self.name,
-            what="the prompt",
-        )
-        return torch.tensor([ids], device=self.model.device)
-
-
-def open_speaker(
-    name: str | Path, *, dtype: Dtype = "auto", device: str = "auto", trust_remote_code: bool = False
-) -> Speaker:
-    """Load a run folder, a model folder or a hub model with its tokenizer. Raises UserError."""
-    checkpoint = open_checkpoint(name, trust_remote_code=trust_remote_code)
-    model = checkpoint.load(dtype, str(pick_device(device)))
-    if not model.can_generate():
-        raise UserError(f"{name} is a {type(model).__name__}, which generates no text: give a causal language model")
-    return Speaker(checkpoint.name, model, checkpoint.tokenizer, checkpoint.context)
