@@ -24,8 +24,7 @@ from attnres.data.shards import prepared_folder
 from attnres.data.sources import Source, open_source
 from attnres.data.tokenizer import load_tokenizer
 from attnres.errors import UserError
-from attnres.files import write_json, writing
-from attnres.locks import lock
+from attnres.files import lock, write_json, writing
 from attnres.reading import read_json
 from attnres.typed import Count, checked
 
