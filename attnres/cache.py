@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 from attnres.errors import UserError
-from attnres.paths import user_path
+from attnres.files import user_path
 
 
 def cache_dir() -> Path:

@@ -11,9 +11,9 @@ import tyro
 
 from attnres.cli import carry_out, without_debug
 from attnres.errors import UserError, unknown
+from attnres.files import user_path
 from attnres.flags import Settings, parse
 from attnres.folders import kind_of
-from attnres.paths import user_path
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -26,9 +26,8 @@ from attnres.data.tokenizer import (
     vocabulary_size,
 )
 from attnres.errors import UserError
-from attnres.files import lock, replaced_folder, write_json, writing
+from attnres.files import lock, replaced_folder, user_path, write_json, writing
 from attnres.folders import kind_of, refuse_other
-from attnres.paths import user_path
 from attnres.progress import Bars
 from attnres.terminal import say
 from attnres.text import memory

@@ -20,7 +20,7 @@ import numpy as np
 from attnres.data.sources import NO_PATHS
 from attnres.data.tokenizer import file_sha256, load_tokenizer
 from attnres.errors import UserError
-from attnres.paths import user_path
+from attnres.files import user_path
 from attnres.reading import read_json
 from attnres.typed import Count, Least, checked
 

@@ -22,9 +22,8 @@ from attnres.cache import cache_dir
 from attnres.data.folder import choose, matching, walk
 from attnres.data.readers import KINDS, SUFFIXES, field_of, read_documents, suffix_of, text_bytes
 from attnres.errors import UserError, unknown
-from attnres.files import write_text
+from attnres.files import refuse_special, user_path, write_text
 from attnres.hub import dataset_rows, streamed_rows
-from attnres.paths import refuse_special, user_path
 from attnres.text import whole_characters
 
 # Not the library itself, or (the last) its own build: paths and flags of one machine.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attnres.errors import UserError
-from attnres.paths import user_path
+from attnres.files import user_path
 from attnres.run_names import run_name
 from attnres.typed import leaves, overlay
 
