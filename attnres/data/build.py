@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import DownloadColumn
 from tokenizers import Tokenizer
 
-from attnres.cache import cache_dir
 from attnres.data.encode import Encoder, encoded_in_parts, hash_of, spooled
 from attnres.data.shards import VERSION, SplitWriter, Tokens, open_tokens, prepared_folder, read_header
 from attnres.data.sources import Rows, Source, open_source
@@ -26,7 +25,7 @@ from attnres.data.tokenizer import (
     vocabulary_size,
 )
 from attnres.errors import UserError
-from attnres.files import lock, replaced_folder, user_path, write_json, writing
+from attnres.files import cache_dir, lock, replaced_folder, user_path, write_json, writing
 from attnres.folders import kind_of, refuse_other
 from attnres.progress import Bars
 from attnres.terminal import say

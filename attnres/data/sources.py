@@ -18,11 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from attnres.cache import cache_dir
 from attnres.data.folder import choose, matching, walk
 from attnres.data.readers import KINDS, SUFFIXES, field_of, read_documents, suffix_of, text_bytes
 from attnres.errors import UserError, unknown
-from attnres.files import refuse_special, user_path, write_text
+from attnres.files import cache_dir, refuse_special, user_path, write_text
 from attnres.hub import dataset_rows, streamed_rows
 from attnres.text import whole_characters
 
