@@ -20,7 +20,7 @@ from attnres.data.sources import title_of
 from attnres.errors import UserError
 from attnres.files import write_json, write_text
 from attnres.reading import parse_json, read_json, read_text
-from attnres.run_names import label_and_seed
+from attnres.text import label_and_seed
 from attnres.training.records import TIMES, Environment, RunConfig, RunData, Summary, Timing, line_of, read_metrics
 from attnres.training.run_folder import DIVERGED
 from attnres.training.validate import read_windows, save_windows, windows_files

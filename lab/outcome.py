@@ -23,10 +23,9 @@ from attnres.files import write_json, write_text
 from attnres.folders import refuse_other
 from attnres.reading import read_json
 from attnres.report.page import figure_cards, framed
-from attnres.run_names import run_name
 from attnres.stats import plain
 from attnres.terminal import say
-from attnres.text import UNKNOWN, listed, number
+from attnres.text import UNKNOWN, listed, number, run_name
 from attnres.training.run_folder import DIVERGED, ended
 from attnres.typed import checked
 from lab.analyses.noise import Noise

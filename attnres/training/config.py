@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from attnres.errors import UserError
 from attnres.files import user_path
-from attnres.run_names import run_name
+from attnres.text import run_name
 from attnres.typed import leaves, overlay
 
 Setting = int | float | bool | str
