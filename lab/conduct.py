@@ -26,8 +26,7 @@ from attnres.device import cores
 from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
 from attnres.folders import refuse_other
-from attnres.progress import Bars
-from attnres.terminal import grid, say, wide
+from attnres.progress import Bars, grid, say, wide
 from attnres.text import label_and_seed, listed
 from attnres.training.branch import branch, branch_step
 from attnres.training.checkpoint import kept

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from attnres import terminal
+
 from attnres.comparison.children import Child
 from attnres.comparison.plan import CompareConfig, Plan, Variant, make_plan
 from attnres.comparison.speed import step_times
@@ -125,7 +125,7 @@ def opened(
             if name not in finished
         ]
         if children and here and (warning := emulated(torch.device(plan.first.device), plan.first.dtype)):
-            terminal.say(say, warning)
+            say(stderr, warning)
         walls = {name: float(summary.get("wall_s") or 0) for name, summary in finished.items()}
         yield Work(out, plan, children, walls, jobs, vocabulary)
 

@@ -12,8 +12,7 @@ from rich.table import Table
 
 from attnres.comparison.children import Child, Runner, run_children
 from attnres.comparison.plan import Plan
-from attnres.progress import STEPS, Bar, Bars
-from attnres.terminal import grid
+from attnres.progress import STEPS, Bar, Bars, grid
 from attnres.text import duration, label_and_seed, number, run_name
 from attnres.training.records import growing
 

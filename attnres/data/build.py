@@ -27,8 +27,7 @@ from attnres.data.tokenizer import (
 from attnres.errors import UserError
 from attnres.files import cache_dir, lock, replaced_folder, user_path, write_json, writing
 from attnres.folders import kind_of, refuse_other
-from attnres.progress import Bars
-from attnres.terminal import say
+from attnres.progress import Bars, say
 from attnres.text import memory
 
 MOST_WORKERS = 1024

@@ -22,9 +22,8 @@ from attnres.evals.tasks import LM_EVAL, TASKS, Task, read_task
 from attnres.files import write_json, write_text
 from attnres.folders import refuse_other_file
 from attnres.models.open import Checkpoint, open_checkpoint
-from attnres.progress import Bars
+from attnres.progress import Bars, grid, say, wide
 from attnres.stats import or_none
-from attnres.terminal import grid, say, wide
 from attnres.text import number, with_error
 from attnres.training import environment
 

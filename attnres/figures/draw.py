@@ -13,9 +13,9 @@ from attnres.folders import kind_of, refuse_other
 from attnres.inspect.config import InspectConfig
 from attnres.inspect.inspection import By, Inspection
 from attnres.inspect.look import look
+from attnres.progress import say
 from attnres.report.runs import load_study
 from attnres.report.sections import comparison_of
-from attnres.terminal import say
 
 
 def draw(

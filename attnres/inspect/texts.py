@@ -14,8 +14,8 @@ from attnres.files import user_path
 from attnres.inspect.config import LookConfig
 from attnres.models.encoding import check_text
 from attnres.models.open import Checkpoint, open_checkpoint
+from attnres.progress import say
 from attnres.reading import read_json, read_text
-from attnres.terminal import say
 from attnres.training.records import ADVICE, RunConfig
 from attnres.typed import checked
 

@@ -17,7 +17,7 @@ from attnres.inspect.edits import find_knock_out, source_and_read
 from attnres.inspect.inspection import Inspection
 from attnres.inspect.look import look
 from attnres.inspect.recording import find_residual
-from attnres.terminal import wide
+from attnres.progress import wide
 
 TEXT = "The quick brown fox jumps over a lazy dog while seven wizards box up jugs of liquid zinc."
 
