@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from rich.console import Console
 
-
 from attnres.comparison.children import Child
 from attnres.comparison.plan import CompareConfig, Plan, Variant, make_plan
 from attnres.comparison.speed import step_times
