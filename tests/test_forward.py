@@ -5,7 +5,7 @@ import torch
 from tiny import SIZE
 from torch.nn import functional as F
 
-from attnres.forward import POSITIONS, evaluating, log_probs, next_token_losses, token_losses
+from attnres.head import POSITIONS, evaluating, log_probs, next_token_losses, token_losses
 from attnres.models import build
 
 

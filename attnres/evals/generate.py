@@ -16,7 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 from attnres.errors import UserError, foreign
 from attnres.evals.config import GenerateConfig
 from attnres.evals.speaker import Speaker, beside, fitting, open_speaker
-from attnres.forward import evaluating
+from attnres.head import evaluating
 from attnres.inspect.contribution import Contributions
 from attnres.inspect.recording import find_residual
 from attnres.models.encoding import context_of, piece

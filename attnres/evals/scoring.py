@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from attnres.errors import UserError
-from attnres.forward import POSITIONS, log_probs
+from attnres.head import POSITIONS, log_probs
 from attnres.models.encoding import text_config
 from attnres.stats import or_none, perplexity, ratio
 

@@ -13,7 +13,7 @@ from attnres.device import pick_device
 from attnres.errors import UserError, unknown
 from attnres.files import write_json
 from attnres.folders import refuse_other_file
-from attnres.forward import evaluating
+from attnres.head import evaluating
 from attnres.inspect import notebook
 from attnres.inspect.config import SearchConfig
 from attnres.inspect.edits import choose_reads, source_and_read

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.forward import evaluating, log_probs
+from attnres.head import evaluating, log_probs
 from attnres.inspect.effects import Text, prompt_ids
 from attnres.inspect.recording import find_residual
 from attnres.residuals import Read, watched_by

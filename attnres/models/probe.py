@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from attnres.errors import UserError, first_line
-from attnres.forward import evaluating
+from attnres.head import evaluating
 from attnres.models.exactness import fixed_inputs, logits
 from attnres.models.families import Family, layer_count
 from attnres.streams.stream import is_addition

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from attnres.errors import UserError, foreign
 from attnres.files import refuse_special, write_bytes
-from attnres.forward import evaluating
+from attnres.head import evaluating
 from attnres.training.objective import Cast, held_out_losses
 from attnres.training.parallel import Processes
 from attnres.training.records import ADVICE

@@ -51,7 +51,7 @@ def answers(folder: Path) -> list[dict[str, Any]]:
     """Rows `accuracy/STEPS` of a trained model on problems drawn apart from its text, and `accuracy`, their
     mean: the answer has to be the likeliest character of all."""
     from attnres.data import load_tokenizer
-    from attnres.forward import evaluating
+    from attnres.head import evaluating
     from attnres.models import load
     from attnres.reading import read_json
 
