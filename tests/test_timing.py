@@ -2,7 +2,7 @@
 
 import pytest
 
-from attnres.timing import in_turn, spread
+from attnres.device import in_turn, spread
 
 
 def test_the_order_turns_by_one_each_round_after_the_warm_up():

@@ -11,12 +11,11 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from attnres.device import pick_device
+from attnres.device import device_name, in_turn, pick_device, spread
 from attnres.errors import UserError
 from attnres.evals.config import Dtype
 from attnres.models.encoding import encode_prompt, rows_of
 from attnres.models.open import open_checkpoint
-from attnres.timing import device_name, in_turn, spread
 
 
 @dataclass(frozen=True)
