@@ -1,4 +1,4 @@
-"""Chooses the device that a model runs on, says its autocast, and counts the cores there are."""
+"""Devices: which one a model runs on, its autocast, its cores, and interleaved measurements of time on it."""
 
 import math
 import os

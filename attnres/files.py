@@ -1,4 +1,6 @@
-"""Files that are whole or not there: everything is written beside its place and renamed into it.
+"""Paths as a user names them, locks between processes, and files that are written whole or not at all.
+
+Everything is written beside its place and renamed into it.
 
 A full disk, a missing permission or a killed process leaves what was there before; the first two come out as a
 UserError, with the half-written file removed.

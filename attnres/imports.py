@@ -1,4 +1,4 @@
-"""Other libraries, told of this package once they are imported, by whomever, and never imported for that."""
+"""Imports at first use: names of this package (PEP 562), and what is to be done when another library is imported."""
 
 import functools
 import importlib

@@ -1,4 +1,4 @@
-"""What the user sees of long work: bars on a terminal, plain lines elsewhere, nothing if not wanted."""
+"""Lines and tables in the terminal, and progress: bars on a terminal, plain lines in a pipe, nothing if not wanted."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""Numbers, amounts, lists of names and tables as text. What is not known, None or NaN, is a dash."""
+"""Numbers, amounts, lists of names, names of runs and tables as text. What is not known, None or NaN, is a dash."""
 
 import csv
 import io

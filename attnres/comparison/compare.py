@@ -24,6 +24,7 @@ from attnres.errors import Interrupted, UserError
 from attnres.files import locked, write_json
 from attnres.folders import refuse_other
 from attnres.ops import cpu
+from attnres.progress import say as print_line
 from attnres.reading import read_json
 from attnres.report.page import show, write_report
 from attnres.report.runs import Study, load_study
@@ -124,7 +125,7 @@ def opened(
             if name not in finished
         ]
         if children and here and (warning := emulated(torch.device(plan.first.device), plan.first.dtype)):
-            say(stderr, warning)
+            print_line(say, warning)
         walls = {name: float(summary.get("wall_s") or 0) for name, summary in finished.items()}
         yield Work(out, plan, children, walls, jobs, vocabulary)
 
