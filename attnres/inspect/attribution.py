@@ -14,7 +14,7 @@ from attnres.errors import UserError
 from attnres.files import write_json
 from attnres.forward import evaluating, log_probs
 from attnres.inspect import notebook
-from attnres.inspect.edits import KnockOut, Patch, Watch, intervene, position_of
+from attnres.inspect.edits import Ablate, Patch, Watch, intervene, position_of
 from attnres.inspect.effects import Text, Token, prompt_ids, token_id
 from attnres.inspect.inspection import Named
 from attnres.inspect.recording import find_residual
@@ -125,7 +125,7 @@ def attribute(
 ) -> Attribution:
     """How ln p(target | tokens 0 .. position) changes when source i is removed from read l, for every edge (l, i).
 
-    Removing is `KnockOut`: the other weights of a softmax are renormalised. *Knock-out* runs copies of the text, each
+    Removing is `Ablate`: the other weights of a softmax are renormalised. *Knock-out* runs copies of the text, each
     with its own edge removed, from the layer on that makes the read (`Replay`). *Gradient* is the first-order estimate
     of the same,
 
@@ -248,7 +248,7 @@ class _Probe(Watch):
     def estimate(self, index: int, source: str, everywhere: bool) -> float:
         """d(l, i) of one edge, from one text's weights and their gradients (T, n)."""
         weights, grad = self.weights[index], self.grads[index]
-        edited = KnockOut(source).rewrite(weights, self.layout[index].sources, 0, self.residual.traits.sums_to_one)
+        edited = Ablate(source).reweigh(weights, self.sources[index], self.residual.traits.sums_to_one)
         if self.lengthless(index):
             products = self.products[index]
             edited = edited * (_lengths(weights, products) / _lengths(edited, products).clamp_min(1e-30))[:, None]
@@ -284,7 +284,7 @@ def _removed(
     for row, (index, source) in enumerate(edges):
         mask = torch.zeros(shape, dtype=torch.bool)
         mask[row, 0 if everywhere else -1 :] = True
-        edits.append(KnockOut(source, reads=index, tokens=mask))
+        edits.append(Ablate(source, reads=index, tokens=mask))
     with torch.no_grad(), intervene(model, *edits):
         return last_log_probs(model, ids.expand(shape))[:, target].tolist()
 

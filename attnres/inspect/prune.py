@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from attnres.errors import UserError
-from attnres.inspect.edits import KnockOut
+from attnres.inspect.edits import Ablate
 from attnres.inspect.inspection import Inspection
 from attnres.residuals import Traits
 
@@ -81,12 +81,12 @@ class PruneReport:
         reads = len({edge.read for edge in self.edges})
         return sum(edge.mean for edge in self.below(which)) / reads if reads else 0.0
 
-    def edits(self, which: Which) -> list[KnockOut]:
+    def edits(self, which: Which) -> list[Ablate]:
         """Interventions that take the edges out, all at once; what a read keeps is renormalised."""
         by_read: dict[str, list[str]] = {}
         for edge in self.below(which):
             by_read.setdefault(edge.read, []).append(edge.source)
-        return [KnockOut(tuple(sources), reads=read) for read, sources in by_read.items()]
+        return [Ablate(tuple(sources), reads=read) for read, sources in by_read.items()]
 
     def record(self) -> dict[str, Any]:
         """For a JSON file."""

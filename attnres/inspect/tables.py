@@ -9,7 +9,7 @@ from rich.table import Table
 
 from attnres.inspect.attribution import Attribution, attribute
 from attnres.inspect.config import InspectConfig
-from attnres.inspect.edits import KnockOut, source_names
+from attnres.inspect.edits import Ablate, source_names
 from attnres.inspect.effects import effect
 from attnres.inspect.inspection import FIELD, By, ByLabel, Example, Inspection, Weights, by_in, source_spike
 from attnres.inspect.prune import PruneReport
@@ -225,7 +225,7 @@ EDGES = 12
 
 
 def knock_out_table(
-    knock_outs: list[tuple[str, KnockOut]], plain: Survey, survey_again: Callable[..., Survey], console: Console
+    knock_outs: list[tuple[str, Ablate]], plain: Survey, survey_again: Callable[..., Survey], console: Console
 ) -> list[dict[str, Any]]:
     """Table and record of what the loss is without each source."""
     table = grid("without", right=("loss", "change"))
@@ -261,7 +261,7 @@ def next_token_table(
     model: Any,
     text: str,
     context: int,
-    knock_outs: list[tuple[str, KnockOut]],
+    knock_outs: list[tuple[str, Ablate]],
     console: Console,
 ) -> list[list[dict[str, Any]]]:
     """Table and records of what comes next after the text, with and without each source."""

@@ -9,7 +9,7 @@ import torch
 
 from attnres import UserError
 from attnres.inspect import (
-    KnockOut,
+    Ablate,
     attribute,
     direct,
     effect,
@@ -43,7 +43,7 @@ def shown(model, tokenizer):
     count = min(ids.shape[1], len(other))
     return {
         "trace": trace,
-        "effect": effect(model, TEXT, KnockOut("embedding", reads="mlp")),
+        "effect": effect(model, TEXT, Ablate("embedding", reads="mlp")),
         "attribution": attribute(model, TEXT),
         "patching": patch(model, ids[:, :count], other[:count]),
         "lens": logit_lens(model, TEXT),
@@ -97,7 +97,7 @@ def test_frames_have_a_row_an_edge_with_its_names(shown):
 
 def test_letters_are_read_by_the_models_own_tokenizer(model, make_model, tokenizer):
     ids = tokenizer(TEXT)["input_ids"]
-    change = KnockOut("embedding", reads="output")
+    change = Ablate("embedding", reads="output")
     assert effect(model, TEXT, change).loss_after == effect(model, ids, change).loss_after
     target = tokenizer.convert_ids_to_tokens(ids[-1]).replace("Ġ", " ")
     assert attribute(model, TEXT, position=-2, target=target).target == ids[-1]
@@ -108,7 +108,7 @@ def test_letters_are_read_by_the_models_own_tokenizer(model, make_model, tokeniz
     with pytest.raises(UserError, match="'embedding' is no edit"):
         effect(model, TEXT, "embedding")
     with pytest.raises(UserError, match="the source is 3: expected a name"):
-        effect(model, TEXT, KnockOut(3))
+        effect(model, TEXT, Ablate(3))
     with pytest.raises(UserError, match="top is 0"):
         logit_lens(model, TEXT, top=0)
     with pytest.raises(UserError, match="a text is dict: expected letters or token ids"):
