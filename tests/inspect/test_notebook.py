@@ -1,5 +1,6 @@
 """What a notebook shows: short lines, whole HTML with nothing of the text's own code in it, data frames with names."""
 
+import json
 import math
 import re
 import xml.etree.ElementTree as ET
@@ -48,9 +49,7 @@ def shown(model, tokenizer):
         "patching": patch(model, ids[:, :count], other[:count]),
         "lens": logit_lens(model, TEXT),
         "direct": direct(model, TEXT),
-        "inspection": inspect_model(
-            model, tokenizer, [TEXT + "<script>"], context=16, prompts=False, name="<script>", example=TEXT
-        ),
+        "inspection": inspect_model(model, tokenizer, [TEXT + "<script>"], context=16, name="<script>", example=TEXT),
     }
 
 
@@ -61,6 +60,15 @@ def test_each_is_a_short_line_and_a_table(shown):
         assert not list(tree.iter("script")), name
         assert list(tree.iter("td")), name
         assert len(repr(one)) < 200 and "\n" not in repr(one), name
+
+
+def test_each_is_saved_as_json(shown, model, tmp_path):
+    shown = shown | {"prediction": predict(model, TEXT), "vectors": read_vectors(model, TEXT)}
+    for name, one in shown.items():
+        one.save(tmp_path / "one.json")
+        values = json.loads((tmp_path / "one.json").read_text())
+        assert values.pop("format") == 1
+        assert values == json.loads(json.dumps(one.to_dict())) and len(values) > 1, name
 
 
 def test_what_is_no_number_is_a_dash_on_nothings_colour():

@@ -12,7 +12,7 @@ from attnres.inspect.survey import encode, loss_change, survey
 
 
 def look(model, tokenizer, documents):
-    return inspect_model(model, tokenizer, documents, context=16, prompts=False)
+    return inspect_model(model, tokenizer, documents, context=16)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_a_source_read_by_one_token_in_a_hundred_is_light_on_average_only(model,
     rows = torch.tensor([[0.999, 0.001]]).repeat(length, 1)
     rows[2] = torch.tensor([0.5, 0.5])
     with intervene(model, Reweigh(lambda p, names: rows, reads="mlp 0")):
-        inspection = inspect_model(model, tokenizer, [text], context=32, prompts=False)
+        inspection = inspect_model(model, tokenizer, [text], context=32)
     report = prune_report(inspection, threshold=0.1)
     edge = next(edge for edge in report.edges if (edge.read, edge.source) == ("mlp 0", "attention 0"))
     assert edge in report.below("mean") and edge not in report.below("high")
@@ -84,7 +84,7 @@ def test_removing_what_has_no_weight_changes_no_loss(make_model, tokenizer, docu
 def test_the_record_is_json(model, tokenizer, documents):
     import json
 
-    record = prune_report(look(model, tokenizer, documents), 0.2).record()
+    record = prune_report(look(model, tokenizer, documents), 0.2).to_dict()
     assert json.loads(json.dumps(record, allow_nan=False)) == record
 
 
