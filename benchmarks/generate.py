@@ -22,7 +22,7 @@ from attnres.evals.speed import decode_rate
 from attnres.models import SIZES, build_plain
 from attnres.models.open import open_checkpoint
 from attnres.timing import Spread, in_turn, spread
-from attnres.training.device import tune
+from attnres.training.environment import tune
 
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "standard": ("standard", {}),

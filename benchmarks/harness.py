@@ -24,8 +24,7 @@ from attnres.files import write_json
 from attnres.ops.dispatch import KERNELS
 from attnres.progress import Bar, Bars
 from attnres.timing import in_turn, spread
-from attnres.training.device import keep_freed_memory
-from attnres.training.environment import describe, peak_memory, reset_peak_memory
+from attnres.training.environment import describe, keep_freed_memory, peak_memory, reset_peak_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 RESULTS = Path("benchmarks/results")

@@ -33,8 +33,7 @@ from attnres.models.build import SIZES as NAMED
 from attnres.ops import cpu
 from attnres.progress import Bar
 from attnres.timing import in_turn, seconds_of, spread
-from attnres.training.device import tune
-from attnres.training.environment import peak_memory, reset_peak_memory
+from attnres.training.environment import peak_memory, reset_peak_memory, tune
 
 Variants = dict[str, tuple[str | None, dict[str, Any]]]
 

@@ -33,7 +33,7 @@ def run(arguments: list[str]) -> None:
     if options.weights:
         if options.onnx:
             raise UserError("both --weights and --onnx are given: give one of them")
-        from attnres.training.export import export_weights
+        from attnres.training.checkpoint import export_weights
 
         print(export_weights(options.model, options.out, trust_remote_code=remote))
         return

@@ -87,9 +87,8 @@ def _model(options: Plan, device: str) -> Any:
 def _measured(options: Plan) -> tuple[list[float], float]:
     """Seconds of each layer and of the head on this machine's device."""
     from attnres.device import pick_device
-    from attnres.scale.layer_times import layer_times
-    from attnres.training.device import tune
-    from attnres.training.environment import has_bf16
+    from attnres.scale.cut import layer_times
+    from attnres.training.environment import has_bf16, tune
     from attnres.training.objective import precision
 
     device = pick_device("auto")

@@ -16,7 +16,7 @@ from attnres.progress import STEPS, Bar, Bars
 from attnres.run_names import label_and_seed, run_name
 from attnres.terminal import grid
 from attnres.text import duration, number
-from attnres.training.metrics import growing
+from attnres.training.records import growing
 
 
 class Ended(NamedTuple):

@@ -70,7 +70,7 @@ def dynamics(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """What a training run recorded by depth, over its steps; None where it recorded nothing.
 
     Args:
-        lines: of metrics.jsonl, as `attnres.training.metrics.read` gives them.
+        lines: of metrics.jsonl, as `attnres.training.records.read_metrics` gives them.
 
     Returns:
         `steps`, and every quantity that all of the `depth` lines have as a row of numbers, one for each sublayer or

@@ -35,7 +35,7 @@ from attnres.models.open import Checkpoint
 from attnres.progress import counting
 from attnres.residuals import traits_of
 from attnres.terminal import say, wide
-from attnres.training.metrics import read as read_metrics
+from attnres.training.records import read_metrics
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from attnres.forward import evaluating
 from attnres.head import called_losses
 from attnres.training import validate
 from attnres.training.check import sees_all_depths, shares_of
+from attnres.training.checkpoint import saved_buffers
 from attnres.training.config import ParallelConfig, TrainConfig
 from attnres.training.objective import Objective
 from attnres.training.parallel import Processes
-from attnres.training.shares import saved_buffers
 
 Micro = Callable[[Tensor, Tensor, int, bool], Tensor]
 """Forward and backward of a micro-batch: (x, y, tokens that its sums are divided by, whether it is the last of the

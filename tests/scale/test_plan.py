@@ -12,8 +12,7 @@ from attnres import UserError
 from attnres.cli import main
 from attnres.models import build
 from attnres.models.build import build_shapes
-from attnres.scale.crossings import crossings, vectors
-from attnres.scale.layer_times import layer_times
+from attnres.scale.cut import crossings, layer_times, vectors
 from attnres.scale.pipeline import plan_cut
 from attnres.scale.plan import DEVICES, Load, in_flight, plan
 
@@ -171,7 +170,7 @@ def test_stages_are_balanced_by_measured_times(capsys, monkeypatch):
         part.register_forward_hook(take)
     hooks = [len(part._forward_hooks) for part in parts]
     with monkeypatch.context() as patch:
-        patch.setattr("attnres.scale.layer_times.now", lambda _: passed[0])
+        patch.setattr("attnres.scale.cut.now", lambda _: passed[0])
         times, head = layer_times(model, batch=1, tokens=8, rounds=1)
     assert [*times, head] == seconds
     assert [len(part._forward_hooks) for part in parts] == hooks

@@ -1,7 +1,8 @@
-"""What a run's model does inside, on the held-out windows: inspection.json."""
+"""Measure a run's model by depth: magnitudes in a training step, and inspection.json from the held-out windows."""
 
 import dataclasses
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,11 +11,13 @@ from torch import nn
 
 from attnres.data.sources import title_of
 from attnres.forward import evaluating
+from attnres.stats import plain
 from attnres.training.config import TrainConfig
 from attnres.training.objective import Cast
 
 if TYPE_CHECKING:
     from attnres.data import Prepared, Tokens
+
 
 BATCH_TOKENS = 8192
 """Of a forward pass at most: the weights of all its tokens are kept at once."""
@@ -39,7 +42,7 @@ def write_inside(model: nn.Module, prepared: "Prepared", config: TrainConfig, ca
     from attnres.inspect.inspector import from_survey, show_example
     from attnres.inspect.kinds import KINDS, guess_language
     from attnres.inspect.survey import Encoded, survey
-    from attnres.training.metrics import read
+    from attnres.training.records import read_metrics
 
     folder, length = Path(config.out or "."), config.data.seq_len
     tokens, tokenizer = prepared.tokens("val"), load_tokenizer(prepared.path)
@@ -70,7 +73,7 @@ def write_inside(model: nn.Module, prepared: "Prepared", config: TrainConfig, ca
         kind=kind,
         kinds=KINDS[kind],
     )
-    metrics = read(folder / "metrics.jsonl")
+    metrics = read_metrics(folder / "metrics.jsonl")
     dataclasses.replace(inspection, example=example, dynamics=dynamics(metrics)).save(folder / "inspection.json")
 
 
@@ -118,3 +121,35 @@ def _example(tokens: "Tokens", starts: list[int], tokenizer: Any) -> str:
 def _until(ends: np.ndarray) -> int:
     """The place of the first end, or of the array's."""
     return int(np.argmax(ends)) if ends.any() else len(ends)
+
+
+# ------------------------------------------------------------------ one training step
+
+
+def recorded(model: Any) -> AbstractContextManager[Any]:
+    """Record the passes of a block of code, forward and backward."""
+    from attnres.inspect import record
+
+    return record(model, contributions=False)  # a step's memory stays what it is
+
+
+def magnitudes(trace: Any, model: Any, unit: int) -> dict[str, Any]:
+    """The RMS of outputs, inputs and gradients of a recorded pass and, of depth reads, how they choose.
+
+    `unit` is what the pass's loss is multiplied by to be a mean, so that gradients are those of a mean loss.
+    """
+    from attnres.inspect import find_residual
+    from attnres.inspect.geometry import learned_mixing, sharpness
+
+    values: dict[str, Any] = {
+        "output_rms": trace.output_rms,
+        "input_rms": trace.input_rms,
+        "grad_rms": [value * unit for value in trace.grad_rms],
+    }
+    residual = find_residual(model)
+    if residual.traits.by_token:
+        values["entropy"] = trace.entropy
+    if residual.traits.has_query:
+        values["sharpness"] = sharpness(residual)
+    values |= learned_mixing(residual) or {}
+    return plain(values, digits=17)  # a read may show no weights, of which NaN is the entropy

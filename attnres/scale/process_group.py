@@ -1,12 +1,14 @@
-"""The store by which processes find one another, without what an earlier start left in it.
+"""Let processes find one another under torchrun, and recognise the errors that say that one of them is lost.
 
 torchrun (2.13) keeps one store when it starts lost processes again, and their groups look for one another under the
-same names: a process that is early finds the address of one that is no more, and is refused.
+same names: a process that is early finds the address of one that is gone, and is refused. `fresh_store` gives each
+start of all processes a part of the store of its own.
 """
 
 import secrets
 import time
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 POLL_S = 0.02
@@ -43,3 +45,33 @@ def fresh_store(store: Store, rank: int, world_size: int, patience_s: float) -> 
         if left:
             time.sleep(POLL_S)
     return PrefixStore(f"attnres/start/{name}", store)
+
+
+WORDS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Timed out waiting",
+    "remote process exited",
+    "NCCL communicator was aborted",
+    "failed to recv",
+    "failed to send",
+)
+"""Of gloo, NCCL and torch's store, whose errors have no class of their own."""
+
+
+def is_loss(error: BaseException | None) -> bool:
+    """Return whether an error, or one that it wraps or comes from, is that another process is gone."""
+    looked_at = set[int]()
+    left = [error]
+    while left:
+        one = left.pop()
+        if one is None or id(one) in looked_at:
+            continue
+        looked_at.add(id(one))
+        if isinstance(one, dist.DistNetworkError) or any(word in str(one) for word in WORDS):
+            return True
+        wrapped = getattr(one, "failures", None)  # of a checkpoint's: by rank, each with its traceback
+        left += [one.__cause__, one.__context__, *(pair[0] for pair in (wrapped or {}).values())]
+    return False

@@ -16,7 +16,7 @@ from attnres.inspect.kinds import KINDS
 from attnres.models import load
 from attnres.training import TrainConfig, train
 from attnres.training.data import held_out, prepare_from
-from attnres.training.inside import _labels, write_inside
+from attnres.training.inspection import _labels, write_inside
 
 Configure = Callable[..., TrainConfig]
 
@@ -102,7 +102,7 @@ def test_what_is_far_from_its_documents_beginning_has_no_kind(
 ) -> None:
     config = configure(steps=2)
     train(config, progress=False)
-    monkeypatch.setattr("attnres.training.inside.LOOK_BACK", -1)
+    monkeypatch.setattr("attnres.training.inspection.LOOK_BACK", -1)
     prepared, model = prepare_from(config.data), load(tmp_path / "run" / "model")
     (tmp_path / "far").mkdir()
     config.out = str(tmp_path / "far")

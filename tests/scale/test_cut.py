@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from attnres import UserError
 from attnres.residuals import make_residual
-from attnres.scale.crossings import Cut, crossings, most_kept, vectors
-from attnres.scale.cut import balanced, cut_of, placed
+from attnres.scale.cut import Cut, balanced, crossings, cut_of, most_kept, placed, vectors
 from attnres.scale.pipeline import check_schedule
 
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 from torch.distributed import HashStore, Store
 
-from attnres.scale.store import fresh_store
+from attnres.scale.process_group import fresh_store
 
 RANKS = 3
 

@@ -12,7 +12,7 @@ from attnres import UserError
 from attnres.head import called_losses
 from attnres.models import build
 from attnres.models.bases import checkpoint_activations
-from attnres.scale.kept import kept_bytes, kept_of
+from attnres.scale.activation_bytes import kept_bytes, kept_of
 
 SIZE = {
     "family": "qwen3",

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from attnres.errors import UserError, first_line
-from attnres.scale.lost import is_loss
+from attnres.scale.process_group import is_loss
 
 PIECE = 1 << 20
 DESCRIPTION = {
@@ -54,7 +54,7 @@ class _Description(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-class _Reader(FileSystemReader):
+class _CheckedReader(FileSystemReader):
     """Torch's reader, which would run what the description of a checkpoint names; here it is looked at first."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -108,7 +108,7 @@ def begin_shards(folder: Path, tensors: Mapping[str, Tensor], group: dist.Proces
 def shapes_in(folder: Path) -> dict[str, torch.Size]:
     """Return the shape of every tensor in a checkpoint. Raises UserError for one that is unfinished."""
     try:
-        described = _Reader(folder).read_metadata().state_dict_metadata
+        described = _CheckedReader(folder).read_metadata().state_dict_metadata
     except (OSError, EOFError, ValueError, AttributeError, ImportError, pickle.UnpicklingError) as error:
         raise UserError(f"{folder} is no finished checkpoint in shares ({first_line(error)})") from error
     return {name: value.size for name, value in described.items() if isinstance(value, TensorStorageMetadata)}
@@ -132,7 +132,7 @@ def load_shards(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as it is meant to be
-            dcp.load(dict(tensors), storage_reader=_Reader(folder), no_dist=not dist.is_initialized())
+            dcp.load(dict(tensors), storage_reader=_CheckedReader(folder), no_dist=not dist.is_initialized())
     except (OSError, RuntimeError, ValueError, EOFError, dcp.api.CheckpointException) as error:
         raise UserError(f"cannot read the checkpoint {folder}: {_cause(error)}") from error
 

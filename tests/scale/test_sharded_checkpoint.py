@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnres.errors import UserError
-from attnres.scale.state import load_shards, save_shards, shapes_in
+from attnres.scale.sharded_checkpoint import load_shards, save_shards, shapes_in
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from attnres.errors import UserError
 from attnres.training import TrainConfig, train
-from attnres.training.metrics import Metrics, Tracker, read
+from attnres.training.records import Metrics, Tracker, read_metrics
 
 
 def test_lines_past_the_checkpoint_and_a_torn_line_are_dropped(tmp_path: Path) -> None:
@@ -22,11 +22,11 @@ def test_lines_past_the_checkpoint_and_a_torn_line_are_dropped(tmp_path: Path) -
     metrics.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')
-    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     again = Metrics(tmp_path, step=2)
     again.write("val", 3, loss=0.5)
     again.close()
-    assert read(tmp_path / "metrics.jsonl") == [
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
         {"kind": "train", "step": 1, "loss": 1.0},
         {"kind": "train", "step": 2, "loss": 2.0},
         {"kind": "val", "step": 3, "loss": 0.5},
@@ -35,7 +35,7 @@ def test_lines_past_the_checkpoint_and_a_torn_line_are_dropped(tmp_path: Path) -
 
 def test_a_new_run_starts_an_empty_file(tmp_path: Path) -> None:
     Metrics(tmp_path).close()
-    assert (tmp_path / "metrics.jsonl").read_text() == "" and read(tmp_path / "nothing") == []
+    assert (tmp_path / "metrics.jsonl").read_text() == "" and read_metrics(tmp_path / "nothing") == []
 
 
 @pytest.mark.parametrize("content", ["hello\n", "[1]\n", '{"kind": "train"}\n', '{"step": 1}\n'])
@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_opened_or_synced_is_said(tmp_path: Path, monkeypa
         metrics.sync()
     metrics.close()
     with monkeypatch.context() as patch, pytest.raises(UserError, match="No space left"):
-        patch.setattr("attnres.training.metrics.write_text", lambda *_: None)
+        patch.setattr("attnres.training.records.write_text", lambda *_: None)
         patch.setattr(Path, "open", full)
         Metrics(tmp_path)
 
@@ -185,5 +185,5 @@ def test_a_tracker_that_fails_later_is_said_once_and_stops_nothing(
     for step in (1, 2):
         metrics.write("train", step, loss=1.0)
     metrics.close()
-    assert [line["step"] for line in read(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
     assert capsys.readouterr().err == f"{kind} failed (no network): the run goes on, its metrics.jsonl is complete\n"
