@@ -12,6 +12,7 @@ from attnres.imports import find_our_types, lazy_names, when_imported
 __version__ = "0.1.0"
 
 HOMES = {
+    "DepthReads": "attnres.streams.depth_reads",
     "Interrupted": "attnres.errors",
     "UserError": "attnres.errors",
     "Norm": "attnres.ops",
@@ -49,6 +50,7 @@ if TYPE_CHECKING:  # the same for type checkers and editors, and the subpackages
     from attnres.models import attach, build, convert, load
     from attnres.ops import Norm, depth_read, depth_read_reference
     from attnres.residuals import RESIDUALS, Residual, make_residual, register
+    from attnres.streams.depth_reads import DepthReads
     from attnres.training.config import TrainConfig
     from attnres.training.loop import train
 else:
@@ -58,6 +60,7 @@ when_imported("transformers.models.auto.configuration_auto", find_our_types)
 
 __all__ = [
     "RESIDUALS",
+    "DepthReads",
     "Interrupted",
     "Norm",
     "Residual",

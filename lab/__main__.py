@@ -163,8 +163,8 @@ def _setting(options: Study, out: Path) -> "Setting":
 
 def _draw(designs: "list[Design]", options: Study, out: Path) -> None:
     """Draw those of these studies that OUT/PRESET has. Raises UserError where one that is named is not there."""
-    from lab.begin import RECORD
     from lab.outcome import draw
+    from lab.store import RECORD
 
     folders = [out / options.preset / design.name for design in designs]
     if "all" in options.name:
@@ -178,9 +178,9 @@ def _carry_out(designs: "list[Design]", setting: "Setting", options: Study) -> N
     """Estimate the studies or conduct them, with what is adopted at hand."""
     from rich.console import Console
 
-    from lab.archive import unpacked
     from lab.conduct import ExecutionOptions
     from lab.slurm import Slurm
+    from lab.store import unpacked
 
     until = math.inf if options.budget is None else time.monotonic() + 3600 * options.budget
     executor = Slurm(setting.out, options.slurm) if options.executor == "slurm" and not options.dry_run else None

@@ -56,7 +56,7 @@ class Hit:
 
 
 @dataclass(frozen=True, repr=False)
-class Search:
+class Search(notebook.Result):
     """The tokens at which `source` is most (or `least`) of `read`, the first the most extreme.
 
     Attributes:
@@ -72,19 +72,12 @@ class Search:
     documents: int
     hits: list[Hit]
 
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    def _about(self) -> str:
+        which = "least" if self.least else "most"
+        return f"{self.source} in {self.read}: {which} by {self.by} of {self.tokens:,} tokens, mean {short(self.mean)}"
 
-    def __repr__(self) -> str:
-        return (
-            f"Search({self.source} in {self.read}: {'least' if self.least else 'most'} by {self.by} of "
-            f"{self.tokens:,} tokens, mean {short(self.mean)})"
-        )
-
-    def frame(self) -> Any:
-        """A data frame with a row a token."""
-        return notebook.frame(asdict(hit) for hit in self.hits)
+    def _records(self) -> Iterator[dict[str, Any]]:
+        return map(asdict, self.hits)
 
     def _repr_html_(self) -> str:
         rows = [(short(getattr(hit, self.by)), hit.before, hit.token, hit.after) for hit in self.hits]

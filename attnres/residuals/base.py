@@ -120,6 +120,8 @@ class Residual(nn.Module):
         self.observer: Observer | None = None
         self.editor: Editor | None = None
         self.value_kind = "none"
+        self.scale_is_default = False
+        """Nobody chose between means and sums of sources: the first pass warns where the two differ."""
         # not called ..residual: adapters find what they save by how its name ends, and would take this one apart
         self.value_mix: ValueResidual | None = None
         self.banks = Banks()

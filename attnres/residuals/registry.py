@@ -199,6 +199,17 @@ def settings_of(name: str) -> dict[str, Any]:
     return settings | {"value_residual": "none"}
 
 
+def settings_in_full(name: str, settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return every setting of a residual: those given, and the defaults of the others."""
+    return settings_of(name) | dict(settings or {})
+
+
+def changed_settings(name: str, settings: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the settings that are not a residual's defaults."""
+    defaults = settings_of(name)
+    return {key: value for key, value in (settings or {}).items() if key not in defaults or value != defaults[key]}
+
+
 def check_settings(name: str, settings: Mapping[str, Any]) -> None:
     """Raise a UserError for a setting that residual `name` does not take, with the nearest that it does."""
     valid = settings_of(name)
@@ -219,13 +230,19 @@ def make_residual(
     """Return the residual called `name` for L sublayers of width d.
 
     Args:
+        name: "standard" ignores settings of "block", so that one word switches depth reads off.
         sublayers: the kinds of a layer's sublayers, in order; attention and MLP unless given.
         value_residual: what the values of a model's attentions take from the first layer's (`ValueResidual`); the model
             makes it, as it knows its heads.
 
+    Where `read_scale` is left at "mean" and the first pass shows that this is another model at the start than the
+    standard residual (small embeddings, a large eps), a UserWarning says so.
+
     Raises:
         UserError: an unknown name or setting (with the nearest valid one), or settings that are impossible.
     """
+    if name == "standard":
+        settings = {key: value for key, value in settings.items() if key not in settings_of("block")}
     check_settings(name, settings)
     if num_sublayers < 1 or width < 1:
         raise UserError(f"{num_sublayers} sublayers of width {width}: expected at least 1 of each")
@@ -237,6 +254,7 @@ def make_residual(
         residual.sublayers = tuple(sublayers)
     mechanism.__init__(residual, num_sublayers, width, **settings)
     residual.value_kind = value_residual
+    residual.scale_is_default = "read_scale" not in settings
     if value_residual != "none":
         residual.traits = residual.traits._replace(starts_standard=False)
     default = torch.get_default_dtype()

@@ -122,7 +122,7 @@ class KnownNorm:
         self.apply = as_it_is if isinstance(spec, Norm) else spec
         self.places = _places(self.fused)
         self.is_copied = self.fused is not None and any(map(is_copied, (self.fused.weight, self.fused.bias)))
-        self.eps_name = "eps" if isinstance(module, nn.LayerNorm) else "variance_epsilon"
+        self.eps_name = "eps" if isinstance(module, nn.LayerNorm | nn.RMSNorm) else "variance_epsilon"
 
     def holds(self, module: nn.Module | None) -> bool:
         """Whether this is the module, and its weights, of which the bank has no copies, lie where they lay, with the

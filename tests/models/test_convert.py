@@ -264,7 +264,8 @@ def test_fields_that_no_model_reads_may_be_called_like_a_setting(plain, tmp_path
     assert build_shapes(plain, "full").config.residual == "full"
     convert(plain, out=tmp_path / "out", num_blocks=2)
     written = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert written["residual_settings"] == {"read_scale": "sum", "num_blocks": 2} and not written.keys() & {"rank"}
+    assert written["residual_settings"].items() >= {"read_scale": "sum", "num_blocks": 2}.items()
+    assert not written.keys() & {"rank"}
     assert compare_logits(load_plain_weights(plain), load(tmp_path / "out")).within
     key = json.loads((plain / "config.json").read_text())["model_type"]
     with pytest.warns(UserWarning, match=f"a plain '{key}' checkpoint is loaded"):
