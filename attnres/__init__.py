@@ -7,8 +7,7 @@ alone; models need Transformers.
 
 from typing import TYPE_CHECKING
 
-from attnres.imports import find_our_types, when_imported
-from attnres.lazy import lazy_names
+from attnres.imports import find_our_types, lazy_names, when_imported
 
 __version__ = "0.1.0"
 

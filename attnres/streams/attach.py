@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from attnres.errors import UserError, first_line
-from attnres.forward import evaluating
+from attnres.head import evaluating
 from attnres.residuals import Residual, make_residual, residual_class, settings_of
 from attnres.streams.find import Found, NoFitError, find_layers, find_reads
 from attnres.streams.known_norms import Exchanged, exchange, own_class

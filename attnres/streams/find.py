@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from attnres.errors import first_line
-from attnres.forward import evaluating
+from attnres.head import evaluating
 from attnres.streams.stream import is_addition
 from attnres.text import listed
 
