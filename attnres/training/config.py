@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attnres.errors import UserError
-from attnres.paths import user_path
-from attnres.run_names import run_name
+from attnres.files import user_path
+from attnres.text import run_name
 from attnres.typed import leaves, overlay
 
 Setting = int | float | bool | str
@@ -323,11 +323,17 @@ was an earlier version's `gradient_checkpointing` reads."""
 _CONTENT = "model.residual_sha256"
 
 
+def deciding(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `to_dict` form that decide what a run computes, by dotted name; what an earlier version
+    did not have it did as by default."""
+    fields = {**dict(leaves(to_dict(TrainConfig()))), **dict(leaves(values))}
+    return {name: value for name, value in fields.items() if name not in FREE and not name.startswith("parallel.")}
+
+
 def differences(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
     """Dotted names of the fields in which two `to_dict` forms differ and which change what is computed."""
-    known = dict(leaves(to_dict(TrainConfig())))  # what an earlier version did not have, it did as by default
-    left, right = {**known, **dict(leaves(ours))}, {**known, **dict(leaves(theirs))}
-    names = [name for name in dict.fromkeys([*left, *right]) if name not in FREE and not name.startswith("parallel.")]
+    left, right = deciding(ours), deciding(theirs)
+    names = list(dict.fromkeys([*left, *right]))
     if None in (left.get(_CONTENT), right.get(_CONTENT)):  # an earlier version wrote none
         names = [name for name in names if name != _CONTENT]
     if left.get("finetune.init_from") and right.get("finetune.init_from"):  # an earlier version wrote a size then too
