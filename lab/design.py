@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attnres.comparison.plan import CompareConfig
-from attnres.run_names import label_and_seed
 from attnres.stats import Recipe
+from attnres.text import label_and_seed
 from attnres.training.config import TrainConfig, from_dict
 
 if TYPE_CHECKING:

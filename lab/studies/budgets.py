@@ -6,10 +6,9 @@ import statistics
 
 from attnres.figures.chart import Curves, Line
 from attnres.figures.plot import DIFFERENCE, TOKENS
-from attnres.run_names import run_name
 from attnres.savings import LossCurve, Saving, saving
 from attnres.stats import Effect, Recipe, or_none, pooled
-from attnres.text import UNKNOWN, number
+from attnres.text import UNKNOWN, number, run_name
 from attnres.training.branch import branch_step
 from attnres.training.config import TrainConfig
 from lab.analyses import trend

@@ -12,9 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from attnres.figures.chart import Curves, Line
-from attnres.run_names import run_name
 from attnres.stats import Effect, Recipe, judged, or_none
-from attnres.text import UNKNOWN, listed
+from attnres.text import UNKNOWN, listed, run_name
 from lab.design import Arm, Call, Computed, Design, Measured, Result, Setting, Table
 from lab.studies.growth import Mlps
 
