@@ -428,7 +428,8 @@ def claims() -> list[tuple[str, list[Answer]]]:
                     "–",
                     "3",
                     "python experiments/findings.py",
-                    shown="[results, section 7](../results.md#7-the-nanogpt-studys-finding-does-the-embedding-spike-where-a-statement-begins)",
+                    shown="[results, section 7](../results.md#7-the-nanogpt-studys-finding-"
+                    "does-the-embedding-spike-where-a-statement-begins)",
                 )
             ],
         ),
