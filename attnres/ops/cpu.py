@@ -28,6 +28,7 @@ from attnres.ops.backend import (
     ReadGradInputs,
     ReadInputs,
     Sealed,
+    scalar_rows,
 )
 from attnres.ops.cpu_build import SWITCH, library, turned_off
 from attnres.ops.norms import norm_kind
@@ -35,8 +36,6 @@ from attnres.ops.sharded import PLAIN, settled
 
 LANES = 16
 """Widths must be a multiple of this: one vector register of fp32."""
-
-BY_ADDRESS = True
 
 DTYPES = (torch.float32, torch.bfloat16)
 """Of the vectors that the kernels read and write."""
@@ -327,7 +326,7 @@ def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
         written = None if keep else h
         x = new(shape, dtype=norm.out_dtype or torch.float32)
     assert h is not None
-    scalars = new(1 + 3 * k + (k > 0 and output is not None), tokens)
+    scalars = new(scalar_rows(k, sealed=output is not None), tokens)
     if query is not None and query.shape != (d,):
         address(query, (d,))
     _call(
@@ -344,8 +343,10 @@ def merge(m: MergeInputs) -> tuple[Tensor, MergeSaved, Tensor | None]:
     return x, MergeSaved(h, scalars=scalars), partial
 
 
-def _parts(scalars: Tensor, k: int) -> tuple[int, ...]:
-    """Where a merge's rstd, weights, sealed, scores and inv_rms lie, as `MergeSaved.named` has them; 0 for none."""
+def _parts(scalars: Tensor | None, k: int) -> tuple[int, ...]:
+    """Return the addresses of a merge's rstd, weights, sealed, scores and inv_rms (`MergeSaved`); 0 for none."""
+    if scalars is None:
+        return 0, 0, 0, 0, 0
     rows, tokens = scalars.shape
     start, row = scalars.data_ptr(), 4 * tokens
     if not k:
@@ -357,13 +358,9 @@ def _parts(scalars: Tensor, k: int) -> tuple[int, ...]:
 def merge_backward(m: MergeGradInputs) -> MergeGrads:
     """As `eager.merge_backward`."""
     grad, carried, opens, query, norm, saved, *_ = m
-    h, rstd, weights, sealed, scores, inv_rms, scalars = saved
+    h, scalars = saved
     assert h is not None
     shape, d, k = h.shape, h.shape[-1], len(opens)
-    if scalars is None:
-        parts, both = (rstd, weights, sealed, scores, inv_rms), sealed is not None
-    else:
-        parts, both = _parts(scalars, k), len(scalars) > 1 + 3 * k
     tokens = h.numel() // d
     weight = dweight = dbias = doutput = dtop = dquery = None
     kind, eps = norm_kind(norm), 0.0
@@ -371,7 +368,7 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
         weight, eps = norm.weight, norm.eps
         dweight = None if weight is None else new(d)
         dbias = None if norm.bias is None else new(d)
-    if not k or both:
+    if not k or (scalars is not None and len(scalars) == scalar_rows(k, sealed=True)):
         doutput, dtop = new(shape), new(tokens)
     dopens = list[Tensor]()
     for source in opens:
@@ -386,7 +383,7 @@ def merge_backward(m: MergeGradInputs) -> MergeGrads:
         eps=(eps,),
         rows=(h, grad, doutput),
         vectors=(weight,),
-        pointers=(query, *parts, dtop, dquery, dweight, dbias),
+        pointers=(query, *_parts(scalars, k), dtop, dquery, dweight, dbias),
         lists=(*opens, *carried[:k], *dopens),
     )
     return MergeGrads(doutput, dtop, dopens, dquery, dweight, dbias)
