@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from attnres.device import autocast_dtype
 from attnres.models.exchange import own_class
-from attnres.ops.bank import is_copied
+from attnres.ops.bank import Bank
 from attnres.ops.norms import Norm
 from attnres.residuals.base import NormLike, as_it_is
 
@@ -61,12 +61,14 @@ class KnownNorm:
         fused: its arithmetic, where that is known; else None, and `apply` is the module's forward, or nothing.
     """
 
-    def __init__(self, module: nn.Module | None, like: Tensor) -> None:
+    def __init__(self, module: nn.Module | None, like: Tensor, bank: Bank) -> None:
         spec = as_it_is if module is None else describe_norm(module, like)
         self.module, self.fused = module, spec if isinstance(spec, Norm) else None
         self.apply = as_it_is if isinstance(spec, Norm) else spec
         self.places = _places(self.fused)
-        self.is_copied = self.fused is not None and any(map(is_copied, (self.fused.weight, self.fused.bias)))
+        vectors = () if self.fused is None else (self.fused.weight, self.fused.bias)
+        self.is_copied = not all(vector is None or bank.takes(vector) for vector in vectors)
+        self.device = like.device.type
         self.eps_name = "eps" if isinstance(module, nn.LayerNorm) else "variance_epsilon"
 
     def holds(self, module: nn.Module | None) -> bool:
@@ -83,7 +85,7 @@ class KnownNorm:
             and vectors.get("bias") is fused.bias
             and self.places == _places(fused)
             and getattr(module, self.eps_name) == fused.eps
-            and autocast_dtype("cpu") is fused.out_dtype
+            and autocast_dtype(self.device) is fused.out_dtype
         )
 
 

@@ -337,7 +337,7 @@ class BankStream(Stream):
             raise self._refusal()
         known = bank.norms[index]
         if known is None or not known.holds(norm):
-            known = bank.norms[index] = KnownNorm(norm, self.like)
+            known = bank.norms[index] = KnownNorm(norm, self.like, bank)
             bank.set_norm(known.fused)
         x = bank.read()
         if known.fused is None:
@@ -356,11 +356,16 @@ class BankStream(Stream):
             raise TypeError(_UNREAD.format(index))
         if type(output) is not Tensor:
             output = settled(output)
-        if output.requires_grad or not output.is_cpu or output.data_ptr() == 0 or output.shape != self.like.shape:
+        if (
+            output.requires_grad
+            or output.device != self.like.device
+            or output.data_ptr() == 0
+            or output.shape != self.like.shape
+        ):
             raise RuntimeError(
                 f"sublayer {index} gave a {type(output).__name__} of shape {tuple(output.shape)} on {output.device}, "
-                f"requires_grad={output.requires_grad}: expected {tuple(self.like.shape)} in memory of the CPU and "
-                "without gradients, as the pass began; begin it with gradients on"
+                f"requires_grad={output.requires_grad}: expected {tuple(self.like.shape)} in memory of "
+                f"{self.like.device} and without gradients, as the pass began; begin it with gradients on"
             )
         bank.write(output)
         values = self.values if self._inputs is None else self._inputs.first

@@ -4,7 +4,7 @@ Shapes: T tokens, n sealed sources, k open sources, S reads, d width. `eager` is
 """
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ MAX_ONE_PASS = 32
 
 MAX_SHARED = 256
 """The most sources, and the most reads, of the Triton kernels' phase 1: those of a token are one tile."""
+
+
+CACHED = 1 << 20
+"""Bytes of sources that stay in a core's cache from one read to the next."""
 
 
 def check_shapes(tensors: Sequence[Tensor | None], shape: tuple[int, ...]) -> None:
@@ -226,6 +230,8 @@ class Kernels(NamedTuple):
     """A row of `dispatch.KERNELS`: the kernels of one device, and what else depends on that device.
 
     Attributes:
+        device: its type.
+        bank: the class of `bank.Bank` that has the sources of a pass without gradients; None for none.
         name: as `Plan.backend` has it. title: in a sentence. found: why they are taken where they can be.
         load: returns the backend, or why it cannot be had.
         why_not: returns why the backend cannot take a call, or None.
@@ -239,6 +245,7 @@ class Kernels(NamedTuple):
             than a call of ours: it makes norms that no read is fused with.
     """
 
+    device: str
     name: str
     title: str
     found: str
@@ -250,3 +257,28 @@ class Kernels(NamedTuple):
     few_compiled: dict[int, int] = {}  # noqa: RUF012
     most_open: int | None = None
     torch_norm: bool = False
+    bank: Any = None
+
+
+def vectors_moved(sealed: int, reads: int, *, training: bool) -> tuple[int, int]:
+    """Vectors of width d moved per token for the sealed part of `reads` reads: (in one pass each, in two phases).
+
+    Forward, one pass reads n sources a read; two phases read n, and write and read an output for each read. The
+    backward of a pass reads n sources and their gradients so far and writes n gradients; phase 1 does so once for all
+    reads, reads the sources once more for the queries, and the outputs' gradients are written and read. The open
+    sources cost the same either way.
+    """
+    n = sealed
+    one, two = n * reads, n + 2 * reads
+    return (one + 3 * n * reads, two + 4 * n + 2 * reads) if training else (one, two)
+
+
+def in_two_phases(sealed: int, reads: int, *, training: bool, opens: int = 1, nbytes: int | None = None) -> bool:
+    """Whether `reads` reads over `sealed` sources (and up to `opens` open ones) are better made in two phases.
+
+    `nbytes` are those of the sealed sources, where a kernel takes any number of them: what is in a cache is not moved.
+    """
+    one, two = vectors_moved(sealed, reads, training=training)
+    if nbytes is not None:
+        return two < one and nbytes > CACHED
+    return sealed > 0 and (two < one or sealed + opens > MAX_ONE_PASS)

@@ -122,7 +122,7 @@ class _Operator:
         ]
 
     def __call__(self, inputs: Any) -> list[Tensor]:
-        values = list[Any]()
+        values: list[Any] = []  # list[Any]() is no call that dynamo traces
         for path in self.paths:
             value = inputs
             for place in path:

@@ -31,7 +31,7 @@ class _Bunch(NamedTuple):
     """
 
     tensors: tuple[Tensor, ...]
-    strides: tuple[int, ...] | None
+    strides: tuple[int | None, ...] | None
     wide: int
     other: int
     aligned: bool
@@ -46,7 +46,7 @@ def _bunch(tensors: Sequence[Tensor]) -> _Bunch:
     for j, t in enumerate(laid):
         if t.dtype != first:
             wide, other = wide | 1 << j, other or j
-        stride = shape[-1] if strides is None else strides[j]
+        stride: Any = shape[-1] if strides is None else strides[j]
         misplaced |= (t.data_ptr() | stride * t.itemsize) & 15
     if strides is not None and len(set(strides)) == 1:
         strides = strides[:1]
