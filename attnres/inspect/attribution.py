@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from attnres.errors import UserError
-from attnres.forward import evaluating
+from attnres.head import evaluating
 from attnres.inspect import notebook
 from attnres.inspect.edits import Ablate, Patch, Watch, intervene, position_of
 from attnres.inspect.recording import find_residual

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from attnres.errors import UserError, first_line
-from attnres.forward import evaluating, log_probs
+from attnres.head import evaluating, log_probs
 from attnres.inspect.recording import find_residual
 from attnres.models.encoding import check_ids, check_length, encode_prompt, rows_of, stated_context, tokenise
 from attnres.residuals.watch import unwatched

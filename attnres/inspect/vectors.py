@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnres.errors import UserError
-from attnres.forward import evaluating, log_probs
+from attnres.head import evaluating, log_probs
 from attnres.inspect import notebook
 from attnres.inspect.recording import find_residual
 from attnres.inspect.subject import Model, Text, as_model, prompt_ids
