@@ -128,6 +128,17 @@ class Residual(nn.Module):
         self.program: Program | str | None = None
         """Its reads as a program for a bank, or why there is none; made when it is first asked for."""
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Residual":
+        """Move or cast as asked, but keep parameters in fp32 where 16 bits are asked for (`.to(torch.bfloat16)`,
+        Lightning's bf16-true): steps of a small rate would round to nothing there."""
+
+        def precise(tensor: Tensor) -> Tensor:
+            new = fn(tensor)
+            narrows = tensor.is_floating_point() and new.element_size() < 4 <= tensor.element_size()
+            return tensor.to(new.device) if narrows else new
+
+        return super()._apply(precise, recurse)
+
     # -- what a forward pass does ---------------------------------------------------------------------------------
     def forward(self, verb: str, *args: Any) -> Any:
         """Do one of start, read, write, finish, hidden_state, mix_values, set_progress, penalty, or itself, which
